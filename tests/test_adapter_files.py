@@ -123,7 +123,7 @@ def test_mixtures_merge_as_peft_does(kind: Any, tmp_path: Path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "which is no A or B of a matrix"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "which is not an A or B of a matrix"),
         ({"lora_bias": True}, "lora_bias"),
     ],
     ids=str,

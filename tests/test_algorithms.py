@@ -235,7 +235,7 @@ def test_a_dry_run_says_what_the_prompts_are(run: TinyRun, capsys: pytest.Captur
     file = run.folder / "text.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}+3="}) + "\n" for n in range(10, 14)))
     assert train_here(run, "--dry-run", prompts__train=file) == 2
-    assert "or allow rows without it: prompts.requires_ground_truth = false." in capsys.readouterr().err
+    assert "or set prompts.requires_ground_truth = false to allow such rows." in capsys.readouterr().err
     settings = {"prompts__train": file, "prompts__requires_ground_truth": False}
     assert train_here(run, "--dry-run", **settings) == 0
     said = capsys.readouterr().out

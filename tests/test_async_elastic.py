@@ -88,7 +88,7 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
         assert found is not None, lines
         generated, ready = map(int, found.groups())
         assert generated + ready == 2 * PROMPTS_PER_STEP
-        views = re.compile(r"rollouter: \d group\(s\) under way, \d+ response\(s\) in 1 engine\(s\); waits for")
+        views = re.compile(r"rollouter: \d group\(s\) in progress, \d+ response\(s\) in 1 engine\(s\); waits for")
         assert any(map(views.match, lines))
         assert any(line.startswith("learner: waits for the next order from controller") for line in lines)
 

@@ -73,7 +73,7 @@ def test_a_role_that_does_not_answer_is_killed_and_started_again(run: TinyRun) -
 def test_engines_that_always_fail_end_the_run_with_their_reason(run: TinyRun) -> None:
     said = failed_with(run, "engine:30")
     assert "the scripted engine failed" in said
-    found = re.search(r"(\d+) groups in a row failed whole", said)
+    found = re.search(r"all sessions failed in (\d+) consecutive groups", said)
     assert found is not None
     assert int(found[1]) >= 8  # more may have been under way
     assert "Traceback in rollouter[0]" in said

@@ -119,7 +119,7 @@ def test_rollouts_that_were_scored_before_need_no_teacher_and_torn_scores_do(
     [
         ({"distillation__texts": "answer"}, "'answer', which prompt"),
         ({"distillation__texts": "solution", "rollout__max_response_tokens": 4}, "the text '4268' has 5 tokens"),
-        ({"distillation__loss": "nll"}, "texts; found none"),
+        ({"distillation__loss": "nll"}, "set texts to their column, found none"),
     ],
 )
 def test_texts_that_are_not_there_are_refused_before_anything_starts(

@@ -121,7 +121,7 @@ def test_an_engine_of_this_process_proves_weights_on_the_gpu(model_dir: Path, we
     damaged = update.tensors[name].clone()
     damaged.view(torch.int32)[3, 5] ^= 1
     receipt = asyncio.run(engine.update_weights(replace(update, tensors={**update.tensors, name: damaged})))
-    with pytest.raises(WeightProofError, match="was changed on its way") as raised:
+    with pytest.raises(WeightProofError, match="was changed in transit") as raised:
         check_receipt(update, receipt, tolerances=TOLERANCES)
     assert raised.value.tensor == name
     asyncio.run(engine.close())

@@ -40,7 +40,7 @@ def test_the_synchronous_trainer_pauses_and_goes_on(
     run = copy_tiny_run(uninterrupted, tmp_path / "run")
     assert train_here(run, **SICK) == 3
     said = capsys.readouterr().out
-    assert "health: critical: The proof of a weight update failed" in said
+    assert "health: critical: A weight proof failed" in said
     assert "paused after step 2 by health.pause_on: weights_proof; continue with --resume" in said
     assert (summary(run)["status"], summary(run)["paused_by"]) == ("paused", "health.pause_on: weights_proof")
     assert sorted(path.name for path in (run.run_folder / "checkpoints").iterdir()) == ["step_2"]

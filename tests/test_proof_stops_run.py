@@ -57,7 +57,7 @@ def test_a_corrupted_tensor_stops_the_run(
         patch.setattr("rl_sync_trainer.training_run.make_transport", lambda settings: CorruptingTransport())
         assert train_here(run) == 1
     said = capsys.readouterr()
-    assert f"WeightProofError: tensor '{NAME}' was changed on its way to the engine" in said.err
+    assert f"WeightProofError: tensor '{NAME}' was changed in transit to the engine" in said.err
     assert f"at version {DAMAGED_VERSION}" in said.err
     assert "run finished" not in said.out
     assert_failed_at_step_3(run, NAME)

@@ -49,9 +49,9 @@ def test_roles_on_several_nodes_one_of_which_is_killed():
     assert found.returncode == 0, found.stderr
     words = ("refused", "nodes", "afar", "stacks", "process", "node", "moved", "gone")
     assert [line for line in found.stdout.splitlines() if line.split(" ")[0] in words] == [
-        "refused SettingsError room for 3 3",
-        "refused SettingsError room for 2 3",
-        "refused SettingsError room for 6 3",
+        "refused SettingsError enough for 3 3",
+        "refused SettingsError enough for 2 3",
+        "refused SettingsError enough for 6 3",
         "nodes 3 3",
         "afar True",
         "stacks True True True",

@@ -74,7 +74,7 @@ from rl_core.errors import SettingsError
 try:
     start_ray()
 except SettingsError as error:
-    assert "RAY_AUTH_MODE is 'disabled'. Unset it, or call ray.init() yourself before" in str(error), error
+    assert "RAY_AUTH_MODE is 'disabled'. Unset it, or call ray.init() yourself first" in str(error), error
     print("refused")
 """
     assert run(source, tmp_path, RAY_AUTH_MODE="disabled") == ["refused"]

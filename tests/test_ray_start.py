@@ -52,7 +52,7 @@ def test_it_is_started_once_more_and_nothing_of_the_first_is_left(slow_ray: Slow
 
 @pytest.mark.parametrize("slow_ray", [9], indirect=True)
 def test_the_second_time_it_is_an_error_that_says_what_to_do(slow_ray: SlowRay):
-    said = r"^Ray on this machine did not start within its own limit of 30 s, 2 times: .* Run less beside it, or start"
+    said = r"^Ray on this machine did not start within its own limit of 30 s, 2 times: .* Run fewer other processes, or"
     with pytest.raises(RoleError, match=said):
         start_ray(RayOptions(num_cpus=1))
     for process in slow_ray.left:

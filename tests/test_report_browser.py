@@ -77,7 +77,7 @@ def test_findings_with_their_causes(page, tmp_path):
     first, *more = judge(record.history).findings
     write_report([record], tmp_path / "a.html")
     show(page, tmp_path / "a.html")
-    assert f"Likeliest cause: {first.causes[0]}." in page.run("document.getElementById('verdicts').innerText")
+    assert f"Most likely cause: {first.causes[0]}." in page.run("document.getElementById('verdicts').innerText")
     assert page.run("document.querySelectorAll('.finding').length") == 1 + len(more)
     unfolded = page.run("[...document.querySelectorAll('.finding[open]')].map((one) => one.innerText)")
     for text in (first.what, *first.causes, *first.advice, *(one.metric for one in first.evidence)):
@@ -172,10 +172,10 @@ def test_colours_by_column(page, runs):
     page.wait("document.querySelectorAll('.token').length")
     colors = "[...document.querySelectorAll('.token')].map((token) => token.style.backgroundColor).join()"
     seen = set()
-    for key in page.run("[...document.querySelector('select[aria-label=Colour]').options].map(({ value }) => value)"):
+    for key in page.run("[...document.querySelector('select[aria-label=Color]').options].map(({ value }) => value)"):
         page.run(
-            f"document.querySelector('select[aria-label=Colour]').value = {json.dumps(key)};"
-            "document.querySelector('select[aria-label=Colour]').dispatchEvent(new Event('change'))"
+            f"document.querySelector('select[aria-label=Color]').value = {json.dumps(key)};"
+            "document.querySelector('select[aria-label=Color]').dispatchEvent(new Event('change'))"
         )
         seen.add(page.run(colors))
         assert page.run("location.hash").endswith(f"color={key}")

@@ -31,13 +31,13 @@ def test_a_metric_that_was_never_finite_says_so(page, tmp_path):
     show(page, report_of(tmp_path / "first"), "view=curves")
     cards = page.run(said)
     assert [card.splitlines()[0] for card in cards] == [METRIC, "actor/grad_norm"]
-    assert all("first: it was not finite at any of its 3 steps." in card for card in cards)
+    assert all("first: not finite at any of its 3 steps." in card for card in cards)
     show(page, report_of(tmp_path / "first", tmp_path / "second"), "view=curves")
     page.wait("document.querySelectorAll('canvas').length === 1")
     score, norm = page.run(said)
-    assert "second: it was not finite at any of its 3 steps." in norm
-    assert "first: it was not finite" in score
-    assert "second: it" not in score
+    assert "second: not finite at any of its 3 steps." in norm
+    assert "first: not finite" in score
+    assert "second: not" not in score
 
 
 def test_what_is_beside_a_step_is_none_of_its_phases(page, tmp_path):
@@ -46,14 +46,14 @@ def test_what_is_beside_a_step_is_none_of_its_phases(page, tmp_path):
     show(page, report_of(tmp_path / "run"), "view=times")
     assert page.run("[...document.querySelectorAll('.phase')].map((one) => one.textContent)") == ["gen 1.5 s"]
     text = page.run("document.getElementById('main').innerText")
-    assert "The step took 2 s. gen 1.5 s. Beside the step: testing 9 s, save_checkpoint 4 s." in text
+    assert "The step took 2 s. gen 1.5 s. Outside the step: testing 9 s, save_checkpoint 4 s." in text
     assert "Of the phases' time: gen 100 %." in text
 
 
 def test_distributions_say_how_right_they_are(page, tmp_path):
     InventedRun(steps=3).write(tmp_path / "run")
     show(page, report_of(tmp_path / "run"), "view=distributions")
-    assert "right to 2 %" in page.run("document.getElementById('main').innerText")
+    assert "accurate to 2 %" in page.run("document.getElementById('main').innerText")
 
 
 def test_a_chart_by_keyboard(page, report):
@@ -123,11 +123,11 @@ def test_what_never_moves_is_a_line_of_a_table(page, tmp_path):
     y = "document.querySelector('.chart').card.chart.scales.y"
     assert page.run(f"[{y}.min, {y}.max]") == [0, 1]
     still = "[...document.querySelectorAll('.chapter')].at(-1)"
-    assert page.run(f"[{still}.open, {still}.querySelector('summary').textContent]") == [False, "Never moved 2 metrics"]
+    assert page.run(f"[{still}.open, {still}.querySelector('summary').textContent]") == [False, "Constant 2 metrics"]
     rows = page.run(
         f"[...{still}.querySelectorAll('tbody tr')].map((row) => [...row.cells].slice(0, 2).map((c) => c.textContent))"
     )
-    assert rows == [["actor/lr", "1e-6"], ["actor/ppo_kl", "0 but for rounding"]]
+    assert rows == [["actor/lr", "1e-6"], ["actor/ppo_kl", "0 except for rounding"]]
 
 
 def test_the_logarithmic_axis_says_what_it_leaves_out(page, tmp_path):
@@ -136,7 +136,7 @@ def test_the_logarithmic_axis_says_what_it_leaves_out(page, tmp_path):
     page.wait(f"{LEGEND} === '3,100'")
     y = "document.querySelector('.chart').card.chart.scales.y"
     assert page.run(f"[{y}.distr, {y}.min, {y}.max]") == [3, 0.01, 100]
-    assert "leaves out what is not above 0" in page.run("document.querySelector('.card').innerText")
+    assert "omits values that are not above 0" in page.run("document.querySelector('.card').innerText")
 
 
 def test_what_belongs_to_a_curve_is_hidden_with_it(page, tmp_path):

@@ -32,7 +32,7 @@ def test_a_report_opens_on_the_outcome(page, folder):
         "examples/arithmetic/prepared/policy", "GRPO, loss ppo_clip", "64 prompts, 8 responses each",
         "0.478 → 0.948", "▲ +0.47 [+0.419, +0.516]", "step 0 [0.436, 0.524]", "step 60 [0.926, 0.966]",
         "Wall time", "Samples per second", "Where the time went", "Look at next",
-        "Wilson's over the problems", "bootstrap over validation problems (1,000 draws)",
+        "Wilson's interval over the problems", "bootstrap over validation problems (1,000 draws)",
     ):  # fmt: skip
         assert said in text
     bottom = (
@@ -71,7 +71,7 @@ def test_a_run_of_metrics_alone(page, tmp_path, metrics):
     write_run(tmp_path / "run", metrics=metrics)
     show(page, report_of(tmp_path / "run"))
     assert page.wait("document.querySelector('.sentence').textContent.length") > 10
-    assert "What was trained is not known" in page.run(MAIN)
+    assert "The training is unknown" in page.run(MAIN)
 
 
 def test_the_worst_of_the_newest_step_are_a_click_away(page, tmp_path):

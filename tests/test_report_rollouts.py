@@ -264,7 +264,7 @@ def test_a_session_is_a_tree_of_turns_and_tools(page, tmp_path):
         f"again); 5 tokens more, untrained (another choice) calls add {ADD}",
         f"tool → assistant {size} tokens, trained in output 0 It is 3.",
         "session 0, output 0 1 It is 3.",
-        "tool → assistant 3 tokens, masked: outside of the task",
+        "tool → assistant 3 tokens, masked: outside the task",
         f"user → assistant {size} tokens, trained in output 1 It is 3.",
         "session 0, output 1 1 It is 3.",
         f"user → assistant {size} tokens, trained in output 2 It is 3.",

@@ -141,7 +141,7 @@ def test_a_run_that_hangs(page, tmp_path):
     write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
     show(page, tmp_path / "a.html")
     top = page.run("document.getElementById('verdicts').innerText")
-    assert "It hangs: nothing happened for 5.2 min. rollouter waits for engine 1" in top
+    assert "It hangs: no progress for 5.2 min. rollouter waits for engine 1" in top
     shown = page.run("document.querySelector('details.hang[open]').innerText")
     for text in ("engine 1 does not answer", "12 answers on engine 1, for 5.1 min", "receive (link.py:44)"):
         assert text in shown

@@ -113,7 +113,7 @@ def test_another_learning_rate_is_told_from_the_second_step_on_and_can_be_accept
     settings = {"trainer__steps": 3, "learner__learning_rate": 1e-4}
     assert train_here(run, **settings, **cache_of(run)) == 1
     error = capsys.readouterr().err
-    assert "train-00000002-0000 holds rollouts that were made otherwise:\n  policy.weights: stored " in error
+    assert "train-00000002-0000 was generated under different circumstances:\n  policy.weights: stored " in error
     assert 'skip.on_mismatch = "accept"' in error
     (mismatch,) = events(run, "skip_mismatch")
     assert mismatch["wanted"] == "train-00000002-0000"
@@ -211,7 +211,10 @@ def test_several_responses_to_a_problem_are_replayed_as_they_were_drawn(
         ({"prompts__validation_temperature": 0.5}, "sampling.temperature: stored 1.0, now 0.5"),
     ):
         assert train_here(run, run__if_exists="archive", **(several | other), **options) == 1
-        assert f"validation-00000000-0000 holds rollouts that were made otherwise:\n  {says}" in capsys.readouterr().err
+        assert (
+            f"validation-00000000-0000 was generated under different circumstances:\n  {says}"
+            in capsys.readouterr().err
+        )
 
 
 def test_mistakes_in_the_settings_are_refused_before_anything_starts(
@@ -220,12 +223,12 @@ def test_mistakes_in_the_settings_are_refused_before_anything_starts(
     assert train_here(run, **cache_of(run, steps="5-2", max_bytes=0)) == 2
     error = capsys.readouterr().err
     assert "skip.max_bytes must be at least 1, or none; found '0'." in error
-    assert "skip.steps has the range '5-2', which runs backwards" in error
+    assert "skip.steps must have ascending ranges; found '5-2'" in error
     assert train_here(run, **cache_of(run, action="again")) == 2
     assert "skip.action" in capsys.readouterr().err
     (run.folder / "file").write_text("")
     assert train_here(run, skip__enabled=True, skip__directory=run.folder / "file") == 2
-    assert "must be a folder, or a place for a new one; it is a file." in capsys.readouterr().err
+    assert "must be an existing or new folder; it is a file." in capsys.readouterr().err
     assert train_here(run, **cache_of(run, directory="nosuch://place")) == 2
     assert "skip.directory: nosuch://place" in capsys.readouterr().err
     assert train_here(run, **cache_of(run, steps="20-")) == 2

@@ -153,7 +153,7 @@ class CorruptingTransport(TensorTransport):
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", LAST_NAME])
 def test_a_tensor_corrupted_on_its_way_is_named(parts: Parts, name: str) -> None:
-    with pytest.raises(WeightProofError, match="was changed on its way to the engine") as raised:
+    with pytest.raises(WeightProofError, match="was changed in transit to the engine") as raised:
         train_steps(replace(parts, transport=CorruptingTransport(name)), 1)
     assert raised.value.tensor == name
 

@@ -205,11 +205,11 @@ def test_adapters_of_the_attention_are_served_beside_proven_experts(
         act_before(mixture, "replace_adapter", fault.before, patch)
         act_before(mixture, "probe_live_weights", fault.after, patch)
         receipt = mixture.update(update)
-    with pytest.raises(WeightProofError, match=r"experts.*of the base is not what the adapter") as raised:
+    with pytest.raises(WeightProofError, match=r"tensor .*experts.* is not the one on which the adapter") as raised:
         mixture.check(update, receipt)
     assert raised.value.tensor in fault.named
     experts = make_adapter(weights, rank=8, seed=1)  # of all linear layers
-    with pytest.raises(EngineError, match=r"without room for an adapter of .*experts"):
+    with pytest.raises(EngineError, match=r"without a slot for an adapter of .*experts"):
         mixture.update(TensorTransport().pack(experts, version=6, tied={}, adapter=told))
     mixture.update(packed(weights, version=0))
 
@@ -248,7 +248,7 @@ def test_faults_in_live_experts_are_named(mixture: Mixture, monkeypatch: pytest.
         update, faults = updates[number % 2], [Fault(number, layer) for layer in range(NUM_LAYERS)]
         receipt = update_with(faults, update, mixture, monkeypatch)
         found = differing(receipt)
-        with pytest.raises(WeightProofError, match="serves something else: it was read back with other bits") as raised:
+        with pytest.raises(WeightProofError, match="something else: it was read back with different bits") as raised:
             mixture.check(update, receipt)
         assert raised.value.tensor in found
         assert found <= set.union(*(fault.named for fault in faults))

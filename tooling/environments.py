@@ -150,13 +150,18 @@ DOCS = Environment(
 )
 
 
-def unit_environment(package: str) -> Environment:
-    """Return the environment of a package with its declared dependencies and the test runner, at locked versions."""
+def unit_environment(package: str, *, without_torch: bool = False) -> Environment:
+    """Return the environment of a package with its declared dependencies and the test runner, at locked versions.
+
+    `without_torch` leaves out the extra `torch` of rl-core.
+    """
     projects = UNIT_EXTRAS[package]
+    if without_torch:
+        projects = tuple(project.replace("[torch,", "[") for project in projects)
     needs_torch = any("torch" in r or "rl-distill" in r for r in projects)
     metadata = [f"packages/{r.partition('[')[0]}/pyproject.toml" for r in projects]
     return Environment(
-        name=f"unit-{package}",
+        name=f"unit-{package}{'-without-torch' if projects != UNIT_EXTRAS[package] else ''}",
         cost="1 GB on disk, up to a minute" if needs_torch else "15 s",
         steps=(
             *(((*CONSTRAINTS, TORCH),) if needs_torch else ()),

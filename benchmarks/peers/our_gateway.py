@@ -97,7 +97,7 @@ class Ours:
         }
 
     async def _converse(self, uid: str, num_turns: int, known: list[str]) -> Session:
-        """Create a session in the state after its requests, without HTTP connections, which use memory only while open."""
+        """Create a session as its requests leave it, without HTTP connections: they use memory only while open."""
         session = self.gateway.open(uid, limits=LIMITS, sampling=lambda _: QUICKLY)
         random, messages = np.random.default_rng(len(self.gateway.sessions)), list[ChatMessage]()
         for _ in range(num_turns):

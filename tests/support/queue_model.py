@@ -140,7 +140,7 @@ class QueueModel:
         if group.keys:
             group.arrival = self.arrivals = self.arrivals + 1
         else:
-            why = "; ".join(sorted(set(group.failures.values()))) or "its sessions gave no trajectory"
+            why = "; ".join(sorted(set(group.failures.values()))) or "its sessions returned no trajectories"
             group.is_dropped, group.reason = True, f"no rows: {why}"
             self.drops["no rows"] += 1
 

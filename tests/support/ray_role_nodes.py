@@ -36,7 +36,7 @@ async def main(nodes):
             pool = ResourcePool(name=strategy, size=size, cpus=1, strategy=strategy)
             start = cluster.start_group(RoleSpec(name="echo", factory=ECHO), size=1, pool=pool, deadline_s=DEADLINE_S)
             kind, text = await refused(start)
-            say("refused", kind, text[text.index("room for") :].partition(".")[0], text.count("2 CPUs and 0 GPUs"))
+            say("refused", kind, text[text.index("enough for") :].partition(".")[0], text.count("2 CPUs and 0 GPUs"))
         apart = ResourcePool(name="apart", size=3, cpus=1, strategy="strict_spread")
         learners = await cluster.start_group(
             RoleSpec(name="learner", factory=ECHO), size=3, pool=apart, deadline_s=DEADLINE_S
@@ -52,7 +52,12 @@ async def main(nodes):
         say("afar", "last words from afar" in said)
         asked = await far.stacks(deadline_s=DEADLINE_S)
         dumped = await asyncio.to_thread(dump_there, far._current._hello, far._current._mark, DEADLINE_S)
-        say("stacks", "its event loop turns" in asked, "What a signal had it write" in dumped, "Thread 0x" in dumped)
+        say(
+            "stacks",
+            "its event loop is responsive" in asked,
+            "Stacks dumped by signal" in dumped,
+            "Thread 0x" in dumped,
+        )
         os.kill(far.pid, signal.SIGKILL)
         error = await far.wait_death()
         say("process", f"learner[{far.rank}]" in str(error), "last words from afar" in str(error))

@@ -96,7 +96,7 @@ def delivered_to_the_other_slot(fault: Fault) -> None:
         for tensor in fault.whole(worker):
             tensor.copy_(tensor.flip(0))
 
-    fault.after, fault.named = move, "must hold [1, None]; they hold [None, 1]"
+    fault.after, fault.named = move, "must contain [1, None]; found [None, 1]"
 
 
 def delivered_to_both_slots(fault: Fault) -> None:
@@ -104,17 +104,17 @@ def delivered_to_both_slots(fault: Fault) -> None:
         slots = fault.slots(worker, fault.name)
         slots[1] = slots[0]
 
-    fault.after, fault.named = fill, f"slot 1, which stays empty, holds numbers of {module_of(fault.name)}"
+    fault.after, fault.named = fill, f"slot 1, which must stay empty, has numbers of {module_of(fault.name)}"
 
 
 def evicted(fault: Fault) -> None:
     fault.after = lambda worker: manager_of(worker).remove_adapter(1)
-    fault.named = "they hold [None, None]"
+    fault.named = "found [None, None]"
 
 
 def left_to_be_evicted(fault: Fault) -> None:
     fault.after = lambda worker: manager_of(worker)._registered_adapters.pinned_items.clear()
-    fault.named = "vLLM holds the adapters [1], pinned []"
+    fault.named = "vLLM has the adapters [1], pinned []"
 
 
 def beside_another(fault: Fault) -> None:
@@ -122,7 +122,7 @@ def beside_another(fault: Fault) -> None:
         manager = manager_of(worker)
         manager.add_adapter(manager.get_adapter(1).clone(2))
 
-    fault.after, fault.named = add, "vLLM holds the adapters [1, 2]"
+    fault.after, fault.named = add, "vLLM has the adapters [1, 2]"
 
 
 def of_the_version_before(fault: Fault) -> None:
@@ -133,7 +133,7 @@ def of_the_version_before(fault: Fault) -> None:
 def with_the_tensors_before(fault: Fault) -> None:
     old = fault.served.adapter(fault.version - 1)
     fault.instead = lambda worker: worker.worker.replace_adapter(old, fault.version)
-    fault.named = "was changed on its way to the engine"
+    fault.named = "was changed in transit to the engine"
 
 
 def scaled_twice(fault: Fault) -> None:
@@ -162,7 +162,7 @@ def not_zeroed(fault: Fault) -> None:
     layer, kind = fault.draw.randrange(2), fault.draw.choice(["k_proj", "v_proj"])
     module = f"model.layers.{layer}.self_attn.{kind}"
     fault.after = lambda worker: fault.slots(worker, f"{PEFT_PREFIX}{module}{LORA_B}")[0, 3, 1].fill_(0.1)
-    fault.named = f"{module} serves an adapter, and version {fault.version} has none for it"
+    fault.named = f"{module} serves an adapter, but version {fault.version} has none for it"
 
 
 def padding_not_zero(fault: Fault) -> None:
@@ -189,7 +189,7 @@ def stale_cache(fault: Fault) -> None:
     request = GenerateRequest(input_ids=prompt, sampling=SamplingParams(max_tokens=2, seed=0))
     asyncio.run(fault.served.engine.generate(request))
     fault.reset = lambda **_: True
-    fault.named = "blocks of keys and values of the weights before are still in the prefix cache"
+    fault.named = "blocks of the previous weights are still in the prefix cache"
 
 
 FAULTS = (

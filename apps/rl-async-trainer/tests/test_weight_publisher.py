@@ -35,7 +35,7 @@ def publish(rollouter: Any, *, deadline_s: float) -> None:
 
 
 def test_engines_that_say_what_they_waited_for_are_heard():
-    said = "replica 3 had not ended 8 samples 900 s after new requests were held back, and was not updated."
+    said = "replica 3 had not finished 8 samples 900 s after new requests were held back, and was not updated."
 
     async def drained(_: PackedWeights) -> None:
         raise DeadlineError(said)

@@ -154,7 +154,7 @@ NAMES = {
     "no settings file": Mistake(spoil=without("settings.toml"), says=("settings.toml does not exist",)),
     "a folder as settings file": Mistake(
         spoil=lambda run: (run.settings_file.unlink(), run.settings_file.mkdir()),
-        says=("must be a plain file; it is a folder",),
+        says=("must be a regular file; it is a folder",),
     ),
 }
 

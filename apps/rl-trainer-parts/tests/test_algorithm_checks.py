@@ -151,7 +151,8 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
         ),
         (
             {**RECOMPUTE, "correction.reject": {"token_k3": (0.1, 0.2)}},
-            "correction.reject, token_k3: a k2 or k3 criterion has one bound above 0; found (0.1, 0.2).",
+            "correction.reject, token_k3: the bound of a k2 or k3 criterion must be one number above 0; found "
+            "(0.1, 0.2).",
         ),
     ],
 )

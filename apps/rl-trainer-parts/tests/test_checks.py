@@ -242,7 +242,7 @@ def write_config(folder: Path, **change: Any) -> None:
             {"ranks": 8, "tensor": 2, "expert": 4},
             [
                 "parallel.tensor = 2 must divide the policy's num_key_value_heads = 1",
-                "parallel.expert = 4 must divide the policy's num_experts = 6; possible: 1, 2, 3, 6",
+                "parallel.expert = 4 must divide the policy's num_experts = 6; possible values: 1, 2, 3, 6",
                 "parallel.expert_tensor = 2 must divide the policy's moe_intermediate_size = 9",
                 "parallel.sequence must be true for a mixture of experts with tensor = 2",
             ],
@@ -281,7 +281,7 @@ def test_learner_options_that_the_layout_or_the_policy_has_no_use_for_are_told(f
     }
     gathers, recomputes = trainable_problems(settings_with(folder, options))
     assert gathers.startswith("learner.overlap_param_gather needs parallel.distributed_optimizer = true")
-    assert recomputes.startswith('learner.recompute_modules has "moe", and no layer of this policy has a mixture')
+    assert recomputes.startswith('learner.recompute_modules has "moe", but no layer of this policy has a mixture')
     write_config(folder / "policy", **MIXTURE)
     assert list(trainable_problems(settings_with(folder, {**options, "parallel.distributed_optimizer": True}))) == []
 

@@ -91,8 +91,8 @@ def test_one_session_a_prompt_is_enough_where_nothing_is_learnt_from_rewards(fol
         ({"distillation.beta": 1}, {}, "distillation.beta must be above 0 and below 1"),
         ({"distillation.temperature": 0.5}, {}, "distillation.temperature = 0.5 needs Megatron teachers"),
         ({"distillation.distribution": "full"}, {}, 'teachers.large.engine = "vllm"'),
-        ({"distillation.distribution": "full", "distillation.loss": "k1"}, {"engine": "megatron"}, "does not look at"),
-        ({"distillation.used_as": "reward"}, {}, 'used_as = "reward" needs a loss of the sampled token alone'),
+        ({"distillation.distribution": "full", "distillation.loss": "k1"}, {"engine": "megatron"}, "not use full"),
+        ({"distillation.used_as": "reward"}, {}, 'used_as = "reward" needs a loss that uses only the sampled token'),
         ({"distillation.loss": "nll"}, {}, 'loss = "nll" imitates texts'),
         ({"distillation.max_loss": 0}, {}, "distillation.max_loss must be above 0"),
         ({"distillation.min_logprob": 1}, {}, "distillation.min_logprob must be below 0, or none; found 1"),
@@ -106,8 +106,8 @@ def test_one_session_a_prompt_is_enough_where_nothing_is_learnt_from_rewards(fol
         ({}, {"replicas": 0}, "distillation.teachers.large.replicas must be a whole number of at least 1"),
         ({}, {"restarts": -1}, "distillation.teachers.large.restarts must be a whole number of at least 0"),
         ({}, {"resources": {"cpus": -1}}, "distillation.teachers.large.resources.cpus must be at least 0"),
-        ({}, {"data_sources": [""]}, "distillation.teachers.large.data_sources must be names, none of them empty"),
-        ({}, {"data_sources": []}, "distillation.teachers.large answers for nothing"),
+        ({}, {"data_sources": [""]}, "distillation.teachers.large.data_sources must be names that are not empty"),
+        ({}, {"data_sources": []}, "distillation.teachers.large scores nothing"),
         ({}, {"max_model_len": 100}, "distillation.teachers.large.max_model_len = 100 is too short"),
         ({}, {"max_model_len": 5000}, "max_position_embeddings = 4096, fewer than"),
         ({}, {"tensor": 2, "engine": "megatron"}, "num_key_value_heads"),
@@ -142,7 +142,7 @@ def test_names_that_could_not_stand_in_metrics_and_files_are_refused_and_not_dro
     teachers = {name: {"model": folder / "large", "data_sources": ["math"]}}
     found = problems(folder, {"distillation.teachers": teachers})
     assert len(found) == 1
-    assert f"teachers: {name!r} cannot be a teacher's name" in found[0]
+    assert f"teachers: {name!r} is not a valid teacher name" in found[0]
 
 
 @pytest.mark.parametrize("name", ["default", "teacher_model", "Qwen3-8B", "7", "_"])
@@ -157,7 +157,7 @@ def test_two_teachers_for_one_source_are_refused(folder: Path) -> None:
         for name, sources in {"large": ["math", "code"], "small": ["code"]}.items()
     }
     (problem,) = problems(folder, {"distillation.teachers": teachers})
-    assert "distillation.teachers.large and distillation.teachers.small both answer for 'code'" in problem
+    assert "distillation.teachers.large and distillation.teachers.small both score 'code'" in problem
 
 
 def test_a_pool_that_does_not_add_up_is_refused_with_what_others_have(folder: Path) -> None:
@@ -204,12 +204,12 @@ def refused(settings: Settings, *prompts: Prompt) -> str:
 
 def test_a_source_that_no_teacher_answers_for_is_refused_with_all_sources(folder: Path) -> None:
     found = refused(settings_with(folder, {}), prompt("a"), prompt("b", "code"), prompt("c", "law"))
-    assert "no teacher answers for prompts whose data_source is 'code', 'law'; 'large' answers for 'math'" in found
+    assert "no teacher scores prompts whose data_source is 'code', 'law'; 'large' scores 'math'" in found
 
 
 def test_a_teacher_that_nothing_reaches_is_refused(folder: Path) -> None:
     found = refused(settings_with(folder, {"distillation.default_teacher": "large"}), prompt("a", "maths"))
-    assert "teachers.large.data_sources names 'math', but no prompt has it" in found
+    assert "teachers.large.data_sources has 'math', but no prompt has it" in found
     assert "Did you mean 'maths'?" in found
 
 
@@ -229,7 +229,7 @@ def test_another_vocabulary_is_refused_with_the_tokens_that_differ(folder: Path)
 
 def test_prompts_without_their_texts_are_refused(folder: Path) -> None:
     settings = settings_with(folder, {"distillation.texts": "answer"})
-    assert "which prompt 'b' lacks" in refused(settings, prompt("a", answer="abc"), prompt("b"))
+    assert "which prompt 'b' does not have" in refused(settings, prompt("a", answer="abc"), prompt("b"))
 
 
 def test_the_plan_shows_teachers_with_sources_places_and_memory(folder: Path) -> None:

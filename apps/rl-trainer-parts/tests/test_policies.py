@@ -122,14 +122,14 @@ def test_a_base_that_was_moved_or_changed_is_told(
     (tmp_path / "base").rename(tmp_path / "moved")
     words = ["export", str(adapter_run), str(tmp_path / "merged")]
     assert main(words) == 2
-    assert "Give the folder of that model as `base` (`export --base FOLDER`)" in capsys.readouterr().err
+    assert "Pass the folder of that model as `base` (`export --base FOLDER`)" in capsys.readouterr().err
     assert main([*words, "--base", str(tmp_path / "moved")]) == 0
     shutil.rmtree(tmp_path / "merged")
     weights = load_file(tmp_path / "moved" / "model.safetensors")
     weights["model.norm.weight"][0] = 1e-30
     save_file(weights, tmp_path / "moved" / "model.safetensors")
     assert main([*words, "--base", str(tmp_path / "moved")]) == 2
-    assert "has other weights than the base model of" in capsys.readouterr().err
+    assert "has different weights from the base model of" in capsys.readouterr().err
     assert not list(tmp_path.glob("*merged*"))
 
 

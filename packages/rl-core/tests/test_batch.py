@@ -205,7 +205,7 @@ def test_offsets_that_do_not_cover_the_values_are_refused(offsets):
         (
             {"reward": np.full(2, 1e300)},
             ShapeError,
-            "'reward' must be .* float32; found float64 .* float32 cannot hold",
+            "'reward' must be .* float32; found float64 .* do not fit into float32",
         ),
         ({"reward": ["1", "2"]}, ShapeError, "'reward' must be .* float32; found"),
         ({"reward": 1.0}, ShapeError, "'reward' must have 2 rows; found a single number"),

@@ -30,7 +30,7 @@ def test_nan_is_read():
 @pytest.mark.parametrize(
     ("raw", "error"),
     [
-        (b"[1, 2, 3]", "may have 4 values; at most 3"),
+        (b"[1, 2, 3]", "may have 4 values; the limit is 3"),
         ('["é"]'.encode(), "ascii"),
         (b'["a"]', "Expected `int`, got `str`"),
         (b"[1", "Expecting ',' delimiter"),

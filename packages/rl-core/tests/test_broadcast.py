@@ -135,7 +135,7 @@ def test_a_version_that_is_gone_is_refused_and_the_next_one_arrives(transport: B
     old = transport.pack({"a": torch.ones(3)}, version=1, tied={})
     receiver.take(old)
     new = transport.pack({"a": torch.full((3,), 2.0)}, version=2, tied={})
-    with pytest.raises(TransferError, match="of version 1; it has version 2"):
+    with pytest.raises(TransferError, match="of version 1 were requested; the sender has version 2"):
         receiver.take(old)
     for _ in range(2):  # the same update twice, as after a failed proof
         assert receiver.take(new)["a"].tolist() == [2.0, 2.0, 2.0]
@@ -249,7 +249,7 @@ def test_a_worker_on_a_cpu_says_why_nccl_does_not_reach_it(transport: BroadcastT
     update = transport.pack({"a": torch.ones(1)}, version=1, tied={})
     assert update.broadcast is not None
     by_nccl = dataclasses.replace(update.broadcast, backend="nccl")
-    with pytest.raises(TransferError, match=r"by NCCL, and this member .* is on a CPU"):
+    with pytest.raises(TransferError, match=r"by NCCL, but this member .* is on a CPU"):
         BroadcastGroup(by_nccl, "a group", rank=1, size=2, device=CPU)
 
 
@@ -261,5 +261,5 @@ def test_a_meeting_is_plain_values(transport: BroadcastTransport) -> None:
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match=r'torch finds none here. Set weights.transport = "tcp" or "file"'):
+    with pytest.raises(SettingsError, match=r'but torch finds none. Set weights.transport = "tcp" or "file"'):
         BroadcastTransport(backend="nccl")

@@ -49,7 +49,7 @@ def test_stacks_are_asked_for_while_another_thread_waits_for_a_call(group):
     caller.start()
     try:
         wait_until(lambda: all("wait_until_open" in text for text in group.stacks(deadline_s=START_S)), "the calls")
-        assert "under way: 'wait_until_open' for" in group.stacks(deadline_s=START_S)[1]
+        assert "pending calls: 'wait_until_open' for" in group.stacks(deadline_s=START_S)[1]
     finally:
         group.call_all("open")
         caller.join(START_S)
@@ -80,7 +80,7 @@ def test_stacks_come_where_a_role_in_the_process_blocks_the_thread_of_all():
     assert "has not answered for" in text
     assert "Blocker.may_end.wait(START_S)" in text
     group.close()
-    assert group.stacks(deadline_s=START_S) == ["The group of roles is closed, or asks itself."]
+    assert group.stacks(deadline_s=START_S) == ["The group of roles is closed, or was called from its own thread."]
 
 
 def test_a_thread_whose_event_loop_runs_can_wait_too(group):

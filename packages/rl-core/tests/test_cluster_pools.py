@@ -63,7 +63,7 @@ def test_without_the_variable_the_driver_s_devices_count(monkeypatch):
 
 def test_a_device_named_twice_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,1")
-    with pytest.raises(SettingsError, match="names device 1 twice"):
+    with pytest.raises(SettingsError, match="lists device 1 twice"):
         machine_shares()
 
 
@@ -75,12 +75,12 @@ def test_amounts_in_words():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"size": 0}, "size of 1 or more; found 0"),
-        ({"cpus": -1}, "0 or more CPUs"),
-        ({"cpus": float("nan")}, "0 or more CPUs"),
-        ({"cpus": float("inf")}, "0 or more CPUs and GPUs; found inf and 0"),
-        ({"gpus": float("inf")}, "0 or more CPUs and GPUs; found 0 and inf"),
-        ({"gpus": 1.5}, "whole number of GPUs, or for a part of one; found 1.5"),
+        ({"size": 0}, "size of at least 1; found 0"),
+        ({"cpus": -1}, "at least 0 CPUs"),
+        ({"cpus": float("nan")}, "at least 0 CPUs"),
+        ({"cpus": float("inf")}, "at least 0 CPUs and GPUs; found inf and 0"),
+        ({"gpus": float("inf")}, "at least 0 CPUs and GPUs; found 0 and inf"),
+        ({"gpus": 1.5}, "whole number of GPUs, or a fraction of one; found 1.5"),
         ({"strategy": "near"}, "'strict_spread'; found 'near'"),
     ],
 )
@@ -90,7 +90,7 @@ def test_impossible_pools_are_refused(change, message):
 
 
 def test_an_impossible_request_of_a_role_is_refused():
-    with pytest.raises(SettingsError, match="role 'echo' must ask for a whole number"):
+    with pytest.raises(SettingsError, match="role 'echo' must request a whole number"):
         echo(gpus=2.5)
 
 
@@ -105,6 +105,7 @@ def devices_of(work):
     return asyncio.run(run())
 
 
+@pytest.mark.one_python("it starts six processes to read one variable")
 def test_each_process_sees_its_own_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
 
@@ -137,5 +138,5 @@ def test_gpus_of_a_pool_and_of_the_user_contradict_each_other(monkeypatch):
     async def work(cluster):
         return [await cluster.start_group(spec, size=1, deadline_s=START_S)]
 
-    with pytest.raises(SettingsError, match="'echo' asks for GPUs, and its environment sets CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(SettingsError, match="'echo' requests GPUs, but its environment sets CUDA_VISIBLE_DEVICES"):
         devices_of(work)

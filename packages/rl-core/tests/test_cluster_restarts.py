@@ -58,6 +58,7 @@ def supervise(use: Any, *, max_restarts: int, deaths_in_start: int = 0) -> tuple
     return happened, asyncio.run(work())
 
 
+@pytest.mark.one_python("when to start a role again is arithmetic; test_cluster_process.py kills roles")
 @pytest.mark.parametrize("deaths_in_start", [0, 1])
 def test_a_death_is_healed_once_and_everybody_who_called_is_told(deaths_in_start: int) -> None:
     async def use(role: SupervisedRole) -> None:
@@ -73,6 +74,7 @@ def test_a_death_is_healed_once_and_everybody_who_called_is_told(deaths_in_start
     assert role.num_restarts == 1 + deaths_in_start
 
 
+@pytest.mark.one_python("when to start a role again is arithmetic; test_cluster_process.py kills roles")
 def test_a_role_that_may_not_be_started_again_raises_its_death() -> None:
     async def use(role: SupervisedRole) -> None:
         for _ in range(2):

@@ -41,22 +41,22 @@ def test_a_column_of_ones_own_is_declared_once_or_the_same_again():
     declare_column("own_value", ColumnSpec(dtype="float16", is_ragged=False, meaning="In other words."))
     assert column_spec("own_value") == spec
     for other in (ColumnSpec(dtype="float32", is_ragged=False, meaning="."), _ragged("float16")):
-        with pytest.raises(DataError, match="'own_value' is declared already"):
+        with pytest.raises(DataError, match="'own_value' is already declared"):
             declare_column("own_value", other)
-    with pytest.raises(DataError, match="'reward' is declared already"):
+    with pytest.raises(DataError, match="'reward' is already declared"):
         declare_column("reward", _ragged("float32"))
 
 
 @pytest.mark.parametrize("dtype", ["object", "str", "datetime64[s]", "complex64", "S4"])
 def test_columns_hold_numbers_or_bools(dtype):
-    with pytest.raises(DataError, match="'own_value' must hold numbers or bools"):
+    with pytest.raises(DataError, match="'own_value' must contain numbers or bools"):
         declare_column("own_value", _ragged(dtype))
     assert "own_value" not in COLUMNS
 
 
 @pytest.mark.parametrize("name", ["", "#prompt", "#"])
 def test_names_of_the_keys_of_rows_are_not_columns(name):
-    with pytest.raises(DataError, match="does not begin with '#'"):
+    with pytest.raises(DataError, match="must not be empty or begin with '#'"):
         declare_column(name, _ragged("float32"))
 
 

@@ -39,12 +39,12 @@ def test_a_result_that_was_acked_already_has_nothing_left_to_do():
     queue.put("p0", 0, [make_trajectory("p0", 0)])
     lease = queue.lease("train", groups=1, lease_s=60)
     queue.ack(lease)
-    with pytest.raises(OutdatedLeaseError, match=r"it was acked\. There is nothing left to do\."):
+    with pytest.raises(OutdatedLeaseError, match=r"it was acked\. No action is needed\."):
         queue.ack(lease)
 
 
 def test_it_cannot_go_to_another_process():
-    with pytest.raises(DataError, match="an InProcessQueue cannot go to another process"):
+    with pytest.raises(DataError, match="an InProcessQueue cannot be sent to another process"):
         pickle.dumps(InProcessQueue([TRAIN]))
 
 
@@ -65,7 +65,7 @@ def test_a_queue_needs_room_for_a_row(capacity_rows):
 
 
 def test_tasks_need_names_of_their_own():
-    with pytest.raises(SettingsError, match="name of its own"):
+    with pytest.raises(SettingsError, match="task names must be unique"):
         InProcessQueue([TRAIN, TRAIN])
 
 

@@ -186,5 +186,5 @@ def test_tensors_of_another_device_and_a_closed_transport_are_refused(transport:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused_with_the_reason() -> None:
-    with pytest.raises(SettingsError, match=r"torch sees none here.*weights.transport = .file"):
+    with pytest.raises(SettingsError, match=r"torch finds no GPU.*weights.transport = .file"):
         IpcTransport()

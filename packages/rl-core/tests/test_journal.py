@@ -130,7 +130,7 @@ def test_prompts_keep_everything_that_they_have(tmp_path, opened):
 def test_a_prompt_that_is_not_json_is_refused_and_the_queue_goes_on(tmp_path, opened):
     queue = opened(tmp_path)
     odd = Prompt(uid="odd", input_ids=make_prompt("x").input_ids, columns={"f": object()})
-    with pytest.raises(DataError, match="prompt 'odd' must be JSON"):
+    with pytest.raises(DataError, match="prompt 'odd', apart from its tokens, must consist of JSON values"):
         queue.issue([make_prompt("p0"), odd], num_sessions=1)
     assert queue.ledger() == []
     queue.issue([make_prompt("p0")], num_sessions=1)
@@ -207,7 +207,7 @@ def test_a_directory_is_opened_once_at_a_time(tmp_path, opened):
     with pytest.raises(JournalError, match="is open in another process"):
         opened(tmp_path)
     said = subprocess.run([sys.executable, "-c", OPEN, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert f"{tmp_path} is open in another process; connect to that queue, or end it first." in said.stdout
+    assert f"{tmp_path} is open in another process; connect to that queue, or close it first." in said.stdout
     queue.close()
     opened(tmp_path)
 
@@ -340,7 +340,7 @@ def test_what_was_finished_stays_so(tmp_path, opened):
     assert entries(again) == before
     assert [entry["state"] for entry in before] == ["settled", "settled", "done"]
     assert (again.recovery().num_acks, again.stats()["acks/train"]) == (1, 1)
-    with pytest.raises(DataError, match="acked by task 'train' before: 'p2'"):
+    with pytest.raises(DataError, match="already acked by task 'train': 'p2'"):
         again.finish("train", ["p0", "p2"])
     assert uids_of(again.lease("train", prompts=["p0"], deadline_s=0)) == ["p0"]
 
@@ -354,7 +354,7 @@ def test_a_finish_whose_answer_was_lost_counts_once(tmp_path, opened):
         assert isinstance(asked._send(as_retry(request), deadline_s=1.0), Done)
         assert asked.stats()["acks/train"] == 2
         assert [entry.state for entry in asked.ledger()] == ["done", "done", "settled"]
-        assert "acked by task 'train' before" in asked._send(request, deadline_s=1.0).text
+        assert "already acked by task 'train'" in asked._send(request, deadline_s=1.0).text
         assert isinstance(asked._send(as_retry(Finish("train", ["p1", "p2"], -6)), deadline_s=1.0), Refused)
     queue.forget_finished()
     assert isinstance(queue._send(as_retry(request), deadline_s=1.0), Done)

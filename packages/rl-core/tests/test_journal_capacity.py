@@ -228,7 +228,7 @@ def test_an_ack_whose_lease_runs_out_while_it_writes_keeps_no_room(tmp_path):
     ready(queue, large=True)
     lease = queue.lease("reference", groups=1, deadline_s=0, lease_s=10)
     queue._payload = Interrupted(queue._payload, lambda: clock.advance(11))
-    with pytest.raises(OutdatedLeaseError, match="ran out"):
+    with pytest.raises(OutdatedLeaseError, match="it expired"):
         queue.ack(lease, {"reference_logprobs": ragged_like(lease.batch, "reference_logprobs", [-1.0])})
     assert queue.stats()["size_bytes/reserved"] == 0
     assert queue.ledger()[0].acked_by == frozenset()

@@ -147,14 +147,14 @@ def test_rectangles_that_do_not_make_up_a_tensor_are_named(offsets: tuple[int, i
     wrong = replace(parts[1], rectangle=parts[1].rectangle._replace(offsets=offsets)) if offsets else None
     parts[1:2] = [] if wrong is None else [wrong]
     offer = ranks.senders[0].offer(parts, OPTIONS, version=1)
-    with pytest.raises(WeightProofError, match="make up tensor 'rows' of shape") as raised:
+    with pytest.raises(WeightProofError, match="cover tensor 'rows' of shape") as raised:
         join_offers([offer], ranks.tensors, version=1, tied={})
     assert raised.value.tensor == "rows"
 
 
 def test_a_tensor_that_no_rank_offers_is_named(ranks: Ranks) -> None:
     offer = ranks.senders[0].offer([], OPTIONS, version=1)
-    with pytest.raises(WeightProofError, match="make up tensor 'rows' without gap or overlap; found none"):
+    with pytest.raises(WeightProofError, match="cover tensor 'rows' without gap or overlap; found none"):
         join_offers([offer], ["rows"], version=1, tied={})
 
 
@@ -186,7 +186,9 @@ def test_what_is_withdrawn_is_refused_and_the_next_offer_arrives(ranks: Ranks, e
     old = ranks.offer(1)
     engine.take(old)
     ranks.senders[2].withdraw()  # it steps on before the others do
-    with pytest.raises(TransferError, match=r"rank 2 of the learner: .* of version 1; it has none"):
+    with pytest.raises(
+        TransferError, match=r"rank 2 of the learner: .* of version 1 were requested; the sender has none"
+    ):
         engine.take(old)
     started = time.monotonic()
     for sender in ranks.senders:
@@ -196,7 +198,9 @@ def test_what_is_withdrawn_is_refused_and_the_next_offer_arrives(ranks: Ranks, e
     for _ in range(2):  # the same update twice, as after a failed proof
         (found,) = engine.take(update)
         assert torch.equal(found["columns"], TENSORS["columns"])
-    with pytest.raises(TransferError, match=r"rank 0 of the learner: .* of version 1; it has version 2"):
+    with pytest.raises(
+        TransferError, match=r"rank 0 of the learner: .* of version 1 were requested; the sender has version 2"
+    ):
         engine.take(old)
 
 
@@ -233,7 +237,7 @@ def test_an_engine_that_stops_midway_is_given_up_when_the_weights_change(opened:
     engine._meet(joined)  # and takes nothing
     (sender,) = ranks.senders
     sender.withdraw()
-    with pytest.raises(TransferError, match=r"rank 0 of the learner: .* did not get through"):
+    with pytest.raises(TransferError, match=r"rank 0 of the learner: .* could not be transferred"):
         list(engine.groups[0].receive(plan))
 
 
@@ -265,7 +269,7 @@ def test_a_rank_that_ends_midway_is_named(opened: ExitStack, engine: OfferedTo) 
             for known in sender._engines.values():
                 known.hang_up()
 
-    with pytest.raises(TransferError, match=r"rank 1 of the learner: .*did not get through"):
+    with pytest.raises(TransferError, match=r"rank 1 of the learner: .*could not be transferred"):
         engine.take(update, each=end)
     started = time.monotonic()
     ranks.senders[0].withdraw()

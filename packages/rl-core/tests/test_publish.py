@@ -120,7 +120,7 @@ def test_a_tensor_corrupted_on_its_way_is_named():
             tensors["norm.weight"].view(torch.int32)[2] ^= 1
             return tensors
 
-    with pytest.raises(WeightProofError, match=r"'norm\.weight' was changed on its way.*version 5") as caught:
+    with pytest.raises(WeightProofError, match=r"'norm\.weight' was changed in transit.*version 5") as caught:
         publish(FlippedBit())
     assert caught.value.tensor == "norm.weight"
 
@@ -194,7 +194,7 @@ def test_a_tensor_that_is_not_served_is_named(name):
             receipt = super().receipt(arrived)
             return dataclasses.replace(receipt, live={key: receipt.live[key] for key in receipt.live if key != name})
 
-    with pytest.raises(WeightProofError, match=f"'{name}' is not among the engine's live weights") as caught:
+    with pytest.raises(WeightProofError, match=f"'{name}' is missing in the engine's live weights") as caught:
         publish(Forgetful())
     assert caught.value.tensor == name
 
@@ -312,7 +312,7 @@ def test_a_tied_name_needs_its_source():
 
 
 def test_publishing_needs_an_engine():
-    with pytest.raises(NotReadyError, match="version 5 needs an engine"):
+    with pytest.raises(NotReadyError, match="version 5 cannot be published without an engine"):
         publish()
 
 

@@ -130,7 +130,7 @@ def test_full_stays_full_while_a_task_could_take_what_is_ready():
     from rl_core.queue.messages import LeaseRequest
 
     stream.sendall(encode_frame(LeaseRequest("train", 1, 60.0, 60.0, False)))  # waits for values
-    with pytest.raises(DeadlineError, match="2 of 2 held"):
+    with pytest.raises(DeadlineError, match="2 of 2 rows stored"):
         queue.put("p2", 0, [make_trajectory("p2", 0)], deadline_s=0.2)
     lease = queue.lease("score", groups=1, deadline_s=0)
     queue.ack(lease, {"values": ragged_like(lease.batch, "values", [0.5])})

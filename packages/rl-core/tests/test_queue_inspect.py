@@ -219,7 +219,7 @@ def test_a_torn_log_is_read_up_to_its_last_whole_transaction(tmp_path, capsys):
     assert report.wal_torn_bytes > 0
     assert report.states == {"done": 1, "settled": 1, "issued": 2}
     assert main(["queue", "inspect", str(tmp_path / "queue")]) == 0
-    assert f"then {report.wal_torn_bytes} bytes torn, not counted" in capsys.readouterr().out
+    assert f"then {report.wal_torn_bytes} bytes of an incomplete one" in capsys.readouterr().out
 
 
 def test_segments_that_are_missing_torn_or_altered_are_named(tmp_path, capsys):
@@ -364,18 +364,18 @@ def groups_that_are_a_view(path):
     [
         (no_directory, "must be a queue's directory; found nothing"),
         (a_file, "must be a queue's directory; found a file"),
-        (an_empty_folder, "must hold a queue's queue.sqlite3; found no such file"),
+        (an_empty_folder, "must contain a queue's queue.sqlite3; found no such file"),
         (a_text, "must be a queue's database; file is not a database"),
         (an_empty_file, "must be a queue's database; its tables are: none"),
-        (a_pipe, "must be a plain file; it is a folder, a pipe"),
+        (a_pipe, "must be a regular file; it is a folder, a pipe"),
         (another_database, "must be a queue's database; its tables are: meta, users"),
         (a_view_that_never_ends, "must be a queue's database; its tables are: meta"),
-        (another_format, "has format 99; this is rl-core for formats 1 and 2"),
+        (another_format, "has format 99; this version of rl-core reads formats 1 and 2"),
         (a_torn_database, "is damaged"),
-        (a_record_that_cannot_be_read, "is damaged: prompt 'p1' cannot be read"),
-        (a_state_that_is_none, "is damaged: prompt 'p1' cannot be read"),
-        (a_segment_that_is_not_listed, "is damaged: prompt 'p1' names segments"),
-        (groups_that_are_a_view, "is damaged: ['groups'] in queue.sqlite3 are not as they were made"),
+        (a_record_that_cannot_be_read, "is damaged: prompt 'p1' is unreadable"),
+        (a_state_that_is_none, "is damaged: prompt 'p1' is unreadable"),
+        (a_segment_that_is_not_listed, "is damaged: prompt 'p1' refers to missing segments"),
+        (groups_that_are_a_view, "is damaged: ['groups'] in queue.sqlite3 differ from the schema"),
     ],
 )
 def test_what_is_no_queue_is_refused_in_one_line(tmp_path, capsys, make, expected):

@@ -183,6 +183,7 @@ def start_another_run():
     subprocess.run([sys.executable, "-c", ANOTHER_RUN], check=True, env={**os.environ, "PYTHONPATH": path})
 
 
+@pytest.mark.one_python("other tests of this file kill owners and servers")
 def test_a_run_that_starts_leaves_the_queue_whose_killed_server_is_started_again(started, tmp_path, monkeypatch):
     queue = started(SharedMemoryQueue([TRAIN], options=QueueOptions(directory=tmp_path)))
     queue.issue(make_prompts(1), num_sessions=1)
@@ -205,6 +206,7 @@ def test_a_run_that_starts_leaves_the_queue_whose_killed_server_is_started_again
     assert [entry.prompt_uid for entry in queue.ledger()] == ["p0"]
 
 
+@pytest.mark.one_python("other tests of this file kill owners and servers")
 def test_what_a_killed_owner_left_is_swept_once_its_server_is_gone_too(tmp_path):
     source = f"""
 import sys

@@ -88,7 +88,7 @@ def test_labels_are_on_every_line():
 
 @pytest.mark.parametrize("name", ["state", "reason", "a-b", "9a", "", "__name__", 'a="1",b'])
 def test_impossible_labels_are_refused(name):
-    with pytest.raises(SettingsError, match="a label must be named"):
+    with pytest.raises(SettingsError, match="a label name must"):
         prometheus_text({}, labels={name: "x"})
 
 

@@ -40,7 +40,7 @@ def test_an_unknown_name_is_told_the_nearest_all_and_how_to_add_one(monkeypatch)
 @pytest.mark.parametrize("name", ["path", "counter"])
 def test_a_name_that_is_offered_twice_is_refused(monkeypatch, name):
     parts = parts_with(monkeypatch, counter="collections:Counter collections:deque", path="collections:Counter")
-    with pytest.raises(SettingsError, match=f"part '{name}' is offered by collections:Counter"):
+    with pytest.raises(SettingsError, match=f"part '{name}' is defined by collections:Counter"):
         parts.get(name)
 
 

@@ -33,4 +33,4 @@ def test_the_command_says_its_version(capsys):
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"rl-core {importlib.metadata.version('rl-core')}\n"
-    assert describe_version("no-such-program") == "no-such-program, from sources that are not installed"
+    assert describe_version("no-such-program") == "no-such-program, not installed (run from source)"

@@ -216,11 +216,11 @@ def test_extras_must_be_json():
 
 def test_arrays_that_travel_are_little_endian_numbers_of_few_dimensions():
     deep = Batch([RowKey("p0", 0, 0)], {"segment_matrix": np.zeros((1,) * 9, dtype=np.int64)})
-    with pytest.raises(DataError, match=r"'segment_matrix' must hold .* at most 8 dimensions; found int64 in 9"):
+    with pytest.raises(DataError, match=r"'segment_matrix' must contain .* at most 8 dimensions; found int64 in 9"):
         encode_segment(deep)
     swapped = Batch([RowKey("p0", 0, 0)], {"segment_matrix": np.zeros(1, dtype=np.int64)})
     swapped._columns["segment_matrix"] = np.zeros(1, dtype=">i8")
-    with pytest.raises(DataError, match="'segment_matrix' must hold little-endian numbers"):
+    with pytest.raises(DataError, match="'segment_matrix' must contain little-endian numbers"):
         encode_segment(swapped)
 
 
@@ -280,8 +280,8 @@ BIG = 1 << 60
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("input_ids", {"shape": [BIG]}, ["'input_ids'", "asks for bytes"]),
-        ("input_ids", {"shape": [BIG, BIG, BIG]}, ["'input_ids'", "asks for bytes"]),
+        ("input_ids", {"shape": [BIG]}, ["'input_ids'", "has bytes"]),
+        ("input_ids", {"shape": [BIG, BIG, BIG]}, ["'input_ids'", "has bytes"]),
         ("input_ids", {"shape": [10**30]}, []),
         ("input_ids", {"shape": [0, BIG, BIG]}, ["'input_ids'"]),
         ("input_ids", {"shape": [0, 1 << 62]}, ["input_ids"]),
@@ -295,10 +295,10 @@ BIG = 1 << 60
         ("input_ids", {"shape": [5.0]}, []),
         ("input_ids", {"shape": "5"}, ["cannot be read"]),
         ("input_ids", {"place": -64}, ["'input_ids'", "-64"]),
-        ("input_ids", {"place": BIG}, ["'input_ids'", "asks for bytes"]),
+        ("input_ids", {"place": BIG}, ["'input_ids'", "has bytes"]),
         ("input_ids", {"place": 1 << 80}, []),
-        ("input_ids", {"place": 0}, ["'input_ids'", "lies over"]),
-        ("input_ids", {"place": 64}, ["'input_ids'", "lies over"]),
+        ("input_ids", {"place": 0}, ["'input_ids'", "overlaps"]),
+        ("input_ids", {"place": 64}, ["'input_ids'", "overlaps"]),
         ("input_ids", {"dtype": "object"}, ["'input_ids'", "'object'"]),
         ("input_ids", {"dtype": "O"}, ["'input_ids'", "'O'"]),
         ("input_ids", {"dtype": "U100"}, ["'input_ids'"]),
@@ -338,8 +338,8 @@ def test_an_array_that_cannot_be_is_refused(name, change, words):
         ({"num_rows": BIG}, ["arrays of"]),
         ({"num_rows": 10**30}, []),
         ({"num_rows": None}, ["cannot be read"]),
-        ({"uids": []}, ["names prompt 1 of 0"]),
-        ({"uids": ["p0"]}, ["names prompt 1 of 1"]),
+        ({"uids": []}, ["refers to prompt 1 of 0"]),
+        ({"uids": ["p0"]}, ["refers to prompt 1 of 1"]),
         ({"uids": ["p0", "p0"]}, ["named twice"]),
         ({"uids": [1, 2]}, ["cannot be read"]),
         ({"ragged": []}, ["must be ragged"]),
@@ -370,9 +370,9 @@ def test_arrays_over_each_other_and_out_of_place_are_refused():
     def at_the_end(schema):
         array(schema, "reward")["place"] = 1 << 20
 
-    refused(edited(over), "'rollout_logprobs'", "lies over")
+    refused(edited(over), "'rollout_logprobs'", "overlaps")
     refused(edited(unaligned), "'input_ids'", "multiples of 64")
-    refused(edited(at_the_end), "'reward'", "asks for bytes")
+    refused(edited(at_the_end), "'reward'", "has bytes")
 
 
 def test_the_number_of_arrays_must_be_that_of_the_header():
@@ -412,17 +412,17 @@ def with_array(segment, name, values):
 @pytest.mark.parametrize(
     ("name", "values", "words"),
     [
-        ("#prompt", np.asarray([0, 0, 2], np.int32), ["names prompt 2 of 2"]),
+        ("#prompt", np.asarray([0, 0, 2], np.int32), ["refers to prompt 2 of 2"]),
         ("#prompt", np.asarray([0, -1, 1], np.int32), ["negative index"]),
-        ("#prompt", np.asarray([0, 0, 2**31 - 1], np.int32), ["names prompt"]),
+        ("#prompt", np.asarray([0, 0, 2**31 - 1], np.int32), ["refers to prompt"]),
         ("#session", np.asarray([0, -1, 0], np.int32), ["negative index"]),
         ("#session", np.asarray([0, 0, 0], np.int32), ["('p0', 0, 0)", "twice"]),
         ("#output", np.asarray([-(2**31), 0, 0], np.int32), ["negative index"]),
-        ("#offsets", np.asarray([0, 4, 2, 5], np.int64), ["offsets must never fall"]),
+        ("#offsets", np.asarray([0, 4, 2, 5], np.int64), ["offsets must not decrease"]),
         ("#offsets", np.asarray([1, 2, 2, 5], np.int64), ["offsets must run from 0"]),
         ("#offsets", np.asarray([0, 2, 2, 6], np.int64), ["offsets must run from 0"]),
-        ("#offsets", np.asarray([0, -(2**63), 2**62, 5], np.int64), ["offsets must never fall"]),
-        ("#offsets", np.asarray([0, 2**63 - 1, 2, 5], np.int64), ["offsets must never fall"]),
+        ("#offsets", np.asarray([0, -(2**63), 2**62, 5], np.int64), ["offsets must not decrease"]),
+        ("#offsets", np.asarray([0, 2**63 - 1, 2, 5], np.int64), ["offsets must not decrease"]),
     ],
 )
 def test_keys_and_offsets_out_of_range_are_refused(name, values, words):

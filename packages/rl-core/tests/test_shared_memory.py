@@ -95,7 +95,7 @@ def test_garbage_on_the_socket_harms_nobody(queue, size):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         stream.connect(str(Path(queue.address) / "socket"))
         stream.sendall(encode_frame(ASK_FOR_ONE))  # without a hello
-        with pytest.raises(AssertionError, match="say hello"):
+        with pytest.raises(AssertionError, match="the first message must be Hello"):
             raise AssertionError(shared_memory.receive(stream, time.monotonic() + 20))
     assert queue.ledger() == []
 

@@ -141,7 +141,7 @@ def test_a_full_disk_says_what_to_do_and_leaves_nothing_behind(tmp_path):
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "slots")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
     assert f"no space for {1 << 24} bytes in {tmp_path / 'slots'}" in said[0]
-    assert "Free some, or set capacity_bytes." in said[0]
+    assert "Free space, or set capacity_bytes." in said[0]
     assert said[1:] == ["True", str(1 << 24)]
 
 
@@ -283,7 +283,7 @@ def test_torn_rows_are_refused_and_unpinned(tmp_path):
     with (tmp_path / place[0]).open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff\xff\xff")
-    with pytest.raises(SegmentError, match="another checksum"):
+    with pytest.raises(SegmentError, match="wrong checksum"):
         client.rows.read(3, place)
     with pytest.raises(SegmentError, match="cannot be opened"):
         client.rows.read(4, ["gone.slot", 1])

@@ -184,7 +184,7 @@ def test_a_changed_base_is_named(name: str) -> None:
         def corrupt(self) -> None:
             self.live[name][2, 1] += 0.5
 
-    with pytest.raises(WeightProofError, match="of the base is not what the adapter of version 5") as caught:
+    with pytest.raises(WeightProofError, match="is not the one on which the adapter of version 5") as caught:
         publish(Changed())
     assert caught.value.tensor == name
 
@@ -213,7 +213,7 @@ def test_an_adapter_that_is_not_served_is_named(name: str) -> None:
 def test_what_the_engine_finds_itself_fails_the_proof() -> None:
     engine = FakeEngine()
     engine.problems = ("q_proj scales its adapter by 2.0.", "the adapter is in slot 1.")
-    with pytest.raises(WeightProofError, match=r"of version 5: q_proj scales .* by 2\.0\. the adapter is in slot 1"):
+    with pytest.raises(WeightProofError, match=r"for version 5: q_proj scales .* by 2\.0\. the adapter is in slot 1"):
         publish(engine)
 
 
@@ -242,7 +242,7 @@ def test_a_tensor_that_travelled_wrongly_is_named() -> None:
     update = packed(TensorTransport())
     assert update.tensors is not None
     update.tensors[A].view(torch.int32)[1, 2] ^= 1
-    with pytest.raises(WeightProofError, match="was changed on its way") as caught:
+    with pytest.raises(WeightProofError, match="was changed in transit") as caught:
         publish(FakeEngine(), update)
     assert caught.value.tensor == A
     less = dataclasses.replace(update, tensors={A: update.tensors[A]})

@@ -177,11 +177,11 @@ def test_killed_anywhere_the_old_or_the_new_one_is_whole(tied_policy: Path, tmp_
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rank": 8}, "rank is 4, this learner's 8. Set .lora. as it was"),
+        ({"rank": 8}, "rank is 4, this learner's 8. Restore its .lora. settings"),
         ({"alpha": None}, r"alpha is 6\.0, this learner's 8\.0"),
         ({"rslora": False}, "rslora is True, this learner's False"),
         ({"target_modules": ("q_proj",)}, r"it also adapts 'model\.layers\.0\.mlp\.down_proj' and 11 others"),
-        ({"rank": 0}, "trained an adapter; this one trains all weights. Set lora.rank = 4"),
+        ({"rank": 0}, "trained an adapter; this learner trains all weights. Set lora.rank = 4"),
     ],
     ids=str,
 )
@@ -195,10 +195,10 @@ def test_another_adapter_does_not_go_on(changes: dict[str, Any], says: str, save
 
 
 def test_full_training_and_adapters_do_not_go_on_as_each_other(saved: Path, tied_policy: Path, tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"trained an adapter; this one trains all weights. Set lora\.rank = 4"):
+    with pytest.raises(CheckpointError, match=r"an adapter; this learner trains all weights. Set lora\.rank = 4"):
         TorchLearner(tied_policy, OPTIONS).load(saved)
     MegatronLearner(tied_policy, OPTIONS).save(tmp_path / "full")
-    with pytest.raises(CheckpointError, match=r"trained all weights; this one trains an adapter. Set lora\.rank = 0"):
+    with pytest.raises(CheckpointError, match=r"all weights; this learner trains an adapter. Set lora\.rank = 0"):
         MegatronLearner(tied_policy, OPTIONS, lora=LORA).load(tmp_path / "full")
 
 
@@ -212,14 +212,14 @@ def test_an_adapter_belongs_to_its_base(
     full.save(tmp_path / "changed")
     (tmp_path / "changed" / "policy").rename(other)
 
-    with pytest.raises(CheckpointError, match="of an adapter of another base: it was trained on the model that was in"):
+    with pytest.raises(CheckpointError, match="of an adapter on another base model: it was trained on the model"):
         MegatronLearner(other, OPTIONS, lora=LORA).load(saved)
     with pytest.raises(CheckpointError, match="of another model: num_layers is 2, this policy's 1"):
         MegatronLearner(small, OPTIONS, lora=LORA).load(saved)
     shutil.copytree(saved / "adapter", tmp_path / "alone")
-    with pytest.raises(DataError, match="has other weights than the base model of"):
+    with pytest.raises(DataError, match="has different weights from the base model of"):
         merge_adapter(tmp_path / "alone", tmp_path / "merged", base=other)
-    with pytest.raises(DataError, match="was trained on a base model with other weights than this policy's"):
+    with pytest.raises(DataError, match="was trained on a base model whose weights differ from this policy's"):
         MegatronLearner(other, OPTIONS, lora=replace(LORA, path=tmp_path / "alone"))
 
 
@@ -249,5 +249,5 @@ def test_a_header_that_no_learner_writes_is_refused(adapter: Any, saved: Path, t
     header["adapter"] = {**header["adapter"], **adapter} if is_part else adapter
     (tmp_path / "learner.json").write_text(json.dumps(header))
     config = parse_policy_config(read_policy_config(tied_policy))
-    with pytest.raises(CheckpointError, match="must say rank, alpha, rslora and modules of its adapter"):
+    with pytest.raises(CheckpointError, match="must have rank, alpha, rslora and modules of its adapter"):
         read_header(tmp_path, config=config, dtype="float32")

@@ -23,7 +23,7 @@ def copied(tied_policy: Path, tmp_path: Path) -> Path:
     ("changes", "says"),
     [
         ({"format_version": 99}, "has format_version 99; this release reads 2"),
-        ({"format_version": 1}, "reads 2. Continue with the release that wrote it, .* a new run from .*copy/policy"),
+        ({"format_version": 1}, "reads 2. Resume with the release that wrote it, .* a new run from .*copy/policy"),
         ({"format_version": "2"}, "must have a format_version"),
         ({"step": -1}, "must have a format_version, a step >= 0"),
         ({"step": True}, "must have a format_version, a step >= 0"),

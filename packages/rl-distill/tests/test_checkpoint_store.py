@@ -195,12 +195,12 @@ DAMAGES = {
     "a link": (make_a_link, "lacks policy/model.safetensors"),
     "a link to a folder": (link_a_folder, "lacks policy/model.safetensors"),
     "a name that cannot be": (name_what_cannot_be, "lacks a\0b"),
-    "manifest a pipe": (make_a_pipe, "must be a plain file"),
+    "manifest a pipe": (make_a_pipe, "must be a regular file"),
     "manifest of nothing": (lambda path: change_manifest(path, files={}), "has no trainer.json in its manifest"),
     "manifest with a list": (lambda path: change_manifest(path, files=[]), "no readable manifest.json"),
     "manifest too deep": (lambda path: (path / "manifest.json").write_text("[" * 100_000), "no readable manifest"),
-    "torn": (tear, "model.safetensors is torn: 700 bytes were written, 699 are there"),
-    "flipped": (flip, "model.safetensors is damaged: its checksum is not the one in the manifest"),
+    "torn": (tear, "model.safetensors is torn: expected 700 bytes, found 699"),
+    "flipped": (flip, "model.safetensors is damaged: its checksum differs from the one in the manifest"),
     "file lost": (lambda path: (path / "learner.json").unlink(), "lacks learner.json, which its manifest lists"),
     "manifest lost": (lambda path: (path / "manifest.json").unlink(), "has no readable manifest.json"),
     "manifest torn": (lambda path: os.truncate(path / "manifest.json", 40), "has no readable manifest.json"),
@@ -239,7 +239,7 @@ def test_it_is_written_while_training_goes_on(folder: Path) -> None:
     assert pending.has_begun.wait(30)
     assert store.steps() == [1]
     assert [event.step for event in told] == [1]
-    with pytest.raises(DeadlineError, match=r"waited 0\.01 s for the checkpoint of step 2, which is still"):
+    with pytest.raises(DeadlineError, match=r"checkpoint of step 2 is still being written after 0\.01 s"):
         store.wait(0.01)
 
     pending.free.set()
@@ -285,7 +285,7 @@ def test_looking_for_the_newest_waits_for_the_one_being_written(store: Checkpoin
 def test_an_error_in_the_background_surfaces_once(store: CheckpointStore, folder: Path, surfaces_in: str) -> None:
     saved(store, 1)
     store.begin(2, {}, lambda aside: write_learner(aside) and Pending(disk_full))
-    with pytest.raises(CheckpointError, match=r"step 2 was not written into .*checkpoints: OSError: .*No space left"):
+    with pytest.raises(CheckpointError, match=r"could not be written into .*checkpoints: OSError: .*No space left"):
         store.wait() if surfaces_in == "wait" else store.begin(3, {}, write_learner)
     assert newest_of(store) == ("step_1", [])
     saved(store, 3)

@@ -34,7 +34,7 @@ def test_weights_are_withdrawn_before_they_change_and_offered_anew(
     learner.logprobs(make_batch((4, 5)))  # changes nothing
     assert_offered(engine.take(old)[0], old, before)
     learner.train_step(make_batch((4, 5)), supervised_objective)
-    with pytest.raises(TransferError, match=r"rank 0 of the learner: .* of version 1; it has none"):
+    with pytest.raises(TransferError, match=r"rank 0 of the learner: .* version 1 were requested; the sender has none"):
         engine.take(old)
     new = learner.offer_weights(SENDER, version=2)
     (found,) = engine.take(new)

@@ -133,7 +133,7 @@ def test_a_tensor_may_be_optional(untied_policy: Path, tmp_path: Path):
 def test_rectangles_that_reach_beyond_a_tensor_are_refused(tied_policy: Path):
     tensors = PolicyTensors(tied_policy, config_of(tied_policy))
 
-    with pytest.raises(DataError, match=r"must reach to \[41, 32\]; found shape \[40, 32\]"):
+    with pytest.raises(DataError, match=r"must have a size of at least \[41, 32\]; found shape \[40, 32\]"):
         tensors.read(EMBEDDING, (1, 0), (40, 32), dtype=torch.float32)
 
 
@@ -144,7 +144,7 @@ def test_torn_and_missing_files_are_named(tied_policy: Path, tmp_path: Path):
     content = (tied_policy / WEIGHTS_FILE).read_bytes()
     for cut in (0, 4, 100, len(content) - 1):
         (tmp_path / WEIGHTS_FILE).write_bytes(content[:cut])
-        with pytest.raises(DataError, match=r"model\.safetensors is torn or no safetensors file"):
+        with pytest.raises(DataError, match=r"model\.safetensors is truncated or not a safetensors file"):
             PolicyTensors(tmp_path, config)
     folder = save_shards(tmp_path / "shards", halves(stored))
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -176,7 +176,7 @@ def test_an_index_that_promises_what_is_not_there_is_refused(tied_policy: Path, 
     first, second = shards
     name = next(iter(shards[first]))
 
-    with pytest.raises(DataError, match=f"{second} has no tensor '{name}', which"):
+    with pytest.raises(DataError, match=f"{second} has no tensor '{name}', although"):
         PolicyTensors(save_shards(tmp_path, shards, **{name: second}), config_of(tied_policy))
 
 
@@ -232,12 +232,12 @@ def test_shards_are_as_large_as_allowed_and_tensors_are_taken_one_by_one(tmp_pat
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="there is no tensor to write"):
+    with pytest.raises(DataError, match="there are no tensors to write"):
         write_policy_folder(tmp_path, {}, {}, source_dir=None)
-    with pytest.raises(DataError, match="tensor 'a' came twice"):
+    with pytest.raises(DataError, match="tensor 'a' occurs twice"):
         write_policy_folder(tmp_path, {}, [("a", torch.ones(1))] * 2, source_dir=None)
     write_policy_folder(tmp_path, {}, {"a": torch.ones(1)}, source_dir=None)
-    with pytest.raises(DataError, match="has weights; give a new folder"):
+    with pytest.raises(DataError, match="already has weights; choose a new folder"):
         write_policy_folder(tmp_path, {}, {"a": torch.ones(1)}, source_dir=None)
 
 

@@ -86,7 +86,7 @@ def test_fused_experts_without_bytes_are_not_counted_out(tmp_path):
     save_file(
         {"model.layers.0.mlp.experts.gate_up_proj": torch.empty(100_000_000, 0, 8)}, tmp_path / "model.safetensors"
     )
-    with pytest.raises(DataError, match=r"must be of 4 experts; found 100000000"):
+    with pytest.raises(DataError, match=r"must have 4 experts; found 100000000"):
         PolicyTensors(tmp_path, config)
 
 
@@ -131,7 +131,7 @@ def test_pipes_in_a_model_folder_are_refused_at_once(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(RLError, match="must be a plain file"):
+    with pytest.raises(RLError, match="must be a regular file"):
         PolicyTensors(tmp_path, parse_policy_config(read_policy_config(tmp_path)))
 
 

@@ -10,10 +10,10 @@ from rl_core.errors import RoleDiedError
 from rl_distill.learner_host import LearnerHost, LearnerHostOptions, rank_reports
 from rl_distill.learners import Learners
 
-SPEAKS = "engine[0] is serving in pid 7; under way: generate.\nits event loop turns\nthread MainThread ..."
+SPEAKS = "engine[0] is serving in pid 7; pending calls: generate.\nits event loop is responsive\nthread MainThread ..."
 SILENT = (
-    "rank[1] is serving in pid 8; under way: train.\nIt has not answered since 12:00:00, 4.0 s: code in C holds its "
-    "interpreter, or it is stopped, or has no processor."
+    "rank[1] is serving in pid 8; pending calls: train.\nIt has not answered since 12:00:00, 4.0 s: C code holds its "
+    "interpreter, it is stopped, or it gets no CPU time."
 )
 
 

@@ -68,17 +68,21 @@ def test_each_matrix_has_an_a_and_a_b() -> None:
 @pytest.mark.parametrize(
     ("pattern", "config", "said"),
     [
-        ("lm_head", DENSE, "lm_head takes no adapter, only the layers' matrices do"),
-        ("embed_tokens", DENSE, "model.embed_tokens takes no adapter"),
-        ("*layernorm", DENSE, "model.layers.0.input_layernorm takes no adapter"),
+        ("lm_head", DENSE, "lm_head cannot have an adapter; only matrices of the layers can"),
+        ("embed_tokens", DENSE, "model.embed_tokens cannot have an adapter"),
+        ("*layernorm", DENSE, "model.layers.0.input_layernorm cannot have an adapter"),
         (
             "query",
             DENSE,
-            "it matches nothing. Choose among mlp.down_proj, mlp.gate_proj, mlp.up_proj, self_attn.k_proj",
+            "it matches no matrix. Choose among mlp.down_proj, mlp.gate_proj, mlp.up_proj, self_attn.k_proj",
         ),
-        ("_proj", DENSE, "it matches nothing"),
-        ("mlp.gate", MIXTURE, "model.layers.2.mlp.gate takes no adapter, only attention's in a mixture of experts do"),
-        ("experts.*.up_proj", MIXTURE, "model.layers.2.mlp.experts.0.up_proj takes no adapter"),
+        ("_proj", DENSE, "it matches no matrix"),
+        (
+            "mlp.gate",
+            MIXTURE,
+            "model.layers.2.mlp.gate cannot have an adapter; only attention matrices of a mixture of experts can",
+        ),
+        ("experts.*.up_proj", MIXTURE, "model.layers.2.mlp.experts.0.up_proj cannot have an adapter"),
         ("mlp.*", MIXTURE, "Choose among self_attn.k_proj, self_attn.o_proj, self_attn.q_proj, self_attn.v_proj"),
     ],
 )

@@ -32,7 +32,7 @@ def test_ranks_say_where_they_are_while_one_waits_for_the_other_in_a_collective(
         def is_inside() -> bool:
             waits, stopped = ranks.stacks(deadline_s=ANSWER_S)
             assert "is stopped by a signal" in stopped
-            return "under way: 'run' for" in waits and "all_reduce" in waits
+            return "pending calls: 'run' for" in waits and "all_reduce" in waits
 
         wait_until(is_inside, "rank 0 to be in the collective", deadline_s=START_S)
         assert not scored
@@ -40,13 +40,13 @@ def test_ranks_say_where_they_are_while_one_waits_for_the_other_in_a_collective(
         os.kill(pid, signal.SIGCONT)
         scoring.join(START_S)
     assert len(scored) == 1
-    assert all("under way: no call" in text for text in ranks.stacks(deadline_s=START_S))
+    assert all("pending calls: no call" in text for text in ranks.stacks(deadline_s=START_S))
 
 
 def test_ended_ranks_say_so() -> None:
     ranks = LearnerRanks(ParallelOptions(ranks=2), num_threads=1, deadline_s=START_S)
     ranks.close()
-    assert ranks.stacks(deadline_s=1) == ["The ranks of the learner were ended."]
+    assert ranks.stacks(deadline_s=1) == ["The ranks of the learner were stopped."]
 
 
 def test_a_rank_in_this_process_says_what_the_process_does() -> None:

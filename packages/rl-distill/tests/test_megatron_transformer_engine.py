@@ -34,7 +34,7 @@ POLICY: Any = SimpleNamespace()
 
 def test_an_adapter_is_refused():
     check_learner(OPTIONS, ParallelOptions(), POLICY)
-    with pytest.raises(SettingsError, match=r"no matrices with an adapter beside them; found lora\.rank = 8"):
+    with pytest.raises(SettingsError, match=r"does not support adapters; found lora\.rank = 8"):
         check_learner(OPTIONS, ParallelOptions(), POLICY, lora=LoraOptions(rank=8))
 
 
@@ -45,7 +45,7 @@ def test_a_cpu_is_refused():
 
 def test_a_library_that_is_there_and_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(te, "HAVE_TE", False)
-    with pytest.raises(SettingsError, match="they cannot be imported here"):
+    with pytest.raises(SettingsError, match="which cannot be imported"):
         layers_of(Kernels(layers="transformer_engine"))
     assert layers_of(Kernels()) == Layers(ColumnParallelLinear, RowParallelLinear, RMSNorm)
 

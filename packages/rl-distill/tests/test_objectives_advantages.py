@@ -135,7 +135,7 @@ def test_wrong_shapes_are_refused():
         rows_of([1.0, 0.0], [0], [0, 1])
     with pytest.raises(ShapeError, match="offsets"):
         rows_of([1.0, 0.0], [0, 0], [0, 1], lengths=[1, 2, 3])
-    with pytest.raises(ShapeError, match="never fall"):
+    with pytest.raises(ShapeError, match="never decrease"):
         rows_of([1.0, 0.0], [0, 0], [0, 1], lengths=[2, 3], loss_mask=[True])
 
 

@@ -48,8 +48,8 @@ def test_advantages_of_lists_and_arrays_are_those_of_tensors(estimate):
 @pytest.mark.parametrize(
     ("rewards", "group", "said"),
     [
-        ([[1.0], [0.0]], [0, 0], r"^rewards must have shape \[N\]; found \[2, 1\]\. Give one value for each traj"),
-        ([1.0, 0.0, 0.0, 0.0], [0, 0], r"^group must have shape \[N\], as rewards has; found \[2\] beside \[4\]"),
+        ([[1.0], [0.0]], [0, 0], r"^rewards must have shape \[N\]; found \[2, 1\]\. Pass one value per traj"),
+        ([1.0, 0.0, 0.0, 0.0], [0, 0], r"^group must have shape \[N\] like rewards; found \[2\] and \[4\]"),
         ("ab", [0, 0], r"^rewards of \w+ must be a Tensor; found 'ab' \(str\)"),
         (None, [0, 0], "must be a Tensor; found None"),
         ([1.0, [2.0]], [0, 0], "must be a Tensor"),
@@ -96,7 +96,7 @@ BATCH = Batch.from_trajectories([make_trajectory("p", 0, reward=1.0), make_traje
             ShapeError,
             r"must have shape \[B, T\]; found",
         ),
-        (lambda: aggregate([1.0], [1]), ShapeError, r"loss_mask must have shape \[B, T\]; found \[1\]\. Give rows"),
+        (lambda: aggregate([1.0], [1]), ShapeError, r"loss_mask must have shape \[B, T\]; found \[1\]\. Pass rows"),
         (lambda: KL_ESTIMATORS.get("k1")("a", [0.0]), ShapeError, "policy_logprobs of k1 must be a Tensor"),
         (lambda: with_advantages([1.0]), DataError, "batch of with_advantages must be a Batch"),
         (lambda: with_loss_weights(None), DataError, "batch of with_loss_weights must be a Batch"),
@@ -121,12 +121,12 @@ def test_an_advantage_with_a_gradient_is_told_what_to_call(monkeypatch):
         return {"advantages": torch.zeros(len(rows.loss_mask), requires_grad=True)}
 
     monkeypatch.setitem(ADVANTAGES._builtin, "learnt", learnt)
-    with pytest.raises(RLError, match=r"Give the tensor\.detach\(\)"):
+    with pytest.raises(RLError, match=r"Pass tensor\.detach\(\)"):
         with_advantages(BATCH, advantage="learnt")
 
 
 def test_swapped_arguments_are_refused():
-    with pytest.raises(ShapeError, match=r"group must be integers, .* Are they swapped"):
+    with pytest.raises(ShapeError, match=r"group must be integer prompt indices, .* Are rewards and group swapped"):
         grpo_advantages(torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, 0.5, 0.2]))
     reference, policy = torch.tensor([-1.0]), torch.tensor([-2.0], requires_grad=True)
     with pytest.raises(DataError, match=r"nothing would train\. Are they swapped"):
@@ -137,5 +137,5 @@ def test_swapped_arguments_are_refused():
 def test_probabilities_are_no_logprobs(name):
     given = {"policy_logprobs": torch.tensor([[-1.0, -2.0]]), "old_logprobs": torch.tensor([[-1.0, -2.0]])}
     given[name] = given[name].exp()
-    with pytest.raises(DataError, match=rf"{name} must be at most 0; found 0\.3679\. Give `log_softmax`"):
+    with pytest.raises(DataError, match=rf"{name} must be at most 0; found 0\.3679\. Pass `log_softmax`"):
         PolicyTokens.from_padded(loss_mask=torch.tensor([[1, 1]]), advantages=torch.tensor([1.0]), **given)

@@ -156,7 +156,7 @@ def test_reward_components_reach_gdpo(batch):
     assert found[4][1] == found[0][1], "of a session the last trajectory counts"
     with pytest.raises(DataError, match="row 1 lacks the reward component 'style'"):
         with_reward_components(batch, [named[0], {"length": 1.0}, *named[2:]])
-    with pytest.raises(DataError, match="one entry for each of 5 rows; found 1"):
+    with pytest.raises(DataError, match=r"one entry per row \(5 rows\); found 1"):
         with_reward_components(batch, named[:1])
 
 

@@ -51,7 +51,7 @@ def test_straight_through_is_pulled_back_where_k3_is_clamped():
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS.names())
 def test_shapes_are_checked(name):
-    with pytest.raises(ShapeError, match="reference_logprobs must have shape"):
+    with pytest.raises(ShapeError, match="reference_logprobs must have the shape"):
         KL_ESTIMATORS.get(name)(POLICY, REFERENCE[:1])
 
 

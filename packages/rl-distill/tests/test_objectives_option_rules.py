@@ -92,9 +92,9 @@ def test_impossible_options_of_policy_losses_are_refused_when_bound(name, option
         ("gae", {"whiten": 1}, "whiten of advantage 'gae' must be True or False; found 1"),
         ("grpo", {"eps": -1e-6}, r"must be a number in \[0, inf\)"),
         ("grpo_passk", {"divide_by_std": "yes"}, "must be True or False; found 'yes'"),
-        ("gdpo", {"weights": {}}, "must be a finite number by component"),
-        ("gdpo", {"weights": {"style": math.nan}}, "must be a finite number by component"),
-        ("gdpo", {"weights": {"style": "1"}}, "must be a finite number by component"),
+        ("gdpo", {"weights": {}}, "must be a finite number per component"),
+        ("gdpo", {"weights": {"style": math.nan}}, "must be a finite number per component"),
+        ("gdpo", {"weights": {"style": "1"}}, "must be a finite number per component"),
     ],
 )
 def test_impossible_options_of_advantages_are_refused_when_bound(name, options, message):

@@ -261,12 +261,12 @@ def test_every_built_in_value_loss_passes(clip, seed):
         (divides_by_the_micro_batch, "micro-batches must add up"),
         (whitens_over_the_micro_batch, "micro-batches must add up"),
         (detached, "has no gradient"),
-        (climbs, "with a positive advantage must lower the loss"),
+        (climbs, "must lower the loss if its advantage is positive"),
         (returns_a_tensor, r"must return TokenLosses\(.*; found a tensor of shape \[23\] and dtype torch.float64"),
         (returns_a_tuple, r"must return TokenLosses\(.*; found a tuple of \(a tensor of shape \[23\] .*, dict {}\)"),
         (returns_a_sum, r"T = 23; the losses are a tensor of shape \[\]"),
         (returns_a_mean_diagnostic, r"diagnostic 'actor/ratio' is a tensor of shape \[\]"),
-        (scales_the_advantages, r"the policy loss must leave its inputs.* it changed advantages in place"),
+        (scales_the_advantages, r"the policy loss must not change its inputs.* it changed advantages in place"),
         (shifts_the_logprobs, "changed policy_logprobs in place"),
         (clears_the_mask, "changed loss_mask in place"),
     ],
@@ -294,7 +294,7 @@ def test_losses_of_the_wrong_type_are_refused_where_they_are_made(broken, refuse
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
-        (masks_too_late, "masked tokens must not count; with nan"),
+        (masks_too_late, "masked tokens must not affect the result; with nan"),
         (forgets_the_mask, "masked tokens must"),
         (sums_a_mean, "micro-batches must add up.*loss differs"),
         (keeps_the_graph, "metric sums must be detached; actor/pg_loss"),
@@ -306,12 +306,15 @@ def test_losses_of_the_wrong_type_are_refused_where_they_are_made(broken, refuse
         (gives_losses_of_tokens, r"the loss must be a scalar; found shape \[23\]"),
         (gives_metrics_without_weight, r"metric 'actor/x' is a tensor of shape \[\]"),
         (gives_no_metrics, "the metric sums are None"),
-        (blanks_a_column, "the objective must leave its inputs.* it changed column advantages in place"),
+        (blanks_a_column, "the objective must not change its inputs.* it changed column advantages in place"),
         (adds_a_column, "it added column ratio"),
         (scales_the_logprobs, "it changed policy_logprobs in place"),
         (scales_the_entropy, "it changed entropy in place"),
-        (pushes_the_wrong_way, r"with a positive advantage must lower the loss.*follows_advantages=False\); at token"),
-        (learns_from_mistakes_alone, "must lower the loss.*where the gradient must be negative it is 0"),
+        (
+            pushes_the_wrong_way,
+            r"must lower the loss if its advantage is positive.*follows_advantages=False\); at token",
+        ),
+        (learns_from_mistakes_alone, "must lower the loss.*where the gradient must be negative, it is 0"),
     ],
 )
 def test_broken_objectives_are_caught(broken, rule):
@@ -400,14 +403,14 @@ def blanks_the_values(rows):
     [
         (gives_a_tensor, r"must return tensors \[T\] by column.*; found a tensor of shape \[38\]"),
         (gives_a_list, r"advantages must be a tensor \[T\]; found a list of"),
-        (blanks_the_values, "the estimator must leave its inputs.* it changed column values in place"),
-        (centers_over_the_batch, "rewards must reach no other"),
+        (blanks_the_values, "the estimator must not change its inputs.* it changed column values in place"),
+        (centers_over_the_batch, "rewards must not affect others"),
         (forgets_masked_tokens, "must be 0 at masked tokens"),
-        (reads_masked_tokens, "masked tokens must not count"),
+        (reads_masked_tokens, "masked tokens must not affect the result"),
         (goes_by_the_order, "order of the rows must not matter"),
-        (goes_by_the_number, "numbers of groups and sessions"),
+        (goes_by_the_number, "numbering of groups and sessions"),
         (gives_float32, "found .* torch.float32"),
-        (gives_nothing, "must give 'advantages'; found \\['returns'\\]"),
+        (gives_nothing, "must return 'advantages'; found \\['returns'\\]"),
         (gives_nan, "advantages must be finite"),
         (writes_into_the_rewards, "it changed rewards in place"),
     ],
@@ -430,8 +433,8 @@ def test_broken_value_losses_are_caught():
     check_value_loss(value_loss_of)
     for options, rule in (
         ({"mean": True}, "micro-batches must add up"),
-        ({"poison": True}, "masked tokens must not count"),
-        ({"detach": True}, "must depend on values without detaching"),
+        ({"poison": True}, "masked tokens must not affect the result"),
+        ({"detach": True}, "must depend on values. Do not detach"),
     ):
         with pytest.raises(ConformanceError, match=rule):
             check_value_loss(partial(value_loss_of, **options))
@@ -439,9 +442,9 @@ def test_broken_value_losses_are_caught():
         check_value_loss(lambda values, micro: value_loss_of(values, micro)[0])
     with pytest.raises(ConformanceError, match="changed values in place"):
         check_value_loss(lambda values, micro: value_loss_of(values.mul_(2.0), micro))
-    with pytest.raises(ConformanceError, match="a value must move to its return; at token"):
+    with pytest.raises(ConformanceError, match="a value must move toward its return; at token"):
         check_value_loss(lambda values, micro: (-value_loss_of(values, micro)[0], {}))
-    with pytest.raises(ConformanceError, match="predicts the returns must get no gradient"):
+    with pytest.raises(ConformanceError, match="predicts the returns must receive no gradient"):
         check_value_loss(lambda values, micro: value_loss_of(values + 1.0, micro))
 
 

@@ -17,7 +17,7 @@ def test_every_built_in_advantage_runs_as_it_is(name):
         ("gae", {"lambda": 0.9}, "unknown option of advantage 'gae': 'lambda'. Did you mean 'lam'"),
         ("gae", {"lam": 1.5}, "lam of advantage 'gae' must be a number in [0, 1]; found 1.5"),
         ("grpo", {"eps": "small"}, "eps of advantage 'grpo' must be a number in [0, inf); found 'small'"),
-        ("gdpo", {"weights": 1.0}, "weights of advantage 'gdpo' must be a finite number by component"),
+        ("gdpo", {"weights": 1.0}, "weights of advantage 'gdpo' must be a finite number per component"),
     ],
 )
 def test_impossible_options_are_refused(name, options, message):

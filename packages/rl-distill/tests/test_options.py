@@ -27,8 +27,8 @@ from rl_distill.parallel_layout import check_ranks
         ({"recompute": "full", "recompute_modules": ("layernorm", "mlp")}, 'no effect with recompute = "full". Set'),
         ({"overlap_param_gather": True}, "overlap_param_gather needs overlap_grad_reduce = true"),
         ({"dtype": "float16"}, "dtype must be one of 'float32', 'bfloat16'; found 'float16'"),
-        ({"betas": (0.9, 1.0)}, "betas must be two numbers of at least 0 and below 1; found (0.9, 1.0)"),
-        ({"warmup_steps": 5, "decay_steps": 5}, "it must come after warmup_steps = 5"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers >= 0 and < 1; found (0.9, 1.0)"),
+        ({"warmup_steps": 5, "decay_steps": 5}, "it must be above warmup_steps = 5"),
     ],
 )
 def test_impossible_learner_options_are_refused(options: dict[str, Any], said: str) -> None:

@@ -41,7 +41,7 @@ EXPERTS = replace(DENSE, architecture="Qwen3MoeForCausalLM", mixture=MIXTURE)
         ({"ranks": 2, "tensor": 2, "expert_tensor": 0}, "expert_tensor must be a whole number of at least 1, or none"),
         (
             {"ranks": 3, "tensor": 3},
-            "tensor = 3 must divide the policy's num_attention_heads = 8; possible: 1, 2, 4",
+            "tensor = 3 must divide the policy's num_attention_heads = 8; possible values: 1, 2, 4",
         ),
         ({"ranks": 8, "tensor": 8}, "tensor = 8 must divide the policy's num_key_value_heads = 4"),
         ({"ranks": 4, "pipeline": 4}, "pipeline * virtual_pipeline = 4 must divide the policy's num_hidden_layers = 6"),
@@ -60,14 +60,14 @@ def test_a_layout_that_does_not_divide_is_refused(sizes: dict[str, int], said: s
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"ranks": 4, "expert": 4}, "expert = 4 must divide the policy's num_experts = 6; possible: 1, 2, 3, 6"),
+        ({"ranks": 4, "expert": 4}, "expert = 4 must divide the policy's num_experts = 6; possible values: 1, 2, 3, 6"),
         (
             {"ranks": 3, "expert": 2},
             "ranks = 3 must be a multiple of expert_tensor * expert * pipeline = 1 * 2 * 1",
         ),
         (
             {"ranks": 2, "tensor": 2},
-            "sequence must be true for a mixture of experts with tensor = 2: megatron trains no other; found false",
+            "sequence must be true for a mixture of experts with tensor = 2, since Megatron requires it; found false",
         ),
         ({"ranks": 3, "expert_tensor": 3}, "expert_tensor = 3 must divide the policy's moe_intermediate_size = 32"),
     ],
@@ -122,12 +122,12 @@ def test_a_teachers_ranks_share_whole_experts_as_far_as_they_go(ranks: int, expe
         (
             {"recompute": "selective", "recompute_modules": ("layernorm", "moe")},
             DENSE,
-            'recompute_modules has "moe", and no layer of this policy has a mixture of experts',
+            'recompute_modules has "moe", but no layer of this policy has a mixture of experts',
         ),
         (
             {"recompute": "selective", "recompute_modules": ("mlp",)},
             EXPERTS,
-            'recompute_modules has "mlp", and no layer of this policy has a dense MLP',
+            'recompute_modules has "mlp", but no layer of this policy has a dense MLP',
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_target_modules_are_ends_where_these_mean_no_other_matrix(tied_policy: P
 
 
 def test_an_adapter_is_not_overwritten(adapter: Path, tied_policy: Path):
-    with pytest.raises(DataError, match="has an adapter; give a new folder"):
+    with pytest.raises(DataError, match="already has an adapter; choose a new folder"):
         make_adapter(adapter, tied_policy)
 
 
@@ -85,31 +85,31 @@ def test_an_adapter_is_not_overwritten(adapter: Path, tied_policy: Path):
     [
         ({"peft_type": "IA3"}, "must have peft_type LORA; found 'IA3'. Merge it with peft's merge_and_unload"),
         ({"peft_type": ["LORA"]}, "must have peft_type LORA"),
-        ({"bias": "all"}, "has 'bias' = 'all', which is not supported. Train it again with bias = none"),
-        ({"use_dora": True}, "has 'use_dora' = True, which is not supported. Train it again without DoRA"),
+        ({"bias": "all"}, "has 'bias' = 'all', which is not supported. Train again with bias = none"),
+        ({"use_dora": True}, "has 'use_dora' = True, which is not supported. Train again without DoRA"),
         ({"modules_to_save": ["lm_head"]}, "has 'modules_to_save' = .'lm_head'., which is not supported"),
         ({"fan_in_fan_out": True}, "has 'fan_in_fan_out' = True, which is not supported. Transpose"),
-        ({"rank_pattern": {"q_proj": 2}}, "has 'rank_pattern' = .* Train it again with one rank"),
-        ({"alpha_pattern": {"q_proj": 2}}, "has 'alpha_pattern' = .* Train it again with one alpha"),
+        ({"rank_pattern": {"q_proj": 2}}, "has 'rank_pattern' = .* Train again with one rank"),
+        ({"alpha_pattern": {"q_proj": 2}}, "has 'alpha_pattern' = .* Train again with one alpha"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "has 'target_parameters' = "),
         ({"alora_invocation_tokens": [1]}, "has 'alora_invocation_tokens' = "),
         ({"made_up_later": {"a": 1}}, "has 'made_up_later' = .* which is not supported"),
-        ({"init_lora_weights": "pissa_niter_4"}, "has init_lora_weights = 'pissa_niter_4', which changed the base"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4', which also modified the base"),
         ({"init_lora_weights": [1]}, "has init_lora_weights"),
         ({"r": 0}, "must have r >= 1"),
         ({"r": True}, "must have r >= 1"),
         ({"r": None}, "must have r >= 1"),
-        ({"r": 4}, r"lora_[AB].weight' must have shape \[(4, in|out, 4)\], as r is 4 in adapter_config.json; found \["),
+        ({"r": 4}, r"weight' must have shape \[(4, in|out, 4)\], since r is 4 in adapter_config.json; found \["),
         ({"lora_alpha": None}, "lora_alpha above 0"),
         ({"lora_alpha": float("inf")}, "lora_alpha above 0"),
         ({"lora_alpha": float("nan")}, "lora_alpha above 0"),
         ({"lora_alpha": 10**400}, "lora_alpha above 0"),
         ({"lora_dropout": 1}, "lora_dropout below 1"),
         ({"use_rslora": "yes"}, "use_rslora true or false"),
-        ({"target_modules": ["up_proj"]}, f"does not name '{Q}' among target_modules"),
-        ({"target_modules": ["up_proj", "q_proj", "o_proj"]}, "has 'o_proj' among target_modules; .* no such matrix"),
-        ({"target_modules": [["q_proj"]]}, "must have names or a pattern as target_modules"),
-        ({"target_modules": {"q_proj": 1}}, "must have names or a pattern as target_modules"),
+        ({"target_modules": ["up_proj"]}, f"does not list '{Q}' in target_modules"),
+        ({"target_modules": ["up_proj", "q_proj", "o_proj"]}, "lists 'o_proj' in target_modules, but .* no such"),
+        ({"target_modules": [["q_proj"]]}, "must have a list of names or a pattern as target_modules"),
+        ({"target_modules": {"q_proj": 1}}, "must have a list of names or a pattern as target_modules"),
     ],
     ids=str,
 )
@@ -145,8 +145,8 @@ A, B = f"{PEFT}{Q}.lora_A.weight", f"{PEFT}{Q}.lora_B.weight"
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda t: t.pop(A), f"has no tensor '{A}'; the other one"),
-        (lambda t: t.pop(B), f"has no tensor '{B}'; the other one"),
+        (lambda t: t.pop(A), f"has no tensor '{A}'; an adapter has both"),
+        (lambda t: t.pop(B), f"has no tensor '{B}'; an adapter has both"),
         (lambda t: (t.pop(A), t.pop(B)), ""),
         (lambda t: t.clear(), "has no tensors"),
         (lambda t: t.update({A: t[A][:2].clone()}), rf"'{A}' must have shape \[3, in\].*found \[2, 32\]"),
@@ -155,9 +155,9 @@ A, B = f"{PEFT}{Q}.lora_A.weight", f"{PEFT}{Q}.lora_B.weight"
         (lambda t: t.update({A: torch.zeros(3, 0)}), r"found \[3, 0\]"),
         (lambda t: t.update({A: t[A].to(torch.int8)}), "must be stored as one of F32, BF16, F16; found I8"),
         (lambda t: t.update({A: t[A].double()}), "must be stored as one of F32, BF16, F16; found F64"),
-        (lambda t: t.update({f"{PEFT}{Q}.lora_magnitude_vector.weight": torch.zeros(3)}), "which is no A or B"),
-        (lambda t: t.update({f"{PEFT}lm_head.weight": torch.zeros(3)}), "which is no A or B"),
-        (lambda t: t.update({f"{Q}.lora_A.weight": t[A].clone()}), "which is no A or B"),
+        (lambda t: t.update({f"{PEFT}{Q}.lora_magnitude_vector.weight": torch.zeros(3)}), "which is not an A or B"),
+        (lambda t: t.update({f"{PEFT}lm_head.weight": torch.zeros(3)}), "which is not an A or B"),
+        (lambda t: t.update({f"{Q}.lora_A.weight": t[A].clone()}), "which is not an A or B"),
     ],
 )
 def test_other_tensors_are_refused(edit: Callable[[dict[str, torch.Tensor]], object], says: str, adapter: Path):
@@ -166,7 +166,7 @@ def test_other_tensors_are_refused(edit: Callable[[dict[str, torch.Tensor]], obj
         with pytest.raises(DataError, match=says.replace(".", r"\.").replace(r"\.*", ".*")):
             AdapterFolder(adapter)
     else:  # target_modules names the matrices that are left, and one more
-        with pytest.raises(DataError, match=r"among target_modules; .* has no such matrix"):
+        with pytest.raises(DataError, match=r"in target_modules, but .* has no such matrix"):
             AdapterFolder(adapter)
 
 
@@ -226,7 +226,7 @@ def test_a_merge_into_shards_of_bfloat16_rounds_once(untied_policy: Path, tmp_pa
     make_adapter(tmp_path / "adapter", tmp_path / "base", ends=("up_proj", "lm_head"))
 
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(DataError, match="is no folder here"):
+    with pytest.raises(DataError, match="is not a folder on this machine"):
         merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "moved")
 

@@ -55,7 +55,7 @@ def test_objects_become_records() -> None:
 @pytest.mark.parametrize("protocol", range(6))
 def test_what_is_not_allowed_is_refused_and_does_not_run(tmp_path: Path, protocol: int) -> None:
     content = pickle.dumps(Bomb(tmp_path / "ran"), protocol)
-    with pytest.raises(CheckpointError, match=r"asks for (posix|os)\.mkdir|uses the operation"):
+    with pytest.raises(CheckpointError, match=r"names (posix|os)\.mkdir|uses the operation"):
         read_plain_pickle(content, allowed={ORDERED_DICT})
     assert not (tmp_path / "ran").exists()
     pickle.loads(content)
@@ -107,7 +107,7 @@ def test_hostile_streams_are_refused_and_take_no_memory(name: str) -> None:
         if name == "memo of four billion":  # one entry of a dictionary here
             assert read_plain_pickle(content, allowed={ORDERED_DICT}) is None
         else:
-            with pytest.raises(CheckpointError, match=r"torn at byte|uses the operation|asks for"):
+            with pytest.raises(CheckpointError, match=r"torn at byte|uses the operation|the pickle names"):
                 read_plain_pickle(content, allowed={ORDERED_DICT})
         assert tracemalloc.get_traced_memory()[1] < 200 * len(content) + 1_000_000
     finally:

@@ -64,7 +64,7 @@ def test_an_unsupported_architecture_is_refused_with_those_that_are_not():
         parse_policy_config({**DENSE, "architectures": ["Gemma3ForCausalLM"]})
 
     assert str(caught.value) == (
-        "architecture Gemma3ForCausalLM is not supported; supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+        "architecture Gemma3ForCausalLM is not supported. Supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
         "Qwen2ForCausalLM, LlamaForCausalLM, Glm4MoeForCausalLM."
     )
     for missing in ([], None):
@@ -180,8 +180,8 @@ def test_what_the_learners_do_not_do_is_refused_by_name(changes: dict[str, Any],
     ("changes", "message"),
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers >= 1; found 0"),
-        ({"vocab_size": "many"}, "field of the wrong kind.*many"),
-        ({"hidden_size": None}, "field of the wrong kind"),
+        ({"vocab_size": "many"}, "field of the wrong type.*many"),
+        ({"hidden_size": None}, "field of the wrong type"),
         ({"num_key_value_heads": 3}, "divisible by num_key_value_heads; found 4 and 3"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts = 8; found 9"),
     ],
@@ -209,8 +209,8 @@ def test_losses_that_are_not_asked_for_are_not_refused():
         ({"num_experts_per_tok": 5}, "num_experts_per_tok must be <= the experts of topk_group groups.* = 4; found 5"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace >= 0; found -1"),
         ({"n_shared_experts": 0}, "n_shared_experts >= 1; found 0"),
-        ({"partial_rotary_factor": 0.35}, "an even part of the 20 channels of a head; found 0.35"),
-        ({"partial_rotary_factor": 1.5}, "an even part of the 20 channels"),
+        ({"partial_rotary_factor": 0.35}, "an even number of the 20 channels of a head; found 0.35"),
+        ({"partial_rotary_factor": 1.5}, "an even number of the 20 channels"),
     ],
 )
 def test_impossible_fields_of_glm_are_refused(changes: dict[str, Any], message: str):
@@ -256,7 +256,7 @@ def test_glm_is_read():
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "rms_norm_eps", "moe_intermediate_size"])
 def test_missing_fields_are_named(name: str):
-    with pytest.raises(DataError, match=f"no field '{name}'; a Qwen3MoeForCausalLM needs it"):
+    with pytest.raises(DataError, match=f"no field '{name}', which Qwen3MoeForCausalLM requires"):
         parse_policy_config({key: value for key, value in MIXTURE.items() if key != name})
 
 

@@ -40,7 +40,7 @@ def test_skips_in_a_row_are_put_up_with_until_there_is_one_more(tmp_path: Path):
         skipped.check(result(is_applied=False, broken_rows=(1,)), batch(), what="actor")
     assert (skipped.in_a_row, skipped.total) == (2, 2)
 
-    with pytest.raises(NonFiniteError, match=r"3 updates of the actor in a row were skipped.*1 of 2 rows") as raised:
+    with pytest.raises(NonFiniteError, match=r"skipped 3 updates of the actor in a row.*1 of 2 rows") as raised:
         skipped.check(result(is_applied=False, broken_rows=(1,)), batch(), what="actor")
 
     (file,) = tmp_path.iterdir()

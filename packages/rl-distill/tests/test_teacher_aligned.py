@@ -175,7 +175,7 @@ def test_a_tokenizer_that_rewrites_text_gives_nothing_and_says_nothing_wrong():
 def test_scores_of_another_row_are_refused():
     own = row([5, 6], trained_from=1)
     asked = aligner().to_teacher(own)
-    with pytest.raises(ShapeError, match="2 translated tokens"):
+    with pytest.raises(ShapeError, match="2 rows, one per translated token"):
         aligner().to_student(scores([[0.0]], [[4]]), own, asked, rollout_logprobs=np.zeros(2, dtype=np.float32))
 
 

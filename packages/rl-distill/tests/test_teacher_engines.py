@@ -87,7 +87,7 @@ def test_an_engine_scores_sleeps_and_wakes_only_when_it_slept() -> None:
 
 
 def test_an_engine_gives_no_hidden_states() -> None:
-    with pytest.raises(TeacherError, match="gives no hidden states"):
+    with pytest.raises(TeacherError, match="returns no hidden states"):
         asyncio.run(EngineReplica(FakeEngine()).score([row(1, 2)], top_k=0, with_hidden=True))
 
 

@@ -133,5 +133,5 @@ def test_traits_are_read_from_a_models_configuration(tmp_path):
 )
 def test_a_configuration_that_says_nothing_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(SettingsError, match="must say vocab_size, hidden_size, max_position_embeddings"):
+    with pytest.raises(SettingsError, match="must have vocab_size, hidden_size, max_position_embeddings"):
         model_traits(tmp_path)

@@ -30,7 +30,7 @@ def test_without_teachers_and_texts_it_is_off_and_says_what_makes_no_sense_then(
     assert not DistillationOptions().is_on
     assert list(DistillationOptions().problems()) == []
     (problem,) = DistillationOptions(default_teacher="a").problems()
-    assert problem.startswith("default_teacher = 'a' is of distillation, which is off: add [distillation.")
+    assert problem.startswith("default_teacher = 'a' has no effect, since distillation is off. Add [distillation.")
     changed = DistillationOptions(loss="k1", top_k=12, coefficient=3.0)
     assert [line.split(" ")[0] for line in changed.problems()] == ["loss", "top_k", "coefficient"]
 
@@ -40,7 +40,7 @@ def test_texts_need_no_teacher_with_nll_alone() -> None:
     (problem,) = DistillationOptions(texts="answer").problems()
     assert 'loss = "forward_kl" compares with a teacher' in problem
     (problem,) = DistillationOptions(texts="answer", loss="nll", teachers={"a": TEACHER}).problems()
-    assert "leave teachers out" in problem
+    assert "omit teachers" in problem
 
 
 def test_every_problem_of_every_teacher_is_told() -> None:

@@ -145,8 +145,8 @@ def test_a_teacher_that_cannot_start_is_named_and_none_is_left() -> None:
 @pytest.mark.parametrize(
     ("replica", "plan", "message"),
     [
-        ({"most_top_k": 4}, {"top_k": 5}, "gives at most 4 likeliest tokens; distillation.top_k = 5"),
-        ({}, {"with_hidden": True}, "gives no hidden states"),
+        ({"most_top_k": 4}, {"top_k": 5}, "returns at most 4 most likely tokens; found distillation.top_k = 5"),
+        ({}, {"with_hidden": True}, "returns no hidden states"),
     ],
 )
 def test_a_teacher_that_cannot_give_what_is_asked_for_is_refused(
@@ -180,7 +180,7 @@ def test_a_replica_that_does_not_answer_is_named_with_what_it_was_asked() -> Non
 
 def test_nothing_is_known_before_the_start() -> None:
     teacher = ReplicatedTeacher(TeacherPlan(name="large"), lambda _: FakeReplica())
-    with pytest.raises(NotReadyError, match="'large' has not been started"):
+    with pytest.raises(NotReadyError, match="'large' has not started"):
         _ = teacher.max_tokens
 
 

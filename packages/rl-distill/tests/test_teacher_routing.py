@@ -26,7 +26,7 @@ def test_prompts_go_by_any_column_as_python_writes_its_values() -> None:
 
 def test_a_prompt_that_no_teacher_answers_for_is_named() -> None:
     router = TeacherRouter(make_options({"a": ["math"]}))
-    with pytest.raises(DataError, match=r"prompt 'p7', whose data_source is 'law'; 'a' answers for 'math'"):
+    with pytest.raises(DataError, match=r"prompt 'p7', whose data_source is 'law'; 'a' scores 'math'"):
         router.teacher_of(make_prompt("p7", "law"))
 
 
@@ -40,10 +40,10 @@ def test_a_prompt_without_one_value_in_the_column_is_named(columns: dict[str, An
 @pytest.mark.parametrize(
     ("sources", "options", "message"),
     [
-        ({"a": ["math"], "b": ["math"]}, {}, r"teachers.a and distillation.teachers.b both answer for 'math'"),
-        ({"a": ["math", "math"]}, {}, r"teachers.a.data_sources names 'math' twice"),
-        ({"a": []}, {}, r"teachers.a answers for nothing: give it data_sources, or set .*default_teacher = 'a'"),
-        ({"a": ["math"]}, {"default_teacher": "b"}, r"default_teacher = 'b' is no teacher; teachers: 'a'"),
+        ({"a": ["math"], "b": ["math"]}, {}, r"teachers.a and distillation.teachers.b both score 'math'"),
+        ({"a": ["math", "math"]}, {}, r"teachers.a.data_sources has 'math' twice"),
+        ({"a": []}, {}, r"teachers.a scores nothing: set its data_sources, or .*default_teacher = 'a'"),
+        ({"a": ["math"]}, {"default_teacher": "b"}, r"default_teacher = 'b' is not a teacher; teachers: 'a'"),
     ],
 )
 def test_routes_that_no_prompts_could_make_right_are_refused(
@@ -62,12 +62,12 @@ def test_routes_that_fit_the_prompts_have_no_problem() -> None:
 def test_every_value_without_a_teacher_is_listed_once() -> None:
     prompts = [make_prompt(str(index), source) for index, source in enumerate(["law", "math", "art", "law"])]
     (problem,) = problems({"a": ["math"]}, prompts)
-    assert "no teacher answers for prompts whose data_source is 'law', 'art'; 'a' answers for 'math'" in problem
+    assert "no teacher scores prompts whose data_source is 'law', 'art'; 'a' scores 'math'" in problem
 
 
 def test_a_value_that_no_prompt_has_is_refused_even_with_a_default() -> None:
     (problem,) = problems({"a": ["mth"], "b": []}, [make_prompt("p", "math")], default_teacher="b")
-    assert "teachers.a.data_sources names 'mth', but no prompt has it as its data_source" in problem
+    assert "teachers.a.data_sources has 'mth', but no prompt has it as its data_source" in problem
     assert "Did you mean 'math'?" in problem
 
 

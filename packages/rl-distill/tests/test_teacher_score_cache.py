@@ -210,7 +210,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
         cache.store(rows[6:], [make_scores(row) for row in rows[6:]])
         cache.flush()
     assert [(event["event"], event["trajectories"]) for event in events] == [("teacher_scores_not_stored", 2)]
-    assert "No space left on device. Make room" in events[0]["error"]
+    assert "No space left on device. Free disk space" in events[0]["error"]
     assert isinstance(cache.failure, CacheError)
     assert [found is not None for found in cache.lookup(rows)] == [True] * 4 + [False] * 4
     assert not list(cache.folder.glob(".writing-*"))
@@ -246,7 +246,7 @@ def test_a_writer_whose_folder_was_swept_before_its_lock_takes_another(tmp_path,
 
 def test_a_place_that_cannot_be_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CacheError, match=r"distillation\.cache: .* must be a folder that can be made"):
+    with pytest.raises(CacheError, match=r"distillation\.cache: cannot create or write the folder"):
         ScoreCache(tmp_path / "file", KIND)
 
 
@@ -265,7 +265,7 @@ def test_an_entry_that_somebody_removed_is_scored_anew(tmp_path):
 
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "numcodecs.blosc", None)
-    with pytest.raises(MissingExtraError, match=r"Install rl-distill\[cache\]"):
+    with pytest.raises(MissingExtraError, match=r"Install the extra rl-distill\[cache\]"):
         ScoreCache(tmp_path, KIND)
 
 

@@ -59,13 +59,13 @@ def test_good_scores_are_masked_where_nothing_trains() -> None:
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        (changed((1, 0), token_id=4), r"token 1 \(id 5\): expected the token's own id first; found 4.*wrong token ids"),
+        (changed((1, 0), token_id=4), r"token 1 \(id 5\): expected the token's own id first; found 4.*other token ids"),
         (changed((3, 1), token_id=8), r"token 3 \(id 7\): expected token ids below 8.*found \[7 8 1\]"),
         (changed((3, 1), token_id=-2), "expected token ids below 8"),
         (changed((1, 2), logprob=np.nan), r"expected finite logprobs.*1 of 2 trained tokens"),
         (changed((1, 0), logprob=-np.inf), "expected finite logprobs"),
-        (changed((1, 1), logprob=0.01), "expected logprobs of at most 0"),
-        (changed((3, 2), logprob=-0.1), "expected the likeliest tokens first"),
+        (changed((1, 1), logprob=0.01), "expected logprobs <= 0"),
+        (changed((3, 2), logprob=-0.1), "expected the most likely tokens in descending order"),
         (changed((1, 0), logprob=-3.0), "expected one logprob for the token"),
     ],
 )
@@ -76,14 +76,12 @@ def test_what_cannot_be_trained_on_is_refused_with_the_first_such_token(scores: 
 def test_probabilities_that_sum_above_one_are_refused() -> None:
     logprobs, ids = GOOD.logprobs.copy(), GOOD.token_ids.copy()
     logprobs[3] = np.log([0.125, 0.7, 0.7])
-    assert "sum up to at most 1; found 1.4" in refusal(replace(GOOD, logprobs=logprobs, token_ids=ids))
+    assert "with a sum of at most 1; found 1.4" in refusal(replace(GOOD, logprobs=logprobs, token_ids=ids))
 
 
 @pytest.mark.parametrize("name", ["logprobs", "token_ids"])
 def test_scores_of_another_shape_are_refused(name: str) -> None:
-    assert f"{name} must have shape [4, 3], for 4 tokens" in refusal(
-        replace(GOOD, **{name: getattr(GOOD, name)[:, :2]})
-    )
+    assert f"{name} must have shape [4, 3] for 4 tokens" in refusal(replace(GOOD, **{name: getattr(GOOD, name)[:, :2]}))
 
 
 def test_hidden_states_are_checked_where_they_are_asked_for() -> None:

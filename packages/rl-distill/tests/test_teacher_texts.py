@@ -88,7 +88,7 @@ def test_texts_are_counted_over_many_prompts(monkeypatch):
 @pytest.mark.parametrize(
     ("solution", "words"),
     [
-        (3, "must be a text, or a list of at least one; found 3"),
+        (3, "must be a string, or a list of at least one; found 3"),
         (None, "found None"),
         ([], "found []"),
         (["1", None], "found ['1', None]"),
@@ -109,13 +109,13 @@ def test_what_is_no_text_is_refused(solution, words):
 
 def test_a_missing_column_is_named_with_those_that_are_there():
     options = TextOptions(column="answer", end_token_id=END, max_response_tokens=4)
-    with pytest.raises(DataError, match=r"'answer', which prompt 'a' lacks; its columns: 'level', 'solution'"):
+    with pytest.raises(DataError, match=r"'answer', which prompt 'a' does not have; its columns: 'level', 'solution'"):
         made(prompt("a", "1"), options=options)
 
 
 @pytest.mark.parametrize(("column", "most"), [("", 4), ("solution", 1)])
 def test_impossible_options_are_refused(column, most):
-    with pytest.raises(SettingsError, match="at least 2"):
+    with pytest.raises(SettingsError, match=">= 2"):
         TextOptions(column=column, end_token_id=END, max_response_tokens=most)
 
 

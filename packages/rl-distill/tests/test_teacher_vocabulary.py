@@ -85,8 +85,8 @@ def test_tokens_at_other_ids_are_in_both(folder):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"merges": ("b a",)}, "merges differ (1 and 1; from number 0 on: student 'a b', teacher 'b a')"),
-        ({"merges": ("a b", "b b")}, "from number 1 on: student none, teacher 'b b'"),
+        ({"merges": ("b a",)}, "merges differ (1 and 1; at number 0: student 'a b', teacher 'b a')"),
+        ({"merges": ("a b", "b b")}, "at number 1: student none, teacher 'b b'"),
         ({"normalizer": {"type": "NFC"}}, "normalizer differs (student None, teacher {'type': 'NFC'})"),
         ({"pre_tokenizer": None}, "pre_tokenizer differs"),
     ],
@@ -102,7 +102,7 @@ def test_scores_of_unigram_pieces_are_a_difference(folder):
     difference = compare_vocabularies(folder("s", one), folder("t", two))
     assert difference.different == ()
     assert not difference.is_same
-    assert "scores differ (2 and 2; from number 1 on: student -2.0, teacher -3.0)" in difference.described()
+    assert "scores differ (2 and 2; at number 1: student -2.0, teacher -3.0)" in difference.described()
 
 
 def test_files_that_say_the_same_in_other_ways_are_the_same(folder):
@@ -139,14 +139,14 @@ def test_a_folder_without_tokenizer_json_is_told_how_to_make_one(folder, tmp_pat
         (b"[]", "must be a JSON object; found list"),
         (b"\xff\xfe\xff", "must be JSON"),
         (b"[" * 200_000, "must be JSON"),
-        ({"model": {}}, "no tokenizer that can be compared (KeyError: 'vocab')"),
+        ({"model": {}}, "not a supported tokenizer (KeyError: 'vocab')"),
         ({"model": {"vocab": {"a": "0"}}}, "whole number from 0 to 16777215; found '0'"),
         ({"model": {"vocab": {"a": True}}}, "found True"),
         ({"model": {"vocab": {"a": -1}}}, "found -1"),
-        ({"model": {"vocab": {"a": 0, "b": 0}}}, "has an id twice"),
-        ({"model": {"vocab": 3}}, "no tokenizer that can be compared"),
-        ({"model": {"vocab": [["a"]]}}, "no tokenizer that can be compared"),
-        (document(added=("x",)), "no tokenizer that can be compared"),
+        ({"model": {"vocab": {"a": 0, "b": 0}}}, "has two tokens with one id"),
+        ({"model": {"vocab": 3}}, "not a supported tokenizer"),
+        ({"model": {"vocab": [["a"]]}}, "not a supported tokenizer"),
+        (document(added=("x",)), "not a supported tokenizer"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(folder, content, words):

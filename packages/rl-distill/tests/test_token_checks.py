@@ -30,7 +30,7 @@ def test_a_token_outside_the_vocabulary_is_named(tied_policy: Path, make_batch: 
     values[4] = 400
     bad = batch.with_columns({"input_ids": Ragged(values, batch.ragged("input_ids").offsets)})
 
-    with pytest.raises(ShapeError, match=r"from 0 to 39, the policy's vocabulary; row 1 has 400"):
+    with pytest.raises(ShapeError, match=r"in \[0, 39\], the policy's vocabulary; row 1 has 400"):
         MegatronLearner(tied_policy, OPTIONS).logprobs(bad)
 
 
@@ -48,7 +48,7 @@ def test_experts_that_no_router_chooses_are_refused(mixture_policy: Path, make_b
     values = np.full((7, 2, 2), [3, 0], dtype=np.int16)
     values[2], values[6, 0] = -1, -1  # a token, and a layer of another, of which nothing is known
     learner.logprobs(with_experts(batch, values))
-    asks = "2 different experts from 0 to 3 .* or -1 throughout"
+    asks = "2 different experts from 0 to 3 .* or all -1 if unknown"
 
     for wrong in ([1, 1], [-1, 0], [2, -1], [0, 4], [-2, 1], [-2, -2], [9, 9], [32767, -32768]):
         values[4, 1] = wrong
@@ -80,7 +80,7 @@ def test_weights_of_tokens_that_do_not_train_are_refused(tied_policy: Path, make
     learner = MegatronLearner(tied_policy, OPTIONS)
     before = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
 
-    with pytest.raises(ShapeError, match="loss_weights that are not 0 where loss_mask is False, first in row 0"):
+    with pytest.raises(ShapeError, match=r"must be 0 where loss_mask is False; found .* first in row 0"):
         learner.train_step(none, supervised_objective)
 
     assert learner.step == 0
@@ -96,7 +96,7 @@ def test_a_reference_is_offloaded_too(tied_policy: Path, make_batch: Callable[..
 
 
 def test_ranks_in_one_process_are_refused():
-    with pytest.raises(SettingsError, match="2 ranks wait for one another, and one process cannot"):
+    with pytest.raises(SettingsError, match="must have one rank; found 2"):
         LearnerRanks(ParallelOptions(ranks=2), cluster=ClusterOptions(kind="inline"))
 
 

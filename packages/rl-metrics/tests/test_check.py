@@ -29,7 +29,7 @@ def run(tmp_path):
 def test_a_healthy_run(run, capsys):
     assert main(["check", str(run(**{"actor/ppo_kl": 0.01}))]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("arithmetic: ok at step 20 (1 of 38 checks could be made)\n\nTask: ")
+    assert out.startswith("arithmetic: ok at step 20 (1 of 38 checks had enough data)\n\nTask: ")
     assert "ok        kl_high" in out
     assert "actor/ppo_kl 0.01 over the last 5 steps" in out
 
@@ -38,7 +38,7 @@ def test_a_finding_is_told_with_evidence_causes_and_advice(run, capsys):
     assert main(["check", str(run(**{"actor/ppo_kl": 0.08}))]) == 1
     out = capsys.readouterr().out
     assert "CRITICAL kl_high, since step 1: The policy moves too far within a step." in out
-    assert "  evidence: actor/ppo_kl is at 0.08 nats (0.005 to 0.02 is usual, over 0.03 is bad)" in out
+    assert "  evidence: actor/ppo_kl is at 0.08 nats (0.005 to 0.02 is usual, above 0.03 is too high)" in out
     assert "  cause 1:  learning rate too high" in out
     assert "  cause 1:  learning rate too high\n     try:    divide the learning rate by three\n" in out
 
@@ -69,8 +69,8 @@ def test_the_file_alone_and_with_a_torn_last_line(run):
     ("arguments", "said"),
     [
         (["--set", "kl_hig.max=1"], "the nearest is 'kl_high.max'"),
-        (["--set", "kl_high.max"], "--set takes RULE.THRESHOLD=VALUE"),
-        (["--set", "kl_high.max=nan"], "--set takes RULE.THRESHOLD=VALUE"),
+        (["--set", "kl_high.max"], "--set must be RULE.THRESHOLD=VALUE"),
+        (["--set", "kl_high.max=nan"], "--set must be RULE.THRESHOLD=VALUE"),
         (["--off", "memry"], "the nearest is 'memory'"),
     ],
 )
@@ -113,9 +113,9 @@ def test_the_guide_page_is_up_to_date(capsys):
 
 def test_what_cannot_be_judged_is_no_success(run, capsys):
     assert main(["check", str(run(**{"foreign/name": 1.0}))]) == 2
-    assert capsys.readouterr().out.startswith("arithmetic: unknown at step 20 (0 of 38 checks could be made)\n")
+    assert capsys.readouterr().out.startswith("arithmetic: unknown at step 20 (0 of 38 checks had enough data)\n")
 
 
 def test_tokens_that_train_on_other_experts_than_were_sampled_are_found(run, capsys):
     assert main(["check", str(run(**{"router/unknown_share": 0.25}))]) == 1
-    assert "the engine's experts of 25 % of the tokens are not known" in capsys.readouterr().out
+    assert "the engine's experts are unknown for 25 % of the tokens" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from rl_metrics.cli import main
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["doctor"], "why a run hangs"), (["compare"], "how two runs differ"), (["import", "trl"], "trainer_state.json")],
+    [(["doctor"], "diagnose hangs"), (["compare"], "compare two runs"), (["import", "trl"], "import a TRL run")],
 )
 def test_the_help_of_a_verb_says_what_it_is_for(words, said, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -25,6 +25,24 @@ def test_the_command_says_its_version(capsys):
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("rl-metrics ")
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "nearest"),
+    [(["chek", "."], "", "check"), (["import", "ver"], " import", "verl"), (["rules", "x"], "", None)],
+)
+def test_an_unknown_verb_is_refused_with_the_nearest_one(words, where, nearest, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"rl-metrics{where}: error: ")
+    assert last.endswith(f". Did you mean {nearest!r}?") if nearest else "Did you mean" not in last
+
+
+def test_errors_of_a_verb_and_of_the_parser_have_one_prefix(capsys):
+    assert main(["check", "nope"]) == 2
+    assert capsys.readouterr().err.startswith("rl-metrics: error: nope must be the folder of a run")
 
 
 @pytest.mark.parametrize("verb", ["check", "doctor", "compare"])

@@ -161,7 +161,7 @@ def test_chosen_metrics_and_those_of_one_side():
     comparison = compare([a], [b], patterns=["actor/e*", "other/*"])
     assert [one.metric for one in comparison.differences] == ["actor/entropy"]
     assert (comparison.only_a, comparison.only_b) == (("other/a",), ("other/b",))
-    with pytest.raises(DataError, match="a run on each side"):
+    with pytest.raises(DataError, match="at least one run on each side"):
         compare([], [b])
 
 
@@ -222,7 +222,7 @@ def test_the_command_refuses_what_cannot_be_compared(tmp_path, capsys):
     a = write(tmp_path / "a", {"actor/lr": [1.0]})
     for arguments, reason in (
         ([a, str(tmp_path / "missing")], "no such folder"),
-        ([a, ","], "a run on each side"),
+        ([a, ","], "at least one run on each side"),
         ([a, a, "--metric", "none"], "no such metric in common"),
         ([a, a, "--last", "0"], "at least 1"),
     ):

@@ -96,7 +96,7 @@ def test_a_phase_that_fails_says_so(plain):
 
     with pytest.raises(RuntimeError):
         start()
-    assert plain.lines[-1] == "starting vLLM: broken off after 2.0 s"
+    assert plain.lines[-1] == "starting vLLM: interrupted after 2.0 s"
 
 
 def test_a_line_of_a_step(plain):
@@ -304,7 +304,7 @@ def test_a_judged_accuracy_says_what_is_right_and_a_bare_score_of_another_scale_
     assert plain.lines == [
         "validation at step 2: 1 samples, 0 wrong",
         "  right: 1 + 1 -> 2",
-        "validation at step 4: 2 samples, the worst first",
+        "validation at step 4: 2 samples, worst first",
         "  score 7.5: 1 + 1 -> 2",
         "  right: 1 + 1 -> 2",
     ]

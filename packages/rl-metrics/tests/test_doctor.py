@@ -57,7 +57,7 @@ def write_rollouts(folder, **options):
 
 def test_a_hang_is_told_as_its_report_has_it():
     found = hang_ailment(msgspec.convert(HANG, HangReport))
-    assert (found.kind, found.what) == ("hang", "The run hangs: nothing happened for 700 s.")
+    assert (found.kind, found.what) == ("hang", "The run hangs: no progress for 700 s.")
     assert found.evidence[0].text == HANG["verdict"]
     (cause,) = found.causes
     assert (cause.name, cause.title) == ("silent_role", HANG["causes"][0])
@@ -101,7 +101,7 @@ def test_a_report_from_before_the_run_went_on_is_old(tmp_path):
     failed = {"time": 310.0, "event": "run_failed", "error": "HangError: nothing happened"}
     for events in ((), (failed,)):
         found = judge_hang(started(tmp_path, *events), now=400.0)
-        assert found.what == "The run hangs: nothing happened for 700 s."
+        assert found.what == "The run hangs: no progress for 700 s."
     resumed = started(tmp_path, failed, {"time": 320.0, "event": "run_resumed"})
     assert judge_hang(resumed, now=400.0).causes[0].name == "killed"
 
@@ -193,7 +193,7 @@ def test_the_command_finds_nothing_in_a_healthy_run(tmp_path, capsys):
     started(tmp_path, {"time": 99.0, "event": "run_finished"})
     write_rollouts(tmp_path, steps=12, tokens=6)
     assert main(["doctor", str(tmp_path)]) == 0
-    assert "nothing found" in capsys.readouterr().out
+    assert "no problem found" in capsys.readouterr().out
 
 
 def test_the_command_refuses_what_is_no_run(tmp_path, capsys):
@@ -236,7 +236,7 @@ def test_what_health_finds_is_an_ailment_with_its_causes_and_their_advice(tmp_pa
     assert first.name == "the_reward_function_does_not_find_answers_or_compares_them_with_the_wrong_field"
     assert [advice.partition(" ")[0] for advice in first.advice] == ["call"]
     assert second.name == "the_prompts_are_too_hard_for_this_policy"
-    assert [advice.partition(" ")[0] for advice in second.advice] == ["begin"]
+    assert [advice.partition(" ")[0] for advice in second.advice] == ["start"]
     flat = "follows from it: The reward has not risen since the start. (since step 1, rule reward_flat)"
     assert flat in ailment.details
 
@@ -327,4 +327,4 @@ def shown(folder):
 def test_a_run_that_says_nothing_is_not_called_well(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").touch()
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "nothing could be looked at" in capsys.readouterr().out
+    assert "nothing could be checked" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def test_names_are_constant_snake_case(tmp_path, name):
 
 
 def test_reserved_fields_are_refused(tmp_path):
-    with pytest.raises(DataError, match="field called 'time'"):
+    with pytest.raises(DataError, match="field 'time', which is reserved"):
         EventLog(tmp_path / "events.jsonl").write("saved", time=1)
 
 

@@ -45,7 +45,7 @@ def test_a_loss_that_is_no_number_any_more_is_found(gone):
     [check] = [check for check in verdict.checks if check.rule == "policy_loss"]
     assert (check.status, check.reading) == (
         "unknown",
-        "actor/pg_loss is missing, or not finite, at the last 30 steps",
+        "actor/pg_loss is missing or not finite in the last 30 steps",
     )
 
 
@@ -54,7 +54,7 @@ def test_what_never_was_a_number_is_found():
     verdict = judge(history(values))
     [finding] = [finding for finding in verdict.findings if finding.rule == "lost_metrics"]
     assert (verdict.status, finding.since_step) == ("critical", 1)
-    assert finding.evidence[0].text == f"actor/pg_loss is missing, or not finite, at the last {STEPS} steps"
+    assert finding.evidence[0].text == f"actor/pg_loss is missing or not finite in the last {STEPS} steps"
     assert judge(history({name: np.full(STEPS, np.nan) for name in values})).findings[0].rule == "lost_metrics"
 
 
@@ -73,7 +73,7 @@ def test_what_a_rising_reward_excuses_is_said():
     verdict = verdict_of(actor__grad_norm=np.full(STEPS, 50.0), **rising)
     [check] = [check for check in verdict.checks if check.rule == "grad_norm"]
     assert check.status == "ok"
-    assert check.reading == "actor/grad_norm is at 50 (at most 1 is healthy), which is let pass: the reward rises"
+    assert check.reading == "actor/grad_norm is at 50 (at most 1 is healthy), which is accepted: the reward rises"
 
 
 def test_a_reward_that_was_better_before_the_first_window_has_not_risen():
@@ -103,7 +103,7 @@ def test_overfitting_is_seen_where_accuracy_is_the_main_variable():
 def test_what_a_condition_lets_pass_is_said_too():
     verdict = verdict_of(rollout_corr__k3_kl=np.full(STEPS, 0.08))
     [check] = [check for check in verdict.checks if check.rule == "off_policy"]
-    assert check.reading.endswith("which is let pass: rollouts are of the newest weights")
+    assert check.reading.endswith("which is accepted: rollouts are from the newest weights")
 
 
 def test_every_condition_says_what_its_absence_means():

@@ -33,7 +33,7 @@ def test_rules_of_policy_gradients_say_nothing_of_distillation(change):
     assert verdict.findings == ()
     checks = {check.rule: check for check in verdict.checks}
     for rule in ("policy_loss", "grad_norm", "grad_jump", "reward_zero", "entropy_rise"):
-        assert (checks[rule].status, checks[rule].reading) == ("unknown", "says nothing of distillation")
+        assert (checks[rule].status, checks[rule].reading) == ("unknown", "does not apply to distillation")
 
 
 def test_a_student_that_is_sick_is_found():

@@ -36,7 +36,7 @@ def dumped(*frames: tuple[str, int, str]) -> str:
     lines = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in reversed(frames))
     served = '  File "/x/rl_core/cluster/served.py", line 36 in run\n'
     first = "(most recent call first):\n"
-    return f"What a signal had it write {first}Current thread 0x01 {first}{lines}{served}"
+    return f"Stacks dumped by signal {first}Current thread 0x01 {first}{lines}{served}"
 
 
 REDUCES = inside(("/y/step.py", 10, "train_step"), ("/z/torch/distributed/distributed_c10d.py", 2501, "all_reduce"))
@@ -72,7 +72,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
         [
             "Controller has waited 312 s for step 4 from learner",
             "learner has waited 312 s for 3 of 8 groups (3 are not settled; the oldest, p-17, 312 s old, attempt 2, "
-            "lacks sessions 2, 3); p-17 is with rollouter",
+            "lacks sessions 2, 3); p-17 is held by rollouter",
             "rollouter has waited 310 s for the score of p-17 from reward judge",
         ],
     ),
@@ -124,7 +124,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
         IN_FLIGHT,
         GROUPS,
         ["rollouter is restarting (for 280 s)"],
-        ["p-17 is with rollouter"],
+        ["p-17 is held by rollouter"],
     ),
     "a dead role that nobody waits for is told beside the chain": (
         [LEARNER, waits("rollouter", ("a tool", "http://tools", 300)), RoleReport(name="teacher", state="dead")],
@@ -176,7 +176,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
         {"waiting/put": 1.0, "rows": 64.0},
         GROUPS,
         ["deadlock: learner waits for rollouter, rollouter waits for learner"],
-        ["the queue is full (64 rows), and learner, which should take groups out, has none"],
+        ["the queue is full (64 rows), and learner, which should lease groups, has none"],
     ),
     "a full queue whose groups a busy consumer has leased": (
         [
@@ -252,7 +252,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
         {"groups/settled": 1.0},
         [group("p-8", 320.0, state="settled", missing=(), holder="teacher")],
         ["teacher engine has not answered teacher for 300 s"],
-        ["all are settled; p-8 is with teacher"],
+        ["all are settled; p-8 is held by teacher"],
     ),
     "groups are settled, and nobody wants them": (
         [LEARNER],
@@ -261,7 +261,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
             group("p-8", state="settled", missing=(), holder=None),
             group("p-9", state="settled", missing=(), holder=None),
         ],
-        ["2 groups are settled and nobody holds them: they lack columns, or are not those that learner wants"],
+        ["2 groups are settled and nobody holds them: they lack columns, or learner does not want them"],
         [],
     ),
     "the learner computes for too long": (
@@ -275,7 +275,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
         [RoleReport(name="controller"), RoleReport(name="learner", stack=IDLE)],
         {},
         [],
-        ["no role waits for anything that is known, and all answer: see their stacks"],
+        ["no role has a known wait, and all answer: see their stacks"],
         [],
     ),
 }
@@ -365,7 +365,7 @@ def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
     assert all(len(role.stack) <= MAX_STACK for role in found.roles)
     assert found.roles[0].waits[0].since_s == 999.0
     assert (dict(found.roles[0].counts), found.roles[0].since_s, dict(found.queue)) == ({"running": 1.0}, 0.0, {})
-    assert "characters are left out" in found.roles[0].stack
+    assert "characters omitted" in found.roles[0].stack
     assert r"v\ud800" in found.verdict
     assert (tmp_path / HANG_FILE).stat().st_size < MAX_FILE_BYTES
 

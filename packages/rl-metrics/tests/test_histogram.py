@@ -194,7 +194,7 @@ def test_arrays_of_any_shape_and_type():
 
 def test_a_quantile_outside_is_refused():
     for q in (-0.1, 1.1, math.nan):
-        with pytest.raises(DataError, match="from 0 to 1"):
+        with pytest.raises(DataError, match=r"in \[0, 1\]"):
             of(1.0).quantile(q)
 
 
@@ -240,7 +240,7 @@ def test_a_quantile_outside_is_refused():
 )
 def test_hostile_json_is_refused(changed):
     state = of(1.0, 1.0, 0.0).to_json()
-    with pytest.raises(DataError, match=r"as Histogram\.to_json gives it"):
+    with pytest.raises(DataError, match=r"an object of Histogram\.to_json"):
         Histogram.from_json(state | changed)
 
 

@@ -158,6 +158,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
     assert [(entry["count"], entry["first_line"]) for entry in logs] == [(1, 2)]
 
 
+@pytest.mark.one_python("it measures an algorithm")
 def test_each_line_with_metrics_of_its_own_takes_memory_of_the_files_size(tmp_path):
     path = tmp_path / "metrics.jsonl"
     num_lines = 20_000  # as a matrix: 3 GB
@@ -209,6 +210,7 @@ def write_many(path, num_lines):
     return draws
 
 
+@pytest.mark.one_python("it measures an algorithm")
 def test_100_000_lines_of_10_metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
     draws = write_many(path, 100_000)

@@ -253,7 +253,7 @@ def test_an_import_replaces_an_earlier_one_and_nothing_else(tmp_path):
 
 def test_files_without_anything_leave_no_trace(tmp_path):
     (tmp_path / "log.txt").write_text("nothing of it\n" * 3 + "step:1 - a:1\n")
-    with pytest.raises(DataError, match="no metrics and no responses of verl are in"):
+    with pytest.raises(DataError, match="no metrics or responses of verl found in"):
         import_verl([tmp_path / "log.txt"], tmp_path / "run")
     with pytest.raises(DataError, match="there is no such file or folder"):
         import_verl([tmp_path / "missing.jsonl"], tmp_path / "run")
@@ -346,7 +346,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["import", "verl", str(VERL / "attempt-1.jsonl"), "--into", run]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("run: 4 rows of metrics, 0 trajectories, 0 validation samples")
-    assert said[1].startswith("kept as other/NAME, as they have no meaning here: global_seqlen/max, ")
+    assert said[1].startswith("kept as other/NAME, because they have no counterpart here: global_seqlen/max, ")
     assert main(["import", "trl", str(TRL / "checkpoint-4" / "trainer_state.json"), "--into", run]) == 0
     assert main(["import", "verl", str(tmp_path / "missing"), "--into", run]) == 2
     assert "missing" in capsys.readouterr().err
@@ -389,7 +389,10 @@ def test_every_name_without_a_meaning_here_is_listed(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps({"step": 1, "data": dict.fromkeys([*names, "\x1b[31m"], 1.0)}) + "\n")
     assert main(["import", "verl", str(tmp_path / "a.jsonl"), "--into", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out.splitlines()[1]
-    assert said.removeprefix("kept as other/NAME, as they have no meaning here: ").split(", ") == ["\\x1b[31m", *names]
+    assert said.removeprefix("kept as other/NAME, because they have no counterpart here: ").split(", ") == [
+        "\\x1b[31m",
+        *names,
+    ]
 
 
 def test_lines_of_verl_without_a_step_are_said_once(tmp_path):
@@ -496,7 +499,7 @@ def test_a_run_that_needs_an_import_is_told_its_importer(tmp_path, capsys, monke
 def test_a_path_where_nothing_is_gets_a_sentence(tmp_path, capsys, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     assert main([*words, "--into", "run"] if words[0] == "import" else words) == 2
-    assert re.match(r"a\.log must be (a|the) .*(no such|nothing there)", capsys.readouterr().err)
+    assert re.match(r"rl-metrics: error: a\.log must be (a|the) .*(no such|nothing there)", capsys.readouterr().err)
 
 
 def test_an_import_is_not_told_of_settings_that_its_trainer_lacks(tmp_path, capsys):
@@ -523,4 +526,7 @@ def test_what_nobody_wrote_gets_no_advice(tmp_path, capsys):
     (tmp_path / "log.txt").write_text("epoch 1, loss 0.5\n")
     assert main(["import", "trl", str(tmp_path / "log.txt"), "--into", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
-    assert "log.txt must be a trainer_state.json of TRL's trainers; it has no log_history, or is torn. Lines" in said
+    assert (
+        "log.txt must be a trainer_state.json of TRL's trainers; found no log_history, or a truncated file. Printed"
+        in said
+    )

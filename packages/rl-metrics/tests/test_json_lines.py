@@ -329,7 +329,7 @@ def test_a_step_that_is_none_is_refused(tmp_path, step):
         lambda: tracker.log_generations(step, "val", [generation("p")]),
         lambda: tracker.log_histograms(step, {"a": Histogram()}),
     ):
-        with pytest.raises(DataError, match="a step must be a whole number, at least 0"):
+        with pytest.raises(DataError, match="a step must be an integer >= 0"):
             log()
     tracker.log(np.int64(3), {"a": 1.0})
     assert [row.step for row in read_metrics(tmp_path / "metrics.jsonl")] == [3]

@@ -29,7 +29,7 @@ def test_a_healthy_run_has_no_finding(steps):
 def test_few_steps_are_not_judged():
     checks = {check.rule: check for check in verdict_of(4).checks}
     assert checks["reward_flat"].status == "unknown"
-    assert checks["reward_flat"].reading == "4 of the 30 steps it needs"
+    assert checks["reward_flat"].reading == "4 of the 30 steps needed"
     assert checks["mfu"].reading == "the run does not record perf/mfu/*"
     assert checks["weights_proof"].status == "ok"
 
@@ -246,7 +246,7 @@ def test_the_newest_reason_of_failed_rewards_is_evidence():
     events = [said(1, "first"), said(2, "newest"), {"event": "other", "error": "else"}]
     values = healthy() | {"rollout/failed_rewards": np.full(STEPS, 3.0)}
     (finding,) = judge(history(values), events=events).findings
-    assert [one.text for one in finding.evidence] == ["rollout/failed_rewards: 3 sessions of a step", "newest"]
+    assert [one.text for one in finding.evidence] == ["rollout/failed_rewards: 3 sessions in a step", "newest"]
     assert judge(history(healthy() | {"rollout/failed_rewards": np.zeros(STEPS)}), events=events).findings == ()
 
 
@@ -352,7 +352,7 @@ def test_what_is_well_is_put_as_it_was_measured():
     checks = {check.rule: check for check in verdict.checks}
     assert checks["reward_zero"].status == "ok"
     assert checks["reward_zero"].reading == "rewards differ from 0 by up to 1 in the last 10 steps"
-    assert checks["reward_fell"].reading == "critic/score/mean 0, its best was 0.002"
+    assert checks["reward_fell"].reading == "critic/score/mean 0, at best 0.002"
 
 
 def test_penalties_that_are_no_longer_paid_are_no_lack_of_rewards():

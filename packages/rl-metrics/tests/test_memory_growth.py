@@ -50,7 +50,7 @@ def test_the_owner_that_grows_comes_first_and_explains_the_process():
 def test_what_grows_beside_the_run_is_not_its_own():
     found = judge_memory(history(memory__trainer_gb=LEVEL, perf__cpu_memory_used_gb=20.0 + 0.05 * STEPS), ())
     assert (found.kind, found.state) == ("memory", "right")
-    assert found.text.endswith("since step 31, by something else on the machine")
+    assert found.text.endswith("since step 31, because of another program")
     found = judge_memory(history(perf__cpu_memory_used_gb=20.0 + 0.05 * STEPS), ())
     assert [cause.name for cause in found.causes] == ["host"]
 
@@ -78,12 +78,12 @@ def test_lines_that_grow_at_every_look_are_named():
     ]
     found = judge_memory(history(memory__trainer_gb=LEAK), events)
     texts = [evidence.text for evidence in found.causes[0].evidence if evidence.metric == "memory_lines"]
-    assert texts == ["a.py:3: 1.0 MiB, then 3.5, more at each of 3 looks"]
+    assert texts == ["a.py:3: 1.0 MiB, then 3.5, more in each of 3 snapshots"]
 
 
 @pytest.mark.parametrize(
     ("blocks", "said"),
-    [(1e6 + 500 * STEPS, "grow by 500 a step: objects of Python are kept"), (np.full(100, 1e6), "stay at 1,000,000")],
+    [(1e6 + 500 * STEPS, "grow by 500 per step: Python objects accumulate"), (np.full(100, 1e6), "stay at 1,000,000")],
 )
 def test_whose_memory_it_is_that_grows(blocks, said):
     found = judge_memory(history(memory__trainer_gb=LEAK, memory__trainer_python_blocks=blocks), ())

@@ -102,7 +102,7 @@ def test_a_temperature_is_measured():
     text, said = (evidence.text for evidence in found.causes[0].evidence)
     ratio = float(text.partition("about ")[2].partition(",")[0])
     assert ratio == pytest.approx(0.8, abs=0.05)
-    assert said == "rollout.temperature is 0.8: one side does not apply it"
+    assert said == "rollout.temperature is 0.8, and one side does not apply it"
 
 
 @pytest.mark.parametrize("facts", [Facts(proof_failures=2, proof_error="tensor a"), Facts(canary=0.5)])
@@ -137,7 +137,7 @@ def test_a_failed_proof_leaves_other_causes_their_share():
 
 @pytest.mark.parametrize(
     ("first", "said"),
-    [(1, "it is there from the first step on"), (4, "it is there from step 4 on, the first that is recorded")],
+    [(1, "present from the first step on"), (4, "present from step 4 on, the first recorded one")],
 )
 def test_no_more_is_said_of_first_steps_than_is_recorded(first, said):
     rows = [replace(row, step=row.step + first - 1) for row in MismatchedRun(wrong=0.3, **SHORT).rows()]
@@ -149,7 +149,7 @@ def test_no_more_is_said_of_first_steps_than_is_recorded(first, said):
 
 def test_a_mixture_of_experts_is_asked_for():
     dense, mixture = (judge(Facts(is_mixture=known), swapped=0.05, **SHORT).causes[0] for known in (None, True))
-    assert "mixture of experts is not recorded" in dense.evidence[-1].text
+    assert "does not record whether the policy is a mixture" in dense.evidence[-1].text
     assert len(mixture.evidence) == 1
 
 

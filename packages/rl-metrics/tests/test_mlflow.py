@@ -203,12 +203,14 @@ def test_what_mlflow_refuses_is_said_with_a_way_out(tmp_path, uri, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(SettingsError, match=r"Set metrics\.mlflow_uri or MLFLOW_TRACKING_URI to a server"):
+    with pytest.raises(SettingsError, match=r"Set metrics\.mlflow_uri or MLFLOW_TRACKING_URI to an existing server"):
         MlflowTracker(tmp_path, experiment="unknown", uri=address)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # takes calls, and never answers
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        with pytest.raises(SettingsError, match=r"Set metrics\.mlflow_uri or MLFLOW_TRACKING_URI to a server"):
+        with pytest.raises(
+            SettingsError, match=r"Set metrics\.mlflow_uri or MLFLOW_TRACKING_URI to an existing server"
+        ):
             MlflowTracker(tmp_path, experiment="unknown", uri=address)
     experiment = client(uri).create_experiment("gone")
     client(uri).delete_experiment(experiment)
@@ -218,7 +220,7 @@ def test_what_mlflow_refuses_is_said_with_a_way_out(tmp_path, uri, monkeypatch):
 
 def test_a_broken_id_is_refused(tmp_path, uri):
     (tmp_path / "mlflow_run_id").write_bytes(b"../x\xff")
-    with pytest.raises(DataError, match="must hold the id"):
+    with pytest.raises(DataError, match="must contain the id"):
         MlflowTracker(tmp_path, experiment="broken", uri=uri)
 
 
@@ -230,7 +232,7 @@ def test_after_close_it_says_so(tmp_path, uri):
         lambda: tracker.log_histograms(1, {}),
         lambda: tracker.log_generations(1, "a", []),
     ):
-        with pytest.raises(NotReadyError, match="is ended"):
+        with pytest.raises(NotReadyError, match="has ended"):
             call()
 
 

@@ -100,12 +100,12 @@ def test_each_way_to_end(tmp_path, events, said):
 @pytest.mark.parametrize(
     ("rows", "events", "said"),
     [
-        ([], (), "No step is done yet."),
+        ([], (), "No step has finished yet."),
         ([], ({"event": "run_failed", "error": "no GPU"},), "The run failed before its first step: no GPU."),
         (
             [{SCORE: 0.5}],
             FINISHED,
-            "The training reward is 0.5 at step 1, and one value does not tell whether it learns.",
+            "The training reward is 0.5 at step 1, and one value does not show whether it learns.",
         ),
         ([{"a": 1.0}], (), "No reward, loss or validation was recorded in 1 step."),
         ([{"other/loss": value} for value in (3.0, 2.0, 2.0, 1.0)], (), "The loss fell from 3 to 1 in 4 steps."),

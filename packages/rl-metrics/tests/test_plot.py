@@ -177,7 +177,7 @@ def test_a_file_of_metrics_is_a_run(runs, tmp_path):
 
 def test_globs_that_fit_nothing_or_too_much_are_refused(tmp_path):
     write(tmp_path / "run", [{"step": 1, "time": 1.0, **{f"a/{index}": 0.5 for index in range(51)}}])
-    with pytest.raises(SettingsError, match=r"at most 50 panels; found 51 metrics that fit a/\*"):
+    with pytest.raises(SettingsError, match=r"at most 50 panels; found 51 metrics that match a/\*"):
         drawn([tmp_path / "run"], tmp_path, metrics=["a/*"])
     with pytest.raises(DataError, match=r"'b/\*' has no value in run"):
         drawn([tmp_path / "run"], tmp_path, metrics=["b/*"])
@@ -186,7 +186,7 @@ def test_globs_that_fit_nothing_or_too_much_are_refused(tmp_path):
 def test_what_cannot_be_drawn_is_refused_and_leaves_no_file(runs, tmp_path):
     empty = tmp_path / "empty"
     write(empty, [{"event": "no step"}])
-    with pytest.raises(DataError, match=r"nowhere must be the folder of a run, with a metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"nowhere must be a run's folder with a metrics\.jsonl"):
         drawn([tmp_path / "nowhere"], tmp_path)
     with pytest.raises(DataError, match="must have lines of steps"):
         drawn([empty], tmp_path)
@@ -220,7 +220,7 @@ def test_without_matplotlib_the_error_says_what_to_install(runs, tmp_path, monke
 def test_the_command_says_what_is_wrong_and_exits_with_2(runs, tmp_path, capsys):
     output = str(tmp_path / "plot.svg")
     assert main(["plot", str(runs[0]), "--metric", "actor/entropi", "--output", output]) == 2
-    assert "the nearest that one has is 'actor/entropy'" in capsys.readouterr().err
+    assert "the nearest recorded metric is 'actor/entropy'" in capsys.readouterr().err
     assert main(["plot", str(runs[0]), "--metric", ACC, "--line", "high", "--output", output]) == 2
     assert "found 'high'" in capsys.readouterr().err
     words = ["--label", "a", "--label", "b", "--x", "wall_s", "--line", "0.5:half"]

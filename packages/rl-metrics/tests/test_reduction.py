@@ -239,7 +239,7 @@ SUM = {"total": [1, 1], "weight": [1, 1], "extreme": None, "num_nonfinite": 0}
 )
 def test_a_state_that_is_none_is_refused(state):
     record = recorder()
-    with pytest.raises(DataError, match=r"as Recorder\.to_json gives it"):
+    with pytest.raises(DataError, match=r"an object of Recorder\.to_json"):
         record.merge_json(state)
     assert record.reduce() == {}
     record.merge_json({"mean": SUM})
@@ -336,9 +336,9 @@ def test_values_and_histograms_are_not_mixed_up():
         ).merge(other),
         lambda: record.merge_json({"mean": {"histogram": other.to_json()["histogram"]["histogram"]}}),
     ):
-        with pytest.raises(DataError, match="is reduced by 'mean', and is no histogram"):
+        with pytest.raises(DataError, match="is reduced by 'mean', not as a histogram"):
             call()
-    with pytest.raises(DataError, match="as Histogram"):
+    with pytest.raises(DataError, match="an object of Histogram"):
         record.merge_json({"histogram": {"histogram": {"count": -1}}})
 
 

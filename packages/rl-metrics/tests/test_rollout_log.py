@@ -127,7 +127,7 @@ def test_columns_are_as_long_as_the_tokens(column):
     "change", [{"prompt": None}, {"tokens": [1]}, {"reward": "1"}, {"components": []}, {"step": 1.5}, {"mask": "11"}]
 )
 def test_another_type_is_refused(change):
-    with pytest.raises(DataError, match=r"a trajectory must have the fields of RolloutRow; found: "):
+    with pytest.raises(DataError, match=r"a trajectory must have the fields of RolloutRow; "):
         RolloutRow.from_json({**ROW.to_json(), **change})
 
 

@@ -115,7 +115,7 @@ def test_a_file_of_metrics_is_a_run(folder, tmp_path):
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(DataError, match="there is no such folder or file"):
         open_run(tmp_path / "missing")
-    with pytest.raises(DataError, match=r"it has none of metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"found none of metrics\.jsonl"):
         open_run(tmp_path)
 
 
@@ -250,7 +250,7 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(folder, tmp_path):
         run = open_run(folder)
         assert run.events == ()
         assert len(run.history.steps) == 0
-    assert {entry["error"] for entry in logs} == {"it is a link that leads out of the run's folder"}
+    assert {entry["error"] for entry in logs} == {"it is a link to a file outside the run's folder"}
 
 
 def test_links_to_a_run_and_inside_of_it_are_followed(folder, tmp_path):

@@ -151,7 +151,7 @@ def test_ctrl_c_ends_the_command(folder):
 
 def test_the_command_can_wait_for_a_run(tmp_path):
     with command(tmp_path / "run", "--wait") as process:
-        assert process.stdout.readline() == f"waiting for {tmp_path / 'run'} to be written (Ctrl-C ends)\n"
+        assert process.stdout.readline() == f"waiting for {tmp_path / 'run'} to be written (Ctrl-C stops)\n"
         InventedRun(steps=1).write(tmp_path / "run")
         assert process.stdout.readline().startswith("http://127.0.0.1:")
 

@@ -145,7 +145,7 @@ def test_a_prediction_that_is_no_text_is_refused(prediction):
     given = {"uids": ["p", "p"], "sources": ["a", "a"], "variables": {"acc": [1.0, 0.0]}}
     with pytest.raises(DataError, match=r"predictions must be text, or None.*found (float|int|list)"):
         summarize_validation(ValidationResponses(**given, predictions=["42", prediction]))
-    with pytest.raises(ShapeError, match=r"predictions must have uids' shape \[2\]; found \[1\].*None where"):
+    with pytest.raises(ShapeError, match=r"predictions must have uids' shape \[2\]; found \[1\].*None if"):
         summarize_validation(ValidationResponses(**given, predictions=["42"]))
 
 
@@ -243,7 +243,7 @@ def test_columns_may_be_any_sequences(kind):
 def test_uids_and_sources_that_are_no_text_are_refused(column, other, kind):
     given = {"uids": ["p", "q"], "sources": ["a", "a"]}
     for texts in ([other, other], [other, "p"]):
-        with pytest.raises(DataError, match=rf"{column} must be text; found {kind}\. Give one for each response"):
+        with pytest.raises(DataError, match=rf"{column} must be text; found {kind}\. Pass one per response"):
             summarize(**{**given, column: texts}, acc=[1.0, 0.0])
 
 

@@ -167,7 +167,7 @@ def test_the_mode_is_the_arguments_then_the_environments(tmp_path, monkeypatch):
 
 def test_a_broken_id_is_refused(tmp_path):
     (tmp_path / "wandb_run_id").write_bytes(b"../x\xff")
-    with pytest.raises(DataError, match="must hold the id"):
+    with pytest.raises(DataError, match="must contain the id"):
         start(tmp_path)
 
 

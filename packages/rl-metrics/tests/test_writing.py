@@ -166,12 +166,12 @@ def test_the_command_overwrites_no_file_of_a_run(folder, capsys):
 
 def test_the_command_refuses_a_folder_as_output(folder, capsys):
     assert main(["report", str(folder), "--output", str(folder)]) == 2
-    assert f"{folder} is a folder. Give a file in it, such as {folder}/report.html" in capsys.readouterr().err
+    assert f"{folder} is a folder. Name a file in it, such as {folder}/report.html" in capsys.readouterr().err
 
 
 def test_the_command_makes_no_folder_of_a_typo(folder, tmp_path, capsys):
     assert main(["report", str(folder), "--output", str(tmp_path / "rnu" / "a.html")]) == 2
-    assert f"{tmp_path}/rnu is none" in capsys.readouterr().err
+    assert f"existing folder; found {tmp_path}/rnu." in capsys.readouterr().err
     assert not (tmp_path / "rnu").exists()
 
 

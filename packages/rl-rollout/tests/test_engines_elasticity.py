@@ -94,7 +94,7 @@ def test_a_replica_that_waits_for_weights_in_vain_is_closed_and_forgotten(monkey
 
     async def work(engine: ReplicatedEngine) -> None:
         await publish(engine, 4)
-        with pytest.raises(DeadlineError, match=r"replica 1 could not get.*serves version 0"):
+        with pytest.raises(DeadlineError, match=r"replica 1 could not load.*serves version 0"):
             await engine.add(late)
         assert (engine.num_replicas, engine.num_serving) == (1, 1)
         with pytest.raises(NotReadyError, match="closed"):
@@ -187,9 +187,9 @@ def test_the_last_replica_that_serves_stays() -> None:
         await until(lambda: engine.num_serving == 1, "the removal to begin")
         with pytest.raises(EngineError, match="replica 0 is the last of 2 that serves; add another"):
             await engine.remove(0)
-        with pytest.raises(EngineError, match="replica 1 is being removed already"):
+        with pytest.raises(EngineError, match="replica 1 is already being removed"):
             await engine.remove(1)
-        with pytest.raises(EngineError, match=r"there is no replica 7; the replicas are \[0, 1\]"):
+        with pytest.raises(EngineError, match=r"replica 7 does not exist; the replicas are \[0, 1\]"):
             await engine.remove(7)
         for one in held:
             one.finish()
@@ -326,7 +326,7 @@ def test_each_request_to_a_replica_without_weights_waits_only_so_long(monkeypatc
         with pytest.raises(WeightProofError):
             await publish(engine, 5)
         for _ in range(2):
-            with pytest.raises(DeadlineError, match="replica 0 could not get the present weights"):
+            with pytest.raises(DeadlineError, match="replica 0 could not load the current weights"):
                 await engine.generate(a_request())
             assert not engine.is_waiting_for_weights
 
@@ -360,7 +360,7 @@ def test_unproven_weights_are_not_served_where_there_are_none_to_go_back_to() ->
     async def work(engine: ReplicatedEngine) -> None:
         with pytest.raises(WeightProofError, match="serves version 9"):
             await publish(engine, 1)
-        with pytest.raises(WeightProofError, match="replica 0 serves weights that were not proven"):
+        with pytest.raises(WeightProofError, match="replica 0 serves unproven weights"):
             await engine.generate(a_request())
         assert held[0].engine.requests == []
         await publish(engine, 9)

@@ -109,7 +109,7 @@ def test_a_process_opens_weights_in_shared_memory_and_keeps_none_of_it(
         (scores,) = run(transformers_process.score([SEQUENCE]))
         assert canary.logprobs is not None
         np.testing.assert_allclose(scores, canary.logprobs[0], atol=1e-4)
-        with pytest.raises(WeightProofError, match="was changed on its way"):
+        with pytest.raises(WeightProofError, match="was changed in transit"):
             run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
     finally:
         transport.close()
@@ -121,7 +121,7 @@ def test_a_process_opens_weights_in_shared_memory_and_keeps_none_of_it(
 def test_a_process_says_what_it_does(transformers_process: ProcessEngine, tied_model_dir: Path) -> None:
     text = run(transformers_process.stacks(deadline_s=60.0))
     assert f"transformers engine[0] is serving in pid {transformers_process.pid}" in text
-    assert "its event loop turns" in text
+    assert "its event loop is responsive" in text
     unstarted = hosted("transformers", tied_model_dir, None)
     assert run(unstarted.stacks(deadline_s=60.0)) == "transformers engine[0] has no process."
 
@@ -155,7 +155,7 @@ def stay(tensors: Tensors, random: np.random.Generator) -> None:
     tensors.update({name: tensor + float(random.uniform(1e-6, 1e-3)) for name, tensor in tensors.items()})
 
 
-CHANGED = "was changed on its way to the engine"
+CHANGED = "was changed in transit to the engine"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_weights_do_not_wait_for_a_process_that_is_started_again(tied_model_dir:
         async with asyncio.timeout(60):
             while engine.state != "restarting":
                 await asyncio.sleep(0.01)
-        with pytest.raises(EngineDiedError, match="is being started again, and takes no weights now"):
+        with pytest.raises(EngineDiedError, match="is restarting; it accepts no weights now"):
             await engine.update_weights(transport.pack(tensors, version=1, tied=TIED_HEAD))
         asked.set()
         (found,) = await engine.generate(GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2)))

@@ -79,7 +79,7 @@ def test_a_request_of_an_engine_that_dies_goes_to_another() -> None:
 
 def test_a_request_that_ends_every_engine_is_given_up() -> None:
     replicas = [ScriptedEngine(dying) for _ in range(5)]
-    with pytest.raises(EngineDiedError, match="3 engines died under this request, which may be what ends them"):
+    with pytest.raises(EngineDiedError, match="3 engines died during this request, which may be the cause"):
         run_with(replicas, lambda engine: engine.generate(request()))
     assert [len(replica.requests) for replica in replicas].count(1) == 3
 
@@ -172,7 +172,7 @@ def test_a_replica_with_less_room_for_adapters_is_refused() -> None:
 
     async def work(engine: ReplicatedEngine) -> None:
         assert engine.traits.max_lora_rank == 8
-        with pytest.raises(EngineError, match=r"max_lora_rank 8 or more; found .* and 4 in scripted"):
+        with pytest.raises(EngineError, match=r"max_lora_rank of at least 8; found .* and 4 in scripted"):
             await engine.add(ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=4)))
 
     run_with([first], work)
@@ -186,7 +186,7 @@ def test_replicas_sleep_at_the_same_level_also_one_that_comes_later(level: Liter
     async def work(engine: ReplicatedEngine) -> None:
         await engine.sleep(level)
         await engine.add(replicas[2])
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(EngineError, match="is asleep"):
             await replicas[2].generate(request())
         await engine.wake()
         for replica in replicas if level == 2 else ():

@@ -139,7 +139,7 @@ def test_a_rank_that_fails_midway_fails_the_engine_and_is_named(
     offers = [sender.offer(part, ranks.options, version=3) for sender, part in zip(ranks.senders, parts, strict=True)]
     update = join_offers(offers, tensors, version=3, tied=TIED_HEAD)
     broken.set()
-    with pytest.raises(EngineError, match=r"rank 1 of the learner: .*did not get through"):
+    with pytest.raises(EngineError, match=r"rank 1 of the learner: .*could not be transferred"):
         asyncio.run(engine.update_weights(update))
     with pytest.raises(EngineError, match="rank 1 of the learner"):
         generate(engine)
@@ -224,7 +224,7 @@ def test_the_reference_takes_all_tensors_and_no_other(mixture_dir: Path) -> None
     changed = reference_logprobs(mixture_dir, sequence, tensors={**tensors, name: -tensors[name]})
     assert np.abs(changed - plain).max() > 1e-3
     for wrong in ({**tensors, "model.layers.1.mlp.experts.9.down_proj.weight": tensors[name]}, {name: tensors[name]}):
-        with pytest.raises(AssertionError, match=r"model\.layers\.1\.mlp.*not both of the model and given"):
+        with pytest.raises(AssertionError, match=r"model\.layers\.1\.mlp.*must be in both the model and"):
             reference_logprobs(mixture_dir, sequence, tensors=wrong)
 
 
@@ -355,13 +355,13 @@ def test_an_engine_that_has_slept_serves_as_before_once_it_has_weights(
     tensors, before, held = load(tied_model_dir), generate(sleepy, num_samples=2, seed=4), weight_bytes(sleepy)
     asyncio.run(sleepy.sleep(level))
     assert weight_bytes(sleepy) == (held if level == 1 else 0)
-    with refuses("sleeps"):
+    with refuses("is asleep"):
         generate(sleepy)
     asyncio.run(sleepy.wake())
     if level == 2:
         with refuses("publish all weights first"):
             generate(sleepy)
-        with refuses("drops its weights, and it cannot be asked"):
+        with refuses("drops its weights, so it cannot serve"):
             asyncio.run(sleepy.score([PROMPT]))
         told = AdapterUpdate(rank=1, base=digest_tensors(tensors))
         with refuses("an adapter has no base"):

@@ -88,7 +88,7 @@ def test_an_engine_without_room_refuses_adapters_and_requests_without_one(tied_m
     with refuses("max_lora_rank = 0; found rank 4"):
         asyncio.run(AdapterConformance().publish(engine, tied_model_dir, adapter, version=1))
     request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2), adapter="base")
-    with refuses("has no room for one"):
+    with refuses("separate from its weights, which"):
         asyncio.run(engine.generate(request))
     assert generate(engine, seed=1)[0].token_ids.tolist() == before
     asyncio.run(engine.close())
@@ -203,7 +203,7 @@ class Faults:
         second.copy_(kept)
 
 
-WRONG_BITS, OTHER_BASE = "serves something else: it was read back", "of the base is not what the adapter"
+WRONG_BITS, OTHER_BASE = "serves something else: it was read back", "is not the one on which the adapter"
 FAULTS: dict[str, tuple[Callable[[Faults, Tensors], None], str]] = {
     "one bit flipped": (Faults.flip_bit, WRONG_BITS),
     "one sign changed": (Faults.change_sign, WRONG_BITS),
@@ -212,8 +212,8 @@ FAULTS: dict[str, tuple[Callable[[Faults, Tensors], None], str]] = {
     "scaled in B": (Faults.scale_b, WRONG_BITS),
     "base changed under it": (Faults.change_base, OTHER_BASE),
     "base changed elsewhere": (Faults.change_elsewhere, OTHER_BASE),
-    "merged": (Faults.merge, r"has the adapters \['published'\] in its base"),
-    "disabled": (Faults.leave_out, "leaves its adapter out"),
+    "merged": (Faults.merge, r"has merged the adapters \['published'\] into its base"),
+    "disabled": (Faults.leave_out, "does not use its adapter"),
     "another one active": (Faults.serve_another, "serves the adapters .*'other'"),
     "evicted from a layer": (Faults.evict, "has no adapter"),
     "evicted": (Faults.evict_all, "has no adapter"),
@@ -329,5 +329,5 @@ def test_what_the_last_adapter_computed_is_named_where_it_is_kept(
         finally:
             running.cancel()
 
-    with pytest.raises(WeightProofError, match="1 samples continue with what version 1 computed of them"):
+    with pytest.raises(WeightProofError, match="1 samples continue with the cache of version 1"):
         asyncio.run(update_midway())

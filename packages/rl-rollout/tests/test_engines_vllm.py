@@ -108,7 +108,7 @@ def test_a_buffer_that_a_sleep_has_changed_is_named(
     before = buffer.clone()
     buffer.flatten()[3] += 1
     receipt = asyncio.run(vllm_engine.update_weights(update))
-    with pytest.raises(WeightProofError, match=f"buffer '{re.escape(name)}' is not what it was before"):
+    with pytest.raises(WeightProofError, match=f"buffer '{re.escape(name)}' changed while the engine slept"):
         check_receipt(update, receipt, tolerances=ProofTolerances())
     buffer.copy_(before)
     core.collective_rpc("note_buffers")
@@ -219,7 +219,7 @@ def test_a_dense_model_has_no_experts_to_tell(vllm_engine: VLLMEngine) -> None:
 
 def test_a_process_holds_one_vllm_engine(vllm_engine: VLLMEngine, tied_model_dir: Path) -> None:
     second = VLLMEngine(tied_model_dir, VLLMOptions(max_model_len=64))
-    with refuses("holds a vLLM engine already"):
+    with refuses("already has a vLLM engine"):
         asyncio.run(second.start())
     asyncio.run(second.close())
     assert len(generate(vllm_engine)) == 1

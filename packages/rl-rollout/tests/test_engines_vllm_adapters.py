@@ -131,9 +131,9 @@ def test_requests_without_their_adapter_fail_alone(served: Served) -> None:
     lost, of_base, scored = asyncio.run(evict_midway())
     for error in (lost, scored):
         assert isinstance(error, EngineError)
-        assert "slots of adapters must hold [1, None]; they hold [None, None]. Publish the weights again." in str(error)
+        assert "slots of adapters must contain [1, None]; found [None, None]. Publish the weights again." in str(error)
     assert [len(sample.token_ids) > 0 for sample in of_base] == [True] * 4
-    with refuses("they hold [None, None]"):
+    with refuses("found [None, None]"):
         asyncio.run(served.engine.generate(request))
     served.publish(served.packed(served.adapter(1), 2))
     assert asyncio.run(served.engine.generate(request))[0].policy_versions[0] == 2
@@ -205,7 +205,7 @@ def test_faults_of_prompt_sharing_and_of_waiting_requests_are_named(
     kind = type(served.engine._stepper._adapter)  # type: ignore[union-attr]
     follow = kind._follow
     problems = asyncio.run(update_midway(lambda *_: None))
-    assert "1 samples of the weights before still share their prompts." in problems
+    assert "1 samples of the previous weights still share their prompts." in problems
     assert sum("is served by 'policy@1', not 'policy@2'" in problem for problem in problems) == 4, (
         "scheduler and worker"
     )

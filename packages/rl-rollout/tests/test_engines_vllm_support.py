@@ -74,7 +74,7 @@ CONFIG = {
             GPU,
             {},
             {"tensor_parallel_size": 4},
-            ["tensor_parallel_size must be at most the 2 GPUs that vLLM sees; found 4."],
+            ["tensor_parallel_size must be at most the 2 visible GPUs; found 4."],
         ),
         (
             CPU,
@@ -115,7 +115,7 @@ MIXTURE = {
             SHAPES,
             {"max_lora_rank": 513},
             ("q_proj", "up_proj"),
-            ["max_lora_rank, in a run lora.rank, must be from 0 to 512; found 513."],
+            ["max_lora_rank (lora.rank in a run) must be from 0 to 512; found 513."],
         ),
         (
             SHAPES,
@@ -128,8 +128,8 @@ MIXTURE = {
             {"lora_target_modules": ("up_proj",)},
             ("up_proj",),
             [
-                "lora_target_modules must be among o_proj; found up_proj. Of a mixture, adapters of the attention "
-                "alone are served."
+                "lora_target_modules must be among o_proj; found up_proj. For a mixture of experts, only attention "
+                "adapters are supported."
             ],
         ),
     ],

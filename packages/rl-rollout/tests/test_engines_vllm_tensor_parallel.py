@@ -156,7 +156,7 @@ def test_a_rectangle_in_a_wrong_place_is_named(
         for source in update.sources
     ]
     receipt = asyncio.run(split_vllm.update_weights(replace(update, sources=wrong)))
-    with pytest.raises(WeightProofError, match="was changed on its way") as raised:
+    with pytest.raises(WeightProofError, match="was changed in transit") as raised:
         check_receipt(update, receipt, tolerances=ProofTolerances())
     assert raised.value.tensor == name
     restored = two_ranks.pack(tensors, version=0, tied=TIED_HEAD)
@@ -169,7 +169,7 @@ def test_weights_that_one_rank_has_withdrawn_are_refused(
     update = two_ranks.pack(load_file(wide_model_dir / "model.safetensors"), version=0, tied=TIED_HEAD)
     two_ranks.senders[1].withdraw()
     before = generate(split_vllm, seed=4)[0]
-    with refuses("rank 1 of the learner: the sender was asked for weights of version 0; it has none"):
+    with refuses("rank 1 of the learner: weights of version 0 were requested; the sender has none"):
         asyncio.run(split_vllm.update_weights(update))
     assert generate(split_vllm, seed=4)[0].token_ids.tolist() == before.token_ids.tolist()
 
@@ -194,7 +194,7 @@ def test_an_adapters_part_that_differs_on_one_rank_is_named(
     before_probing(split_vllm, flip_a_bit(rank, name), monkeypatch)
     update = TensorTransport().pack(adapter, version=3, tied=TIED_HEAD, adapter=told)
     receipt = asyncio.run(split_vllm.update_weights(update))
-    with pytest.raises(WeightProofError, match="it was read back with other bits than arrived") as raised:
+    with pytest.raises(WeightProofError, match="it was read back with different bits") as raised:
         check_receipt(update, receipt, tolerances=ProofTolerances())
     assert raised.value.tensor == name
     monkeypatch.undo()
@@ -221,7 +221,7 @@ def test_a_broadcast_of_weights_that_are_gone_is_refused(
     tensors = load_file(wide_model_dir / "model.safetensors")
     old = broadcast.pack(tensors, version=12, tied=TIED_HEAD)
     new = broadcast.pack(tensors, version=0, tied=TIED_HEAD)
-    with refuses("of version 12; it has version 0"):
+    with refuses("of version 12 were requested; the sender has version 0"):
         asyncio.run(split_vllm.update_weights(old))
     check_receipt(new, asyncio.run(split_vllm.update_weights(new)), tolerances=ProofTolerances())
 

@@ -390,6 +390,6 @@ def test_a_structure_is_followed_where_nothing_trains():
                     await client.chat.completions.create(**asked)
                 await client.chat.completions.create(**asked, extra_headers={"x-rl-train": "false"})
             assert engine.requests[0].sampling.structure.json_schema == '{"type": "object"}'
-            assert (await gateway.finish(session)).failure == "the agent asked for nothing that trains"
+            assert (await gateway.finish(session)).failure == "the agent made no request that trains"
 
     run(talk)

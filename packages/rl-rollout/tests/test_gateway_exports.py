@@ -44,7 +44,7 @@ def test_files_have_each_trained_session_once_and_exactly(kept, tmp_path, capsys
     assert main(["sessions", "export", str(folder), "--to", str(tmp_path / "out.jsonl")]) == 1
     told = capsys.readouterr().out
     assert "2 trajectories of 1 sessions" in told
-    assert "1 sessions that failed" in told
+    assert "1 failed sessions" in told
     assert "session-00000000000000ff.finished" in told
     counts, unreadable = export_sessions(folder, tmp_path / "out.parquet")
     assert (counts, len(unreadable)) == ({"sessions": 1, "trajectories": 2, "failed": 1}, 1)
@@ -69,7 +69,7 @@ def test_the_list_says_what_became_of_each(kept, capsys):
     assert sorted(line[1] for line in lines) == ["finished", "finished", "finished", "open"]
     assert ["p", "0", "3", "1", "16", "0.5"] in [line[2:] for line in lines]
     assert any(line[2:6] == ["p", "1", "2", "0"] and "the sandbox died" in " ".join(line) for line in lines)
-    assert any("is no session" in " ".join(line) for line in lines)
+    assert any("is not a readable session" in " ".join(line) for line in lines)
     assert main(["sessions", "list", str(kept[0] / "none")]) == 2
 
 

@@ -157,18 +157,18 @@ def test_what_cannot_be_kept_is_answered_503_and_fails_the_session(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limit[1]))
             try:
                 for _ in range(2):
-                    with pytest.raises(openai.InternalServerError, match="cannot keep the session") as refused:
+                    with pytest.raises(openai.InternalServerError, match="cannot store the session") as refused:
                         await said(gateway, session.key, [USER, first, USER])
                     assert refused.value.status_code == 503
                 assert (await owner(gateway, f"/sessions/{session.session_id}/finish", reward=1.0)).status_code == 503
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
             answer = (await owner(gateway, f"/sessions/{session.session_id}/finish", reward=1.0)).json()
-            assert "cannot keep the session" in answer["failure"]
+            assert "cannot store the session" in answer["failure"]
             assert answer["trajectories"] == []
         again, _ = read_session(tmp_path / f"{session.session_id}.finished")
         assert len(again.tree.samples) == 1
-        assert "cannot keep the session" in again.failure
+        assert "cannot store the session" in again.failure
 
     run(talk)
 

@@ -52,7 +52,7 @@ def test_a_request_ends_with_the_time_of_its_session_and_what_there_was_trains(s
             else:
                 given = await client.post("/v1/chat/completions", json=other, headers=headers)
                 assert (given.status_code, given.json()["error"]["code"]) == (403, "session_limit")
-                assert "has lasted its" in given.json()["error"]["message"]
+                assert "has reached its limit" in given.json()["error"]["message"]
             await until(lambda: not session.running and not session.num_attended)
             again = await client.post("/v1/chat/completions", json=BODY, headers=headers)
             assert again.status_code == 403

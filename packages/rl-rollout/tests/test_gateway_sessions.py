@@ -110,9 +110,9 @@ def test_an_answers_body_does_not_wait_for_the_clients_acknowledgement_of_its_he
 @pytest.mark.parametrize(
     ("limits", "status", "reason"),
     [
-        ({"max_turns": 1}, 403, "had its 1 turns"),
-        ({"max_tokens": 2}, 403, "had its 2 tokens"),
-        ({"wall_s": 1e-9}, 403, "lasted its 1e-09 s"),
+        ({"max_turns": 1}, 403, "limit of 1 turns"),
+        ({"max_tokens": 2}, 403, "limit of 2 tokens"),
+        ({"wall_s": 1e-9}, 403, "limit of 1e-09 s"),
     ],
 )
 def test_beyond_a_limit_requests_are_refused_and_what_there_was_stays(limits, status, reason):

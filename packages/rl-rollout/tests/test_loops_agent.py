@@ -133,10 +133,12 @@ def test_a_rollout_that_is_cancelled_ends_every_agent_and_leaves_nothing(tmp_pat
 
 def test_what_is_not_an_agents_doing_fails_its_session(tmp_path):
     (session,), given = run_agent(["python", "-c", "import sys; sys.exit('no model given')"])
-    assert session.failure == ("the agent got no answer of the policy: it exited with code 1; it said: no model given")
+    assert session.failure == (
+        "the agent received no response from the policy: it exited with code 1; its output: no model given"
+    )
     says = ["python", "-c", "import os, sys; sys.exit(os.environ['TOKEN'])"]
     (session,), _ = run_agent(says, env={"TOKEN": "secret-of-a-service"})
-    assert session.failure.endswith("it said: (redacted)")
+    assert session.failure.endswith("its output: (redacted)")
     program = tmp_path / "program"
     program.write_text("no program")
     program.chmod(0o755)
@@ -206,15 +208,15 @@ def test_an_engine_that_fails_is_no_reward_unless_a_retry_made_it_good(tmp_path)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"command": ["no-such-program-here"]}, "there is no program 'no-such-program-here' on the PATH"),
-        ({"command": ["python", "pyproject.toml"]}, 'Write "{cwd}/pyproject.toml"'),
+        ({"command": ["no-such-program-here"]}, "program 'no-such-program-here' is not on the PATH"),
+        ({"command": ["python", "pyproject.toml"]}, 'Use "{cwd}/pyproject.toml"'),
         ({"command": ["true", "{promt}"]}, "Did you mean {prompt}?"),
-        ({"command": ["python", "{cwd}/agnt.py"]}, "command: there is no file"),
+        ({"command": ["python", "{cwd}/agnt.py"]}, "command: file "),
         ({"command": ["python", "{cwd}/own_agents.py"], "sandbox": {}}, "Add its folder to sandbox.readable"),
-        ({"command": ["true"], "sandbox": {"readable": ["/nowhere"]}}, "sandbox.readable: there is no /nowhere"),
+        ({"command": ["true"], "sandbox": {"readable": ["/nowhere"]}}, "sandbox.readable: /nowhere does not exist"),
         ({"command": ["true"], "workspace": "/nowhere"}, "workspace of an agent must be a folder; found /nowhere"),
-        ({"command": []}, "an agent needs one of command"),
-        ({"command": ["true"], "remote": True}, "an agent needs one of command"),
+        ({"command": []}, "an agent needs exactly one of command"),
+        ({"command": ["true"], "remote": True}, "an agent needs exactly one of command"),
         ({"remote": True}, "remote agents need gateway.owner_key"),
         ({"function": "own_agents.py:plain"}, "must be an `async def`"),
         ({"command": ["true"], "time_limit_s": 0}, "time_limit_s of an agent must be above 0"),

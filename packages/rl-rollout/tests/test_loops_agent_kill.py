@@ -97,7 +97,7 @@ def test_agents_that_are_killed_keep_their_traces_and_nothing_trains_twice(tmp_p
     assert sum(group.num_audit_failures for group in groups) == 0
     for session in sessions:
         if session.failure is not None:
-            assert re.match(r"the agent got no answer of the policy: it exited with code -9", session.failure)
+            assert re.match(r"the agent received no response from the policy: it exited with code -9", session.failure)
             assert session.trajectories == ()
     rows = [row for session in sessions for row in session.trajectories]
     trained = "".join(tokenizer.decode([row.input_ids[row.loss_mask] for row in rows], skip_special_tokens=False))

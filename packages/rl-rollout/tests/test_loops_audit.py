@@ -76,9 +76,14 @@ def test_masking_sampled_tokens_passes():
 @pytest.mark.parametrize(
     ("name", "position", "value", "message"),
     [
-        ("input_ids", 3, 4, r"p/0/0: token 3 \(4\) is trained, but no request led to it.* agrees .* up to token 3"),
-        ("input_ids", 0, 4, r"token 2 \(5\) is trained, but no request led to it"),
-        ("input_ids", 4, 3, r"token 6 \(7\) is trained, but no request led to it: the nearest, with 6 input tokens"),
+        ("input_ids", 3, 4, r"p/0/0: token 3 \(4\) is trained, but no request sampled it.* matches .* up to token 3"),
+        ("input_ids", 0, 4, r"token 2 \(5\) is trained, but no request sampled it"),
+        (
+            "input_ids",
+            4,
+            3,
+            r"token 6 \(7\) is trained, but no request sampled it: the closest one, with 6 input tokens",
+        ),
         ("rollout_logprobs", 7, -0.5, r"token 7 \(1\) .* another logprob or policy version"),
         ("rollout_logprobs", 7, np.nan, r"token 7 \(1\) .* another logprob or policy version"),
         ("rollout_logprobs", 7, np.nextafter(np.float32(-0.4), np.float32(0)), "token 7 .* another logprob"),
@@ -151,7 +156,7 @@ def test_a_session_that_goes_on_in_a_trajectory_where_earlier_turns_are_masked_p
     ],
 )
 def test_a_token_that_a_session_trains_twice_is_found(session, position):
-    message = rf"token {position} \(\d\) is trained by output 0 of its session too, but was sampled once"
+    message = rf"token {position} \(\d\) is also trained by output 0 of its session, but was sampled only once"
     with pytest.raises(DataError, match=message):
         audit_session(session, SPANS)
     with pytest.raises(DataError, match=message):  # the later turn was sampled again, with another logprob
@@ -184,7 +189,7 @@ def test_nothing_trained_passes_without_requests():
         policy_versions=ids(-1),
     )
     audit_trajectory(nothing, [])
-    with pytest.raises(DataError, match="the engine was asked for nothing"):
+    with pytest.raises(DataError, match="no request was sent to the engine"):
         audit_trajectory(TRAJECTORY, [])
 
 
@@ -266,7 +271,7 @@ def test_each_token_trains_in_one_trajectory_of_its_session(session, data):
     audit_session([training(part, index) for index, part in enumerate(parts)], spans)
     doubled = data.draw(st.sampled_from([int(p) for p in trained]))
     parts[(turns[trained.tolist().index(doubled)] + data.draw(st.integers(1, 2))) % 3].append(doubled)
-    with pytest.raises(DataError, match=rf"token {doubled} .* of its session too, but was sampled once"):
+    with pytest.raises(DataError, match=rf"token {doubled} .* of its session, but was sampled only once"):
         audit_session([training(part, index) for index, part in enumerate(parts)], spans)
 
 
@@ -357,7 +362,7 @@ def test_experts_that_nobody_told_are_found():
     for experts, spans, message in (
         (made_up, SPANS, r"token 0 .* has experts \[0, 0\] in layer 0, .* used \[-1, -1\]"),
         (None, routed, r"token 0 .* has experts \[-1, -1\] in layer 0, .* used \[0, 1\]"),
-        (made_up[:, :2], routed, r"has \[2, 2\] \(layers, top_k\) for each token; the engine told \[3, 2\]"),
+        (made_up[:, :2], routed, r"has \[2, 2\] \(layers, top_k\) per token; the engine reported \[3, 2\]"),
     ):
         with pytest.raises(DataError, match=message):
             audit_experts(replace(TRAJECTORY, routed_experts=experts), spans)
@@ -424,7 +429,8 @@ def test_trajectories_under_anothers_name_are_found():
     first, *_ = run(Misnaming())
     assert [session.failure is None for session in first.sessions] == [False, True, False]
     assert first.failures[0] == (
-        "agent loop Misnaming gave a trajectory named ('u0', 2, 0) (prompt, session, output); expected ('u0', 0, 0)."
+        "agent loop Misnaming returned a trajectory named ('u0', 2, 0) (prompt, session, output); "
+        "expected ('u0', 0, 0)."
     )
 
 
@@ -441,7 +447,7 @@ def test_a_loop_that_trains_a_response_twice_fails_these_sessions():
     for group in run(Doubling(), says=[[3, 4], [5, 6], [5, 6]]):
         assert [session.failure is None for session in group.sessions] == [True, False, True]
         assert (group.num_audited, group.num_audit_failures) == (3, 1)
-        assert "token 2 (5) is trained by output 0 of its session too" in group.failures[0]
+        assert "token 2 (5) is also trained by output 0 of its session" in group.failures[0]
 
 
 def test_the_record_is_a_copy():

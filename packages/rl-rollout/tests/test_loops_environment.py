@@ -207,7 +207,7 @@ def test_what_is_no_environment_is_refused(file):
     with pytest.raises(SettingsError, match=r"has no 'Gues'.*Did you mean 'Guess'\?"):
         resolve_loop("environment", {"environment": f"{file}:Gues"})
     loop = resolve_loop("environment", {"environment": f"{file}:Guess"})
-    with pytest.raises(SettingsError, match=r"needs a tokenizer\. Give Rollout one"):
+    with pytest.raises(SettingsError, match=r"needs a tokenizer\. Pass tokenizer="):
         asyncio.run(loop.start(None))
     with pytest.raises(SettingsError, match="the chat template cannot join turns"):
         run_loop(loop, Speaker(make_tokenizer("{{ messages[0].content }}"), lambda _: END), [problem()])

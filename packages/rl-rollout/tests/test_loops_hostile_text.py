@@ -154,7 +154,7 @@ def test_extras_that_cannot_be_kept_fail_their_session(extras):
     reward = quick(lambda _: RewardResult(reward=1.0, extras=extras))
     prompt = Prompt(uid="p", input_ids=np.array([1, 2], np.int32))
     (scored,) = asyncio.run(RewardScorer(reward).score([_input(prompt)]))
-    assert "gave extras with JSON" in scored.failure
+    assert "returned extras with JSON" in scored.failure
 
 
 def test_a_number_that_json_does_not_have_is_none_before_a_queue_makes_it_so():

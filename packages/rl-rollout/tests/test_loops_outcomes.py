@@ -133,7 +133,7 @@ def given(**changes):
 )
 def test_what_is_no_session_fails_alone(change, failure, options):
     said = assert_only_session_1_failed(run(Changing(change), options=options))
-    assert re.match(f"agent loop Changing gave .*{failure}", said), said
+    assert re.match(f"agent loop Changing returned .*{failure}", said), said
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_what_is_no_session_fails_alone(change, failure, options):
         (lambda t: SessionResult(trajectories=(t, 3), failure="lost"), "trajectories of SessionResult must be a tuple"),
         (
             lambda _: SessionResult(failure=OSError("x")),
-            r"failure of SessionResult must be a text or None; found OSErr",
+            r"failure of SessionResult must be a string or None; found OSErr",
         ),
         (given(reward="1"), r"reward of Trajectory\(.*\) must be a number or None; found '1' \(str\)"),
         (given(reward=UnlikeNumber()), r"reward of Trajectory\(.*\) must be a number or None; found .*UnlikeNumber"),
@@ -180,7 +180,7 @@ def test_numbers_of_other_kinds_become_floats(reward):
 @pytest.mark.parametrize(
     ("give", "failure"),
     [
-        (lambda: None, r"None \(NoneType\); expected a list of 3 SessionResult, one a session"),
+        (lambda: None, r"None \(NoneType\); expected a list of 3 SessionResult, one per session"),
         (lambda: "xyz", r"'xyz' \(str\); expected a list of 3"),
         (lambda: [None], "1 results for 3 sessions"),
         (lambda: [None, 1, "x"], r"(None|1|'x') \(\w+\) for session \d; expected a SessionResult"),
@@ -189,7 +189,7 @@ def test_numbers_of_other_kinds_become_floats(reward):
 def test_what_is_no_group_fails_its_sessions(give, failure):
     bad, good = run(Whole(give))
     assert len(bad.failures) == 3
-    assert all(re.match(f"agent loop Whole gave {failure}", said) for said in bad.failures), bad.failures
+    assert all(re.match(f"agent loop Whole returned {failure}", said) for said in bad.failures), bad.failures
     assert (good.failures, len(good.trajectories)) == ((), 3)
 
 
@@ -287,5 +287,5 @@ def test_ctrl_c_ends_the_run():
 
 
 def test_a_uid_that_comes_twice_is_refused():
-    with pytest.raises(DataError, match=r"distinct uids; prompts\[2\] has 'b' again"):
+    with pytest.raises(DataError, match=r"distinct uids; prompts\[2\] repeats 'b'"):
         run(Changing(None), uids=("a", "b", "b", "a"))

@@ -137,7 +137,7 @@ def test_a_loop_that_gives_too_few_results_fails_the_group():
             return []
 
     (result,) = run(SeededEngine(), prompts(1), loop=Short())
-    assert result.failures == ("agent loop Short gave 0 results for 2 sessions",) * 2
+    assert result.failures == ("agent loop Short returned 0 results for 2 sessions",) * 2
 
 
 def test_an_engine_that_gives_too_few_responses_fails_the_group():
@@ -146,7 +146,7 @@ def test_an_engine_that_gives_too_few_responses_fails_the_group():
             return (await super().generate(request))[1:]
 
     (result,) = run(Short(), prompts(1))
-    assert result.failures == ("EngineError: the engine gave 1 responses to a request for 2.",) * 2
+    assert result.failures == ("EngineError: the engine returned 1 responses to a request for 2.",) * 2
 
 
 @pytest.mark.parametrize("is_async", [False, True])

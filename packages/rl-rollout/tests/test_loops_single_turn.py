@@ -132,7 +132,7 @@ def test_a_failed_reward_fails_its_session_and_keeps_the_trajectory_unscored():
 
     sessions = run(FixedEngine(generation(1), generation(2), generation(3)), reward)
     assert [session.failure is None for session in sessions] == [True, False, True]
-    assert "gave reward = None" in sessions[1].failure
+    assert "returned reward = None" in sessions[1].failure
     assert sessions[1].trajectories[0].reward is None
     assert [session.trajectories[0].session_index for session in sessions] == [0, 1, 2]
 
@@ -143,7 +143,7 @@ def test_aborted_and_empty_responses_fail_unscored():
     sessions = run(engine, quick(lambda given: scored.append(given.response_text) or 1.0))
     assert sessions[0].failure == "the engine aborted the response after 2 tokens"
     assert sessions[0].trajectories[0].input_ids.tolist() == [7, 8, 1, 2]
-    assert sessions[1].failure == "the engine gave a response without tokens"
+    assert sessions[1].failure == "the engine returned a response without tokens"
     assert sessions[2].failure is None
     assert scored == ["c"]
 

@@ -136,7 +136,7 @@ def bad_tools():
     ("said", "outcome", "told"),
     [
         (call("fail"), "raised", "Error: fail raised ValueError: broken"),
-        (call("hang"), "timed_out", "Error: hang gave nothing for 0.05 s."),
+        (call("hang"), "timed_out", "Error: hang did not return within 0.05 s."),
         (call("flood"), "truncated", "[cut: the first 200 of 10000000 characters]"),
         (call("nope"), "unknown_tool", "Error: unknown tool 'nope'."),
         (call("add", a=1), "raised", "Error: add raised KeyError"),
@@ -174,7 +174,7 @@ def test_the_other_sessions_are_untouched():
     failed = {group.prompt.uid: group.failures for group in groups if group.failures}
     assert set(failed) == {"p3", "p5", "p6", "p7"}
     assert failed["p3"] == ("EngineError: no memory",) * 2
-    assert "An empty prompt has nothing to continue" in failed["p5"][0]
+    assert "Add at least one token to an empty prompt" in failed["p5"][0]
     assert "prompt p6: the chat template refuses the messages (TemplateError: a bad prompt)" in failed["p6"][0]
     assert "must be at most max_model_len = 4096" in failed["p7"][0]
     for group in groups:
@@ -335,9 +335,9 @@ def test_what_cannot_work_is_refused_before_the_first_session():
     speaker = Speaker(make_tokenizer("{{ raise_exception('never') }}"), lambda _: END)
     with pytest.raises(SettingsError, match=r"the chat template cannot join turns: .*never"):
         run_loop(loop(), speaker, [prompt])
-    with pytest.raises(SettingsError, match=r"has no tools\. Name some in tools or mcp_servers"):
+    with pytest.raises(SettingsError, match=r"has no tools\. Set tools or mcp_servers"):
         run_loop(ToolsLoop(), Speaker(TOKENIZER, lambda _: END), [prompt])
-    with pytest.raises(SettingsError, match=r"needs a tokenizer\. Give Rollout one"):
+    with pytest.raises(SettingsError, match=r"needs a tokenizer\. Pass tokenizer="):
         asyncio.run(loop().start(None))
     assert speaker.engine.requests == []
 

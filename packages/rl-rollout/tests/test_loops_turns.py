@@ -129,14 +129,17 @@ def test_control_tokens_in_a_reply_are_broken_up():
             "no role tool",
         ),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", "earlier messages"),
-        ("{{ messages[-1].content }}<|im_end|>", "writes earlier messages otherwise once later ones follow"),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}", "leaves out what the ass"),
-        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}", "leaves out the reply"),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", r"it writes '\\n', which has none of the end tokens"),
+        ("{{ messages[-1].content }}<|im_end|>", "renders earlier messages differently once later ones follow"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}", "omits the ass"),
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}", "omits the reply"),
+        (
+            "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+            r"it writes '\\n', which contains none of the end tokens",
+        ),
         (
             "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'tool' %}{{ loop.index }}{% endif %}"
             "{% endfor %}",
-            "writes a reply otherwise after two turns",
+            "renders a reply differently after two turns",
         ),
     ],
 )

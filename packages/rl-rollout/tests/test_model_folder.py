@@ -66,5 +66,5 @@ def test_a_pipe_is_no_configuration(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(EngineError, match="must be a plain file"):
+    with pytest.raises(EngineError, match="must be a regular file"):
         end_token_ids(tmp_path)

@@ -38,7 +38,10 @@ def test_ground_truth_can_be_optional():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "x", "answer": "y"}, r"f\.jsonl, line 4, field `prompt`: missing.*found answer, question"),
+        (
+            {"question": "x", "answer": "y"},
+            r"f\.jsonl, line 4, field `prompt`: missing.*found the columns answer, question",
+        ),
         ({"prompt": 3, "answer": "y"}, r"field `prompt`: expected a string or a list of messages, found int 3"),
         ({"prompt": "", "answer": "y"}, r"field `prompt`: expected text, found an empty string"),
         ({"prompt": [], "answer": "y"}, r"field `prompt`: expected at least one message"),

@@ -68,8 +68,8 @@ def test_restored_source_continues_exactly(prompts, first, chunks):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"fingerprint": "other"}, SettingsError, "fingerprint = 'other', this run has"),
-        ({"seed": 6}, SettingsError, "seed = 6, this run has 5"),
+        ({"fingerprint": "other"}, SettingsError, "fingerprint = 'other'; this run has"),
+        ({"seed": 6}, SettingsError, "seed = 6; this run has 5"),
         ({"is_shuffled": False}, SettingsError, "is_shuffled = False"),
         ({"position": 7}, CheckpointError, "position 7; expected whole numbers"),
         ({"epoch": "0"}, CheckpointError, "epoch '0'"),

@@ -137,7 +137,7 @@ def test_a_loop_that_cannot_tell_what_was_judged_is_refused():
 
     assert not can_score_again(Own)
     assert can_score_again(SingleTurnLoop)
-    with pytest.raises(SettingsError, match="agent loop Own cannot tell from a stored session"):
+    with pytest.raises(SettingsError, match="agent loop Own cannot recover the text that its reward"):
         score_again(Own, quick(lambda _: 1.0), [])
 
 

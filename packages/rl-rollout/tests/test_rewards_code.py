@@ -301,7 +301,7 @@ def test_right_programs_pass_outside_too(share, program, tests):
 
 def test_what_cannot_leave_the_tests_is_the_rows_fault_unless_they_run_inside(share):
     tests = "class Node: value = 3\nassert f(Node()) == 3"
-    with pytest.raises(DataError, match=r'hands the program a Node, which is no plain data(.|\n)*checks = "inside"'):
+    with pytest.raises(DataError, match=r'passes the program a Node, which is not plain data(.|\n)*checks = "inside"'):
         score(share, "def f(node): return node.value", tests)
     inside = CodeReward(isolation="any", checks="inside")
     assert score(inside, "def f(node): return node.value", tests).reward == 1.0

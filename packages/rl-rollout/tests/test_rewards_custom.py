@@ -46,8 +46,8 @@ def test_files_of_one_name_do_not_mix(tmp_path):
     [
         ("lenght_reward", r"has no 'lenght_reward'; it has .*two\. Did you mean 'length_reward'\?"),
         ("LIMIT", "must be callable; found int"),
-        ("two", r"needs the option 'b'\. A reward gets one RewardInput, `def reward\(given\)"),
-        ("none", r"must take one argument, a RewardInput; it is \(\)"),
+        ("two", r"needs the option 'b'\. A reward takes one RewardInput, `def reward\(given\)"),
+        ("none", r"must take one argument, a RewardInput; found \(\)"),
     ],
 )
 def test_what_is_not_a_reward_function_is_refused(reward_file, name, message):

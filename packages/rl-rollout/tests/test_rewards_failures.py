@@ -56,11 +56,11 @@ async def a_coroutine():
 
 
 BAD_VALUES = [
-    (10**6000, "gave reward = an integer of 19932 bits"),
+    (10**6000, "returned reward = an integer of 19932 bits"),
     (BadRepr(), "whose repr raises RuntimeError"),
-    (np.array(0.5), r"The `.item\(\)` of a single value is one"),
-    (BadMapping(), "gave a BadMapping that cannot be read"),
-    (BadInt(3), "gave a BadInt that cannot be read"),
+    (np.array(0.5), r"Use `.item\(\)` to get a single value"),
+    (BadMapping(), "returned a BadMapping that cannot be read"),
+    (BadInt(3), "returned a BadInt that cannot be read"),
     (b"1.0", r"\(bytes\)"),
     ([1.0], r"\(list\)"),
     ({"reward": {"reward": 1.0}}, r"\(dict\)"),
@@ -70,8 +70,8 @@ BAD_VALUES = [
     (RewardResult(reward=1.0, extras={"x": float("nan")}), "extras that are not JSON"),
     (RewardResult(reward=1.0, extras={"x": nested(100_000)}), r"extras that are not JSON \(RecursionError"),
     (RewardResult(reward=1.0, extras=[1]), r"extras = \[1\] \(list\); expected a mapping"),
-    (RewardResult(reward=1.0, components={"a": "b"}), "gave a = 'b'"),
-    (RewardResult(reward="1"), "gave reward = '1'"),
+    (RewardResult(reward=1.0, components={"a": "b"}), "returned a = 'b'"),
+    (RewardResult(reward="1"), "returned reward = '1'"),
 ]
 
 
@@ -105,9 +105,9 @@ def test_what_is_awaitable_or_yields_is_named_and_warns_nobody():
         (coroutine,) = score(lambda _given: a_coroutine(), "a")
         (async_generator,) = score(yields_later, "a")
         (generator,) = score(yields, "a")
-    assert "gave a coroutine that nothing awaits; make the function an `async def`" in coroutine.failure
-    assert "gave an async generator: it uses `yield`" in async_generator.failure
-    assert "gave a generator: it uses `yield`" in generator.failure
+    assert "returned a coroutine that nothing awaits; make the function an `async def`" in coroutine.failure
+    assert "returned an async generator: it uses `yield`" in async_generator.failure
+    assert "returned a generator: it uses `yield`" in generator.failure
 
 
 def test_an_async_function_that_gives_an_async_generator_fails():
@@ -117,7 +117,7 @@ def test_an_async_function_that_gives_an_async_generator_fails():
 
         return inner()
 
-    assert "gave an async generator" in score(reward, "a")[0].failure
+    assert "returned an async generator" in score(reward, "a")[0].failure
 
 
 ERRORS = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), RecursionError(), BadError()]
@@ -184,7 +184,7 @@ def test_an_async_call_that_refuses_to_be_cancelled_is_left_behind():
         released.set()
         return scored
 
-    assert "gave nothing for 0.05 s" in asyncio.run(check()).failure
+    assert "did not return within 0.05 s" in asyncio.run(check()).failure
 
 
 class Flaky:

@@ -106,9 +106,9 @@ def test_references_inside_the_schema_hold():
 
 
 def test_impossible_options_are_refused():
-    with pytest.raises(SettingsError, match="it is no JSON schema"):
+    with pytest.raises(SettingsError, match="not a valid JSON schema"):
         resolve_reward("json_schema", {"schema": {"type": "strin"}})
-    with pytest.raises(SettingsError, match="a schema or a column; found both"):
+    with pytest.raises(SettingsError, match="accepts schema or column, not both"):
         resolve_reward("json_schema", {"schema": {}, "column": "x"})
 
 

@@ -111,7 +111,7 @@ def test_how_scores_are_read(answer, options, reward):
         ("\u22123", {}, "has no score"),
         ("1,500.25", {}, "has no score"),
         ("11", {}, "must be from 0 to 10; found 11"),
-        ("score: high", {"parse": r"score: (\w+)"}, "'high' for a score, which is no number"),
+        ("score: high", {"parse": r"score: (\w+)"}, "the score 'high', which is not a number"),
         ("score: nan", {"parse": r"score: (\w+)"}, "must be from 0 to 10; found nan"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_judge_is_one_part_of_several_and_rehearses_without_an_engine():
         ({"template": "Score it"}, "must have {response}"),
         ({"template": TEMPLATE, "low": 1.0, "high": 1.0}, "needs finite low < high"),
         ({"template": TEMPLATE, "high": float("inf")}, "needs finite low < high"),
-        ({"template": TEMPLATE, "parse": "("}, "regular expression; '\\(' is none"),
+        ({"template": TEMPLATE, "parse": "("}, "regular expression; found '\\('"),
         ({"template": TEMPLATE, "max_tokens": 0}, "at least 1"),
         ({}, "needs the option 'template'"),
     ],
@@ -212,5 +212,5 @@ def test_impossible_options_are_refused(options, message):
 def test_without_a_model_the_option_is_named():
     with pytest.raises(SettingsError, match="'judge' needs the option 'model'"):
         resolve_reward("judge", {"template": TEMPLATE})
-    with pytest.raises(SettingsError, match=r"which the program gives: build_scorer\(.*; found 'gpt'"):
+    with pytest.raises(SettingsError, match=r"which the program passes: build_scorer\(.*; found 'gpt'"):
         resolve_reward("judge", {"template": TEMPLATE, "model": "gpt"})

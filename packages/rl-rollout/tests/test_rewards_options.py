@@ -189,7 +189,7 @@ def test_a_weighted_reward_is_a_function_like_any_other(reward_file):
     reward = WeightedReward([(PART, RewardScorer(resolve_reward("exact_match")))])
     assert asyncio.run(reward(given_text("1", ground_truth="1"))).reward == 2.0
     broken = WeightedReward([(PART, RewardScorer(lambda _given: None))])
-    with pytest.raises(RuntimeError, match=r"part 'a' of the reward: .*gave reward = None"):
+    with pytest.raises(RuntimeError, match=r"part 'a' of the reward: .*returned reward = None"):
         asyncio.run(broken(given_text("1")))
 
 

@@ -487,7 +487,7 @@ def test_a_launcher_that_breaks_is_an_error_and_no_verdict(monkeypatch):
     sandbox = Sandbox(SandboxOptions(isolation="any"))
     sandbox._level = "same_user"
     monkeypatch.setattr("rl_rollout.sandbox.launching.LAUNCHER", Path("/nowhere/at/all.py"))
-    with pytest.raises(RoleError, match=r"ended without a report; it said .*all\.py"):
+    with pytest.raises(RoleError, match=r"ended without a report; it printed .*all\.py"):
         asyncio.run(sandbox.run("print(1)"))
 
 

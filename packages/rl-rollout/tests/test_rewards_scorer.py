@@ -70,16 +70,16 @@ def test_what_a_function_may_give():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (float("nan"), r"gave reward = nan \(float\); expected a finite number"),
-        (float("inf"), "gave reward = inf"),
-        (1e39, "gave reward = 1e\\+39"),
-        (10**400, "gave reward = 1000"),
-        (None, r"gave reward = None \(NoneType\)"),
-        ("1.0", r"gave reward = '1.0' \(str\)"),
+        (float("nan"), r"returned reward = nan \(float\); expected a finite number"),
+        (float("inf"), "returned reward = inf"),
+        (1e39, "returned reward = 1e\\+39"),
+        (10**400, "returned reward = 1000"),
+        (None, r"returned reward = None \(NoneType\)"),
+        ("1.0", r"returned reward = '1.0' \(str\)"),
         (1j, r"\(complex\)"),
-        ({"score": 1.0}, r"gave a mapping without 'reward'; it has \['score'\]"),
-        ({"reward": 1.0, "answer": "18"}, r"gave answer = '18' \(str\)"),
-        (RewardResult(reward=float("nan")), "gave reward = nan"),
+        ({"score": 1.0}, r"returned a mapping without 'reward'; it has \['score'\]"),
+        ({"reward": 1.0, "answer": "18"}, r"returned answer = '18' \(str\)"),
+        (RewardResult(reward=float("nan")), "returned reward = nan"),
     ],
 )
 def test_other_values_are_failures_that_name_function_prompt_and_value(value, message):
@@ -90,7 +90,7 @@ def test_other_values_are_failures_that_name_function_prompt_and_value(value, me
     assert scored.result is None
     with pytest.raises(ValueError, match=message):
         raise ValueError(scored.failure)
-    assert "reward_of_mine' on prompt p7 gave" in scored.failure
+    assert "reward_of_mine' on prompt p7 returned" in scored.failure
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -126,7 +126,7 @@ def test_a_call_that_hangs_is_left_behind_and_the_others_are_scored():
     scored = score(hangs_on_b, "a", "b", "c", timeout_s=0.2)
     released.set()
     assert [one.result is None for one in scored] == [False, True, False]
-    assert "on prompt p7 gave nothing for 0.2 s" in scored[1].failure
+    assert "on prompt p7 did not return within 0.2 s" in scored[1].failure
     assert scored[1].reward_s == 0.2
 
 
@@ -138,7 +138,7 @@ def test_an_async_call_that_hangs_is_cancelled():
 
     scored = score(hangs_on_b, "a", "b", "c", timeout_s=0.05)
     assert [one.result is None for one in scored] == [False, True, False]
-    assert "gave nothing for 0.05 s" in scored[1].failure
+    assert "did not return within 0.05 s" in scored[1].failure
 
 
 def test_an_async_functions_own_timeout_error_is_told_apart():

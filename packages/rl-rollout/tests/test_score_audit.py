@@ -63,7 +63,9 @@ def test_a_turn_in_another_context_is_refused_by_its_place(off):
     mask = [0] + [1] * 10 + [0] * 2 + [1] * 20
     more = np.zeros(len(mask))
     more[13:] = off
-    with pytest.raises(DataError, match=r"output 0: scored again, the 20 tokens from 13 on differ .* another context"):
+    with pytest.raises(
+        DataError, match=r"output 0: scored again, the 20 tokens from 13 on differ .* a different context"
+    ):
         check(Scoring(more=more), [trajectory(mask)])
 
 
@@ -124,7 +126,7 @@ def run_group(engine, options=EVERY):
 
 
 class Changed(ScriptedEngine):
-    """Samples after another context than it is asked for."""
+    """Samples after a different context than it is asked for."""
 
     async def score(self, sequences):
         return [scores - 3 for scores in await super().score(sequences)]
@@ -140,7 +142,7 @@ def test_groups_say_what_was_scored_again_and_refuse_what_differs():
     asyncio.run(changed.start())
     group = run_group(changed)
     assert (len(group.failures), group.num_audit_failures) == (4, 4)
-    assert all("another context" in failure for failure in group.failures)
+    assert all("a different context" in failure for failure in group.failures)
     assert all(row.reward is None for session in group.sessions for row in session.trajectories)
 
 

@@ -59,7 +59,7 @@ def test_there_are_examples() -> None:
         ("maximum = 800", "maximum = 800\ngroup_correlation = 1.5", "lengths.group_correlation must be from 0 to 1"),
         ("[learner]", "[learner]\nefficiency_per_doubling = 0", "learner.efficiency_per_doubling must be above 0"),
         ("[engine]", "[engine", "is not TOML"),
-        ("[[1, 0.01], [16, 0.025]]", f"[[1, {'9' * 400}]]", "a number that a float holds"),
+        ("[[1, 0.01], [16, 0.025]]", f"[[1, {'9' * 400}]]", "a number that fits into a float"),
         ("[engine]", "engine = 3\n[engines]", "engine"),
     ],
 )

@@ -159,5 +159,5 @@ def test_an_entry_under_another_name_is_found(tmp_path):
     store, entry = make(tmp_path, compress=True)
     other = EntryKey(step=2)
     shutil.copytree(entry, Path(tmp_path, other.name))
-    with pytest.raises(BrokenEntryError, match="it is of 'train-00000001-0000'"):
+    with pytest.raises(BrokenEntryError, match="it belongs to 'train-00000001-0000'"):
         store.read(other)

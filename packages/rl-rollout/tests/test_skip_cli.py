@@ -111,12 +111,12 @@ def break_counts(entry: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (break_torn, "manifest.json: it is no manifest"),
+        (break_torn, "manifest.json: it is not a manifest"),
         (lambda entry: (entry / "manifest.json").unlink(), "manifest.json: it is missing"),
         (break_missing, "records/c/0: it must have"),
-        (break_link, "it is a link or no folder"),
-        (break_file, "it is a link or no folder"),
-        (break_counts, "manifest.json: it is no manifest"),
+        (break_link, "it is a link or not a folder"),
+        (break_file, "it is a link or not a folder"),
+        (break_counts, "manifest.json: it is not a manifest"),
     ],
 )
 def test_ls_lists_a_broken_entry_with_its_reason_and_goes_on(capsys, folder, damage, reason):
@@ -194,8 +194,8 @@ def test_a_directory_that_is_not_there_is_refused(capsys, tmp_path, verb):
     for directory in (tmp_path / "none", f"memory://{uuid4().hex}/none"):
         status, out, err = run(capsys, verb[0], directory, *verb[1:])
         assert (status, out) == (2, "")
-        assert f"{directory} must be a folder of a skip cache" in err
-        assert "Give what skip.directory was in the run." in err
+        assert f"{directory} must be the folder or URL of a skip cache" in err
+        assert "Give the skip.directory of the run." in err
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -203,7 +203,7 @@ def test_a_file_is_no_directory(capsys, tmp_path, verb):
     path = tmp_path / "file"
     path.write_bytes(b"")
     status, _, err = run(capsys, verb[0], path, *verb[1:])
-    assert (status, err) == (2, f"rl-rollout: {path} must be a folder that can be read: Not a directory.\n")
+    assert (status, err) == (2, f"rl-rollout: {path} must be a readable folder: Not a directory.\n")
 
 
 def test_a_directory_without_entries_says_so(capsys, folder):
@@ -223,10 +223,10 @@ def test_a_directory_without_entries_says_so(capsys, folder):
 def test_an_entrys_own_folder_is_pointed_upwards(capsys, folder):
     fill(folder)
     status, _, err = run(capsys, "verify", folder / FIRST)
-    assert (status, "It is itself an entry: give the folder above." in err) == (2, True)
+    assert (status, "The directory is itself an entry: give its parent folder." in err) == (2, True)
     status, out, _ = run(capsys, "ls", folder / FIRST)
     assert (status, out.startswith(f"no entries in {folder / FIRST}; ")) == (0, True)
-    assert "It is itself an entry: give the folder above." in out
+    assert "The directory is itself an entry: give its parent folder." in out
 
 
 def test_an_entry_of_another_directory_is_not_taken_for_one_of_this(capsys, folder):
@@ -285,7 +285,7 @@ def test_without_fsspec_the_extra_is_named(capsys, monkeypatch):
     ("arguments", "words"),
     [
         ([], ["cache", "skip caches"]),
-        (["cache"], ["ls", "show", "verify", "prune", "Exit status: 0; 1 where something is broken"]),
+        (["cache"], ["ls", "show", "verify", "prune", "Exit status: 0; 1 if something is broken"]),
         *(
             (["cache", verb[0]], ["examples:", f"rl-rollout cache {verb[0]} ", "Exit status", "s3://bucket/rollouts"])
             for verb in VERBS

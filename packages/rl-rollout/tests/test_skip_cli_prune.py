@@ -228,4 +228,4 @@ def test_what_is_no_size_is_refused(capsys, folder, text):
     with pytest.raises(SystemExit) as raised:
         main(["cache", "prune", str(folder), f"--max-bytes={text}"])
     assert raised.value.code == 2
-    assert "a size such as 500000, 500M, 1.5GB or 20Gi was expected" in capsys.readouterr().err
+    assert "expected a size such as 500000, 500M, 1.5GB or 20Gi" in capsys.readouterr().err

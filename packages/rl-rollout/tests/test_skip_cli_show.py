@@ -30,7 +30,7 @@ def test_show_says_which_entry_it_is_of(capsys, directory):
     assert f"entry train-00000005-0000 in {directory} (the only one)\n" in run(capsys, "show", directory)[1]
     fill(directory, (3,))
     _, out, _ = run(capsys, "show", directory)
-    assert out.startswith(f"entry {THIRD} in {directory} (the newest of 2; name another to see that)\n")
+    assert out.startswith(f"entry {THIRD} in {directory} (the newest of 2; pass another name or step)\n")
     for name in ("5", "0005", "train-00000005-0000", f"{directory}/train-00000005-0000/"):
         assert run(capsys, "show", directory, name)[1].startswith(f"entry train-00000005-0000 in {directory}\n")
 
@@ -80,7 +80,7 @@ def test_show_prints_prompts_and_responses(capsys, directory):
         "  session 2: no trajectory",
     ]
     assert "tokenizer    none: tokens are shown as numbers; give --tokenizer FOLDER for text" in out
-    assert re.search(r"holds +1 group, 3 sessions \(1 failed\), 2 trajectories, 10 tokens", out)
+    assert re.search(r"content +1 group, 3 sessions \(1 failed\), 2 trajectories, 10 tokens", out)
     assert re.search(r"sampling.temperature +0\.5\n", out)
 
 
@@ -151,12 +151,12 @@ def test_show_decodes_with_the_tokenizer_that_is_given(capsys, monkeypatch, tmp_
     fill(folder, groups=groups)
     letters(monkeypatch)
     _, out, _ = run(capsys, "show", folder, "--tokenizer", tmp_path)
-    assert f"tokenizer    of {tmp_path}\n" in out
+    assert f"tokenizer    from {tmp_path}\n" in out
     assert f"    | {'H' * num_tokens}\n" in out
     assert "    | ABC\n" in out
     letters(monkeypatch, fingerprint={"vocabulary": "w"})
     _, out, _ = run(capsys, "show", folder, "--tokenizer", tmp_path)
-    assert "NOT the entry's own: its vocabulary is another" in out
+    assert "NOT the entry's own tokenizer: the vocabularies differ" in out
 
 
 def test_show_takes_the_tokenizer_of_the_policy_that_the_entry_names(capsys, monkeypatch, tmp_path, folder):
@@ -165,7 +165,7 @@ def test_show_takes_the_tokenizer_of_the_policy_that_the_entry_names(capsys, mon
     assert "tokens are shown as numbers" in run(capsys, "show", folder)[1]  # the folder has none
     letters(monkeypatch)
     _, out, _ = run(capsys, "show", folder)
-    assert f"of {tmp_path}, the policy that the entry names\n" in out
+    assert f"from {tmp_path}, the entry's policy\n" in out
     assert f"    | {'H' * num_tokens}\n" in out
 
     def missing(path):
@@ -173,7 +173,7 @@ def test_show_takes_the_tokenizer_of_the_policy_that_the_entry_names(capsys, mon
 
     monkeypatch.setattr(PromptTokenizer, "load", missing)
     status, out, _ = run(capsys, "show", folder)
-    assert (status, f"(that of {tmp_path} needs transformers)" in out) == (0, True)
+    assert (status, f"(the one of {tmp_path} needs transformers)" in out) == (0, True)
     status, _, err = run(capsys, "show", folder, "--tokenizer", tmp_path)
     assert (status, err) == (2, "rl-rollout: transformers\n")
 

@@ -62,7 +62,7 @@ def test_any_value_that_is_changed_is_found():
         for key in path[:-1]:
             parent = parent[key]
         parent[path[-1]] = "other"
-        with pytest.raises(BrokenEntryError, match="its checksum is not that of its content"):
+        with pytest.raises(BrokenEntryError, match="its checksum does not match its content"):
             decode_manifest(json.dumps(changed).encode(), path="m")
 
 

@@ -21,10 +21,10 @@ def test_the_defaults_are_possible_and_do_nothing(tmp_path, monkeypatch):
         ({"on_broken": "accept"}, "on_broken must be one of 'regenerate', 'error'; found 'accept'"),
         ({"directory": ""}, "directory must name a folder or a URL; found ''"),
         ({"max_bytes": 0}, "max_bytes must be at least 1, or none; found 0"),
-        ({"max_bytes": True}, "max_bytes: a size such as"),
-        ({"max_bytes": "2X"}, "max_bytes: a size such as 500000, 500M, 1.5GB or 20Gi was expected; found '2X'"),
+        ({"max_bytes": True}, "max_bytes: expected a size such as"),
+        ({"max_bytes": "2X"}, "max_bytes: expected a size such as 500000, 500M, 1.5GB or 20Gi; found '2X'"),
         ({"directory": "a\0b"}, "directory must name a folder or a URL"),
-        ({"steps": "4-2"}, "runs backwards"),
+        ({"steps": "4-2"}, "ascending ranges"),
         ({"steps": []}, "at least one step"),
     ],
 )

@@ -159,12 +159,12 @@ def test_what_would_not_come_back_is_refused_as_it_is_stored(tmp_path):
         return replace(group, prompt=replace(group.prompt, **changes))
 
     cases = [
-        (with_row(session_index=1), r"named \('p0', 1, 0\) .*; expected \('p0', 0, 0\)"),
-        (with_row(output_index=1), "expected .*Name each by its place"),
-        (with_row(prompt_uid="other"), "named .'other'"),
+        (with_row(session_index=1), r"expected \('p0', 0, 0\); found \('p0', 1, 0\)"),
+        (with_row(output_index=1), "expected .*Fix them in the agent loop"),
+        (with_row(prompt_uid="other"), "found .'other'"),
         (with_row(extras={"a": object()}), "sessions of prompt 'p0' cannot be stored: it must be JSON"),
         (with_prompt(ground_truth={1, 2}), "ground_truth of prompt 'p0' cannot be stored"),
-        (with_prompt(columns={"image": b"png"}), "columns of prompt 'p0' cannot be stored.*Leave it out"),
+        (with_prompt(columns={"image": b"png"}), "columns of prompt 'p0' cannot be stored.*Remove it from"),
     ]
     for broken, message in cases:
         with pytest.raises(CacheError, match=message):
@@ -217,7 +217,7 @@ def test_arrays_that_do_not_belong_together_are_refused():
         (offsets(), "offsets must rise"),
         (offsets(*ends[:3], ends[4]), "4 values; expected 5"),
         ({**arrays, "loss_mask": arrays["loss_mask"][1:]}, "loss_mask"),
-        ({**arrays, "loss_mask": np.full(ends[4], 2, dtype=np.uint8).view(np.bool_)}, "0 and 1 alone"),
+        ({**arrays, "loss_mask": np.full(ends[4], 2, dtype=np.uint8).view(np.bool_)}, "must be 0 or 1"),
         ({**arrays, "rollout_logprobs": arrays["rollout_logprobs"][1:]}, "rollout_logprobs"),
         ({**arrays, "row_versions": arrays["row_versions"][1:]}, "row_versions"),
         ({**arrays, "prompt_offsets": arrays["prompt_offsets"][:-1]}, "prompt_offsets"),

@@ -93,9 +93,9 @@ def test_a_disk_that_is_full_at_any_point_leaves_nothing(tmp_path):
 def test_a_directory_that_is_none_is_refused_at_the_start(tmp_path, make):
     place = tmp_path / "cache"
     make(place)
-    with pytest.raises(CacheError, match=r"cache .*(cannot be made|must be a folder)"):
+    with pytest.raises(CacheError, match=r"cache .*(cannot be created|must be a folder)"):
         SkipCache(SkipOptions(enabled=True, directory=str(place)))
-    with pytest.raises(CacheError, match=r"rollouts cannot be stored in .*cache: .*Give a skip.directory"):
+    with pytest.raises(CacheError, match=r"rollouts cannot be stored in .*cache: .*Give a writable skip.directory"):
         write(EntryStore(str(place)))
 
 
@@ -103,7 +103,7 @@ def test_a_file_in_the_place_of_the_broken_ones_is_an_error_that_says_so(tmp_pat
     store = EntryStore(str(tmp_path))
     write(store)
     (tmp_path / "broken").write_text("mine")
-    with pytest.raises(CacheError, match=r"is broken, and cannot be moved to .*broken: .*Remove both"):
+    with pytest.raises(CacheError, match=r"is broken and cannot be moved to .*broken: .*Remove both"):
         store.folder.set_aside(KEY.name)
     (tmp_path / "broken").unlink()
     elsewhere = tmp_path / "elsewhere"
@@ -151,7 +151,7 @@ def test_an_entry_that_is_larger_than_all_room_is_not_stored_and_removes_nothing
     store = EntryStore(str(tmp_path))
     write(store)
     size_bytes = tree_bytes(tmp_path)
-    with pytest.raises(EntryTooLargeError, match="would take more than max_bytes"):
+    with pytest.raises(EntryTooLargeError, match="would exceed max_bytes"):
         write(store, 2, max_bytes=size_bytes - 300)  # its arrays would fit, and its manifest would not
     assert [path.name for path in tmp_path.iterdir()] == [KEY.name]
     assert write(store, 2, max_bytes=size_bytes + 300) is not None
@@ -183,7 +183,7 @@ def run_step(cache, step):
 
 
 def test_an_entry_that_would_not_be_read_is_not_stored(tmp_path, monkeypatch):
-    with pytest.raises(CacheError, match=r"take \d+ bytes.*; an entry holds at most 100"):
+    with pytest.raises(CacheError, match=r"need \d+ bytes.*; an entry has at most 100"):
         write(EntryStore(str(tmp_path), max_entry_bytes=100))
     with pytest.raises(CacheError, match=r"the manifest of train-00000001-0000 has .* values; at most"):
         EntryStore(str(tmp_path)).write(KEY, GROUPS, fingerprint={"x": [0] * 600_000}, generate_s=1.0)

@@ -127,11 +127,11 @@ def undecided(kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("coroutine", "gave a coroutine that was never awaited. It must be an `async def` that awaits it."),
-        ("in a list", "gave a coroutine that was never awaited"),
-        ("Future", "gave a Future that was never awaited"),
-        ("async generator", "gave an async generator: it uses `yield`. It must return its result."),
-        ("generator", "gave a generator: it uses `yield`"),
+        ("coroutine", "returned a coroutine that was never awaited. It must be an `async def` that awaits it."),
+        ("in a list", "returned a coroutine that was never awaited"),
+        ("Future", "returned a Future that was never awaited"),
+        ("async generator", "returned an async generator: it uses `yield`. It must return its result."),
+        ("generator", "returned a generator: it uses `yield`"),
     ],
 )
 @pytest.mark.filterwarnings("error")
@@ -166,19 +166,19 @@ def test_a_decorated_function_is_still_called_as_one():
 
 
 def test_functions_that_a_model_cannot_call_are_refused():
-    with pytest.raises(SettingsError, match=r"parameter 'x' has no type. Write it as `x: str`"):
+    with pytest.raises(SettingsError, match=r"parameter 'x' has no type. Add one, such as `x: str`"):
         tool(lambda x: x)
 
     def many(*names: str) -> str:
         return str(names)
 
-    with pytest.raises(SettingsError, match=r"parameter '\*names: str' has no name that a model can give"):
+    with pytest.raises(SettingsError, match=r"parameter '\*names: str' cannot be passed by name"):
         tool(many)
 
     def threads(lock: threading.Event) -> str:
         return str(lock)
 
-    with pytest.raises(SettingsError, match="its parameters cannot be given as JSON"):
+    with pytest.raises(SettingsError, match="its parameters cannot be represented as JSON"):
         tool(threads)
 
     def lost(x: "Nowhere") -> str:  # noqa: F821
@@ -222,7 +222,7 @@ def test_hanging_calls_run_out_of_threads_with_a_reason(monkeypatch):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await hang.call({})
-        with pytest.raises(ToolError, match="3 earlier calls are running or hang"):
+        with pytest.raises(ToolError, match="3 earlier calls are still running"):
             await hang.call({})
         gate.set()
         async with asyncio.timeout(30):

@@ -148,7 +148,7 @@ def test_a_server_that_dies_again_and_again_is_left_alone_for_a_while():
         assert texts[:2] == ["Error: the server of die died; the next call starts it again."] * 2
         assert "is down (died during a call of die" in texts[2]
         assert "I die." in texts[2]
-        assert "it is tried again in" in texts[2]
+        assert "it can be restarted in" in texts[2]
 
     using(McpServerOptions(command=COMMAND), ask)
 

@@ -40,9 +40,9 @@ async def connect_and_close(name, options):
         ),
         (
             {"command": (sys.executable, "-c", "import time; time.sleep(600)"), "start_timeout_s": 0.3},
-            r"did not start: TimeoutError: no answer for 0\.3 s",
+            r"did not start: TimeoutError: no answer within 0\.3 s",
         ),
-        ({"url": "http://127.0.0.1:9/mcp"}, "did not start: ConnectError.* Is it running"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "did not start: ConnectError.* Check that it is running"),
         ({"command": COMMAND, "cwd": "/no-such-folder"}, ": cwd must be a folder; found '/no-such-folder'"),
     ],
 )
@@ -72,7 +72,7 @@ def test_what_a_server_was_given_is_not_in_what_is_said_of_it(monkeypatch, capsy
 
 
 def test_a_header_of_a_server_is_refused_without_its_value():
-    with pytest.raises(SettingsError, match="value of the header 'Authorization' must be text") as caught:
+    with pytest.raises(SettingsError, match=r"value of the header 'Authorization' .* must be a string") as caught:
         McpServerOptions(url="http://127.0.0.1:1/mcp", headers={"Authorization": "Bearer sk-12345678\n"})
     assert "sk-1" not in str(caught.value)
 

@@ -122,9 +122,9 @@ def call(name, **arguments):
         (call("fail", kind="surrogate"), "raised", r"Error: \ud800!"),
         (call("\ud800"), "unknown_tool", "Error: unknown tool '"),
         (call("blunt"), "raised", "Error: blunt raised TypeError: object str can't be used in 'await' expression"),
-        (call("give", value=nothing()), "raised", "Error: the tool gave a generator: it uses `yield`."),
+        (call("give", value=nothing()), "raised", "Error: the tool returned a generator: it uses `yield`."),
         (call("say", txt="?"), "raised", "Error: say raised TypeError"),
-        (call("give", value=3), "raised", "Error: give gave no text (int)."),
+        (call("give", value=3), "raised", "Error: give did not return text (int)."),
         (call("give", value="\ud800"), "ok", r"\ud800"),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_tool_that_hangs_is_left_behind_and_the_others_give_their_results():
     started_at = time.perf_counter()
     results = run(call("say"), call("hang"), call("say", text="you"), call("hang"), timeout_s=0.05)
     assert [result.text for result in results] == [
-        "hello", "Error: hang gave nothing for 0.05 s.", "you", "Error: hang gave nothing for 0.05 s.",
+        "hello", "Error: hang did not return within 0.05 s.", "you", "Error: hang did not return within 0.05 s.",
     ]  # fmt: skip
     assert time.perf_counter() - started_at < 60
 

@@ -105,7 +105,7 @@ class CallChecks(ClusterChecks):
         assert self.run(self.group.call_all("greet", "you")) == ["hello you!"] * 3
 
     def test_a_late_answer_is_said_with_role_method_and_what_was_heard(self) -> None:
-        with refuses(DeadlineError, "echo[1]", "'wait_forever'", "0.2 s", "called at", "heard from it was"):
+        with refuses(DeadlineError, "echo[1]", "'wait_forever'", "0.2 s", "called at", "its last message was"):
             self.run(self.group.call(1, "wait_forever", deadline_s=0.2))
         with refuses(TimeoutError, "'wait_forever'"):
             self.run(self.group.call_all("wait_forever", deadline_s=0.2))

@@ -23,7 +23,7 @@ class DeathChecks(ClusterChecks):
             (found,) = caught
             assert (found.role, found.rank) == ("echo", 1)
             assert "echo[1]" in str(found)
-            assert any("echo[0] failed with it: RuntimeError: connection closed" in note for note in found.__notes__)
+            assert any("echo[0] also failed: RuntimeError: connection closed" in note for note in found.__notes__)
             assert (group[0].is_alive, group[1].is_alive, group.is_alive) == (True, False, False)
             with refuses(RoleDiedError, "echo[1] is dead"):
                 await group.call(1, "greet", "you")
@@ -56,7 +56,7 @@ class DeathChecks(ClusterChecks):
             endings: list[tuple[str, list[int]]] = [("SystemExit", [3]), ("KeyboardInterrupt", [])]
             for number, (kind, args) in enumerate(endings):
                 role = await cluster.start(echo(rank=number), deadline_s=START_S)
-                with within(NOTICED_S), refuses(RoleDiedError, f"echo[{number}]", "'leave' was waited for", kind):
+                with within(NOTICED_S), refuses(RoleDiedError, f"echo[{number}]", "during 'leave'", kind):
                     await role.call("leave", kind, *args)
                 assert not role.is_alive
 
@@ -67,7 +67,7 @@ class DeathChecks(ClusterChecks):
         flag.write_text("die 1")
 
         async def use(cluster: Cluster) -> None:
-            with refuses(RoleDiedError, "echo[1]", "its start was waited for"):
+            with refuses(RoleDiedError, "echo[1]", "during its start"):
                 await cluster.start_group(echo(flag=flag), size=2, deadline_s=START_S)
 
         self.with_cluster(use)
@@ -128,7 +128,7 @@ class RestartChecks(ClusterChecks):
             lost = asyncio.ensure_future(group.call(0, "wait_forever"))
             await group.call(0, "greet", "you")
             os.kill(group[1].pid, signal.SIGKILL)
-            with refuses(RoleError, "echo[0] was ended, as", "echo[1]", "restart 1 of 1"):
+            with refuses(RoleError, "echo[0] was ended because", "echo[1]", "restart 1 of 1"):
                 await lost
             places = await group.call_all("place")
             assert [place.incarnation for place in places] == [2, 2]
@@ -146,10 +146,10 @@ class RestartChecks(ClusterChecks):
             assert await group.call_all("greet", "you") == ["hello you!"] * 2
             assert [role.incarnation for role in group] == [2, 2]
             flag.write_text("die 1")
-            with refuses(RoleDiedError, "echo[1]", "its start was waited for"):
+            with refuses(RoleDiedError, "echo[1]", "during its start"):
                 await cluster.start_group(echo(flag=flag, restart=restart), size=2, deadline_s=START_S)
             slow = RestartPolicy(max_restarts=1, backoff_s=60.0)
-            with refuses(RoleDiedError, "echo[1]", "its start was waited for"):  # not that there was no time for more
+            with refuses(RoleDiedError, "echo[1]", "during its start"):  # not that there was no time for more
                 await cluster.start_group(echo(flag=flag, restart=slow), size=2, deadline_s=START_S / 2)
 
         self.with_cluster(use)
@@ -163,7 +163,7 @@ class RestartChecks(ClusterChecks):
             flag.write_text("die 0")
             os.kill(role.pid, signal.SIGKILL)
             await role.wait_death()
-            with refuses(RoleDiedError, "echo[0] is dead", "its start was waited for", "was restarted 2 times"):
+            with refuses(RoleDiedError, "echo[0] is dead", "during its start", "was restarted 2 times"):
                 await role.call("greet", "you")
 
         self.with_cluster(use)

@@ -24,7 +24,7 @@ class StartChecks(ClusterChecks):
         async def use(cluster: Cluster) -> None:
             words = ["slow[", "was not ready"]
             if self.make_options().kind != "ray":  # which may not even have a process by then
-                words += ["slow[1]", f"{SLOWLY} was still running", "longer deadline"]
+                words += ["slow[1]", f"{SLOWLY} was still running", "Raise the deadline"]
             with refuses(DeadlineError, *words):
                 await cluster.start_group(spec, size=2, deadline_s=3.0)
 
@@ -48,7 +48,7 @@ class PoolChecks(ClusterChecks):
     def test_more_than_there_is_is_refused_at_once(self) -> None:
         async def use(cluster: Cluster) -> None:
             pool = ResourcePool(name="giants", size=2, cpus=10_000)
-            with refuses(SettingsError, "'giants'", "2 slots of 10000 CPUs and 0 GPUs", " has ", "room for 0"):
+            with refuses(SettingsError, "'giants'", "2 slots of 10000 CPUs and 0 GPUs", " has ", "enough for 0"):
                 await cluster.start_group(echo(), size=2, pool=pool, deadline_s=START_S)
             with refuses(SettingsError, "'echo (", "1 slots of 0 CPUs and 512 GPUs"):
                 await cluster.start(echo(gpus=512), deadline_s=START_S)
@@ -59,9 +59,9 @@ class PoolChecks(ClusterChecks):
     def test_a_role_that_fits_no_slot_is_refused_at_once(self) -> None:
         async def use(cluster: Cluster) -> None:
             pool = ResourcePool(name="halves", size=2, cpus=0.5)
-            with refuses(SettingsError, "'echo' ask for 1 CPU", "'halves'", "2 slots of 0.5 CPUs", "room for 0"):
+            with refuses(SettingsError, "'echo' request 1 CPU", "'halves'", "2 slots of 0.5 CPUs", "enough for 0"):
                 await cluster.start(echo(cpus=1), pool=pool, deadline_s=START_S)
-            with refuses(SettingsError, "3 of role 'echo'", "'halves'", "room for 2"):
+            with refuses(SettingsError, "3 of role 'echo'", "'halves'", "enough for 2"):
                 await cluster.start_group(echo(), size=3, pool=pool, deadline_s=START_S)
 
         self.run(use(self.shared))
@@ -71,7 +71,7 @@ class PoolChecks(ClusterChecks):
             pool = ResourcePool(name="shared", size=1, cpus=0.5)
             first = await cluster.start(echo(cpus=0.25), pool=pool, deadline_s=START_S)
             second = await cluster.start(echo(cpus=0.25), pool=pool, deadline_s=START_S)
-            with refuses(SettingsError, "two pools are called 'shared'"):
+            with refuses(SettingsError, "pool name 'shared' is used twice"):
                 await cluster.start(echo(), pool=ResourcePool(name="shared", size=2), deadline_s=START_S)
             with refuses(DeadlineError, "'echo'", "0.25 CPUs", "'shared'", "with 0 CPUs and 0 GPUs free"):
                 await cluster.start(echo(cpus=0.25), pool=pool, deadline_s=0.2)

@@ -71,7 +71,7 @@ class BorderChecks(ClusterChecks):
             self.run(self.group[0].call("raise_error", "GeneratorExit"))
 
     def test_an_error_that_cannot_say_what_it_is_arrives(self) -> None:
-        with refuses(RoleError, "echo[0] raised WordlessError", "its text cannot be made"):
+        with refuses(RoleError, "echo[0] raised WordlessError", "its text is unavailable"):
             self.run(self.group[0].call("raise_error", "WordlessError", deadline_s=START_S))
 
 

@@ -58,7 +58,7 @@ class CapacityChecks(QueueChecks):
         queue.issue(make_prompts(4), num_sessions=1)
         queue.put_batch(batch_of(("p0", 0, 0), ("p1", 0, 0)))
         more = batch_of(("p2", 0, 0), ("p3", 0, 0))
-        with refuses(DeadlineError, "put of 2 rows", "2 of 3 held"):
+        with refuses(DeadlineError, "put of 2 rows", "2 of 3 rows stored"):
             queue.put_batch(more, deadline_s=0)
         assert [entry.sessions_settled for entry in queue.ledger()] == [1, 1, 0, 0]
         producer = self.spawn(queue.put_batch, more, deadline_s=DEADLINE_S)
@@ -90,7 +90,7 @@ class CapacityChecks(QueueChecks):
 
     def test_a_full_queue_lets_in_what_a_consumer_waits_for_by_name(self) -> None:
         queue = self.full()
-        with refuses(DeadlineError, "2 of 2 held"):
+        with refuses(DeadlineError, "2 of 2 rows stored"):
             queue.put("p2", 0, [make_trajectory("p2", 0)], deadline_s=0)
         waiter = self.spawn(queue.lease, "train", prompts=["p2"], deadline_s=DEADLINE_S)
         put_all(queue, "p2")
@@ -101,7 +101,7 @@ class CapacityChecks(QueueChecks):
         working = queue.lease("train", groups=1, deadline_s=0)
         wanting = self.spawn(queue.lease, "train", groups=2, deadline_s=DEADLINE_S)
         self.wait_for_stat(queue, "waiting/lease", 1)
-        with refuses(DeadlineError, "2 of 2 held"):
+        with refuses(DeadlineError, "2 of 2 rows stored"):
             queue.put("p2", 0, [make_trajectory("p2", 0)], deadline_s=0)
         queue.ack(working)
         put_all(queue, "p2")

@@ -68,7 +68,7 @@ class ClaimChecks(QueueChecks):
         assert queue.stats()["claims"] == 1
         queue.put("p2", 1, [make_trajectory("p2", 1)])
         assert queue.stats()["claims"] == 0
-        with refuses(OutdatedLeaseError, f"lease {claim.lease_id}", "is fulfilled"):
+        with refuses(OutdatedLeaseError, f"lease {claim.lease_id}", "was fulfilled"):
             queue.extend(claim, lease_s=100)
         queue.release(claim)
         assert [entry.state for entry in queue.ledger()] == ["settled", "dropped", "settled"]

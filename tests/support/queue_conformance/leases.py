@@ -25,7 +25,7 @@ class LeaseChecks(QueueChecks):
         queue.issue(make_prompts(5), num_sessions=1)
         for uid in ("p3", "p1", "p2"):
             put_all(queue, uid)
-        with refuses(DeadlineError, "3 ready", "'p0' lacks sessions [0]"):
+        with refuses(DeadlineError, "3 ready", "'p0' has lacked sessions [0]"):
             queue.lease("train", groups=1, deadline_s=0)
         put_all(queue, "p0")
         lease = queue.lease("train", groups=2, deadline_s=0)
@@ -130,5 +130,5 @@ class LeaseChecks(QueueChecks):
             queue.lease("tarin", groups=1)
         with refuses(DataError, "at least 1 group", "found 0"):
             queue.lease("train", groups=0)
-        with refuses(DataError, "groups or of prompts", "groups=None"):
+        with refuses(DataError, "groups or prompts", "groups=None"):
             queue.lease("train")

@@ -194,9 +194,9 @@ class NameChecks(QueueChecks):
         for call in (lease, queue.finish):
             with refuses(DataError, "'p1'", "more than once"):
                 call("train", ["p1", "p0", "p1"])
-            with refuses(DataError, "list of their uids", "'p0'"):
+            with refuses(DataError, "list of uids", "'p0'"):
                 call("train", "p0")
-            with refuses(DataError, "list of their uids"):
+            with refuses(DataError, "list of uids"):
                 call("train", make_prompts(1))  # type: ignore[arg-type]
             for task in ("tarin", "generate"):
                 with refuses(DataError, f"'{task}'"):
@@ -205,9 +205,9 @@ class NameChecks(QueueChecks):
             lease("train", [])
         with refuses(DataError, "allow_fewer"):
             lease("train", ["p0"], allow_fewer=True)
-        with refuses(DataError, "groups or of prompts"):
+        with refuses(DataError, "groups or prompts"):
             lease("train", ["p0"], groups=1)
-        with refuses(DataError, "'reference' gives ['reference_logprobs']"):
+        with refuses(DataError, "'reference' adds ['reference_logprobs']"):
             queue.finish("reference", ["p0"])
         queue.finish("train", [])
         assert (queue.stats()["leases"], queue.stats()["acks/train"]) == (0, 0)

@@ -19,7 +19,7 @@ class SessionChecks(QueueChecks):
         queue = self.queue()
         queue.issue(make_prompts(1), num_sessions=3)
         queue.put("p0", 1, [make_trajectory("p0", 1)])
-        with refuses(DeadlineError, "lacks sessions [0, 2]"):
+        with refuses(DeadlineError, "has lacked sessions [0, 2]"):
             queue.lease("train", groups=1, deadline_s=0)
         queue.put("p0", 0, [make_trajectory("p0", 0)])
         queue.put("p0", 2, [make_trajectory("p0", 2)])
@@ -41,7 +41,7 @@ class SessionChecks(QueueChecks):
             queue.put("p1", session, [])
         assert [(entry.state, entry.reason) for entry in queue.ledger()] == [
             ("dropped", "no rows: engine aborted; sandbox timed out"),
-            ("dropped", "no rows: its sessions gave no trajectory"),
+            ("dropped", "no rows: its sessions returned no trajectories"),
         ]
         with refuses(NothingToLeaseError, "2 dropped"):
             queue.lease("train", groups=1, deadline_s=0)
@@ -107,7 +107,7 @@ class SessionChecks(QueueChecks):
         for found in (make_trajectory("p1", 0), make_trajectory("p0", 1)):
             with refuses(DataError, "trajectory 0", f"{found.prompt_uid!r}"):
                 queue.put("p0", 0, [found])
-        with refuses(DataError, "output index twice"):
+        with refuses(DataError, "unique output indices"):
             queue.put("p0", 0, [make_trajectory("p0", 0, 1), make_trajectory("p0", 0, 1)])
 
     def test_values_that_are_not_finite_are_refused_and_named(self) -> None:
@@ -136,9 +136,9 @@ class SessionChecks(QueueChecks):
     def test_a_prompt_is_issued_once_and_a_bad_issue_enters_none(self) -> None:
         queue = self.queue()
         queue.issue(make_prompts(1), num_sessions=1)
-        with refuses(DataError, "'p0' was issued before"):
+        with refuses(DataError, "'p0' was already issued"):
             queue.issue(list(reversed(make_prompts(2))), num_sessions=1)
-        with refuses(DataError, "'p0' was issued before"):
+        with refuses(DataError, "'p0' was already issued"):
             queue.issue(make_prompts(1) * 2, num_sessions=1)
         with refuses(DataError, "num_sessions", "found 0"):
             queue.issue(make_prompts(3)[2:], num_sessions=0)

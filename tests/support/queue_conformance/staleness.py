@@ -107,7 +107,7 @@ class StalenessChecks(QueueChecks):
     def test_a_named_group_that_is_too_stale_is_dropped_and_named(self) -> None:
         queue = self.versioned(FRESH, versions=[0, 1, 2])
         queue.set_policy_version(2)
-        with refuses(DataError, "1 of 2 prompts", "too stale", "max_staleness 1", "'p0'"):
+        with refuses(DataError, "1 of 2 prompts", "exceed max_staleness = 1", "'p0'"):
             queue.lease("train", prompts=["p2", "p0"], deadline_s=DEADLINE_S)
         entries = queue.ledger()
         assert [entry.state for entry in entries] == ["dropped", "settled", "settled"]
@@ -121,6 +121,6 @@ class StalenessChecks(QueueChecks):
         waiter = self.spawn(queue.lease, "train", prompts=["p0", "p1"], deadline_s=DEADLINE_S)
         self.wait_for_stat(queue, "waiting/lease", 1)
         queue.set_policy_version(1)
-        with refuses(DataError, "too stale", "'p0'"):
+        with refuses(DataError, "exceed max_staleness", "'p0'"):
             waiter.result(DEADLINE_S)
         assert [entry.state for entry in queue.ledger()] == ["dropped", "issued"]

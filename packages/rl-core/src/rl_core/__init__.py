@@ -1,4 +1,4 @@
-"""Protocol and data transfer: records, batches, the transfer queue, weights with proof, roles."""
+"""Data protocol and transfer: records, batches, the transfer queue, verified weight updates, and roles."""
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleSpec, open_cluster
 from rl_core.data.batch import Batch

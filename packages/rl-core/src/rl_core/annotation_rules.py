@@ -1,4 +1,4 @@
-"""Rules that type annotations set for the fields of records and the arguments of functions."""
+"""Rules derived from type annotations for record fields and function arguments."""
 
 import sys
 import types
@@ -75,7 +75,7 @@ def seen(name: str, value: Any) -> str:
             return f"{value.dtype} of shape {list(value.shape)}"
         text = repr(redact_option(name, value))
     except Exception:
-        text = "something that cannot be shown"
+        text = "an object whose repr failed"
     return f"{text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + '...'} ({type(value).__name__})"
 
 
@@ -90,7 +90,7 @@ def advice_for(value: Any) -> str:
         ".cpu()": value.device.type != "cpu",
     }
     calls = "".join(call for call, is_needed in needed.items() if is_needed)
-    return f" Give the tensor{calls}." if calls else ""
+    return f" Pass tensor{calls}." if calls else ""
 
 
 # -- rules of annotations
@@ -100,7 +100,7 @@ def known_rules(kind: Any, names: Iterable[str]) -> dict[str, Rule]:
     """Return the rules of a record's fields or a function's parameters; annotations without a rule are omitted."""
     try:
         hints = get_type_hints(kind, include_extras=True)
-    except NameError:  # one is imported for type checks alone
+    except NameError:  # one is imported only under TYPE_CHECKING
         hints = {name: hint for name, hint in kind.__annotations__.items() if not isinstance(hint, str)}
     found = {name: rule_of(hints.get(name, Any)) for name in names}
     return {name: rule for name, rule in found.items() if rule is not None}
@@ -171,15 +171,15 @@ def several(values: Iterable[KindT], kind: type[KindT], name: str) -> list[KindT
     Raises:
         DataError: The value is a single record, or an item has another type, such as a dict of a record's fields.
     """
-    what = f"{name} must be a list, each a {kind.__name__}"
+    what = f"{name} must be a list of {kind.__name__}"
     if isinstance(values, kind):
-        raise DataError(f"{what}; found a single one. Put it into a list.")
+        raise DataError(f"{what}; found a single {kind.__name__}. Wrap it in a list.")
     if isinstance(values, Mapping | str | bytes) or not isinstance(values, Iterable):
         raise DataError(f"{what}; found {seen(name, values)}.")
     given = list(values)
     for index, one in enumerate(given):
         if not isinstance(one, kind):
-            advice = f" Make it a record: {kind.__name__}(**fields)." if isinstance(one, Mapping) else ""
+            advice = f" Convert it with {kind.__name__}(**fields)." if isinstance(one, Mapping) else ""
             raise DataError(f"{what}; found {seen(name, one)} at {index}.{advice}")
     return given
 
@@ -200,7 +200,7 @@ def array_of(value: Any, *, who: str, dtype: Any = None) -> NDArray[Any]:
     Args:
         value: An array, a tensor or lists.
         who: Name of the value in error messages, such as "column 'reward'".
-        dtype: None keeps the value's own.
+        dtype: Target dtype; None keeps the dtype of the value.
 
     Raises:
         ShapeError: The value cannot become an array of that dtype.
@@ -208,7 +208,7 @@ def array_of(value: Any, *, who: str, dtype: Any = None) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.asarray(value)
         return array if dtype is None or array.dtype == dtype else converted(array, np.dtype(dtype))
-    except Exception as reason:  # as of `Rule.fit`
+    except Exception as reason:  # a user's type can raise any exception, as in `Rule.fit`
         raise ShapeError(_refusal(who, f"an array of {dtype or 'numbers'}", value, reason)) from reason
 
 
@@ -221,7 +221,7 @@ def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         converted = array.astype(dtype)
         ours, theirs = [np.isfinite(one) if kinds == "ff" else one for one in (converted, array)]
     if not np.array_equal(ours, theirs):
-        raise OverflowError(f"values that {dtype} cannot hold")
+        raise OverflowError(f"values that do not fit into {dtype}")
     return converted
 
 
@@ -229,7 +229,7 @@ def _tensor_fit(kind: Any) -> Fit:
     def fit(value: Any) -> Any:
         if isinstance(value, kind):
             return value
-        torch = sys.modules["torch"]  # whose class `kind` is
+        torch = sys.modules["torch"]  # `kind` is its class, so it is imported
         made = torch.tensor(np.asarray(value))
         is_of_lists = made.is_floating_point() and not hasattr(value, "dtype")
         return made.to(torch.get_default_dtype()) if is_of_lists else made
@@ -306,7 +306,7 @@ def _item(value: Any, rule: Rule | None, at: object) -> Any:
 
 def _number(kind: type, *, allows: Callable[[Any], bool]) -> Fit:
     def fit(value: Any) -> Any:
-        value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array or a tensor without axes
+        value = value.item() if getattr(value, "ndim", None) == 0 else value  # a zero-dimensional array or tensor
         if not allows(value):
             raise TypeError
         return kind(value)
@@ -327,7 +327,7 @@ PLAIN: dict[Any, Rule] = {
     int: _plain("a whole number", int, _number(int, allows=_is_whole)),
     float: _plain("a number", float, _number(float, allows=lambda value: isinstance(value, Real))),
     bool: _plain("True or False", bool, _number(bool, allows=lambda value: isinstance(value, bool))),
-    str: _plain("a text", str, _only(lambda value: isinstance(value, str))),
+    str: _plain("a string", str, _only(lambda value: isinstance(value, str))),
     NONE: _plain("None", NONE, _only(lambda value: value is None)),
     Path: _plain("a path", Path, Path),
 }

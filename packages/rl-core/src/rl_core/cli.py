@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments without the program's name; None takes the process's.
+        argv: Arguments without the program name; None uses sys.argv.
 
     Returns:
         The exit status: 0, or 2 if the directory is not a queue, is damaged, or has another format version.
@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"rl-core: {printable(str(error), width=None)}\n")
         return REFUSED
     plain = msgspec.to_builtins(report, order="deterministic", str_keys=True)
-    with contextlib.suppress(BrokenPipeError):  # a reader that has gone away is no error
+    with contextlib.suppress(BrokenPipeError):  # a closed reader is not an error
         write_out(json_text(plain) if arguments.json else as_text(report))
     return 0
 
 
 def _limit(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"a number from 0 was expected; found {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0; found {text!r}")
     return int(text)
 
 
@@ -51,16 +51,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl-core", description="Inspect a transfer queue's directory.")
     parser.add_argument("--version", action="version", version=describe_version("rl-core"))
     parts = parser.add_subparsers(dest="part", required=True)
-    queue = parts.add_parser("queue", help="the transfer queue", description="Inspect a transfer queue's directory.")
+    queue = parts.add_parser("queue", help="inspect a transfer queue", description="Inspect a queue's directory.")
     verbs = queue.add_subparsers(dest="verb", required=True)
-    inspect = verbs.add_parser("inspect", help="show a queue's directory, also while it is in use; changes nothing")
-    inspect.add_argument("directory", type=Path, metavar="DIR", help="the directory given in QueueOptions")
-    inspect.add_argument("--json", action="store_true", help="as one JSON object")
-    inspect.add_argument("--verify", action="store_true", help="take the checksum of every segment")
+    inspect = verbs.add_parser("inspect", help="show the contents of a queue's directory; read-only, safe while in use")
+    inspect.add_argument("directory", type=Path, metavar="DIR", help="queue directory, as set in QueueOptions")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.add_argument("--verify", action="store_true", help="verify the checksum of every segment")
     inspect.add_argument(
         "--limit",
         type=_limit,
         metavar="N",
-        help=f"prompts to show, in the order of issue (default: {DEFAULT_LIMIT}; with --json, all)",
+        help=f"maximum number of prompts to show, in issue order (default: {DEFAULT_LIMIT}; with --json, all)",
     )
     return parser

@@ -1,8 +1,8 @@
-"""Errors that the packages raise; each also derives from a matching standard exception."""
+"""Exceptions of all packages; each also derives from a matching standard exception."""
 
 
 class RLError(Exception):
-    """Base class of all errors that this project raises."""
+    """Base class of all exceptions that this project raises."""
 
 
 class ShapeError(RLError, ValueError):

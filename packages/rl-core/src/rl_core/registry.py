@@ -1,6 +1,6 @@
-"""Registries of parts by name: built in, or added by an installed package through an entry point.
+"""Registries of components by name, built in or added by installed packages through entry points.
 
-For example, a package adds a policy loss by name in its pyproject.toml:
+For example, a package adds a policy loss in its pyproject.toml:
 
     [project.entry-points."rl_distill.policy_losses"]
     my_loss = "my_package.losses:my_loss"
@@ -19,19 +19,19 @@ PartT = TypeVar("PartT")
 
 
 class Registry(Generic[PartT]):
-    """Parts of one kind by name; another package is imported only when one of its parts is requested.
+    """Components of one kind by name; another package is imported only when one of its components is requested.
 
     Attributes:
-        kind: Kind of part for error messages, such as "agent loop".
+        kind: Kind of component for error messages, such as "agent loop".
     """
 
     def __init__(self, kind: str, builtin: Mapping[str, PartT | str], *, group: str | None = None) -> None:
-        """Register the built-in parts.
+        """Register the built-in components.
 
         Args:
-            kind: Kind of part, for error messages.
-            builtin: Parts by name; a string is "module:attribute", imported on first use.
-            group: Entry point group for parts of other packages; None allows only built-in parts.
+            kind: Kind of component, for error messages.
+            builtin: Components by name; a string is "module:attribute", imported on first use.
+            group: Entry point group for components of other packages; None allows only built-in ones.
         """
         self.kind = kind
         self._builtin = dict(builtin)
@@ -46,23 +46,23 @@ class Registry(Generic[PartT]):
         return sorted({*self._builtin, *(point.name for point in self._entry_points())})
 
     def get(self, name: str) -> PartT:
-        """Return the part with this name.
+        """Return the component with this name.
 
         Raises:
-            SettingsError: No part has this name, several packages define it, or its package cannot be imported.
+            SettingsError: No component has this name, several packages define it, or its package cannot be imported.
         """
         offered = {point.value: point for point in self._entry_points() if point.name == name}
         if len(offered) + (name in self._builtin) > 1:
             built_in = " and built in" if name in self._builtin else ""
             raise SettingsError(
-                f"{self.kind} {name!r} is offered by {', '.join(sorted(offered))}{built_in}. Uninstall or rename all "
+                f"{self.kind} {name!r} is defined by {', '.join(sorted(offered))}{built_in}. Uninstall or rename all "
                 "but one."
             )
         if name in self._builtin:
             part = self._builtin[name]
             return cast(PartT, _imported(part)) if isinstance(part, str) else part
         if not offered:
-            hint = f" Packages add names with the entry point group {self._group!r}." if self._group else ""
+            hint = f" Packages can add names with the entry point group {self._group!r}." if self._group else ""
             raise SettingsError(unknown_name(self.kind, name, self.names()) + hint)
         ((place, point),) = offered.items()
         try:

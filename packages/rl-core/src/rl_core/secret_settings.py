@@ -51,8 +51,8 @@ def resolve_secrets(values: ValueT, *, where: str) -> ValueT:
         variable = match[2] or match[3]
         if variable not in os.environ:
             raise SettingsError(
-                f"{where}: {name} refers to the environment variable {variable}, which is not set. Set it where the "
-                "run is started."
+                f"{where}: {name} refers to the environment variable {variable}, which is not set. Set it in the "
+                "environment that starts the run."
             )
         return match[1] + os.environ[variable]
 
@@ -64,7 +64,7 @@ def redact(values: ValueT, *, keep_references: bool = True) -> ValueT:
 
     Args:
         values: Tables and lists of plain values.
-        keep_references: False replaces references too, so that comparisons see only the names of secrets.
+        keep_references: False also replaces references, so that comparisons see only the names of secrets.
     """
 
     def redacted(_: str, text: str) -> str:
@@ -94,9 +94,9 @@ def check_headers(headers: Mapping[str, Any], *, where: str) -> None:
     for name, value in headers.items():
         if not isinstance(value, str) or value != value.strip() or _CONTROL.search(value):
             raise SettingsError(
-                f"{where}: the value of the header {name!r} must be text without line breaks, control characters and "
-                "spaces at its ends; it is not shown. Does the environment variable or file that it came from end with "
-                "a line break?"
+                f"{where}: the value of the header {name!r} (not shown) must be a string without line breaks, control "
+                "characters, or leading or trailing spaces. Check that the environment variable or file with the "
+                "value does not end with a line break."
             )
 
 
@@ -122,7 +122,7 @@ def _secrets(values: Any) -> Iterator[str]:
 
     _replaced(values, "", note, is_secret=False)
     for text in found:
-        parts = (text, text.rpartition(" ")[2])  # with "Bearer", and alone
+        parts = (text, text.rpartition(" ")[2])  # with and without "Bearer"
         yield from (part for part in parts if len(part) >= MIN_HIDDEN and not _REFERENCE.fullmatch(part))
 
 

@@ -33,7 +33,7 @@ def escaped_lines(text: str) -> str:
 
 
 def escaped_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Escape the values of a log event; a structlog processor to put before the renderer of a terminal."""
+    """Escape the values of a log event; a structlog processor that precedes the renderer of a terminal."""
     return {key: escaped_lines(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
@@ -74,7 +74,7 @@ def describe_version(program: str) -> str:
     try:
         return f"{program} {importlib.metadata.version(program)}"
     except importlib.metadata.PackageNotFoundError:
-        return f"{program}, from sources that are not installed"
+        return f"{program}, not installed (run from source)"
 
 
 def json_text(document: Json) -> str:

@@ -1,7 +1,8 @@
-"""Learning: objectives, the Megatron learner, the reference learner.
+"""Learners and objectives for reinforcement learning and distillation of language models.
 
-`rl_distill.objectives` is pure math on tensors, `rl_distill.learner` the protocol, `rl_distill.megatron.learner` and
-`rl_distill.torch_learner` the learners. This module loads neither them nor torch, so that settings nest options.
+`rl_distill.objectives` is pure math on tensors, `rl_distill.learner` the protocol, and `rl_distill.megatron.learner`
+and `rl_distill.torch_learner` the learners. This module imports neither the learners nor torch, so settings can nest
+the options cheaply.
 """
 
 from rl_distill.architecture.activation_memory import kept_activations

@@ -19,7 +19,7 @@ def in_daemon_thread(work: Callable[[], Result], *, name: str) -> Future[Result]
     def run() -> None:
         try:
             found.set_result(work())
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # re-raised by `Future.result`
             found.set_exception(error)
 
     Thread(target=run, name=name, daemon=True).start()

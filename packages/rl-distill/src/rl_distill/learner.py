@@ -27,14 +27,16 @@ __all__ = [
 ]
 
 MetricSums = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""By metric, the pair (weighted sum, weight), both scalar tensors; micro-batches and ranks are summed. A metric whose
-name ends in `_min` or `_max` has the pair (extreme, number of values) and reduces to the extreme.
+"""Metric sums of micro-batches and ranks, by name.
+
+For each metric, the pair (weighted sum, weight), both scalar tensors, summed over micro-batches and ranks. A metric
+whose name ends in `_min` or `_max` has the pair (extreme, number of values), and is reduced to the extreme.
 """
 
 
 @record
 class MicroBatch:
-    """Whole trajectories packed end to end, with all tensors on the learner's device.
+    """Complete trajectories packed end to end, with all tensors on the learner's device.
 
     Attributes:
         input_ids: [T] int64.
@@ -64,14 +66,14 @@ class StepResult:
     """Result of one optimizer step.
 
     Attributes:
-        step: Optimizer steps done, including this one.
+        step: Optimizer steps taken so far, including this one.
         loss: Loss over the whole global batch.
         grad_norm: Global norm before clipping.
         learning_rate: Learning rate of this step.
         metrics: Weighted means and extremes of the objective's metrics.
         is_applied: False if the loss or gradient norm is not finite; the step was then skipped and the weights are
             unchanged.
-        broken_rows: Rows of the batch with a value that is not finite, as far as they were identified.
+        broken_rows: Rows of the batch with a value that is not finite, where they could be identified.
         tokens: float32 columns aligned with input_ids, 0 at untrained tokens: "policy_logprobs", before the update, and
             "entropy". Empty unless requested.
         computed_tokens: Tokens that the step computed; fewer than the batch has if rows share prefixes.
@@ -89,7 +91,7 @@ class StepResult:
 
 
 class Scorer(Protocol):
-    """A policy that computes logprobs of tokens."""
+    """A model that computes logprobs of tokens."""
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of the tokens of each trajectory, aligned with input_ids; 0 at the first token."""
@@ -105,11 +107,11 @@ class Scorer(Protocol):
 
 
 class Learner(Scorer, Protocol):
-    """A policy in training. One caller at a time."""
+    """A policy in training. Call it from one thread at a time."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps done so far."""
+        """Optimizer steps taken so far."""
         ...
 
     @property
@@ -126,12 +128,12 @@ class Learner(Scorer, Protocol):
         with_entropy: bool = False,
         with_tokens: bool = False,
     ) -> StepResult:
-        """Take one optimizer step on the whole batch, which needs `loss_weights`.
+        """Take one optimizer step on the whole batch, which needs the column `loss_weights`.
 
-        A step whose loss or gradients are not finite is skipped: see `StepResult.is_applied`.
+        A step whose loss or gradient norm is not finite is skipped; see `StepResult.is_applied`.
 
         Args:
-            batch: Whole groups.
+            batch: Complete groups.
             objective: Loss to minimise.
             temperature: Sampling temperature of the batch.
             with_entropy: Pass the entropy to the objective.
@@ -160,15 +162,15 @@ class Learner(Scorer, Protocol):
 
         Args:
             directory: Created if it does not exist.
-            in_background: Return once the state is copied; the returned handle tells when it is written.
+            in_background: Return as soon as the state is copied; use the returned handle to wait for the write.
 
         Raises:
-            CheckpointError: The directory has files in it.
+            CheckpointError: The directory is not empty.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`.
+        """Resume from a checkpoint that `save` wrote.
 
         Raises:
             CheckpointError: The checkpoint is missing, incomplete or of another model.
@@ -177,7 +179,7 @@ class Learner(Scorer, Protocol):
 
 
 class AdapterLearner(Learner, Protocol):
-    """A policy that trains an adapter."""
+    """A learner that trains an adapter."""
 
     def export_adapter(self) -> Mapping[str, torch.Tensor]:
         """Return A and B of each adapted matrix by peft's name, B scaled: W + B @ A is the policy."""
@@ -189,13 +191,13 @@ class AdapterLearner(Learner, Protocol):
 
 
 class RankedLearner(Learner, Protocol):
-    """A policy whose ranks can send their weights to engines."""
+    """A learner whose ranks send their weights directly to engines."""
 
     def offer_weights(self, options: SenderOptions, *, version: int) -> WeightUpdate:
-        """Let engines fetch each rank's part of the weights until the weights change.
+        """Let engines fetch each rank's part of the weights, until the weights change.
 
         Raises:
-            WeightProofError: The ranks' parts do not make up a whole tensor; the message names it.
+            WeightProofError: The ranks' parts of a tensor do not cover it; the message names the tensor.
         """
         ...
 
@@ -205,11 +207,11 @@ class RankedLearner(Learner, Protocol):
 
 
 class Critic(Protocol):
-    """A critic in training. One caller at a time. Arguments and errors are those of `Learner`."""
+    """A critic in training. Call it from one thread at a time. Arguments and errors are those of `Learner`."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps done so far."""
+        """Optimizer steps taken so far."""
         ...
 
     def values(self, batch: Batch) -> Ragged:
@@ -225,7 +227,7 @@ class Critic(Protocol):
         ...
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`; see `Learner.load`."""
+        """Resume from a checkpoint that `save` wrote; see `Learner.load`."""
         ...
 
     def offload(self) -> int:

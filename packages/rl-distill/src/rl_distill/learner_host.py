@@ -1,4 +1,4 @@
-"""A role that holds a run's learners: it reads rows from a queue, publishes weights and writes checkpoints."""
+"""Role that runs a learner: reads rows from a queue, publishes weights and writes checkpoints."""
 
 import asyncio
 import threading
@@ -35,15 +35,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeights:
-    """Weights on their way to the engines.
+    """Weights packed for the engines.
 
     Attributes:
         update: Names, digests and locations of the tensors, without the tensors.
-        canary: Logprobs that the engines must reproduce.
-        step: Steps of the learner at packing.
+        canary: Sequences whose logprobs the engines must reproduce.
+        step: The learner's step when the weights were packed.
         pack_s: Packing time in seconds.
-        is_live: The engines read the learner's own tensors, or the canary needs the engines' experts; the weights must
-            not change until the update is proven.
+        is_live: The engines read the learner's own tensors, or the canary needs the engines' experts, so the weights
+            must not change until the update is proven.
     """
 
     update: WeightUpdate
@@ -55,15 +55,15 @@ class PackedWeights:
 
 @settings_record
 class LearnerHostOptions:
-    """How a learner host works.
+    """Options of a learner host.
 
     Attributes:
         task: The learner's task in the queue.
-        caller: Role that sends the orders, for reports.
+        caller: Role that sends the orders; named in reports of what this role waits for.
         saves_in_background: Write checkpoints while training continues.
-        has_ranks: Each rank has its own process.
-        ends_with_ranks: End the role's process when a rank dies, so that all of them restart.
-        replays: The policy is a mixture of experts whose routing the engines report; see `prove`.
+        has_ranks: Whether each rank has its own process.
+        ends_with_ranks: Exit the role's process when a rank dies, so that the role and all ranks restart.
+        replays: Whether the policy is a mixture of experts whose routing the engines report; see `prove`.
     """
 
     task: str = "train"
@@ -75,14 +75,14 @@ class LearnerHostOptions:
 
 
 class LearnerHost:
-    """Holds learners and runs in its own thread; a subclass defines the step.
+    """Runs learners in a thread of its own; a subclass defines the training step.
 
-    The thread sets `learners` and `transport` before any other call, and `step` after each step.
+    The subclass sets `learners` and `transport` in the thread before any other call, and `step` after each step.
 
     Attributes:
-        learners: Policy, reference and critic; None until they are started.
-        transport: Packs weights; None until it is opened.
-        step: Steps done.
+        learners: Policy, reference and critic; None until started.
+        transport: Packs the weights; None until opened.
+        step: Steps taken so far.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class LearnerHost:
         keep: int,
         options: LearnerHostOptions,
     ) -> None:
-        """Store the parts without starting anything.
+        """Store the parts; nothing is started.
 
         Args:
-            queue: Queue with the rows to train on.
-            canary_sequences: Token sequences that prove each weight update.
+            queue: Queue of the training rows.
+            canary_sequences: Token sequences used to prove each weight update.
             checkpoints: Folder of the checkpoints.
             keep: Number of newest checkpoints to keep.
             options: Options of the host.
@@ -117,7 +117,7 @@ class LearnerHost:
         self._is_closing = False
 
     async def save(self, step: int, state: Mapping[str, Json]) -> None:
-        """Begin a checkpoint, written while training continues; `saved` reports when it is complete.
+        """Start a checkpoint of the learners and this state; `saved` returns it once it is complete.
 
         Raises:
             CheckpointError: The previous checkpoint could not be written.
@@ -143,7 +143,7 @@ class LearnerHost:
         return found
 
     async def export(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-        """Return a copy of the policy's tensors by name, and the names tied to others."""
+        """Return CPU copies of the policy's tensors by name, and the names that share another's tensor."""
         return await self._run(self._export)
 
     async def prove(self, canary: Canary, report: PublishReport, tolerances: ProofTolerances) -> PublishReport:
@@ -155,10 +155,10 @@ class LearnerHost:
         return await self._run(partial(self._started.proven, tolerances=tolerances), canary, report)
 
     async def look(self) -> None:
-        """Detect a dead rank; end this role if it is to end with its ranks.
+        """Check that every rank is alive; if one died and `ends_with_ranks` is set, exit this process.
 
         Raises:
-            RoleDiedError: A rank died, and the options keep this role alive.
+            RoleDiedError: A rank died, and `ends_with_ranks` is False.
         """
         await self._run(self._started.look)
 
@@ -166,7 +166,7 @@ class LearnerHost:
         """Return what the role is doing, for `status` and hang diagnosis."""
         doing, waits = self._doing, self.other_waits()
         since_s = time.monotonic() - doing.since_s
-        if doing.on and not (waits and doing.on == self._options.caller):  # which waits for the others
+        if doing.on and not (waits and doing.on == self._options.caller):  # the caller itself waits for the others
             waits = (replace(doing, since_s=since_s), *waits)
         if not doing.on and self._options.has_ranks:
             waits = (replace(doing, on=RANK, since_s=since_s), *waits)
@@ -193,22 +193,22 @@ class LearnerHost:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
 
-    # -- in the learner's thread
+    # -- called in the learner's thread
 
     def rows(self, uids: Sequence[str], *, step: int, deadline_s: float) -> Batch:
-        """Return a step's groups, which stay in the queue until a checkpoint has them.
+        """Return the rows of a step's groups; they stay in the queue until a checkpoint covers the step.
 
-        The lease is released at once: not every queue notices that a learner died, so a restarted learner would wait
-        until the lease expires. Waits are short, so that a closing run does not wait for late columns.
+        The lease is released at once. Not every queue notices that a learner died, so a restarted learner would
+        otherwise wait until the lease expires. Each wait is short, so that `close` is not delayed by late columns.
 
         Args:
-            uids: The groups, in order.
-            step: Step that trains them.
-            deadline_s: Maximum wait in seconds for columns of other roles, such as teachers.
+            uids: Prompt uids of the groups, in order.
+            step: Step that trains on them; named in errors.
+            deadline_s: Maximum wait in seconds for columns that other roles add, e.g. teachers.
 
         Raises:
             DeadlineError: The columns did not arrive in time.
-            NotReadyError: The host was closed meanwhile.
+            NotReadyError: The host was closed while waiting.
         """
         ends_at = time.monotonic() + deadline_s
         while True:
@@ -220,9 +220,9 @@ class LearnerHost:
                 return lease.batch
             except DeadlineError as error:
                 if self._is_closing:
-                    raise NotReadyError(f"the learner was closed while it waited for step {step}.") from error
+                    raise NotReadyError(f"the learner was closed while waiting for the rows of step {step}.") from error
                 if left_s <= LEASE_WAIT_S:
-                    raise DeadlineError(f"step {step} waited {deadline_s:g} s in all: {error}") from error
+                    raise DeadlineError(f"step {step} waited {deadline_s:g} s in total: {error}") from error
 
     def pack_weights(self, version: int) -> PackedWeights:
         """Pack the current weights as a policy version for the engines.
@@ -234,7 +234,7 @@ class LearnerHost:
         with self.doing(f"the weights of version {version}"):
             learners, transport = self._started, self.transport
             if transport is None:
-                raise NotReadyError("the learner has not been started.")
+                raise NotReadyError("the learner has not started.")
             canary = learners.canary(self._canary_sequences, replays=self._options.replays)
             packed = learners.pack(transport, version=version, steps_on=True)
         is_live = packed.is_sent or canary.logprobs is None
@@ -243,14 +243,14 @@ class LearnerHost:
 
     @contextmanager
     def doing(self, what: str, on: str = "") -> Iterator[None]:
-        """Record the current work, or the current wait and its role, for reports."""
+        """Record the work in progress, or the wait and the role waited for, for `report`."""
         self._doing = self._since(what, on=on)
         try:
             yield
         finally:
             self._doing = self._since("the next order", on=self._options.caller)
 
-    # -- inside
+    # -- internal
 
     @staticmethod
     def _since(what: str, *, on: str) -> Wait:
@@ -260,7 +260,7 @@ class LearnerHost:
     def _export(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
         policy = self._started.policy
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in policy.export_weights().items()}
-        return copies, dict(policy.tied)  # kept for as long as a validation waits
+        return copies, dict(policy.tied)  # copied, because a validation may keep them while training continues
 
     def _save(self, step: int, state: Mapping[str, Json]) -> None:
         learners, in_background = self._started, self._options.saves_in_background
@@ -281,7 +281,7 @@ class LearnerHost:
     @property
     def _started(self) -> Learners:
         if self.learners is None:
-            raise NotReadyError("the learner has not been started.")
+            raise NotReadyError("the learner has not started.")
         return self.learners
 
     def _note_saved(self, saved: Saved) -> None:
@@ -291,17 +291,19 @@ class LearnerHost:
     async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-        except RoleDiedError as error:  # a rank, without which the others cannot go on: all start again
+        except (
+            RoleDiedError
+        ) as error:  # a rank died, and the other ranks cannot continue without it: restart all of them
             if not self._options.ends_with_ranks:
                 raise
-            raise SystemExit(f"the learner host ends, as {error}") from error
+            raise SystemExit(f"the learner host exits: {error}") from error
 
 
 def rank_reports(stacks: Sequence[str], *, asked_s: float) -> list[RoleReport]:
     """Return a report for each rank that has its own process.
 
     Args:
-        stacks: The ranks' stacks, in the order of ranks.
-        asked_s: Seconds since the request, a lower bound for how long a silent rank has not answered.
+        stacks: Stacks of the ranks, in rank order.
+        asked_s: Minimum seconds that an unresponsive rank has not answered.
     """
     return [process_report(f"{RANK}[{index}]", stack, asked_s=asked_s) for index, stack in enumerate(stacks)]

@@ -1,4 +1,4 @@
-"""A run's models on shared ranks: a policy and, if the algorithm needs them, a reference and a critic."""
+"""The models of a run: a policy and, if the algorithm needs them, a reference and a critic."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,16 +36,16 @@ CRITIC_FOLDER = "critic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learners:
-    """The run's models outside the engine.
+    """The models of a run outside the engines.
 
     Attributes:
         policy: The trained policy.
-        reference: Frozen copy of the initial policy; None if no KL needs it.
-        critic: Computes the values; None if the advantage needs none.
-        close: Ends the models and their ranks.
-        stacks: Returns the current stack of each rank with its own process, within a number of seconds. Thread-safe.
+        reference: Frozen copy of the initial policy; None if no KL term needs it.
+        critic: Estimates values; None if the advantage estimator does not use them.
+        close: Closes the models and their ranks.
+        stacks: Returns the current stack of each rank that has its own process, within the given seconds. Thread-safe.
         look: Calls each rank, and raises an error if one died.
-        lora: The policy's adapter and how engines get it; rank 0 if all weights train.
+        lora: The policy's adapter and what engines receive of it; rank 0 if all weights are trained.
     """
 
     policy: Learner
@@ -59,7 +59,7 @@ class Learners:
 
     @converts_arguments
     def save(self, folder: Path, *, in_background: bool = False) -> PendingSave:
-        """Write the policy into an empty folder, and the critic into a folder inside it."""
+        """Save the policy into an empty folder, and the critic into its subfolder."""
         pending = [self.policy.save(folder, in_background=in_background)]
         if self.critic is not None:
             pending.append(self.critic.save(folder / CRITIC_FOLDER, in_background=in_background))
@@ -67,7 +67,7 @@ class Learners:
 
     @converts_arguments
     def load(self, folder: Path) -> None:
-        """Continue from `save`.
+        """Resume from a checkpoint that `save` wrote.
 
         Raises:
             CheckpointError: The checkpoint is missing, incomplete or of another model.
@@ -81,11 +81,14 @@ class Learners:
         """Load the teachers' output matrices into the policy, in the order of `teacher_index`.
 
         Raises:
-            SettingsError: The learner does not support them, or a teacher knows fewer tokens than the policy.
+            SettingsError: The learner does not support teacher heads, or a teacher has a smaller vocabulary than the
+                policy.
         """
         load = getattr(self.policy, "load_teacher_heads", None)
         if load is None:
-            raise SettingsError(f'distribution = "full" needs a learner that takes teachers; found {self.policy}.')
+            raise SettingsError(
+                f'distribution = "full" needs a learner that supports teacher heads; found {self.policy}.'
+            )
         load(folders)
 
     def canary(self, sequences: Sequence[IntArray], *, replays: bool = False) -> Canary:
@@ -93,14 +96,14 @@ class Learners:
 
         Args:
             sequences: Token ids.
-            replays: Leave the logprobs to `proven`, which knows the experts that an engine chose.
+            replays: Omit the logprobs; `proven` computes them with the experts that an engine chose.
         """
         nothing = [None] * len(sequences)
         logprobs = None if replays else self._canary_logprobs(sequences, nothing)
         return Canary(sequences=list(sequences), logprobs=logprobs)
 
     def proven(self, canary: Canary, report: PublishReport, *, tolerances: ProofTolerances) -> PublishReport:
-        """Return the report with the remaining proof of the current weights; see `prove_canary`.
+        """Complete the proof of the current weights, and return the report; see `prove_canary`.
 
         Raises:
             WeightProofError: A logprob differs by more than the tolerance.
@@ -125,9 +128,9 @@ class Learners:
         Args:
             transport: Packs the weights.
             version: Policy version of the weights.
-            steps_on: The learner trains while engines load the weights, so tensors handed over within the process are
-                copied.
-            leaves: The learner is offloaded before engines load the weights, so such a copy is on the host.
+            steps_on: The learner trains while engines load the weights; tensors that are handed over within the process
+                are copied.
+            leaves: The learner is offloaded before engines load the weights; such copies are made in host memory.
         """
         adapter: AdapterUpdate | None = None
         if self.lora.rank and self.lora.serving == "adapter":
@@ -143,7 +146,7 @@ class Learners:
             tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         elif isinstance(transport, TensorTransport) and steps_on:
             tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        also = {} if adapter is None else {"adapter": adapter}  # a transport that knows none takes all weights
+        also = {} if adapter is None else {"adapter": adapter}  # transports without this argument send all weights
         return transport.pack(tensors, version=version, tied=self.policy.tied, **also)
 
     def expect_engines(self, transport: WeightTransport, count: int) -> None:
@@ -154,7 +157,7 @@ class Learners:
             cast("RankedLearner", self.policy).expect_engines(count)
 
     def offload(self) -> None:
-        """Free the models' memory until they are used again."""
+        """Free the models' memory until their next use."""
         for model in (self.policy, self.reference, self.critic):
             if model is not None:
                 model.offload()

@@ -1,4 +1,4 @@
-"""Checks of option values, with messages; imports without torch."""
+"""Validation of option values; imports without torch."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def not_whole(options: object, least: Mapping[str, int], *, or_none: bool = False) -> Iterator[str]:
-    """Return the problems of options that must be whole numbers of at least a minimum."""
+    """Yield a message for each option that is not a whole number of at least its minimum."""
     for name, at_least in least.items():
         value = getattr(options, name)
         if or_none and value is None:
@@ -20,7 +20,7 @@ def not_whole(options: object, least: Mapping[str, int], *, or_none: bool = Fals
 def not_numbers(
     options: object, names: tuple[str, ...], *, above: float = -math.inf, at_least: float = -math.inf
 ) -> Iterator[str]:
-    """Return the problems of options that must be finite numbers within bounds."""
+    """Yield a message for each option that is not a finite number within the bounds."""
     wanted = f"above {above:g}" if above > at_least else f"at least {at_least:g}"
     for name in names:
         value = getattr(options, name)
@@ -29,7 +29,7 @@ def not_numbers(
 
 
 def not_among(options: object, known: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
-    """Return the problems of options that must be one of some values."""
+    """Yield a message for each option that is not one of its allowed values."""
     for name, values in known.items():
         value = getattr(options, name)
         if value not in values:
@@ -37,5 +37,5 @@ def not_among(options: object, known: Mapping[str, tuple[Any, ...]]) -> Iterator
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number that is not a boolean."""
+    """Whether a value is a finite number, and not a boolean."""
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)

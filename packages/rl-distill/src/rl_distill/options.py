@@ -87,7 +87,7 @@ class LearnerOptions:
     seed: int = 0
 
     def problems(self) -> Iterator[str]:
-        """Return the invalid options as messages: the option, what it must be, and its value."""
+        """Yield a message for each invalid option, with the option, its allowed values and its value."""
         yield from not_whole(self, {"warmup_steps": 0, "micro_batch_tokens": 1, "shared_prefix_tokens": 0, "seed": 0})
         yield from not_whole(self, {"decay_steps": 1, "num_threads": 1}, or_none=True)
         yield from not_numbers(self, ("learning_rate", "eps"), above=0.0)
@@ -100,12 +100,12 @@ class LearnerOptions:
             yield "overlap_param_gather needs overlap_grad_reduce = true."
         betas = self.betas
         if len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
-            yield f"betas must be two numbers of at least 0 and below 1; found {betas!r}."
+            yield f"betas must be two numbers >= 0 and < 1; found {betas!r}."
         steps = (self.warmup_steps, self.decay_steps)
         if all(isinstance(number, int) for number in steps) and self.warmup_steps >= (self.decay_steps or math.inf):
             yield (
                 f"decay_steps = {self.decay_steps} is the step at which the rate reaches min_learning_rate; it must "
-                f"come after warmup_steps = {self.warmup_steps}."
+                f"be above warmup_steps = {self.warmup_steps}."
             )
 
     def _recompute_problems(self) -> Iterator[str]:
@@ -114,15 +114,15 @@ class LearnerOptions:
             yield f"recompute_modules must be some of {', '.join(RECOMPUTED_MODULES)}; found {modules!r}."
         elif self.recompute in ("none", "full") and tuple(modules) != DEFAULT_RECOMPUTED:
             yield (
-                f'recompute_modules = {list(modules)} has no effect with recompute = "{self.recompute}". Set recompute '
-                '= "selective", or leave out recompute_modules.'
+                f'recompute_modules = {list(modules)} has no effect with recompute = "{self.recompute}". Set '
+                'recompute = "selective", or omit recompute_modules.'
             )
 
     def check(self) -> None:
         """Check the options.
 
         Raises:
-            SettingsError: Has all of `problems`.
+            SettingsError: An option is invalid; the message lists all of `problems`.
         """
         if found := list(self.problems()):
             raise SettingsError("\n".join(found))
@@ -166,7 +166,7 @@ class LoraOptions:
         return self.alpha_in_use / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def problems(self) -> Iterator[str]:
-        """Return the invalid options as messages; see `LearnerOptions.problems`."""
+        """Yield a message for each invalid option; see `LearnerOptions.problems`."""
         yield from not_whole(self, {"rank": 0})
         yield from not_among(self, {"serving": SERVINGS, "rslora": (False, True)})
         if self.alpha is not None:
@@ -174,10 +174,10 @@ class LoraOptions:
             if is_number(self.alpha) and self.alpha >= MAX_ALPHA:
                 yield f"alpha must be below {MAX_ALPHA:g}; found {self.alpha:g}."
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
-            yield f"dropout must be a number of at least 0 and below 1; found {self.dropout!r}."
+            yield f"dropout must be a number >= 0 and < 1; found {self.dropout!r}."
         patterns: object = self.target_modules
         if not isinstance(patterns, tuple | list) or not patterns or not all(isinstance(one, str) for one in patterns):
-            yield f'target_modules must be a list of patterns, such as ["all-linear"]; found {patterns!r}.'
+            yield f'target_modules must be a list of patterns, e.g. ["all-linear"]; found {patterns!r}.'
         path: object = self.path
         if not isinstance(path, Path | None):
             yield f"path must be a Path, or None; found {path!r}."
@@ -186,7 +186,7 @@ class LoraOptions:
         """Check the options.
 
         Raises:
-            SettingsError: Has all of `problems`.
+            SettingsError: An option is invalid; the message lists all of `problems`.
         """
         if found := list(self.problems()):
             raise SettingsError("\n".join(found))
@@ -220,7 +220,7 @@ class ParallelOptions:
     distributed_optimizer: bool = False
 
     def problems(self) -> Iterator[str]:
-        """Return sizes that are invalid in any layout; `parallel_layout` checks divisibility."""
+        """Yield a message for each size that is invalid in any layout; `parallel_layout` checks divisibility."""
         sizes = ("ranks", "tensor", "pipeline", "virtual_pipeline", "context", "expert")
         yield from not_whole(self, dict.fromkeys(sizes, 1))
         yield from not_whole(self, {"expert_tensor": 1}, or_none=True)

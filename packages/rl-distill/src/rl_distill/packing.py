@@ -1,4 +1,4 @@
-"""Packing of rows into micro-batches under a token budget, end to end and without padding."""
+"""Packs rows into micro-batches under a token budget, end to end and without padding."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,18 @@ from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest, batch_forest, comp
 Rows = NDArray[np.int64]
 
 INDICES = frozenset({ROUTED_EXPERTS, "teacher_ids", "teacher_index"})
-"""Token columns of indices; the others are floats or booleans."""
+"""Token columns that hold indices (int64); all others hold floats or booleans."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A micro-batch and the rows that it was packed from.
+    """A micro-batch and the rows it contains.
 
     Attributes:
         micro_batch: The packed tensors, on the learner's device.
-        rows: [S] int64 rows of the batch, in the order of the pack.
+        rows: [S] int64 row indices in the batch, in packing order.
         offsets: [S + 1] int64, the micro-batch's offsets on the CPU.
-        forest: Prefixes that its rows share.
+        forest: Prefixes that the rows share.
     """
 
     micro_batch: MicroBatch
@@ -37,16 +37,16 @@ class Pack:
 
 
 def plan_micro_batches(lengths: NDArray[np.int64], *, max_tokens: int) -> list[Rows]:
-    """Cut rows, sorted by length, into as few and as even micro-batches as the budget allows.
+    """Split rows, sorted by length, into as few and as even micro-batches as the budget allows.
 
-    Neighbours of nearly equal length share attention calls. The plan depends on the lengths alone.
+    Rows of similar length then share attention calls. The plan depends only on the lengths.
 
     Args:
         lengths: [N] tokens of each row.
         max_tokens: Maximum tokens of a micro-batch; a longer row gets its own.
 
     Returns:
-        Rows of each micro-batch; each row is in exactly one.
+        Row indices of each micro-batch; each row is in exactly one.
 
     Raises:
         ShapeError: max_tokens is below 1, or a row is empty.
@@ -61,16 +61,16 @@ def plan_micro_batches(lengths: NDArray[np.int64], *, max_tokens: int) -> list[R
 def plan_ranks(
     lengths: NDArray[np.int64], *, max_tokens: int, num_ranks: int, multiple_of: int = 1
 ) -> list[list[Rows]]:
-    """Balance rows over data-parallel ranks by tokens, and cut each rank's rows into equally many micro-batches.
+    """Balance rows over data-parallel ranks by tokens, and split each rank's rows into equally many micro-batches.
 
     Args:
         lengths: [N] tokens of each row.
         max_tokens: Maximum tokens of a micro-batch; a longer row gets its own.
         num_ranks: Data-parallel ranks.
-        multiple_of: The number of micro-batches of a rank is a multiple of this.
+        multiple_of: The number of micro-batches per rank is a multiple of this.
 
     Returns:
-        For each rank, the rows of each of its micro-batches. With few rows, the last micro-batches are empty.
+        For each rank, the row indices of each of its micro-batches. With few rows, the last micro-batches are empty.
 
     Raises:
         ShapeError: max_tokens is below 1, or a row is empty.
@@ -90,14 +90,15 @@ def plan_ranks(
 def plan_batch(
     batch: Batch, *, max_tokens: int, num_ranks: int, multiple_of: int = 1, min_shared: int = 0
 ) -> list[list[Rows]]:
-    """Plan the ranks of a batch's rows by the tokens computed for them; see `plan_ranks`.
+    """Assign a batch's rows to ranks and micro-batches by the tokens computed for them; see `plan_ranks`.
 
     Args:
-        batch: Has `input_ids`.
+        batch: Needs the column `input_ids`.
         max_tokens: Maximum computed tokens of a micro-batch; a longer row gets its own.
         num_ranks: Data-parallel ranks.
-        multiple_of: The number of micro-batches of a rank is a multiple of this.
-        min_shared: Minimum tokens of a prefix that rows of a prompt share and compute once; 0 shares none.
+        multiple_of: The number of micro-batches per rank is a multiple of this.
+        min_shared: Minimum length in tokens of a prefix that is computed once for the rows of a prompt; 0 disables
+            sharing.
 
     Raises:
         ShapeError: max_tokens is below 1, or a row is empty.
@@ -119,7 +120,7 @@ def _checked(lengths: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
 
 
 def _balanced(lengths: NDArray[np.int64], num_ranks: int) -> list[Rows]:
-    """Return the rows of each rank: longest first, each to the rank with the fewest tokens so far."""
+    """Assign rows to ranks greedily: longest first, each to the rank with the fewest tokens so far."""
     if num_ranks == 1:
         return [np.arange(len(lengths), dtype=np.int64)]
     loads = [(0, rank) for rank in range(num_ranks)]
@@ -132,13 +133,13 @@ def _balanced(lengths: NDArray[np.int64], num_ranks: int) -> list[Rows]:
 
 
 def _evened(order: Rows, ordered: NDArray[np.int64], *, num_cuts: int, max_tokens: int) -> list[Rows]:
-    """Cut sorted rows under the smallest budget that needs no more than num_cuts, then halve the largest parts.
+    """Split sorted rows under the smallest budget that needs at most num_cuts parts, then halve the largest parts.
 
     Args:
-        order: [N] rows by length.
-        ordered: [N] their lengths.
-        num_cuts: Parts to make; fewer only where there are fewer rows.
-        max_tokens: A budget that needs no more than num_cuts.
+        order: [N] row indices, sorted by length.
+        ordered: [N] lengths of these rows.
+        num_cuts: Number of parts; fewer only if there are fewer rows.
+        max_tokens: A budget that is known to need at most num_cuts parts.
     """
     if len(order) == 0:
         return []
@@ -158,7 +159,7 @@ def _evened(order: Rows, ordered: NDArray[np.int64], *, num_cuts: int, max_token
 
 
 def _cuts(ordered: NDArray[np.int64], max_tokens: int) -> list[int]:
-    """Return the starts of the micro-batches when each is filled until no further row fits."""
+    """Return the start of each micro-batch when each is filled until the next row does not fit."""
     ends = np.cumsum(ordered)
     starts = [0]
     while True:
@@ -171,13 +172,14 @@ def _cuts(ordered: NDArray[np.int64], max_tokens: int) -> list[int]:
 
 
 def pack_rows(batch: Batch, rows: Rows, *, device: torch.device, min_shared: int = 0) -> Pack:
-    """Pack some rows into a micro-batch with every token column of the batch.
+    """Pack rows into a micro-batch with every token column of the batch.
 
     Args:
-        batch: Has `input_ids`.
-        rows: [S] rows to take, in this order.
+        batch: Needs the column `input_ids`.
+        rows: [S] row indices, in packing order.
         device: Device of the tensors.
-        min_shared: Minimum tokens of a prefix that rows of a prompt share and compute once; 0 shares none.
+        min_shared: Minimum length in tokens of a prefix that is computed once for the rows of a prompt; 0 disables
+            sharing.
     """
     ids = batch.ragged("input_ids")
     lengths = ids.lengths[rows]
@@ -220,11 +222,11 @@ def pack_batch(batch: Batch, *, max_tokens: int, device: torch.device) -> list[P
 
 
 def scored_tokens(pack: Pack, *, mask: str | None) -> torch.Tensor:
-    """Return [M] int64 indices of the tokens that need a logprob, never the first of a trajectory.
+    """Return [M] int64 indices of the tokens that need a logprob; never the first of a trajectory.
 
     Args:
         pack: The micro-batch.
-        mask: A bool column that selects tokens; None selects all.
+        mask: Bool column that selects tokens; None selects all.
     """
     micro_batch = pack.micro_batch
     is_scored = micro_batch.position_ids > 0
@@ -234,10 +236,10 @@ def scored_tokens(pack: Pack, *, mask: str | None) -> torch.Tensor:
 
 
 def unpack_values(packs: Sequence[Pack], values: Sequence[torch.Tensor], batch: Batch) -> Ragged:
-    """Return the token values of packs as a column in the batch's row order.
+    """Combine the token values of packs into a column in the batch's row order.
 
     Args:
-        packs: Packs of every row of the batch.
+        packs: Packs that together contain every row of the batch.
         values: [T] values of each pack.
         batch: Batch of the packs.
 
@@ -255,11 +257,11 @@ def unpack_values(packs: Sequence[Pack], values: Sequence[torch.Tensor], batch: 
 def unpack_trained(
     packs: Sequence[Pack], scored: Sequence[Mapping[str, torch.Tensor]], batch: Batch
 ) -> dict[str, Ragged]:
-    """Return values of trained tokens by name as columns in the batch's row order, 0 at untrained tokens.
+    """Combine the values of trained tokens into columns in the batch's row order; 0 at untrained tokens.
 
     Args:
         packs: Packs of rows of the batch.
-        scored: For each pack, [T] values by name; all packs have the same names.
+        scored: [T] values by name for each pack; all packs have the same names.
         batch: Batch of the packs.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Checks of a parallel layout and the options that depend on it, before a process starts."""
+"""Checks of a parallel layout, and of options that depend on it, before any process starts."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 
 def teacher_layout(ranks: int, config: PolicyConfig) -> ParallelOptions:
-    """Return a teacher's layout: split matrices and a mixture's whole experts as far as ranks divide them."""
+    """Return a teacher's layout: tensor-parallel matrices, and experts spread over ranks as their number allows."""
     if config.mixture is None or ranks == 1:
         return ParallelOptions(ranks=ranks, tensor=ranks)
     expert = math.gcd(ranks, config.num_experts)
@@ -17,10 +17,10 @@ def teacher_layout(ranks: int, config: PolicyConfig) -> ParallelOptions:
 
 
 def check_layout(parallel: ParallelOptions, config: PolicyConfig) -> None:
-    """Check that a layout divides the ranks and the policy.
+    """Check that a layout divides the ranks and the policy's sizes.
 
     Raises:
-        SettingsError: It does not; each line names a setting, what was found, and what works.
+        SettingsError: It does not; each line names a setting, its value and the possible values.
     """
     check_ranks(parallel)
     if found := [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]:
@@ -34,10 +34,10 @@ def check_learner(
     *,
     lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
 ) -> None:
-    """Check that options fit the layout, the policy and its adapter.
+    """Check that learner options fit the layout, the policy and its adapter.
 
     Raises:
-        SettingsError: They do not; each line names an option, what was found, and what works.
+        SettingsError: They do not; each line names an option, its value and the possible values.
     """
     problems = (*_gather_problems(options, parallel), *_recompute_problems(options, config))
     if found := [*problems, *_kernel_problems(options, lora)]:
@@ -47,16 +47,16 @@ def check_learner(
 def _kernel_problems(options: LearnerOptions, lora: LoraOptions) -> Iterator[str]:
     if options.kernels == "transformer_engine" and lora.rank:
         yield (
-            'kernels = "transformer_engine" has no matrices with an adapter beside them; found lora.rank = '
-            f'{lora.rank}. Set kernels = "fused", or lora.rank = 0.'
+            f'kernels = "transformer_engine" does not support adapters; found lora.rank = {lora.rank}. Set kernels = '
+            '"fused", or lora.rank = 0.'
         )
 
 
 def _gather_problems(options: LearnerOptions, parallel: ParallelOptions) -> Iterator[str]:
     if options.overlap_param_gather and not parallel.distributed_optimizer:
         yield (
-            "overlap_param_gather needs parallel.distributed_optimizer = true: without, each rank updates all of its "
-            "weights, and none are gathered; found false. Set it, or overlap_param_gather = false."
+            "overlap_param_gather needs parallel.distributed_optimizer = true; found false. Without it, each rank "
+            "updates all of its weights, and there is nothing to gather. Set it, or set overlap_param_gather = false."
         )
 
 
@@ -68,7 +68,7 @@ def _recompute_problems(options: LearnerOptions, config: PolicyConfig) -> Iterat
     for module in options.recompute_modules:
         if layers.get(module) == 0:
             what = "a mixture of experts" if module == "moe" else "a dense MLP"
-            yield f'recompute_modules has "{module}", and no layer of this policy has {what}; leave it out.'
+            yield f'recompute_modules has "{module}", but no layer of this policy has {what}; remove it.'
 
 
 def _dense_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterator[str]:
@@ -90,10 +90,10 @@ def _dense_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterator
 
 
 def check_ranks(parallel: ParallelOptions) -> None:
-    """Check a layout without knowing the policy.
+    """Check a layout without a policy.
 
     Raises:
-        SettingsError: A size is not a whole number of at least 1, or does not divide the ranks; each line names one.
+        SettingsError: A size is not a whole number of at least 1, or does not divide the ranks; one line per size.
     """
     if found := list(parallel.problems()) or list(_rank_problems(parallel)):
         raise SettingsError("\n".join(found))
@@ -104,7 +104,7 @@ def _rank_problems(parallel: ParallelOptions) -> Iterator[str]:
     if parallel.ranks % model_ranks:
         yield (
             f"ranks = {parallel.ranks} must be a multiple of tensor * pipeline * context = {parallel.tensor} * "
-            f"{parallel.pipeline} * {parallel.context} = {model_ranks}; what is left over is data parallelism."
+            f"{parallel.pipeline} * {parallel.context} = {model_ranks}; the quotient is the data-parallel size."
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield f"virtual_pipeline = {parallel.virtual_pipeline} needs pipeline > 1; found 1. Set virtual_pipeline = 1."
@@ -136,8 +136,8 @@ def _expert_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterato
         )
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
-            f"sequence must be true for a mixture of experts with tensor = {parallel.tensor}: megatron trains no "
-            "other; found false."
+            f"sequence must be true for a mixture of experts with tensor = {parallel.tensor}, since Megatron requires "
+            "it; found false."
         )
 
 
@@ -145,7 +145,7 @@ def _not_divided(field: str, value: int, setting: str, size: int) -> Iterator[st
     if value % size:
         divisors = [number for number in range(1, value + 1) if value % number == 0]
         yield (
-            f"{setting} = {size} must divide the policy's {field} = {value}; possible: "
+            f"{setting} = {size} must divide the policy's {field} = {value}; possible values: "
             f"{', '.join(map(str, divisors[:12]))}."
         )
 

@@ -25,10 +25,10 @@ class PrefixForest:
     Segments s + 1 to stop[s] - 1 continue segment s, so their tokens are contiguous.
 
     Attributes:
-        parent: [S] int64 segment that each one continues, -1 at the start of a row.
-        stop: [S] int64 first later segment that does not continue each one.
+        parent: [S] int64 parent segment of each segment; -1 at the start of a row.
+        stop: [S] int64 index of the first later segment that does not continue the segment.
         offsets: [S + 1] int64 offsets of the segments in the computed tokens; every segment has at least one token.
-        places: [T] int64 computed token of each row token.
+        places: [T] int64 index of the computed token of each row token.
     """
 
     parent: Int64s
@@ -43,7 +43,7 @@ class PrefixForest:
 
     @property
     def is_shared(self) -> bool:
-        """False if each row is computed on its own, in order."""
+        """Whether rows share computed tokens; if not, each row is computed on its own, in order."""
         return self.num_computed < len(self.places)
 
     @property
@@ -55,7 +55,7 @@ class PrefixForest:
 
 
 def separate_rows(lengths: Int64s) -> PrefixForest:
-    """Return a forest that shares nothing: each row is a segment."""
+    """Return a forest without sharing: each row is one segment."""
     offsets = offsets_of(lengths)
     count = np.arange(len(lengths), dtype=np.int64)
     return PrefixForest(np.full(len(lengths), -1), count + 1, offsets, np.arange(int(offsets[-1]), dtype=np.int64))
@@ -73,7 +73,9 @@ def prefix_forest(rows: Sequence[Int64s], *, min_shared: int) -> PrefixForest:
     parent: list[int] = []
     lengths: list[int] = []
     paths: list[list[int]] = [[] for _ in rows]
-    pending = [(0, len(rows), 0, -1)] if rows else []  # order[low:high] agree up to depth, after the segment above
+    pending = (
+        [(0, len(rows), 0, -1)] if rows else []
+    )  # order[low:high] agree up to depth; `above` is the segment before
     while pending:
         low, high, depth, above = pending.pop()
         common = min(shared[low : high - 1], default=len(rows[order[low]]))
@@ -109,13 +111,13 @@ def _stops(parent: Sequence[int]) -> Int64s:
 
 
 def batch_forest(batch: Batch, *, min_shared: int) -> PrefixForest:
-    """Return the forest of a batch; rows of different prompts share nothing.
+    """Build the forest of a batch; rows of different prompts share nothing.
 
     Rows share a token only if the engine chose the same experts for it.
 
     Args:
-        batch: Has `input_ids`; rows of a prompt need not be neighbours.
-        min_shared: Minimum tokens of a shared segment; 0 shares nothing.
+        batch: Needs `input_ids`; rows of a prompt need not be adjacent.
+        min_shared: Minimum tokens of a shared segment; 0 disables sharing.
     """
     lengths = batch.ragged("input_ids").lengths
     prompts = batch.keys.prompts
@@ -140,7 +142,7 @@ def batch_forest(batch: Batch, *, min_shared: int) -> PrefixForest:
 
 
 def _told_apart(batch: Batch) -> Ragged:
-    """Return numbers that are equal where both token and chosen experts are equal."""
+    """Return numbers that are equal if and only if both the token and its chosen experts are equal."""
     ids = batch.ragged("input_ids")
     if ROUTED_EXPERTS not in batch:
         return ids
@@ -152,16 +154,17 @@ def _told_apart(batch: Batch) -> Ragged:
 def computed_units(
     batch: Batch, *, min_shared: int, max_tokens: int, num_ranks: int = 1
 ) -> tuple[list[Int64s], Int64s]:
-    """Return groups of rows that are best computed together, with their computed tokens.
+    """Group rows that are best computed together, with the number of their computed tokens.
 
     Args:
-        batch: Has `input_ids`; no row is empty.
-        min_shared: Minimum tokens of a shared segment; 0 shares nothing.
-        max_tokens: Maximum computed tokens of a unit; a larger unit is halved while it has several rows.
-        num_ranks: Number of ranks; a unit above one rank's share of the work is halved too.
+        batch: Needs `input_ids`; no row is empty.
+        min_shared: Minimum tokens of a shared segment; 0 disables sharing.
+        max_tokens: Maximum computed tokens of a unit; a larger unit is halved as long as it has several rows.
+        num_ranks: Number of ranks; a unit larger than one rank's share of the work is halved too.
 
     Returns:
-        Rows of each unit, each row in one unit; and [units] int64 tokens. A row that shares nothing is its own unit.
+        Row indices of each unit, with each row in one unit; and [units] int64 computed tokens. A row that shares
+        nothing is its own unit.
     """
     lengths = batch.ragged("input_ids").lengths
     alone: list[Int64s] = list(np.arange(len(lengths), dtype=np.int64)[:, None])

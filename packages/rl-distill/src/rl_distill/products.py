@@ -1,6 +1,6 @@
-"""float32 matrix products on a CPU: torch's own, or oneDNN's if they are faster.
+"""float32 matrix products on CPUs with torch's library or, where it is faster, oneDNN.
 
-torch calls MKL, which takes a slow path on some non-Intel processors; oneDNN generates code for each processor. Both
+torch calls MKL, which uses a slow path on some non-Intel processors; oneDNN generates code for each processor. Both
 compute in true float32 but round differently, so a run chooses once and keeps its choice. oneDNN's product has no
 public name in torch. If it is missing, "auto" uses torch's, and "onednn" raises an error.
 """
@@ -20,22 +20,22 @@ from rl_core.errors import SettingsError
 Products = Literal["torch", "onednn"]
 
 _MIN_OPERATIONS = 2**21
-"""Products with fewer multiplications stay torch's, since calling oneDNN costs about 10 microseconds."""
+"""Smaller products (in multiplications) stay torch's, since a call of oneDNN costs about 10 microseconds."""
 
 _SHAPES = ((1024, 256, 1024), (1024, 1024, 256))
 """(rows, inputs, outputs) of the measured products."""
 
 _MIN_GAIN = 1.25
-"""Minimum speed-up of oneDNN to choose it; closer to 1, two measurements could disagree."""
+"""Minimum speed-up at which oneDNN is chosen; with a lower one, two measurements could disagree."""
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b of two matrices."""
+    """Return a @ b for two matrices."""
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
 
 
 def has_onednn() -> bool:
-    """True if oneDNN is available and its products agree with torch's."""
+    """Whether oneDNN is available, and its products agree with torch's."""
     a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
     try:
         return bool(torch.equal(_onednn(a, b), torch.mm(a, b)))
@@ -44,7 +44,7 @@ def has_onednn() -> bool:
 
 
 def chosen_products(wanted: str) -> Products:
-    """Return the library to compute with; "auto" is the faster one in a short measurement on this thread.
+    """Return the library to use; "auto" measures both briefly on this thread and returns the faster.
 
     Raises:
         SettingsError: oneDNN is requested, but this torch or processor lacks it.
@@ -56,7 +56,7 @@ def chosen_products(wanted: str) -> Products:
     if not has_onednn():
         raise SettingsError(
             f'learner.products is "onednn", which torch {torch.__version__} does not have on this machine. Set it to '
-            '"torch"; a run that began with oneDNN then continues with other rounding.'
+            '"torch"; a run that started with oneDNN then continues with different rounding.'
         )
     return "onednn"
 
@@ -68,13 +68,15 @@ def _measured() -> Products:
 
 
 def _gain(rows: int, inputs: int, outputs: int) -> float:
-    """Return oneDNN's speed-up: the quotient of the shortest of 15 alternating calls of each.
+    """Measure oneDNN's speed-up: the ratio of the shortest of 15 alternating calls of each.
 
-    Uses processor seconds of short calls in turn, since disturbances by other processes outlast a call.
+    Measures thread CPU time of short, alternating calls, since disturbances by other processes outlast a call.
     """
     a, b = torch.ones(rows, inputs), torch.ones(outputs, inputs).t()
     calls: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.mm, _onednn)
-    times = [[_seconds(product, a, b) for product in calls] for _ in range(16)][1:]  # the first one prepares
+    times = [[_seconds(product, a, b) for product in calls] for _ in range(16)][
+        1:
+    ]  # the first call of each is a warm-up
     return max(min(of_torch for of_torch, _ in times), 1e-9) / max(min(of_onednn for _, of_onednn in times), 1e-9)
 
 
@@ -104,7 +106,7 @@ def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: floa
 
 @contextmanager
 def computing_with(products: str) -> Iterator[None]:
-    """Compute float32 matrix products on the CPU with a library inside the context, forward and backward.
+    """Compute float32 matrix products on the CPU with this library inside the context, forward and backward.
 
     Products outside the context stay torch's, since an engine may run in the same process.
 
@@ -115,7 +117,7 @@ def computing_with(products: str) -> Iterator[None]:
         yield
         return
     with torch.library._scoped_library("aten", "IMPL") as library:
-        with warnings.catch_warnings(action="ignore"):  # torch says once that a kernel is replaced
+        with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is replaced
             for name, product in {"mm": _mm, "mm.out": _mm_out, "addmm_": _addmm_}.items():
                 library.impl(name, product, "CPU", allow_override=True)
         yield

@@ -1,4 +1,4 @@
-"""transformers' model of a policy, with a parameter for each tensor of its folder.
+"""transformers' model of a policy, with one parameter per tensor of its Hugging Face folder.
 
 Imports transformers, which the extra `rl-distill[megatron]` installs.
 """
@@ -16,7 +16,7 @@ from rl_distill.architecture.policy_config import PolicyConfig
 
 
 class _Expert(nn.Module):
-    """One gated feed-forward layer, named as in a Hugging Face folder."""
+    """A gated feed-forward layer with the names of a Hugging Face folder."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Expert(nn.Module):
 
 
 class _Experts(nn.ModuleList):
-    """The experts of a layer one by one; transformers holds all of them in two parameters."""
+    """The experts of a layer as separate modules; transformers fuses all of them into two parameters."""
 
     def __init__(self, mixture: MixtureConfig, hidden_size: int, std: float) -> None:
         super().__init__(_Expert(hidden_size, mixture.ffn_hidden_size) for _ in range(mixture.num_experts))
@@ -37,7 +37,7 @@ class _Experts(nn.ModuleList):
             nn.init.normal_(parameter, std=std)
 
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Return outputs [T, hidden] of tokens [T, hidden] from their experts [T, top_k] and their weights."""
+        """Return outputs [T, hidden] for hidden states [T, hidden], expert indices and weights [T, top_k]."""
         out = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
             tokens, places = torch.where(chosen == index)
@@ -47,12 +47,12 @@ class _Experts(nn.ModuleList):
 
 
 def reference_model(config_json: Mapping[str, Any], config: PolicyConfig, *, dtype: torch.dtype) -> Any:
-    """Return transformers' model with random weights and parameters named as the folder's tensors.
+    """Return transformers' model with random weights and the folder's tensor names.
 
     A router's bias is a float32 parameter without gradient.
 
     Args:
-        config_json: The content of config.json.
+        config_json: Content of config.json.
         config: The parsed config.json.
         dtype: dtype of the parameters.
     """

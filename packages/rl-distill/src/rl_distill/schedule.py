@@ -8,11 +8,11 @@ from rl_distill.options import LearnerOptions
 def learning_rate_at(step: int, options: LearnerOptions) -> float:
     """Return the learning rate of a step: linear warm-up, then constant or decaying.
 
-    Even with min_learning_rate 0, no step of the warm-up or decay has rate 0: in a warm-up over W steps, step s has the
-    share s / W; in a decay that ends at step D, it has the share (D + 1 - s) / (D - W).
+    With min_learning_rate 0, no step of the warm-up or decay has rate 0. In a warm-up over W steps, step s has the
+    share s / W of the peak; in a linear decay that ends at step D, it has the share (D + 1 - s) / (D - W).
 
     Args:
-        step: From 1.
+        step: Optimizer step, from 1.
         options: Peak rate, warm-up and decay.
     """
     peak, lowest = options.learning_rate, options.min_learning_rate

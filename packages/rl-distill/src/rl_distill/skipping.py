@@ -1,4 +1,4 @@
-"""Counts updates skipped because of non-finite values; saves the rows and fails if there are too many in a row."""
+"""Counts updates skipped because of non-finite values, and raises an error after too many in a row."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ MAX_SAVED_ROWS = 256
 
 
 class NonFiniteError(RLError, FloatingPointError):
-    """Loss or gradients were not finite in too many updates in a row; the weights are those before these updates."""
+    """Too many consecutive updates had a non-finite loss or gradient norm; the weights are those before them."""
 
 
 class SkippedUpdates:
@@ -30,19 +30,19 @@ class SkippedUpdates:
 
         Args:
             most: Maximum number of consecutive skipped updates.
-            directory: Folder for the rows of the update that exceeds the maximum.
+            directory: Folder in which the rows of the update that exceeds the maximum are saved.
         """
         self._most, self._directory = most, directory
         self.in_a_row = 0
         self.total = 0
 
     def check(self, result: StepResult, batch: Batch, *, what: str) -> None:
-        """Count an update.
+        """Count an update; called after each one.
 
         Args:
             result: Result of the update.
             batch: Batch of the update.
-            what: The updated model, such as "policy".
+            what: The updated model, e.g. "policy"; used in the file name and messages.
 
         Raises:
             NonFiniteError: More consecutive updates were skipped than allowed; the message names the file with the
@@ -60,15 +60,15 @@ class SkippedUpdates:
             file = save_rows(batch, rows, self._directory / f"{what}_step_{result.step + 1}.jsonl")
             found = f"{len(result.broken_rows)} of {len(batch)} rows" if result.broken_rows else "no single row"
             raise NonFiniteError(
-                f"{self.in_a_row} updates of the {what} in a row were skipped ({cause}); the weights are those of step "
-                f"{result.step}. {found} had something that is not finite; the rows are in {file}. Look there for "
+                f"skipped {self.in_a_row} updates of the {what} in a row ({cause}); the weights are those of step "
+                f"{result.step}. {found} had a value that is not finite; the rows are in {file}. Check them for "
                 "infinite logprobs, advantages or returns, or lower the learning rate."
             )
 
 
 @converts_arguments
 def save_rows(batch: Batch, rows: tuple[int, ...], file: Path) -> Path:
-    """Write the keys and columns of rows as lines of JSON, for inspection.
+    """Write the keys and columns of rows as JSON lines, for inspection.
 
     Args:
         batch: Batch of the rows.

@@ -1,4 +1,4 @@
-"""Checks and calculations that both learners share in an optimizer step."""
+"""Checks and calculations for an optimizer step that both learners share."""
 
 import re
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from rl_distill.options import LearnerOptions
 
 
 def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = False) -> PolicySource:
-    """Read a policy's configuration from a Hugging Face folder, or from a config.json's content for random weights.
+    """Read a policy's configuration from a Hugging Face folder, or from config.json content for random weights.
 
     Args:
-        policy: The folder, or the content.
-        is_critic: Also accept a classifier with the same layers: a saved critic or a reward model.
+        policy: The folder, or the content of config.json.
+        is_critic: Also accept a classifier with the same layers, such as a saved critic or a reward model.
 
     Raises:
         DataError: There is no valid config.json.
@@ -37,31 +37,31 @@ def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = Fal
 
 
 def parameter_dtype(options: LearnerOptions) -> torch.dtype:
-    """Return the torch dtype of the parameters from checked options."""
+    """Return the torch dtype of the parameters; the options must be checked."""
     return DTYPES[options.dtype]
 
 
 def check_trainable(batch: Batch) -> None:
-    """Check that some token of the batch trains.
+    """Check that at least one token of the batch trains.
 
     Raises:
-        ShapeError: loss_weights is missing, all zero, or not zero outside loss_mask.
+        ShapeError: loss_weights is missing, all zero, or nonzero outside loss_mask.
     """
     if "loss_weights" not in batch:
         raise ShapeError(f"train_step needs the column 'loss_weights'; the batch has {sorted(batch.names)}.")
     weights = batch.ragged("loss_weights").values
     if not weights.any():
-        raise ShapeError("nothing in the batch trains: all loss_weights are 0. Skip the step.")
+        raise ShapeError("no token of the batch trains: all loss_weights are 0. Skip the step.")
     if "loss_mask" in batch and (outside := np.flatnonzero((weights != 0) & ~batch.ragged("loss_mask").values)).size:
         row = int(np.searchsorted(batch.ragged("loss_mask").offsets, outside[0], side="right")) - 1
         raise ShapeError(
-            f"{outside.size} tokens have loss_weights that are not 0 where loss_mask is False, first in row {row}: "
-            "they would train. Make loss_weights from loss_mask, as with_loss_weights does."
+            f"loss_weights must be 0 where loss_mask is False; found {outside.size} tokens where they are not, first "
+            f"in row {row}. Compute loss_weights from loss_mask, as with_loss_weights does."
         )
 
 
 def clip_scale(grad_norm: float, clip_grad: float) -> float:
-    """Return the factor for gradients: 1 if their norm is within the limit or clip_grad is 0."""
+    """Return the factor for the gradients; 1 if their norm is within the limit or clip_grad is 0."""
     return min(1.0, clip_grad / (grad_norm + 1.0e-6)) if clip_grad > 0.0 else 1.0
 
 
@@ -72,7 +72,7 @@ def check_temperature(temperature: float) -> None:
         SettingsError: It is not above 0.
     """
     if not temperature > 0:
-        raise SettingsError(f"temperature must be above 0; found {temperature}. The learner scores what was sampled.")
+        raise SettingsError(f"temperature must be above 0; found {temperature}. The learner scores sampled tokens.")
 
 
 def check_open(is_open: bool) -> None:
@@ -82,4 +82,4 @@ def check_open(is_open: bool) -> None:
         NotReadyError: It was closed.
     """
     if not is_open:
-        raise NotReadyError("the learner was closed; make a new one.")
+        raise NotReadyError("the learner was closed; create a new one.")

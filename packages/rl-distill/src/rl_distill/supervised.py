@@ -7,14 +7,14 @@ from rl_distill.learner import MetricSums, MicroBatch
 
 def supervised_objective(
     policy_logprobs: torch.Tensor,
-    entropy: torch.Tensor | None,  # noqa: ARG001 - the signature of every objective
+    entropy: torch.Tensor | None,  # noqa: ARG001 - every objective has this signature
     micro_batch: MicroBatch,
 ) -> tuple[torch.Tensor, MetricSums]:
     """Return the cross entropy weighted by `loss_weights`.
 
     Args:
-        policy_logprobs: [T] logprobs of the tokens.
-        entropy: Not used.
+        policy_logprobs: [T] natural-log probabilities of the tokens.
+        entropy: Unused.
         micro_batch: Needs the columns loss_weights [T] and loss_mask [T].
 
     Returns:

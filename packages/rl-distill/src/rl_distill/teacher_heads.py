@@ -1,4 +1,4 @@
-"""Teachers' output matrices held by the student, so that whole distributions are never sent."""
+"""Teachers' output matrices on the student's ranks, so that full distributions are never transferred."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +20,14 @@ def read_heads(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> list[Tensor]:
-    """Read a rank's slices [V of the slice, H] of the teachers' output matrices.
+    """Read a rank's vocabulary slice [V of the slice, H] of each teacher's output matrix.
 
-    Drops a teacher's padding rows beyond the student's vocabulary.
+    A teacher's padding rows beyond the student's vocabulary are dropped.
 
     Args:
         folders: Hugging Face folders of the teachers.
         student: The student's configuration.
-        dtype: dtype of the matrices.
+        dtype: Dtype of the matrices.
         device: Device of the matrices.
         rank: Index of the vocabulary slice.
         num_ranks: Number of slices of equal length; the last is padded with zeros.
@@ -44,8 +44,8 @@ def read_heads(
         config = parse_policy_config(read_policy_config(folder))
         if config.vocab_size < student.vocab_size:
             raise SettingsError(
-                f"teacher {folder} has {config.vocab_size} tokens, the student {student.vocab_size}; its whole "
-                'distribution cannot be compared. Use distribution = "top_k".'
+                f"teacher {folder} has {config.vocab_size} tokens, the student {student.vocab_size}; their full "
+                'distributions cannot be compared. Use distribution = "top_k".'
             )
         name = "model.embed_tokens.weight" if config.is_tied else "lm_head.weight"
         head = torch.zeros(width, config.hidden_size, dtype=dtype)

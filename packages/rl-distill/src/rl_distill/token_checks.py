@@ -1,4 +1,4 @@
-"""Checks of a batch's tokens against the policy, made once by the caller before ranks compute."""
+"""Checks of a batch's tokens against the policy, done once before the ranks compute."""
 
 import itertools
 
@@ -11,18 +11,18 @@ from rl_distill.prefixes import ROUTED_EXPERTS
 
 
 def check_tokens(batch: Batch, config: PolicyConfig) -> None:
-    """Check that tokens are in the vocabulary, and that experts are distinct, fully known and the policy's.
+    """Check that tokens are in the vocabulary, and that a token's experts are distinct, complete and in the policy.
 
     Raises:
-        ShapeError: They are not; the message names the row, what was found, and what works.
+        ShapeError: A check fails; the message names the row, the value and the allowed values.
     """
     ids = batch.ragged("input_ids")
     is_outside = (ids.values < 0) | (ids.values >= config.vocab_size)
     if is_outside.any():
         place = int(np.flatnonzero(is_outside)[0])
         raise ShapeError(
-            f"input_ids must be from 0 to {config.vocab_size - 1}, the policy's vocabulary; "
-            f"row {_row_of(ids, place)} has {int(ids.values[place])}. Are tokenizer and policy of the same model?"
+            f"input_ids must be in [0, {config.vocab_size - 1}], the policy's vocabulary; row {_row_of(ids, place)} "
+            f"has {int(ids.values[place])}. Check that tokenizer and policy belong to the same model."
         )
     if ROUTED_EXPERTS in batch:
         _check_experts(batch.ragged(ROUTED_EXPERTS), config)
@@ -30,11 +30,11 @@ def check_tokens(batch: Batch, config: PolicyConfig) -> None:
 
 def _check_experts(chosen: Ragged, config: PolicyConfig) -> None:
     if config.mixture is None:
-        raise ShapeError("routed_experts are for a mixture of experts; this policy is dense. Leave the column out.")
+        raise ShapeError("routed_experts need a mixture of experts; this policy is dense. Drop the column.")
     wanted = (config.num_layers, config.mixture.top_k)
     if tuple(chosen.values.shape[1:]) != wanted:
         raise ShapeError(
-            f"routed_experts must have {list(wanted)} (layers, top_k) for each token, as this policy has; found "
+            f"routed_experts must have {list(wanted)} (layers, top_k) per token, as in this policy; found "
             f"{list(chosen.values.shape[1:])}."
         )
     top_k, last = config.mixture.top_k, config.mixture.num_experts - 1
@@ -48,9 +48,9 @@ def _check_experts(chosen: Ragged, config: PolicyConfig) -> None:
         row = _row_of(chosen, place)
         where = f"row {row}, token {place - int(chosen.offsets[row])}, layer {layer}"
         raise ShapeError(
-            f"routed_experts must be {top_k} different experts from 0 to {last} for each token and layer, or -1 "
-            f"throughout where nothing is known; {where} has {chosen.values[place, layer].tolist()}. Did an engine "
-            "with this policy sample the row?"
+            f"routed_experts must be {top_k} different experts from 0 to {last} for each token and layer, or all -1 "
+            f"if unknown; {where} has {chosen.values[place, layer].tolist()}. Check that the row was sampled by an "
+            "engine with this policy."
         )
 
 

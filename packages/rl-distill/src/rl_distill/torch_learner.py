@@ -1,6 +1,6 @@
-"""Reference learner: transformers' model with padding and torch's AdamW; the oracle in tests.
+"""Reference learner: transformers' model on padded batches with torch's AdamW; serves as the oracle in tests.
 
-Needs transformers, which the extra `rl-distill[megatron]` installs.
+Imports transformers, which the extra `rl-distill[megatron]` installs.
 """
 
 import math
@@ -46,10 +46,10 @@ from rl_distill.teacher_heads import read_heads
 
 
 class TorchLearner:
-    """A learner on torch alone, in one process; see `rl_distill.learner.Learner`.
+    """A learner on plain torch, in one process; see `rl_distill.learner.Learner`.
 
     Attributes:
-        step: Optimizer steps done so far.
+        step: Optimizer steps taken so far.
     """
 
     @converts_arguments
@@ -59,9 +59,9 @@ class TorchLearner:
         """Build the policy.
 
         Args:
-            policy: A Hugging Face folder with safetensors, or a config.json's content for random weights.
-            options: Options of training.
-            device: Device of the model; None is the CPU.
+            policy: A Hugging Face folder with safetensors, or the content of a config.json for random weights.
+            options: Options of the learner.
+            device: Device of the model; None for the CPU.
 
         Raises:
             SettingsError: The architecture or a setting is not supported.
@@ -119,7 +119,7 @@ class TorchLearner:
         """Take one optimizer step on the whole batch.
 
         Raises:
-            ShapeError: loss_weights is missing or all zero.
+            ShapeError: loss_weights is missing, all zero, or nonzero outside loss_mask.
         """
         check_open(self._is_open)
         check_trainable(batch)
@@ -163,11 +163,11 @@ class TorchLearner:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @converts_arguments
-    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002 - written at once
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002 - always in the foreground
         """Write a checkpoint into an empty directory, always in the foreground.
 
         Raises:
-            CheckpointError: The directory has files in it.
+            CheckpointError: The directory is not empty.
         """
         require_empty(directory)
         states = {
@@ -183,7 +183,7 @@ class TorchLearner:
 
     @converts_arguments
     def load(self, directory: Path) -> None:
-        """Continue from `save`.
+        """Resume from a checkpoint that `save` wrote.
 
         Raises:
             CheckpointError: The checkpoint is missing, incomplete or of another model; the learner is unchanged.
@@ -204,7 +204,7 @@ class TorchLearner:
         self.step = step
 
     def offload(self) -> int:
-        """Free the gradients."""
+        """Free the gradients; return the bytes freed."""
         freed = sum(p.grad.nbytes for p in self._parameters.values() if p.grad is not None)
         self._model.zero_grad()
         return freed
@@ -217,7 +217,7 @@ class TorchLearner:
     def _packs(self, batch: Batch) -> list[Pack]:
         if "routed_experts" in batch:
             raise SettingsError(
-                "the reference learner cannot replay the column 'routed_experts'; leave it out of the batch, or train "
+                "the reference learner cannot replay the column 'routed_experts'; drop it from the batch, or train "
                 "with the Megatron learner."
             )
         return pack_batch(batch, max_tokens=self._options.micro_batch_tokens, device=self._device)
@@ -257,7 +257,7 @@ class TorchLearner:
         self._teacher_heads = read_heads(folders, self._source.config, dtype=dtype, device=self._device)
 
     def _compared(self, pack: Pack, logits: Tensor, comparison: Comparison | None) -> MicroBatch:
-        """Return the micro-batch with the columns from comparing logits [T, V] with teachers."""
+        """Return the micro-batch with columns that compare the logits [T, V] with the teachers'."""
         micro = pack.micro_batch
         if comparison is None:
             return micro
@@ -270,7 +270,7 @@ class TorchLearner:
         return with_measures(micro, columns)
 
     def _score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logprobs and entropy [T] of a pack, and their logits [T, V], from a right-padded batch."""
+        """Return logprobs [T], entropy [T] and logits [T, V] of a pack, computed on a right-padded batch."""
         micro_batch = pack.micro_batch
         rows = torch.repeat_interleave(torch.arange(len(pack.rows), device=self._device), micro_batch.offsets.diff())
         steps = micro_batch.position_ids
@@ -288,13 +288,13 @@ class TorchLearner:
 
 
 def _piece(name: str, tensor: Tensor) -> Piece:
-    """Return a whole tensor under a name; on the CPU, the tensor itself, to read or fill."""
+    """Wrap a whole tensor as a piece; on the CPU without a copy, so that it can be read into."""
     shape = tuple(tensor.shape)
     return Piece(name=name, shape=shape, offsets=(0,) * len(shape), tensor=tensor.detach().cpu().contiguous())
 
 
 def _adamw(parameters: list[Tensor], options: LearnerOptions) -> torch.optim.AdamW:
-    """Return AdamW with Megatron's parameter groups: no weight decay on vectors, which are the norms."""
+    """Return AdamW with Megatron's parameter groups: no weight decay on vectors (the norms)."""
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},

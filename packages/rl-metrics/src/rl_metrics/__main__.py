@@ -1,4 +1,4 @@
-"""`python -m rl_metrics` is `rl-metrics`."""
+"""Entry point of `python -m rl_metrics`, which is `rl-metrics`."""
 
 import sys
 

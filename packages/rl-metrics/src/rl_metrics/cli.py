@@ -1,6 +1,5 @@
 """The command `rl-metrics`."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ from rl_core.errors import RLError
 from rl_core.terminal_text import describe_version, escaped_event, print_uncaught
 from rl_metrics.commands import check, compare, doctor, importing, plot, report, rules, serve
 from rl_metrics.commands import list as listing
-from rl_metrics.commands.parts import Run, Verbs, refuse
+from rl_metrics.commands.parts import Parser, Run, Verbs, refuse
 
 VERBS = (listing, plot, compare, importing, report, serve, check, doctor, rules)
 
@@ -19,13 +18,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments without the program's name; None takes the process's.
+        argv: Arguments without the program's name; None uses those of the process.
 
     Returns:
         The exit status: 0 on success, 2 on an error; `check` and `doctor` return 1 for findings.
     """
     arguments = _parser().parse_args(argv)
-    if not structlog.is_configured():  # warnings, which are no part of what a verb gives
+    if not structlog.is_configured():  # warnings, which are not part of a verb's output
         *before, renderer = structlog.get_config()["processors"]
         sys.excepthook = print_uncaught
         structlog.configure(
@@ -41,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(why if error.filename is None else f"{error.filename} cannot be read or written: {why}.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rl-metrics", description="Inspect, compare and diagnose training runs.")
+def _parser() -> Parser:
+    parser = Parser(prog="rl-metrics", description="Inspect, compare and diagnose training runs.")
     parser.add_argument("--version", action="version", version=describe_version("rl-metrics"))
     verbs = Verbs(parser)
     for verb in VERBS:

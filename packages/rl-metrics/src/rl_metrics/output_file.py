@@ -19,12 +19,12 @@ def check_output(output: Path, *, what: str, endings: Sequence[str]) -> None:
     """
     if output.is_dir():
         example = output / f"{what.removeprefix('the ')}{endings[0]}"
-        raise SettingsError(f"{what} must be a file; {output} is a folder. Give a file in it, such as {example}.")
+        raise SettingsError(f"{what} must be a file; {output} is a folder. Name a file in it, such as {example}.")
     if output.suffix.lower() not in endings:
         ends = " or ".join(endings)
         raise SettingsError(
-            f"{what} must end in {ends}; found {output.name!r}. Give another file, such as "
+            f"{what} must end in {ends}; found {output.name!r}. Name another file, such as "
             f"{output.with_suffix(endings[0])}."
         )
     if not output.parent.is_dir():
-        raise SettingsError(f"{what} must be in a folder that is there; {output.parent} is none. Make it first.")
+        raise SettingsError(f"{what} must be in an existing folder; found {output.parent}. Create it first.")

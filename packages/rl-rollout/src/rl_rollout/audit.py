@@ -1,4 +1,4 @@
-"""Proof that the tokens that train are the tokens that the engine sampled."""
+"""Proof that the trained tokens are the tokens that the engine sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +17,16 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 @settings_record
 class AuditOptions:
-    """How many sessions are audited.
+    """Share of sessions to audit.
 
     Attributes:
-        share: Of all sessions, from 0 to 1; chosen by seed, prompt and session, never by what they gave.
-        rescored_share: Of all sessions, those that the engine scores again too; see `ScoreAudit`.
-        rescored_tolerance: Mean difference of a turn's logprobs, in nats, from which a session that is scored again
-            fails. In bfloat16 0.003 is usual; in float32 it is below 1e-5, and 0.01 finds one changed token.
-        seed: Of the choice.
+        share: Share of sessions whose tokens are audited, from 0 to 1. The seed, prompt and session determine the
+            choice, never the result.
+        rescored_share: Share of sessions, from 0 to 1, that the engine also scores again; see `ScoreAudit`.
+        rescored_tolerance: Maximum mean difference of a turn's logprobs, in nats, in a session that is scored again;
+            above it, the session fails. In bfloat16, 0.003 is usual; in float32, it is below 1e-5, and 0.01 detects one
+            changed token.
+        seed: Seed of the choice.
     """
 
     share: float = 1.0
@@ -74,7 +76,7 @@ class SampledSpan:
 
 
 class RecordingEngine:
-    """An engine that records the tokens it samples. Everything but `generate` is passed to the wrapped engine.
+    """An engine that records the tokens it samples. All attributes except `generate` are those of the wrapped engine.
 
     Requests that continue one another share one copy of their tokens, so a session's context is stored once.
     """
@@ -83,7 +85,8 @@ class RecordingEngine:
         """Wrap an engine."""
         self._engine = engine
         self._contexts: list[IntArray] = []
-        self._sampled: list[tuple[int, int, SampledSpan]] = []  # context, tokens of it, and the span without them
+        # Index of the context, its number of tokens, and the span without them.
+        self._sampled: list[tuple[int, int, SampledSpan]] = []
 
     @property
     def as_engine(self) -> RolloutEngine:
@@ -197,8 +200,8 @@ def audit_experts(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
         return
     given = np.full((num_rows, *told[0][0].shape[1:]), -1, np.int16) if given is None else given[:num_rows]
     expected, is_right = np.full_like(given, -1), np.zeros(num_rows, dtype=np.bool_)
-    is_sampled = trajectory.loss_mask[1 : num_rows + 1]  # where a request that gave the next token has the word
-    for _ in range(2):  # once more for rows that no such request told
+    is_sampled = trajectory.loss_mask[1 : num_rows + 1]  # where only the request that sampled the next token decides
+    for _ in range(2):  # again for rows that no such request reported
         for experts, span in told:
             _check_shape(trajectory, given, experts)
             known, sampled = _told(trajectory, span, num_rows)
@@ -213,8 +216,8 @@ def audit_experts(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
         raise DataError(
             f"{_name(trajectory)}: token {position} ({trajectory.input_ids[position]}) has experts "
             f"{given[position, layer].tolist()} in layer {layer}, but the engine used "
-            f"{expected[position, layer].tolist()} (-1: it told none). Keep each row of Generation.routed_experts at "
-            "its token, and of a token that was computed again the first."
+            f"{expected[position, layer].tolist()} (-1: not reported). Keep each row of Generation.routed_experts at "
+            "its token; for a token computed several times, keep the first row."
         )
 
 
@@ -227,8 +230,8 @@ def _own_first(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> Sequence
 def _check_shape(trajectory: Trajectory, given: ExpertArray, experts: ExpertArray) -> None:
     if given.shape[1:] != experts.shape[1:]:
         raise DataError(
-            f"{_name(trajectory)}: routed_experts has {list(given.shape[1:])} (layers, top_k) for each token; the "
-            f"engine told {list(experts.shape[1:])}."
+            f"{_name(trajectory)}: routed_experts has {list(given.shape[1:])} (layers, top_k) per token; the engine "
+            f"reported {list(experts.shape[1:])}."
         )
 
 
@@ -253,7 +256,7 @@ def _prove(trajectory: Trajectory, span: SampledSpan, unproven: BoolArray) -> bo
     is_same = trajectory.input_ids[start:stop] == span.token_ids[:size]
     num_same = size if is_same.all() else int(np.argmin(is_same))
     stop = start + num_same
-    proven = trajectory.rollout_logprobs[start:stop] == span.logprobs[:num_same]  # never of NaN
+    proven = trajectory.rollout_logprobs[start:stop] == span.logprobs[:num_same]  # False for NaN
     proven &= trajectory.policy_versions[start:stop] == span.policy_versions[:num_same]
     unproven[start:stop] &= ~proven
     return True
@@ -275,8 +278,8 @@ def _check_once(
     for position in np.flatnonzero((trained_before > 0) & (num_trained > num_sampled))[:1]:
         first = next(other for other in earlier if _trains_too(trajectory, other)[position])
         raise DataError(
-            f"{_name(trajectory)}: token {position} ({trajectory.input_ids[position]}) is trained by output "
-            f"{first.output_index} of its session too, but was sampled once. Train it in one of them, and mask it in "
+            f"{_name(trajectory)}: token {position} ({trajectory.input_ids[position]}) is also trained by output "
+            f"{first.output_index} of its session, but was sampled only once. Train it in one of them, and mask it in "
             "the other."
         )
 
@@ -303,11 +306,11 @@ def _samples(trajectory: Trajectory, span: SampledSpan) -> BoolArray:
 
 
 def _explanation(trajectory: Trajectory, spans: Sequence[SampledSpan], *, position: int) -> str:
-    """Describe what is wrong with the first unproven token."""
+    """Explain why the first unproven token fails."""
     where = f"{_name(trajectory)}: token {position} ({trajectory.input_ids[position]}) is trained"
-    advice = "Mask tokens that the policy did not sample, never tokenize a response again, and keep what was sampled."
+    advice = "Mask tokens that the policy did not sample, never tokenize a response again, and keep the sampled ids."
     if not spans:
-        return f"{where}, but the engine was asked for nothing. {advice}"
+        return f"{where}, but no request was sent to the engine. {advice}"
     agreements = [(_agreement(trajectory, span), len(span.input_ids)) for span in spans]
     if any(num_input <= position < num_agreeing for num_agreeing, num_input in agreements):
         return f"{where}, but the engine sampled it with another logprob or policy version. {advice}"
@@ -315,13 +318,13 @@ def _explanation(trajectory: Trajectory, spans: Sequence[SampledSpan], *, positi
         return f"{where}, but it was part of the input of the request, not sampled. {advice}"
     num_agreeing, num_input = max(agreements)
     return (
-        f"{where}, but no request led to it: the nearest, with {num_input} input tokens, agrees with the trajectory up "
-        f"to token {num_agreeing}. {advice}"
+        f"{where}, but no request sampled it: the closest one, with {num_input} input tokens, matches the trajectory "
+        f"up to token {num_agreeing}. {advice}"
     )
 
 
 def _agreement(trajectory: Trajectory, span: SampledSpan) -> int:
-    """Return how many leading tokens of the trajectory equal those of the request and its response."""
+    """Return the number of leading tokens of the trajectory that equal the request's and its response's."""
     asked = np.concatenate([span.input_ids, span.token_ids])
     size = min(len(asked), len(trajectory.input_ids))
     is_same = trajectory.input_ids[:size] == asked[:size]

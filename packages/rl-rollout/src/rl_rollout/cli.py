@@ -31,20 +31,20 @@ FOUND, REFUSED, INTERRUPTED = 1, 2, 130
 DEFAULT_GROUPS, DEFAULT_SESSIONS = 2, 2
 ERASE_LINE = "\r\x1b[K"
 
-EPILOG = "Exit status: 0; 1 where something is broken; 2 where the command cannot do what it is told."
-DIRECTORY = "a local folder, or a URL that fsspec knows, such as s3://bucket/rollouts"
-JSON = "as one JSON object"
-BROKEN = "read every entry whole, and remove those that are broken and what was set aside in broken/"
+EPILOG = "Exit status: 0; 1 if something is broken; 2 if the command cannot run as requested."
+DIRECTORY = "a local folder, or a URL supported by fsspec, such as s3://bucket/rollouts"
+JSON = "print one JSON object"
+BROKEN = "read every entry completely, and remove broken entries and the files set aside in broken/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments without the program's name; None takes the process's.
+        argv: Arguments without the program name; None uses sys.argv.
 
     Returns:
-        The exit status: 0; 1 where an entry is broken; 2 where there is nothing of what was asked for.
+        The exit status: 0; 1 if an entry is broken; 2 if the command cannot run as requested.
     """
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
@@ -77,7 +77,7 @@ def _show(arguments: argparse.Namespace) -> int:
         key = choose_entry(keys, arguments.entry, directory)
     else:
         key = newest_entry(store, keys)
-        choice = "the only one" if len(keys) == 1 else f"the newest of {len(keys)}; name another to see that"
+        choice = "the only one" if len(keys) == 1 else f"the newest of {len(keys)}; pass another name or step"
     found = show_entry(
         store, key, max_groups=arguments.groups, max_sessions=arguments.sessions, tokenizer=arguments.tokenizer
     )
@@ -110,7 +110,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _prune(arguments: argparse.Namespace) -> int:
     directory, is_dry_run = arguments.directory, arguments.dry_run
     if arguments.max_bytes is None and not arguments.broken and not arguments.entries:
-        _complain("prune needs --max-bytes SIZE, --broken or an ENTRY: without them nothing is known to be unwanted.")
+        _complain("prune needs --max-bytes SIZE, --broken or an ENTRY to select what to remove.")
         return REFUSED
     store = open_store(directory)
     keys = some_entries(store, directory) if arguments.entries else []
@@ -137,7 +137,7 @@ def _as_json(found: dict[str, Any]) -> str:
 
 
 def _say_progress(num_read: int, num_all: int) -> None:
-    """Show the reading progress in a terminal line, and erase it at the end."""
+    """Show the reading progress on one terminal line, and erase it at the end."""
     _erase_line(f"read {num_read} of {num_all} entries" if num_read < num_all else "")
 
 
@@ -160,21 +160,21 @@ def _size(text: str) -> int:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise argparse.ArgumentTypeError(f"a number from 0 was expected; found {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 999999999; found {text!r}")
     return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="rl-rollout", description="Serves models to agents, and shows stored rollouts."
+        prog="rl-rollout", description="Serve models to agents, and inspect stored rollouts."
     )
     parser.add_argument("--version", action="version", version=describe_version("rl-rollout"))
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     add_gateway(parts)
     cache = parts.add_parser(
         "cache",
-        help="skip caches: stored rollouts that a run replays",
-        description="Looks into a skip cache, the directory given as skip.directory, also while runs use it.",
+        help="inspect skip caches: stored rollouts that runs replay",
+        description="Inspect a skip cache, the directory set as skip.directory; safe while runs use it.",
         epilog=EPILOG,
     )
     verbs = cache.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -204,8 +204,8 @@ def _add_verb(verbs: Any, name: str, *, run: Callable[[argparse.Namespace], int]
 
 def _add_ls(verbs: Any) -> None:
     description = (
-        "Lists entries by their manifests and the sizes of their files; arrays are not read. Sizes are of all files.\n"
-        "A broken entry is listed with its path and reason, and is no error here."
+        "Lists entries from their manifests and file sizes, without reading arrays. Sizes include all files.\n"
+        "Broken entries are listed with path and reason, and do not change the exit status."
     )
     texts = "list entries", description, "skip-cache\ns3://bucket/rollouts --json"
     _add_verb(verbs, "ls", run=_list, texts=texts)
@@ -213,39 +213,39 @@ def _add_ls(verbs: Any) -> None:
 
 def _add_show(verbs: Any) -> None:
     description = (
-        "Shows what an entry was made of, and its prompts and responses. Reads it whole, every byte checked.\n"
-        "Tokens become text by the tokenizer in FOLDER, or in the folder of the policy where the entry names it."
+        "Shows the inputs, prompts and responses of an entry. Reads it completely and verifies every checksum.\n"
+        "Tokens are decoded with the tokenizer in FOLDER, or in the policy's folder if the entry names it."
     )
     examples = (
         "skip-cache\nskip-cache 7 --tokenizer models/Qwen3-0.6B --groups 1 --sessions 8\nskip-cache 7 --json --full"
     )
     verb = _add_verb(verbs, "show", run=_show, texts=("show prompts and responses", description, examples))
-    verb.add_argument("entry", nargs="?", metavar="ENTRY", help="an entry's name, or its step (default: the newest)")
+    verb.add_argument("entry", nargs="?", metavar="ENTRY", help="name or step of an entry (default: the newest)")
     verb.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a local model folder; needs transformers")
-    counts = ("--groups", DEFAULT_GROUPS, "prompts"), ("--sessions", DEFAULT_SESSIONS, "sessions of each prompt")
+    counts = ("--groups", DEFAULT_GROUPS, "prompts"), ("--sessions", DEFAULT_SESSIONS, "sessions per prompt")
     for name, default, what in counts:
-        shown = f"{what} to show (default: {default})"
+        shown = f"maximum number of {what} to show (default: {default})"
         verb.add_argument(name, type=_count, default=default, metavar="N", help=shown)
-    verb.add_argument("--full", action="store_true", help="do not cut long texts; --json never does")
+    verb.add_argument("--full", action="store_true", help="do not truncate long texts; --json never does")
 
 
 def _add_verify(verbs: Any) -> None:
-    description = "Reads entries whole and checks every byte by its checksum. Changes nothing."
+    description = "Reads entries completely and verifies every checksum. Changes nothing."
     examples = "skip-cache\nskip-cache train-00000007-0000 8 9"
-    verb = _add_verb(verbs, "verify", run=_verify, texts=("read entries whole", description, examples))
+    verb = _add_verb(verbs, "verify", run=_verify, texts=("verify the checksums of entries", description, examples))
     verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps (default: all)")
 
 
 def _add_prune(verbs: Any) -> None:
     description = (
-        "Removes leftovers of dead writers, then the named entries. --broken also removes broken entries, and reads\n"
-        "everything for that. --max-bytes then removes set-aside and the oldest entries until at most SIZE is left.\n"
-        "Entries are removed whole, also while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi,\n"
-        "Gi, Ti of 1024. On an object store, a write counts as a leftover after an hour."
+        "Removes leftovers of dead writers, then the named entries. --broken also removes broken entries, which\n"
+        "reads all entries. --max-bytes then removes set-aside files and the oldest entries down to SIZE. An entry is\n"
+        "removed completely, even while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi, Gi, Ti\n"
+        "of 1024. On an object store, an unfinished write counts as a leftover after one hour."
     )
     examples = "skip-cache --max-bytes 50G --dry-run\nskip-cache --broken\nskip-cache train-00000007-0000 8"
     verb = _add_verb(verbs, "prune", run=_prune, texts=("remove old, broken or named entries", description, examples))
     verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps of entries to remove")
-    verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="maximum size of what is kept")
+    verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="maximum total size after pruning")
     verb.add_argument("--broken", action="store_true", help=BROKEN)
-    verb.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
+    verb.add_argument("--dry-run", action="store_true", help="list what would be removed; change nothing")

@@ -1,4 +1,4 @@
-"""Filters that select the groups to train on. Packages add filters by the entry point group `rl_rollout.filters`."""
+"""Filters that select groups for training. Packages add filters with the entry point group `rl_rollout.filters`."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from rl_rollout.rollout import GroupResult
 from rl_rollout.user_files import find_in
 
 GroupFilter = Callable[[GroupResult], str | None]
-"""Return a short reason why a group must not train, or None to keep it."""
+"""Returns a short reason why a group must not train, or None to keep it."""
 
 FILTERS: Registry[Any] = Registry(
     "group filter",

@@ -1,4 +1,4 @@
-"""The commands `rl-rollout serve` and `rl-rollout sessions`; what they need is imported when they run."""
+"""The commands `rl-rollout serve` and `rl-rollout sessions`; each imports its modules when it runs."""
 
 import argparse
 import inspect
@@ -13,13 +13,13 @@ LONGEST = 1 << 40
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve a model folder to agents, and keep what trains.
+    """Serve a model folder to agents, and record trainable trajectories.
 
-    Serves a model folder to agents, over OpenAI's and Anthropic's APIs, and keeps exactly the tokens that it samples.
-    The owner's key opens sessions, one for each run of an agent; the session's key is the agent's API key.
-    With --open-session one session is open from the beginning: point any SDK at it. With --sessions the next start
-    continues it, and shows the same key.
-    Ctrl-C or SIGTERM ends it; requests under way get some seconds.
+    Serves a model folder over OpenAI's and Anthropic's APIs, and records exactly the tokens that it samples.
+    The owner's key opens sessions, one per agent run; the session's key is the agent's API key.
+    --open-session opens one session at the start, for use with any SDK. With --sessions, the next start
+    resumes it with the same key.
+    Ctrl-C or SIGTERM stops the server; running requests get a few seconds to finish.
 
     Examples:
       rl-rollout serve models/Qwen3-0.6B --open-session
@@ -30,9 +30,9 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def list_sessions(arguments: argparse.Namespace) -> int:
-    """Show the sessions that a gateway has kept.
+    """List the sessions stored by a gateway.
 
-    A line for each session that a gateway has kept, with the reason of each that failed. Changes nothing.
+    Prints one line per stored session, with the reason for each failed one. Changes nothing.
 
     Example:
       rl-rollout sessions list sessions
@@ -41,13 +41,13 @@ def list_sessions(arguments: argparse.Namespace) -> int:
 
 
 def export_sessions(arguments: argparse.Namespace) -> int:
-    """Write a file of kept sessions to train on.
+    """Export stored sessions to a file for training.
 
-    Writes a row for each trajectory of the finished sessions that have a reward. Its columns: session, prompt_uid,
+    Writes one row per trajectory of each finished session with a reward. Columns: session, prompt_uid,
     session_index, output_index, parent, input_ids, loss_mask, rollout_logprobs, policy_versions, num_prompt_tokens,
-    finish_reason, reward, reward_components, metadata (the last two as JSON texts in Parquet).
-    Sessions that failed are counted and left out. The file appears whole or not at all.
-    Exit status: 0; 1 where files of sessions cannot be read; 2 where the command cannot do what it is told.
+    finish_reason, reward, reward_components, metadata (the last two as JSON strings in Parquet).
+    Failed sessions are counted and omitted. The file is written atomically.
+    Exit status: 0; 1 if files of sessions cannot be read; 2 if the command cannot run as requested.
 
     Example:
       rl-rollout sessions export sessions --to rollouts.parquet
@@ -56,7 +56,7 @@ def export_sessions(arguments: argparse.Namespace) -> int:
 
 
 def _called(place: str, arguments: argparse.Namespace) -> int:
-    """Import a function from a module of the gateway."""
+    """Import a function from a module of the gateway and call it."""
     module, name = place.split(":")
     called: Callable[[argparse.Namespace], int] = getattr(import_module(f"rl_rollout.gateway.{module}"), name)
     return called(arguments)
@@ -69,42 +69,46 @@ def add_gateway(parts: Any) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="MODEL_FOLDER", help="a Hugging Face folder; nothing is downloaded")
     add("--engine", default="vllm", metavar="NAME", help=f"{names} (default: vllm)")
-    add("--engine-options", default="{}", metavar="JSON", help="of the engine, as one JSON object")
-    own = "run the engine in a process of its own, beside the server's (default: vllm, yes)"
+    add("--engine-options", default="{}", metavar="JSON", help="engine options as one JSON object")
+    own = "run the engine in a separate process (default: yes for vllm)"
     add("--engine-process", action=argparse.BooleanOptionalAction, help=own)
-    add("--host", default="127.0.0.1", help="address (default: 127.0.0.1); others need a network that is trusted")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    add("--model", metavar="NAME", help="what clients see (default: the folder's name)")
-    add("--owner-key-file", type=Path, metavar="FILE", help="holds the owner's key; made if it is not there")
-    add("--sessions", type=Path, metavar="FOLDER", help="keep sessions there; a restart continues them")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address (default: 127.0.0.1); use others only in trusted networks",
+    )
+    add("--port", type=int, default=8000, help="port; 0 chooses a free one (default: 8000)")
+    add("--model", metavar="NAME", help="model name shown to clients (default: the folder's name)")
+    add("--owner-key-file", type=Path, metavar="FILE", help="file with the owner's key; created if missing")
+    add("--sessions", type=Path, metavar="FOLDER", help="store sessions in this folder; a restart resumes them")
     queue = "put finished sessions into the SharedMemoryQueue with this `address`; needs --sessions"
     add("--queue", metavar="ADDRESS", help=queue)
-    add("--open-session", action="store_true", help="open a session without limits at once, and show its key")
-    add = parser.add_argument_group("how requests are answered").add_argument
-    who = "who decides on temperature, top-p, top-k and seed; training needs run (default: client)"
+    add("--open-session", action="store_true", help="open an unlimited session at the start, and print its key")
+    add = parser.add_argument_group("request handling").add_argument
+    who = "source of temperature, top-p, top-k and seed; training requires run (default: client)"
     add("--decided-by", choices=("client", "run"), default="client", help=who)
-    add("--temperature", type=float, default=1.0, help="where the client does not decide (default: 1)")
-    add("--top-p", type=float, default=1.0, help="the same (default: 1)")
-    add("--top-k", type=int, metavar="K", help="the same (default: all tokens)")
-    add("--seed", type=int, help="the same (default: none)")
-    add("--max-tokens", type=int, default=LONGEST, help="most tokens of an answer (default: what the context leaves)")
-    parsers = "reads calls: hermes, another name of ours, path.py:Class, vllm:NAME, or none (default: hermes)"
+    add("--temperature", type=float, default=1.0, help="used if the client does not set it (default: 1)")
+    add("--top-p", type=float, default=1.0, help="as for --temperature (default: 1)")
+    add("--top-k", type=int, metavar="K", help="as for --temperature (default: all tokens)")
+    add("--seed", type=int, help="as for --temperature (default: none)")
+    add("--max-tokens", type=int, default=LONGEST, help="maximum response tokens (default: the rest of the context)")
+    parsers = "parser of tool calls: a registered name, path.py:Class, vllm:NAME, or none (default: hermes)"
     add("--tool-parser", default="hermes", type=lambda name: None if name == "none" else name, help=parsers)
-    add("--reasoning-parser", metavar="NAME", help="reads reasoning: vllm:NAME (default: <think>)")
-    kept = "keep what was thought in later contexts, or drop it there (default: keep)"
+    add("--reasoning-parser", metavar="NAME", help="parser of reasoning: vllm:NAME (default: <think> tags)")
+    kept = "keep or drop reasoning in later contexts (default: keep)"
     add("--reasoning", choices=("keep", "drop"), default="keep", help=kept)
-    stops = "ends a turn too; may be repeated"
+    stops = "additional token that ends a turn; repeatable"
     add("--stop-token", action="append", default=[], dest="stop_tokens", metavar="TOKEN", help=stops)
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja, in place of the folder's own")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja template that replaces the folder's")
 
-    verbs = parts.add_parser("sessions", help="sessions that a gateway has kept").add_subparsers(
+    verbs = parts.add_parser("sessions", help="list or export the sessions stored by a gateway").add_subparsers(
         dest="verb", required=True, metavar="VERB"
     )
     listing = _command(verbs, "list", list_sessions)
     export = _command(verbs, "export", export_sessions)
     for verb in (listing, export):
-        verb.add_argument("folder", type=Path, metavar="FOLDER", help="given to `rl-rollout serve` as --sessions")
-    export.add_argument("--to", type=Path, required=True, metavar="FILE", help="ends in .jsonl or .parquet")
+        verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder set with `rl-rollout serve --sessions`")
+    export.add_argument("--to", type=Path, required=True, metavar="FILE", help="output file, .jsonl or .parquet")
 
 
 def _command(parts: Any, name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:

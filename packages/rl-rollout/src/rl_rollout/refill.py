@@ -11,7 +11,7 @@ from rl_rollout.rollout import GroupResult
 
 @settings_record
 class RefillOptions:
-    """Dynamic sampling: replace groups that a filter refuses.
+    """Options of dynamic sampling, which replaces groups that a filter refuses.
 
     Attributes:
         filter: Which groups to keep: "reward_spread" (groups whose rewards differ), the name of a filter that another
@@ -101,12 +101,12 @@ def _reason(keep: GroupFilter, group: GroupResult) -> str | None:
         reason = keep(group)
     except Exception as error:
         raise DataError(
-            f"the group filter raised {type(error).__name__}: {error} for prompt {group.prompt.uid}. Let it return "
-            "None to keep a group, or say why not."
+            f"the group filter raised {type(error).__name__}: {error} for prompt {group.prompt.uid}. It must return "
+            "None to keep a group, or a reason to refuse it."
         ) from error
     if reason is not None and not isinstance(reason, str):
         raise DataError(
-            f"the group filter must return None to keep a group, or a text that says why not; found {reason!r} for "
-            f"prompt {group.prompt.uid}."
+            "the group filter must return None to keep a group, or a string with the reason to refuse it; found "
+            f"{reason!r} for prompt {group.prompt.uid}."
         )
     return reason

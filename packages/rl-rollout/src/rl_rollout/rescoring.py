@@ -1,4 +1,4 @@
-"""New rewards for sessions that ended earlier, such as those of a skip cache."""
+"""New rewards for earlier sessions, such as those of a skip cache."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Judge = Callable[[SessionResult, LoopContext], Judged]
 
 
 def can_score_again(loop: AgentLoop | type[AgentLoop]) -> bool:
-    """Return True if a loop, or a class of loops, can recover from a stored session the text that its reward judges."""
+    """Return True if a loop, or a class of loops, can recover the text that its reward judges from a stored session."""
     return callable(getattr(loop, "judged", None))
 
 
@@ -27,13 +27,13 @@ async def score_again(
     Failed sessions stay unchanged. Reward components stay if the new reward has none of the same name.
 
     Raises:
-        SettingsError: The loop cannot recover from a session the text that its reward judges.
+        SettingsError: The loop cannot recover the text that its reward judges from a session.
     """
     judged: Judge | None = getattr(loop, "judged", None)
     if judged is None:
         raise SettingsError(
-            f"{loop_name(loop)} cannot tell from a stored session what its reward judges (it has no `judged`). Keep "
-            "the stored rewards, or generate again."
+            f"{loop_name(loop)} cannot recover the text that its reward judges from a stored session: it has no "
+            "`judged` method. Keep the stored rewards, or generate the sessions again."
         )
     return list(await asyncio.gather(*(_score(*group, judged, loop, context) for group in groups)))
 

@@ -61,11 +61,11 @@ OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 
 @settings_record
 class RolloutOptions:
-    """How groups are run.
+    """Options of a rollout.
 
     Attributes:
-        max_concurrent_groups: Groups under way at once; None starts all.
-        audit: How many sessions are audited.
+        max_concurrent_groups: Maximum number of concurrent groups; None starts all.
+        audit: Options of the audit.
     """
 
     max_concurrent_groups: int | None = None
@@ -192,7 +192,7 @@ class Rollout:
         except asyncio.CancelledError:
             await self._engine.abort_all()
             raise
-        if on_group_error is not None:  # raised here, so that it keeps the cause that it came with
+        if on_group_error is not None:  # raised here to preserve its cause
             await self._engine.abort_all()
             raise on_group_error
         return [group.result() for group in groups]
@@ -201,7 +201,7 @@ class Rollout:
         """Return the same trajectories with rewards from the current scorer. Failed sessions stay unchanged.
 
         Raises:
-            SettingsError: The loop cannot recover from a stored session the text that its reward judges.
+            SettingsError: The loop cannot recover the text that its reward judges from a stored session.
         """
         await self.start()
         context = self._context(self._engine, SamplingParams(max_tokens=1))
@@ -232,7 +232,7 @@ class Rollout:
 
     async def _run_loop(self, prompt: Prompt, num_sessions: int, context: LoopContext) -> GroupResult:
         attempt = self._attempt(prompt, num_sessions, context)
-        gathered: tuple[Any] = await asyncio.gather(attempt, return_exceptions=True)  # a cancellation stays the loop's
+        gathered: tuple[Any] = await asyncio.gather(attempt, return_exceptions=True)  # keeps the loop's cancellation
         given = gathered[0]
         if isinstance(given, BaseException):
             failed = SessionResult(failure=describe_failure(self._loop, given))
@@ -302,8 +302,8 @@ def _check_distinct(prompts: Sequence[Prompt]) -> None:
     for position, prompt in enumerate(prompts):
         if prompt.uid in seen:
             raise DataError(
-                f"prompts of a run must have distinct uids; prompts[{position}] has {prompt.uid!r} again. Give each "
-                "its own, or ask for more sessions of one prompt."
+                f"prompts of a run must have distinct uids; prompts[{position}] repeats {prompt.uid!r}. Use unique "
+                "uids, or request more sessions per prompt."
             )
         seen.add(prompt.uid)
 
@@ -315,7 +315,7 @@ def _seeded(sampling: SamplingParams, seed: int | None, prompt: Prompt) -> Sampl
 
 
 def require_some_success(results: Sequence[GroupResult]) -> None:
-    """Raise an error if every session failed, because then the run is at fault.
+    """Raise an error if every session failed, which indicates a problem of the run.
 
     Raises:
         RolloutError: Every session failed. The message has the first reason, and the error's cause is the original

@@ -1,20 +1,20 @@
-"""The scheduler: which prompts start, which groups make a step, and when weights are published.
+"""The scheduler, which decides which prompts start, which groups form a step, and when to publish weights.
 
 It is pure: no clock, no queue, no tensors. The controller reports events to it and carries out its decisions.
 `simulate` and the replay of a recorded run use the same class.
 
-The bound. Let B be the groups of a step, k the steps of a version (`sync_every`), G = k B, and s `max_staleness`. A
-group started under version v may train until the learner's version is v + s: that is its deadline. Two
-rules keep every group within it, so that no group is dropped for its age:
+The bound. Let B be the groups of a step, k the steps per version (`sync_every`), G = k B, and s `max_staleness`. A
+group started under version v may train until the learner's version is v + s, its deadline. Two rules keep every group
+within its deadline, so that no group is dropped for its age:
 
 1. While version v is served, at most (v + s + 1) G groups have been started and not failed.
-2. A step takes the ready groups with the earliest deadlines, and only if the others can still be trained in time. For
-   each version w, at most (w + 1) G groups minus those already trained may have a deadline up to w. Otherwise the
-   learner waits for the slow groups among them.
+2. A step uses the ready groups with the earliest deadlines, and only if the others can still be trained in time. For
+each version w, at most (w + 1) G groups minus those already trained may have a deadline up to w. Otherwise the learner
+waits for the slow groups among them.
 
 Rule 1 guarantees that rule 2 can always be satisfied by waiting. Dropping late groups would bias training towards short
 responses. If engines serve older weights than reported, more groups may be ready than can be trained in time, and
-waiting does not help. The step is then taken, and groups past their deadline are generated again.
+waiting does not help. Then the step is executed, and groups past their deadline are generated again.
 """
 
 from bisect import insort
@@ -27,7 +27,7 @@ from rl_core.record_fields import settings_record
 
 @settings_record
 class ScheduleOptions:
-    """Settings that the schedule depends on.
+    """Options of the schedule.
 
     Attributes:
         groups_per_step: Number of groups per training step.
@@ -113,7 +113,7 @@ class Scheduler:
     _num_issued: int = 0
     _num_arrived: int = 0
 
-    # -- what happened
+    # -- events
 
     def issued(self, uids: Iterable[str]) -> None:
         """Record new prompts, in this order. They wait to start."""
@@ -131,7 +131,7 @@ class Scheduler:
         return self._groups[uid].order
 
     def started(self, uids: Iterable[str]) -> None:
-        """Record that waiting prompts went to the rollouter under the served version."""
+        """Record that waiting prompts were sent to the rollouter under the served version."""
         for uid in uids:
             self._waiting.remove(uid)
             self._inflight[uid] = None
@@ -238,7 +238,7 @@ class Scheduler:
         """Fix the groups of the next steps, whatever else is ready, as a resumed or replayed run needs."""
         self._forced.extend(tuple(step) for step in steps)
 
-    # -- what to do
+    # -- decisions
 
     @property
     def learner_version(self) -> int:

@@ -16,7 +16,7 @@ ServedVersion = Callable[[], int | None]
 """Returns the version that all engines serve, or None during a weight update."""
 
 ROUNDING_TOKENS = 8
-"""Number of extra tokens, counted with zero difference, in a turn's mean. In bfloat16, one token may differ much."""
+"""Number of extra tokens with zero difference in a turn's mean, because one bfloat16 token may differ much."""
 
 
 @record
@@ -72,7 +72,7 @@ class ScoreAudit:
             return False
         is_policy = (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, None)
         if not is_policy:
-            self._say("temperature, top_p or top_k change the distribution, which score does not know")
+            self._say("temperature, top_p or top_k change the distribution, which `score` ignores")
         return is_policy
 
     async def check(self, trajectories: Sequence[Trajectory]) -> Rescored:
@@ -118,12 +118,12 @@ def _compared(row: Trajectory, scores: FloatArray, limit: float) -> Rescored:
     starts = np.flatnonzero(np.diff(trained, prepend=-2) > 1)
     sums = np.add.reduceat(differences, starts)
     sizes = np.diff(starts, append=len(trained))
-    for turn in np.flatnonzero(~(sums / (sizes + ROUNDING_TOKENS) <= limit))[:1]:  # never of NaN
+    for turn in np.flatnonzero(~(sums / (sizes + ROUNDING_TOKENS) <= limit))[:1]:  # False for NaN
         first = trained[starts[turn]]
         raise DataError(
             f"prompt {row.prompt_uid}, session {row.session_index}, output {row.output_index}: scored again, the "
-            f"{sizes[turn]} tokens from {first} on differ from the logprobs that they were sampled with by "
-            f"{sums[turn] / sizes[turn]:.3g} nats in the mean (about {limit:g} is allowed), so the engine sampled them "
-            "in another context than the trajectory has."
+            f"{sizes[turn]} tokens from {first} on differ from their sampled logprobs by a mean of "
+            f"{sums[turn] / sizes[turn]:.3g} nats (about {limit:g} is allowed), so the engine sampled them in a "
+            "different context than the trajectory's."
         )
     return Rescored(num_tokens=len(trained), sum_diff=float(differences.sum()), max_diff=float(differences.max()))

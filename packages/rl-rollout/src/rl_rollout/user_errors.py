@@ -54,7 +54,7 @@ def _current_task() -> "asyncio.Task[Any] | None":
 
 
 def _was_raised_by_a_statement(error: BaseException) -> bool:
-    """True if the innermost frame has a `raise`. A signal interrupts other instructions or comes from asyncio."""
+    """Return True if the innermost frame has a `raise`. Signals interrupt other instructions or come from asyncio."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

@@ -1,4 +1,4 @@
-"""Classes and functions in the user's own files, given as `path.py:name`."""
+"""Classes and functions in the user's files, given as `path.py:name`."""
 
 import importlib.util
 import sys

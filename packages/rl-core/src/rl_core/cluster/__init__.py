@@ -1,11 +1,11 @@
-"""Roles that run in this process, in processes of this machine, or on Ray.
+"""Roles that run in this process, in processes on this machine, or on Ray.
 
-Users configure roles with `options` and `role_spec`, and hold `cluster`, `group`, `running_role` and `blocking`;
-`pools` and `shares` count CPUs and GPUs. `incarnation` is the interface of every placement: `inline`,
-`processes.incarnation` (its other end is `child`) and `ray.incarnation` (its other end is `actor`), started by the
-launchers in `local` and `ray.roles`. Calls cross through `calls`, `packing`, `frames` and `messages`. `served` is the
-object's side, `output` handles its printed lines, `stacks`, `stack_dump` and `role_report` show its current activity,
-and `guard` ends its leftover processes.
+Users configure roles with `options` and `role_spec`, and use `cluster`, `group`, `running_role` and `blocking`; `pools`
+and `shares` account for CPUs and GPUs. `incarnation` is the interface of every placement: `inline`,
+`processes.incarnation` (its child side is `child`) and `ray.incarnation` (its actor side is `actor`), started by the
+launchers in `local` and `ray.roles`. Calls use `calls`, `packing`, `frames` and `messages`. `served` runs the role's
+object, `output` handles its printed lines, `stacks`, `stack_dump` and `role_report` show its current activity, and
+`guard` ends its leftover processes.
 """
 
 from rl_core.cluster.blocking import BlockingGroup

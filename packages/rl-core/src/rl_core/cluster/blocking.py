@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class BlockingGroup:
-    """A `RoleGroup` whose calls block; usable from any thread, also one with a running event loop.
+    """A `RoleGroup` whose calls block; usable from any thread, including one with a running event loop.
 
     Ctrl-C interrupts a wait at once; an interrupted start leaves nothing behind.
     """
@@ -83,13 +83,13 @@ class BlockingGroup:
 
         If the roles' thread is blocked, each text contains this process's stacks instead; nothing is raised.
         """
-        closed = ["The group of roles is closed, or asks itself."] * self.size
+        closed = ["The group of roles is closed, or was called from its own thread."] * self.size
         if threading.current_thread() is self._thread:
             return closed
         asked = self._group.stacks(deadline_s=deadline_s)
         try:
             answer = asyncio.run_coroutine_threadsafe(asked, self._loop)
-        except RuntimeError:  # it is closed
+        except RuntimeError:  # the loop is closed
             asked.close()
             return closed
         longest_s = deadline_s + SPARE_S
@@ -98,7 +98,7 @@ class BlockingGroup:
         except TimeoutError:
             answer.cancel()
             text = (
-                f"The thread that calls the roles has not answered for {longest_s:.1f} s. This process does this:\n"
+                f"The thread that calls the roles has not answered for {longest_s:.1f} s. Stacks of this process:\n"
                 f"{process_stacks()}"
             )
             return [text] * self.size
@@ -124,7 +124,7 @@ class BlockingGroup:
         """
         if self._loop.is_closed() or threading.current_thread() is self._thread:
             work.close()
-            raise NotReadyError("the group of roles is closed, or waits for itself; start another one.")
+            raise NotReadyError("the group of roles is closed, or was called from its own thread; start another group.")
         done: Future[Result] = Future()
         task: list[asyncio.Task[Result]] = []
 
@@ -144,7 +144,7 @@ class BlockingGroup:
 
 def _pass_on(ended: "asyncio.Task[Result]", done: "Future[Result]") -> None:
     if ended.cancelled():
-        done.set_exception(NotReadyError("the call was broken off."))
+        done.set_exception(NotReadyError("the call was cancelled."))
     elif (error := ended.exception()) is not None:
         done.set_exception(error)
     else:

@@ -44,8 +44,8 @@ class Call(NamedTuple):
             first = self.specs[0]
             whom = str(first) if len(self.specs) == 1 else f"{first} to {self.specs[-1]}"
             raise RoleError(
-                f"the arguments of {describe_call(self.method)} cannot be sent to {whom}: {error}. Give plain values, "
-                "arrays, or objects whose class can be imported there.",
+                f"the arguments of {describe_call(self.method)} cannot be sent to {whom}: {error}. Pass plain "
+                "values, arrays, or objects whose class can be imported there.",
                 role=first.name,
                 rank=first.rank if len(self.specs) == 1 else None,
             ) from error
@@ -99,9 +99,10 @@ class Calls:
             self._heard = f"the answer of {describe_call(waiting.method)}", time.monotonic()
         try:
             is_result, value = unpack(packed)
-        except Exception as error:  # of a class that this process cannot load
+        except Exception as error:  # for example, this process cannot import a class
             text = (
-                f"{self._spec} answered {describe_call(waiting.method)} with something that cannot be read: {error!r}."
+                f"{self._spec} answered {describe_call(waiting.method)} with a value that cannot be unpickled: "
+                f"{error!r}."
             )
             unreadable = named(RoleError(text), self._spec)
             unreadable.__cause__ = error

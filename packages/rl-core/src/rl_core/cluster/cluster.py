@@ -48,7 +48,7 @@ class Cluster:
         if self._is_closed:
             raise NotReadyError("the cluster is closed; open another one.")
         if size < 1:
-            raise SettingsError(f"role {spec.name!r} must be started 1 or more times; found size = {size}.")
+            raise SettingsError(f"role {spec.name!r} needs a size of at least 1; found size = {size}.")
         ends_at = asyncio.get_running_loop().time() + deadline_s
         await self._open(spec, deadline_s)
         slots = await self._take_slots(spec, size, pool, ends_at)
@@ -58,7 +58,7 @@ class Cluster:
         try:
             await group.start(left_s, deadline_s=deadline_s)
         except BaseException:
-            if group in self._groups:  # `close`, or another start, may have let go of it
+            if group in self._groups:  # `close` or another start may have removed it
                 self._groups.remove(group)
             raise
         return group
@@ -93,7 +93,7 @@ class Cluster:
                 raise
             raise DeadlineError(
                 f"{spec} waited {deadline_s:g} s for {self._launcher.place}, which did not answer. Start it, correct "
-                "its address, or give it a longer deadline."
+                "its address, or raise the deadline."
             ) from None
 
     async def _take_slots(
@@ -104,8 +104,8 @@ class Cluster:
             return [None] * size
         if (pool.gpus or spec.gpus) and "CUDA_VISIBLE_DEVICES" in spec.environment:
             raise SettingsError(
-                f"role {spec.name!r} asks for GPUs, and its environment sets CUDA_VISIBLE_DEVICES, which the pool sets "
-                "as well. Leave one of them out."
+                f"role {spec.name!r} requests GPUs, but its environment sets CUDA_VISIBLE_DEVICES, which the pool "
+                "also sets. Remove one of them."
             )
         left_s = max(ends_at - asyncio.get_running_loop().time(), 0.0)
         return await self._launcher.pools.take(pool, [spec] * size, round(left_s, 1))

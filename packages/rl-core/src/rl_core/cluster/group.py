@@ -16,7 +16,7 @@ from rl_core.errors import RLError, RoleDiedError, SettingsError
 
 MAX_BACKOFF_S = 60.0
 DEATH_TOLD_S = 10.0
-"""Maximum delay until an ended process is reported, because its descendants are ended first."""
+"""Maximum delay before an ended process is reported, because its descendants are ended first."""
 
 
 class RoleGroup:
@@ -105,9 +105,9 @@ class RoleGroup:
     async def call_all(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call all roles with the same arguments, which are packed and stored once.
 
-        If a role raises, dies or is late, this raises its error at once without waiting for the others, which may hang
-        in a collective: close the group, or have its policy restart it as a whole. If several fail together, as peers
-        of a killed rank do, this raises the dead role's error with the others as notes.
+        If a role raises, dies or exceeds the deadline, this raises its error at once without waiting for the others,
+        which may hang in a collective: close the group, or use a policy that restarts it as a whole. If several fail
+        together, as peers of a killed rank do, this raises the dead role's error with the others as notes.
 
         Returns:
             Results in rank order.
@@ -128,8 +128,8 @@ class RoleGroup:
         """
         if len(arguments) != self.size:
             raise SettingsError(
-                f"{method!r} of {self.size} roles {self.spec.name!r} needs as many tuples of arguments; "
-                f"found {len(arguments)}."
+                f"{method!r} needs one tuple of arguments for each of the {self.size} roles {self.spec.name!r}; found "
+                f"{len(arguments)}."
             )
         calls = zip(self._roles, arguments, strict=True)
         return await self._together([role.call(method, *one, deadline_s=deadline_s) for role, one in calls])
@@ -202,7 +202,7 @@ class RoleGroup:
             if not any(task.done() and task.exception() for task in tasks):
                 return [task.result() for task in tasks]
             await _settle(tasks, self._launcher.settle_s)
-            if not self.is_alive:  # a death is on its way, which may be the reason of the other failures
+            if not self.is_alive:  # a pending death may explain the other failures
                 await _settle(tasks, DEATH_TOLD_S)
         finally:
             await _drop(tasks)
@@ -222,14 +222,14 @@ class RoleGroup:
                 launch.result()
         except BaseException:
             await _drop(launches)
-            await asyncio.gather(*(role.end("was ended, as another one could not start") for role in roles))
+            await asyncio.gather(*(role.end("was ended because another one could not start") for role in roles))
             raise
 
     def _has_died(self, role: Role, error: RLError) -> None:
         """Decide about restarts, before others are notified of the death."""
         policy = self.spec.restart
         if self._is_group_restarting or role.state == "restarting":
-            return  # who restarts it sees it
+            return  # the restart in progress handles it
         unit, budget = [role], self._budgets[id(role)]
         if policy.scope == "group":
             unit, budget = self._roles, self._group_budget
@@ -241,7 +241,9 @@ class RoleGroup:
         for one in unit:
             one.hold(f"{whom} being restarted ({budget.describe()}); call again.")
         self._is_group_restarting = policy.scope == "group"
-        task = asyncio.get_running_loop().create_task(self._restart(unit, budget, pause_s, f"was ended, as {error}"))
+        task = asyncio.get_running_loop().create_task(
+            self._restart(unit, budget, pause_s, f"was ended because {error}")
+        )
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
@@ -258,11 +260,11 @@ class RoleGroup:
                 except Exception as error:
                     pause = budget.next_pause_s()
                     if pause is None:
-                        await asyncio.gather(*(role.end("was ended, as its restart failed") for role in unit))
+                        await asyncio.gather(*(role.end("was ended because its restart failed") for role in unit))
                         for role in unit:
                             role.give_up(error, budget.refusal())
                         return
-                    pause_s, because = pause, f"was ended, as {error}"
+                    pause_s, because = pause, f"was ended because {error}"
                     continue
                 for role in unit:
                     role.serve()
@@ -332,7 +334,7 @@ def _root_of(errors: Sequence[BaseException]) -> BaseException:
     for error in errors:
         if error is not root:
             who = f"{getattr(error, 'role', 'another')}[{getattr(error, 'rank', '?')}]"
-            root.add_note(f"{who} failed with it: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            root.add_note(f"{who} also failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     return root
 
 

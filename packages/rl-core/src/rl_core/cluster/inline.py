@@ -40,8 +40,8 @@ class InlineIncarnation:
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 text = (
-                    f"{birth.spec} was not ready after {birth.deadline_s:g} s; {birth.spec.factory} was still running. "
-                    "Give it a longer deadline."
+                    f"{birth.spec} was not ready after {birth.deadline_s:g} s; {birth.spec.factory} was still "
+                    "running. Raise the deadline."
                 )
                 raise named(DeadlineError(text), birth.spec) from None
             self._sign(error)
@@ -61,7 +61,7 @@ class InlineIncarnation:
     @property
     def last_heard(self) -> str:
         """See `Incarnation.last_heard`."""
-        return "nothing, as it is in this process"
+        return "nothing, because it runs in this process"
 
     @property
     def under_way(self) -> str:
@@ -113,7 +113,8 @@ class InlineIncarnation:
                     await self._role.close()
             except TimeoutError:
                 if not limit.expired():
-                    raise  # the object's own; elsewhere, one that does not close is killed without a word too
+                    # The object's own error; a close that exceeds the deadline is abandoned silently, as elsewhere.
+                    raise
 
     def _sign(self, error: BaseException) -> None:
         note = f"Raised in {self._spec}."

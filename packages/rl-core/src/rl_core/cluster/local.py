@@ -20,7 +20,7 @@ class LocalLauncher:
         """Initialize with these options."""
         self._options = options
         self._is_inline = options.kind == "inline"
-        self.settle_s = 0.0 if self._is_inline else 3.0  # nobody dies here
+        self.settle_s = 0.0 if self._is_inline else 3.0  # inline roles cannot die
 
     async def open(self) -> None:
         """See `Launcher.open`."""

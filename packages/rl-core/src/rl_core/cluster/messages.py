@@ -21,8 +21,8 @@ class RemoteError(NamedTuple):
     Attributes:
         module: Where its class is defined.
         kind: Name of the class.
-        args: Arguments of the constructor; only the text if they are not plain, or the class is neither standard nor
-            ours.
+        args: Arguments of the constructor; only the text if they are not plain, or if the class is not from the
+            standard library or this project.
         state: Plain attributes, such as `tensor` of a WeightProofError.
         notes: Notes added to the error.
         traceback: Formatted traceback, with causes.
@@ -50,7 +50,7 @@ class RemoteError(NamedTuple):
         )
 
     def rebuild(self, spec: RoleSpec) -> BaseException:
-        """Rebuild the error with its remote traceback; as a RoleError if its class is neither standard nor ours."""
+        """Rebuild the error with its remote traceback; a RoleError unless its class is standard or this project's."""
         kind = getattr(_KNOWN_MODULES.get(self.module), self.kind, None)
         text = ", ".join(str(arg) for arg in self.args)
         rebuilt: BaseException = errors.RoleError(f"{spec} raised {self.kind}: {text}")
@@ -59,7 +59,7 @@ class RemoteError(NamedTuple):
                 rebuilt = kind(*self.args)
                 rebuilt.__setstate__(dict(self.state))
             except TypeError:
-                pass  # its class is not made from text alone; the RoleError says what it was
+                pass  # its class needs other arguments; keep the RoleError
         for note in self.notes:
             rebuilt.add_note(note)
         rebuilt.add_note(f"Traceback in {spec}:\n{self.traceback}")
@@ -68,18 +68,18 @@ class RemoteError(NamedTuple):
 
 def named(error: Raised, spec: RoleSpec) -> Raised:
     """Set an error's attributes `role` and `rank`, unless a more remote role has set them."""
-    with contextlib.suppress(AttributeError):  # of a class with slots
+    with contextlib.suppress(AttributeError):  # a class with slots
         if getattr(error, "role", None) is None:
             error.role, error.rank = spec.name, spec.rank  # type: ignore[attr-defined]
     return error
 
 
 def _text(error: BaseException) -> str:
-    """Return an error's text, even if its class fails to produce one, so that the caller always gets an answer."""
+    """Return an error's text, even if its `__str__` raises, so that the caller always gets an answer."""
     try:
         return str(error)
     except Exception as failure:
-        return f"(its text cannot be made: {failure!r})"
+        return f"(its text is unavailable: {failure!r})"
 
 
 def _reduced(error: BaseException) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -17,17 +17,17 @@ RestartHook = Callable[[Sequence[Any]], Awaitable[None] | None]
 
 @settings_record
 class ClusterOptions:
-    """Where roles run.
+    """Placement of roles.
 
     Attributes:
-        kind: "inline": objects of this process, where a debugger works. "process": each role in a process of this
-            machine. "ray": each role in a Ray actor, on one machine or many.
-        ray: Which Ray; used by "ray" alone.
-        log_directory: Folder that gets a file <role>-<rank>.log for each role, with what it prints; on Ray, a folder of
-            each node. None: what processes print comes on stderr with [role[rank]] before each line, and Ray does it in
-            its own way.
-        close_deadline_s: How long a role may take to close before its process is killed; in this process, before its
-            async `close` is cancelled.
+        kind: "inline": objects in this process, for use with a debugger. "process": one process per role on this
+            machine. "ray": one Ray actor per role, on one machine or several.
+        ray: Options of Ray; used only by "ray".
+        log_directory: Folder for one log file per role, <role>-<rank>.log, with the role's output; on Ray, a folder on
+            each node. None: processes print to stderr with the prefix [role[rank]] on each line, and Ray uses its own
+            format.
+        close_deadline_s: Maximum seconds for a role to close before its process is killed, or, in this process, before
+            its async `close` is cancelled.
     """
 
     kind: Kind = "process"
@@ -36,7 +36,7 @@ class ClusterOptions:
     close_deadline_s: float = 20.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Check the options."""
         if self.close_deadline_s < 0:
             raise SettingsError(f"close_deadline_s must be 0 or more; found {self.close_deadline_s:g}.")
 
@@ -51,8 +51,8 @@ class ResourcePool:
     Attributes:
         name: Name of the pool, used in errors; equal names refer to one pool in all clusters of this process.
         size: Number of slots.
-        cpus: CPUs per slot. 0 does not count CPUs: the operating system shares them.
-        gpus: GPUs per slot; must be whole above 1.
+        cpus: CPUs per slot; 0 leaves CPUs to the operating system without accounting.
+        gpus: GPUs per slot; above 1, a whole number.
         strategy: Ray's placement of the slots: "pack" prefers few nodes, "spread" many; "strict_pack" requires one
             node, "strict_spread" one node per slot. Without Ray, there is one node.
     """
@@ -66,21 +66,22 @@ class ResourcePool:
     def __post_init__(self) -> None:
         """Check the amounts."""
         if self.size < 1:
-            raise SettingsError(f"pool {self.name!r} must have a size of 1 or more; found {self.size}.")
+            raise SettingsError(f"pool {self.name!r} must have a size of at least 1; found {self.size}.")
         check_amounts(f"pool {self.name!r}", self.cpus, self.gpus)
 
 
 @settings_record
 class RestartPolicy:
-    """Whether a role that died is started again, also where its process dies before its object is made.
+    """Policy for restarting a role that died, including a death before its object exists.
 
     Attributes:
-        max_restarts: How often; one death more ends it with the last error. 0 never starts it again.
-        within_s: Restarts that are longer ago do not count; None counts all.
-        scope: "role": the one that died, alone. "group": all ranks, for those that compute together.
-        backoff_s: Pause before a restart, doubled for each that counts, 60 s at most.
-        hook: Runs when a role is there again, and before calls are served: the name of a method of each restarted role,
-            or a callable, plain or async, that gets them (`RestartedRole`). An engine gets its weights here.
+        max_restarts: Maximum number of restarts; the next death is permanent. 0 disables restarts.
+        within_s: Window in seconds; older restarts do not count. None counts all.
+        scope: "role" restarts only the role that died; "group" restarts all ranks, for ranks that compute together.
+        backoff_s: Pause in seconds before a restart, doubled for each counted restart up to 60 s.
+        hook: Runs after a restart and before calls are served: the name of a method of each restarted role, or a
+            callable, sync or async, that receives the restarted roles (`RestartedRole`). For example, an engine loads
+            its weights here.
     """
 
     max_restarts: int = 0
@@ -90,7 +91,7 @@ class RestartPolicy:
     hook: str | RestartHook | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Check the policy."""
         if self.max_restarts < 0 or self.backoff_s < 0:
             raise SettingsError(
                 f"max_restarts and backoff_s must be 0 or more; found {self.max_restarts} and {self.backoff_s:g}."
@@ -104,6 +105,6 @@ def check_amounts(who: str, cpus: float, gpus: float) -> None:
         SettingsError: An amount is negative, or a fraction above one GPU.
     """
     if not (cpus >= 0 and gpus >= 0 and math.isfinite(cpus) and math.isfinite(gpus)):
-        raise SettingsError(f"{who} must ask for 0 or more CPUs and GPUs; found {cpus:g} and {gpus:g}.")
+        raise SettingsError(f"{who} must request at least 0 CPUs and GPUs; found {cpus:g} and {gpus:g}.")
     if gpus > 1 and gpus != int(gpus):
-        raise SettingsError(f"{who} must ask for a whole number of GPUs, or for a part of one; found {gpus:g}.")
+        raise SettingsError(f"{who} must request a whole number of GPUs, or a fraction of one; found {gpus:g}.")

@@ -28,7 +28,7 @@ class Reserver(Protocol):
         ...
 
     def try_reserve(self, pool: ResourcePool, request: Any) -> list[Shares] | None:
-        """Return the slots; None while others hold the resources."""
+        """Return the slots; None while other users hold the resources."""
         ...
 
     def free(self, request: Any) -> None:
@@ -81,7 +81,7 @@ class PoolBook:
 
         Raises:
             SettingsError: The pool or the total resources are too small, or a different pool has this name.
-            DeadlineError: Others held the resources until the deadline.
+            DeadlineError: Other users held the resources until the deadline.
         """
         _check_fits(pool, specs)
         ends_at = time.monotonic() + deadline_s
@@ -111,8 +111,8 @@ class PoolBook:
                 entry = self._entries[pool.name] = _Entry(pool, self._reserver.begin(pool))
             elif entry.pool != pool:
                 raise SettingsError(
-                    f"two pools are called {pool.name!r}: {entry.pool} is in use, and {pool} is asked for. Give one of "
-                    "them another name."
+                    f"pool name {pool.name!r} is used twice: {entry.pool} is in use, and {pool} is requested. Rename "
+                    "one of them."
                 )
             entry.num_users += num_users
             return entry
@@ -144,9 +144,9 @@ class LocalReserver:
         room = count_room(there, pool.cpus, pool.gpus, at_most=pool.size)
         if room < pool.size:
             raise SettingsError(
-                f"pool {pool.name!r} asks for {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each; this "
-                f"machine has {describe_shares(there.cpus, len(there.gpus))}: room for {room}. Ask for less; cpus = 0 "
-                "shares the CPUs."
+                f"pool {pool.name!r} requests {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each; this "
+                f"machine has {describe_shares(there.cpus, len(there.gpus))}, enough for {room}. Request less, or set "
+                "cpus = 0 to share the CPUs."
             )
         request: list[Taken] = []
         self._requests.append(request)
@@ -215,9 +215,9 @@ def _check_fits(pool: ResourcePool, specs: Sequence[RoleSpec]) -> None:
         room = 0
     if room < len(specs):
         raise SettingsError(
-            f"{len(specs)} of role {specs[0].name!r} ask for {describe_shares(cpus, gpus)} each of pool {pool.name!r}, "
-            f"which has {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)}: room for {room}. Make the pool "
-            "larger, or ask for less."
+            f"{len(specs)} of role {specs[0].name!r} request {describe_shares(cpus, gpus)} each from pool "
+            f"{pool.name!r}, which has {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)}, enough for "
+            f"{room}. Enlarge the pool or request less."
         )
 
 
@@ -243,12 +243,12 @@ def _say_taken(reserver: Reserver, entry: _Entry, specs: Sequence[RoleSpec], dea
     wanted = f"{len(specs)} of role {specs[0].name!r} waited {deadline_s:g} s for "
     if entry.slots is None:
         asked = f"pool {pool.name!r}: {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each"
-        return f"{wanted}{asked}; {reserver.describe_free()}. Close what holds them, or ask for less."
+        return f"{wanted}{asked}; {reserver.describe_free()}. Release resources or request less."
     cpus, gpus = (sum(values) for values in zip(*(_free_of(slot) for slot in entry.slots), strict=True))
     return (
-        f"{wanted}{describe_shares(*_part(pool, specs[0]))} each of pool {pool.name!r}, which has {pool.size} slots of "
-        f"{describe_shares(pool.cpus, pool.gpus)}, with {describe_shares(cpus, gpus)} free in total. Close a "
-        "role that uses the pool, or let the roles ask for a part of a slot."
+        f"{wanted}{describe_shares(*_part(pool, specs[0]))} each from pool {pool.name!r}, which has {pool.size} slots "
+        f"of {describe_shares(pool.cpus, pool.gpus)}, with {describe_shares(cpus, gpus)} free in total. Close a role "
+        "that uses the pool, or request a fraction of a slot."
     )
 
 

@@ -22,7 +22,7 @@ from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 
 
 class RemoteIncarnation(ABC):
-    """An `Incarnation` with remote calls; those made in one turn of the event loop are sent together.
+    """An `Incarnation` with remote calls; calls made in one turn of the event loop are sent together.
 
     A subclass starts the process, sends the calls, and calls `_tell_end` after the process ends.
     """
@@ -45,7 +45,7 @@ class RemoteIncarnation(ABC):
 
     async def start(self) -> None:
         """Wait for the role's object; see `Launcher.launch`."""
-        spec = replace(self._spec, restart=RestartPolicy())  # whose hook may be local to a function
+        spec = replace(self._spec, restart=RestartPolicy())  # its hook may not be picklable
         limit = asyncio.timeout(self._birth.deadline_s)
         try:
             async with limit:
@@ -53,7 +53,7 @@ class RemoteIncarnation(ABC):
         except BaseException as error:
             is_late = isinstance(error, TimeoutError) and limit.expired()
             text = await self._say_late() if is_late else ""
-            await self.kill("was ended, as its start failed")
+            await self.kill("was ended because its start failed")
             if is_late:
                 raise named(DeadlineError(text), spec) from None
             raise
@@ -111,7 +111,7 @@ class RemoteIncarnation(ABC):
             async with asyncio.timeout(self._close_deadline_s):
                 await self._close_object()
         except TimeoutError:
-            pass  # it is killed
+            pass  # `_end` kills it
         finally:
             await self._end()
 
@@ -120,7 +120,7 @@ class RemoteIncarnation(ABC):
         self._because = self._because or because
         await self._end()
 
-    # -- what a place does in its own way
+    # -- implemented by each placement
 
     @abstractmethod
     async def _make(self, spec: RoleSpec) -> None:
@@ -174,9 +174,9 @@ class RemoteIncarnation(ABC):
         if self._because is not None:
             text = f"{self._spec} {self._because}."
         else:
-            call = f" while {describe_call(method)} was waited for" if method is not None else ""
+            call = f" during {describe_call(method)}" if method is not None else ""
             how, more = self._describe_end()
-            text = f"{how}{call}; the last thing heard from it was {self.last_heard}. {more}"
+            text = f"{how}{call}; its last message was {self.last_heard}. {more}"
         return named(RoleDiedError(text), self._spec)
 
 

@@ -1,4 +1,4 @@
-"""Calls to a role that is restarted after its death and whose work must then be started again."""
+"""Calls to a role that is restarted after its death, and whose work is then started again."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -74,7 +74,7 @@ class SupervisedRole:
             return await self._role.call(method, *args, **kwargs)
         except RoleDiedError as error:
             if error.role not in (None, self._role.spec.name):
-                raise  # another role's death, which this one passed on
+                raise  # another role's death, passed on by this one
             await self._revive(called, error)
             raise RoleRestartedError(str(error)) from error
 
@@ -113,11 +113,13 @@ async def next_incarnation(role: Role, incarnation: int, error: Exception) -> in
     """
     try:
         async with asyncio.timeout(NEWS_DEADLINE_S):
-            while role.state == "serving" and role.incarnation == incarnation:  # a call hears of a death first
+            while (
+                role.state == "serving" and role.incarnation == incarnation
+            ):  # a call can fail before the state changes
                 await role.changed()
     except TimeoutError:
-        raise DeadlineError(f"{role.spec} gave no answer as if it were dead, but runs on: {error}") from error
-    while role.state == "restarting":  # its restarts are counted, and each has its deadline
+        raise DeadlineError(f"{role.spec} did not answer, as if dead, but is still running: {error}") from error
+    while role.state == "restarting":  # bounded: restarts are limited in number and time
         await role.changed()
     if role.state in ("dead", "closed"):
         raise role.death or error

@@ -29,7 +29,7 @@ class RoleView:
     Attributes:
         doing: Description of the activity.
         waits: Current waits.
-        holds: Groups that it holds.
+        holds: Groups that it currently processes.
         counts: Further counts, by name.
     """
 
@@ -43,7 +43,7 @@ class RoleView:
         longest = max(self.waits, key=lambda wait: wait.since_s, default=None)
         waits = ""
         if longest is not None:
-            what = longest.what.partition(", ")[0]  # the names of groups are for hang.json
+            what = longest.what.partition(", ")[0]  # omit the names of groups, which are in hang.json
             waits = f"waits for {what} from {longest.on}, {longest.since_s:.0f} s"
         return "; ".join(part for part in (self.doing, waits) if part)
 

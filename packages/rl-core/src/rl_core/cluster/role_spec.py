@@ -72,13 +72,13 @@ def load_factory(path: str) -> Any:
     """
     module_name, _, qualname = path.partition(":")
     if not (module_name and qualname):
-        raise SettingsError(f"a factory is written module:name; found {path!r}.")
+        raise SettingsError(f'a factory must have the form "module:name"; found {path!r}.')
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
-        raise SettingsError(f"there is no module {module_name!r}, which should have {qualname!r}.") from None
+            raise  # the module exists; one of its imports does not
+        raise SettingsError(f"module {module_name!r} of the factory {qualname!r} does not exist.") from None
     for part in qualname.split("."):
         try:
             found = getattr(found, part)
@@ -88,7 +88,7 @@ def load_factory(path: str) -> Any:
 
 
 async def make_object(factory_path: str, kwargs: Mapping[str, Any], context: RoleContext) -> Any:
-    """Make a role's object by its factory, which may take the context.
+    """Make a role's object with its factory, which may use the context.
 
     Raises:
         SettingsError: The factory does not exist.
@@ -104,6 +104,6 @@ async def make_object(factory_path: str, kwargs: Mapping[str, Any], context: Rol
 def _takes_context(factory: Any) -> bool:
     try:
         parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # of a class written in C
+    except (TypeError, ValueError):  # a class written in C
         return False
     return "context" in parameters and parameters["context"].kind is not inspect.Parameter.POSITIONAL_ONLY

@@ -1,4 +1,4 @@
-"""A running role, the callers' handle over successive incarnations."""
+"""A running role: the callers' handle across successive incarnations."""
 
 import asyncio
 import time
@@ -117,7 +117,7 @@ class Role:
             **kwargs: Keyword arguments.
 
         Raises:
-            RoleDiedError: The role died or restarted before it answered; the message says how.
+            RoleDiedError: The role died or restarted before it answered; the message explains how.
             DeadlineError: The call exceeded the deadline; the message includes the role's last message.
             NotReadyError: The role was closed.
             SettingsError: The object has no such method.
@@ -163,12 +163,12 @@ class Role:
             because = self._death() if self._state == "dead" else f"{self._spec} is {self._state}. {self._fate}"
             return f"{because}".rstrip()
         heading = (
-            f"{self._spec} is {self._state} in pid {current.pid}; under way: {current.under_way}; the last thing heard "
-            f"from it was {current.last_heard}."
+            f"{self._spec} is {self._state} in pid {current.pid}; pending calls: {current.under_way}; its last "
+            f"message was {current.last_heard}."
         )
         try:
             return f"{heading}\n{await current.stacks(deadline_s)}"
-        except Exception as error:  # it died on the way; whoever looks for the reason of a hang shall not fail at it
+        except Exception as error:  # it died meanwhile; hang diagnosis must not fail
             return f"{heading}\n{NOT_KNOWN}: {type(error).__name__}: {error}"
 
     def on_death(self, callback: DeathCallback) -> None:
@@ -196,7 +196,7 @@ class Role:
         """Kill its process and treat it as dead: its policy decides about a restart.
 
         Args:
-            because: End of a sentence about the role, such as "did not answer for 60 s, and was killed".
+            because: End of a sentence about the role, such as "did not answer for 60 s and was killed".
         """
         current = self._current
         if current is None or self._state != "serving":
@@ -217,7 +217,7 @@ class Role:
         finally:
             self.give_slot_back()
 
-    # -- for who supervises it
+    # -- for its supervisor
 
     async def launch(self, deadline_s: float) -> None:
         """Start the next incarnation, which does not serve calls yet."""
@@ -323,7 +323,7 @@ class Role:
         if current is None:
             said = f"it was being restarted. {self._fate}"
         else:
-            said = f"the last thing heard from it was {current.last_heard}. It continues; its answer is dropped."
+            said = f"its last message was {current.last_heard}. It continues; its answer is dropped."
         text = (
             f"{self._spec} did not answer {describe_call(method)} within {deadline_s:g} s (called at {since}); {said}"
         )

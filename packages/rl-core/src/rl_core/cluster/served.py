@@ -1,4 +1,4 @@
-"""The role's side of every placement: an object made from its spec, and calls of its methods."""
+"""The role's side of every placement: an object made from its spec, and calls to its methods."""
 
 import inspect
 import os
@@ -64,8 +64,8 @@ class ServedRole:
         kind = type(self._target)
         known = [name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))]
         raise SettingsError(
-            f"{self._spec}, of class {kind.__qualname__}, has no method {method!r}; "
-            f"it has {', '.join(known) or 'none'}."
+            f"{self._spec}, of class {kind.__qualname__}, has no method {method!r}; it has "
+            f"{', '.join(known) or 'none'}."
         )
 
     def _pack_result(self, method: str, result: Any) -> Packed:
@@ -79,7 +79,7 @@ class ServedRole:
 
 
 def _exit(error: SystemExit | KeyboardInterrupt) -> NoReturn:
-    """End this process at once when the role's code exits; threads and Ray's event loop would survive the error."""
+    """End this process when the role's code exits; other threads and Ray's event loop would survive the exception."""
     traceback.print_exception(error)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

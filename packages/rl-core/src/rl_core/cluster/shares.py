@@ -59,12 +59,12 @@ class Shares:
         number = max(1, round(gpus))
         if len(fitting) < number:
             return None
-        fitting.sort(key=lambda device: self.free_gpus[device])  # stable: in the machine's order where equal
+        fitting.sort(key=lambda device: self.free_gpus[device])  # stable: ties keep the machine's order
         return dict.fromkeys(fitting[:number], part)
 
 
 def count_room(shares: Shares, cpus: float, gpus: float, *, at_most: int) -> int:
-    """Return how many equal parts could be taken in sequence."""
+    """Return the number of equal parts that could be taken in sequence."""
     taken: list[Taken] = []
     while len(taken) < at_most and (one := shares.take(cpus, gpus)) is not None:
         taken.append(one)
@@ -91,7 +91,7 @@ def machine_shares() -> Shares:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs' names from CUDA_VISIBLE_DEVICES, or the driver's if it is not set.
+    """Return the GPU names in CUDA_VISIBLE_DEVICES; the driver's devices if it is not set.
 
     Raises:
         SettingsError: The variable lists a device twice.
@@ -102,8 +102,8 @@ def visible_gpus() -> list[str]:
     devices: list[str] = []
     for device in map(str.strip, chosen.split(",")):
         if not device or device.startswith("-"):
-            break  # CUDA reads no further either
+            break  # CUDA also stops here
         if device in devices:
-            raise SettingsError(f"CUDA_VISIBLE_DEVICES names device {device} twice: {chosen!r}.")
+            raise SettingsError(f"CUDA_VISIBLE_DEVICES lists device {device} twice: {chosen!r}.")
         devices.append(device)
     return devices

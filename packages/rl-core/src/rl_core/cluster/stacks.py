@@ -50,7 +50,7 @@ def cut_middle(text: str, length: int) -> str:
         return text
     half = max((length - 60) // 2, 0)
     left_out = len(text) - 2 * half
-    return f"{text[:half]}\n... {left_out} characters are left out ...\n{text[len(text) - half :]}"
+    return f"{text[:half]}\n... {left_out} characters omitted ...\n{text[len(text) - half :]}"
 
 
 def _describe_threads() -> list[str]:
@@ -59,25 +59,27 @@ def _describe_threads() -> list[str]:
     frames = sys._current_frames()
     found = []
     for ident in sorted(frames, key=lambda one: one != threading.main_thread().ident):
-        name = names.get(ident, f"thread {ident}, which Python did not start")
-        asks = " (asks this)" if ident == asking else ""
+        name = names.get(ident, f"thread {ident}, not started by Python")
+        asks = " (takes this snapshot)" if ident == asking else ""
         found.append((f"{name}{asks}", "".join(traceback.format_stack(frames[ident])).rstrip()))
     return [f"thread {who} (most recent call last):\n{stack}" for who, stack in _merged(found)]
 
 
 def _describe_loop(loop: asyncio.AbstractEventLoop) -> str:
     if loop.is_closed() or not loop.is_running():
-        return "its event loop does not run"
+        return "its event loop is not running"
     if _runs_here(loop):
-        return "its event loop turns: it answers this itself"
+        return "its event loop is responsive: it runs this request"
     has_turned = threading.Event()
     try:
         loop.call_soon_threadsafe(has_turned.set)
-    except RuntimeError:  # it was closed meanwhile
-        return "its event loop does not run"
+    except RuntimeError:  # closed meanwhile
+        return "its event loop is not running"
     if has_turned.wait(TURN_S):
-        return "its event loop turns"
-    return f"its event loop did not turn within {TURN_S:g} s: a plain method or another blocking call holds it"
+        return "its event loop is responsive"
+    return (
+        f"its event loop did not respond within {TURN_S:g} s: a synchronous method or another blocking call occupies it"
+    )
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
@@ -90,7 +92,7 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 def _describe_tasks(loop: asyncio.AbstractEventLoop) -> list[str]:
     try:
         tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
-    except RuntimeError as error:  # it changes all the time
+    except RuntimeError as error:  # the set changes concurrently
         return [f"its tasks cannot be listed: {error}"]
     found = [(task.get_name(), _describe_task(task)) for task in tasks]
     return [f"task {who} (most recent call last):\n{stack}" for who, stack in _merged(found)] or ["it has no tasks"]

@@ -1,8 +1,8 @@
-r"""Text from outside, made such that every encoder takes it.
+r"""External text, converted so that every encoder accepts it.
 
-A Python text can have half of a surrogate pair (`\ud800`), from JSON, from a file's name, or from code; UTF-8 has none.
-Queues, journals, caches, records, tokenizers and trackers refuse it, so it is replaced where it comes in: what a
-model, a tool, a reward, a data file or an exception says.
+A Python string can contain lone surrogates (`\ud800`), from JSON, file names or code; UTF-8 cannot encode them. Queues,
+journals, caches, records, tokenizers and trackers refuse them, so they are replaced on entry: in the text of models,
+tools, rewards, data files and exceptions.
 """
 
 import math
@@ -12,11 +12,11 @@ from rl_core.data.records import Json
 from rl_core.errors import DataError
 
 MAX_LEVELS = 100
-"""Maximum depth of JSON from outside; deeper values overflow the interpreter's stack in encoders and decoders."""
+"""Maximum depth of external JSON; deeper values overflow the interpreter's stack in encoders and decoders."""
 
 
 def encodable(text: str) -> str:
-    r"""A text as UTF-8 has it: half of a surrogate pair becomes its escape, such as `\ud800`."""
+    r"""Return text that UTF-8 can encode: lone surrogates become escapes, such as `\ud800`."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
@@ -48,5 +48,5 @@ def encodable_json(value: Json, *, max_levels: int = MAX_LEVELS, keep_infinite: 
         for key, part in value.items()
     }
     if len(read) < len(value):
-        raise DataError("JSON with two keys that differ in halves of surrogate pairs alone.")
+        raise DataError("JSON with two keys that differ only in lone surrogates.")
     return read

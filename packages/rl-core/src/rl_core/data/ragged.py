@@ -54,7 +54,7 @@ class Ragged:
             raise ShapeError(f"offsets must have dtype int64; found {offsets.dtype}.")
         lengths = offsets[1:] - offsets[:-1]
         if len(lengths) and int(lengths.min()) < 0:
-            raise ShapeError("offsets must never fall; found a negative row length.")
+            raise ShapeError("offsets must not decrease; found a negative row length.")
         self._layout = _Layout((values,), None, offsets[:-1], offsets)
         self._lengths: Index = lengths
 
@@ -63,7 +63,7 @@ class Ragged:
         """Build from separate rows, copying them once."""
         arrays = [array_of(row, who=f"row {index} of Ragged", dtype=dtype) for index, row in enumerate(rows)]
         if any(not array.ndim for array in arrays):
-            raise ShapeError("rows must each be a list or an array; found a single number. Give a list of rows.")
+            raise ShapeError("rows must each be a list or an array; found a single number. Pass a list of rows.")
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
         return cls(values, offsets_of([len(row) for row in arrays]))
 
@@ -78,7 +78,7 @@ class Ragged:
             raise ShapeError("parts must be at least one Ragged; found none.")
         if len(parts) == 1:
             return parts[0]
-        layouts = [part._layout for part in parts]  # read once: another thread may put rows end to end
+        layouts = [part._layout for part in parts]  # read once: another thread may make the rows contiguous
         kinds = {(layout.pieces[0].dtype, layout.pieces[0].shape[1:]) for layout in layouts}
         if len(kinds) > 1:
             raise ShapeError(f"ragged columns to join must have one dtype and shape; found {sorted(map(str, kinds))}.")
@@ -133,7 +133,7 @@ class Ragged:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the values."""
+        """dtype of the values."""
         return self._layout.pieces[0].dtype
 
     @property
@@ -215,7 +215,7 @@ class Ragged:
 
 
 def row_indices(rows: ArrayLike, *, num_rows: int) -> Index:
-    """Row indices from 0, with negative ones counted from the end.
+    """Return row indices from 0, with negative ones counted from the end.
 
     Raises:
         ShapeError: They are not a 1-D sequence of integers.
@@ -236,7 +236,7 @@ def row_indices(rows: ArrayLike, *, num_rows: int) -> Index:
 
 
 def offsets_of(lengths: ArrayLike) -> Index:
-    """[N + 1] offsets of rows with these lengths."""
+    """Return [N + 1] offsets of rows with these lengths."""
     array = np.asarray(lengths, dtype=np.int64)
     offsets: Index = np.zeros(len(array) + 1, dtype=np.int64)
     np.cumsum(array, out=offsets[1:])
@@ -244,7 +244,7 @@ def offsets_of(lengths: ArrayLike) -> Index:
 
 
 def token_positions(starts: Index, lengths: Index) -> Index:
-    """Flat positions of rows that start at `starts` and have `lengths`."""
+    """Return flat positions of rows that start at `starts` and have `lengths`."""
     total = int(lengths.sum())
     shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     positions: Index = np.arange(total, dtype=np.int64) + shift

@@ -13,7 +13,7 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 ExpertArray = NDArray[np.int16]
-"""[tokens, layers, top_k] experts that a mixture used per token; -1 where unknown."""
+"""[tokens, layers, top_k] experts that a mixture-of-experts model used per token; -1 where unknown."""
 Json = Any
 """A JSON value: None, bool, int, float, str, list or dict."""
 
@@ -76,7 +76,7 @@ class Trajectory:
         reward: Scalar reward; None until scored.
         reward_components: Named parts of the reward.
         timings: Durations of the session.
-        routed_experts: [T, layers, top_k] int16 experts that a mixture used, -1 where unknown.
+        routed_experts: [T, layers, top_k] int16 experts that a mixture-of-experts model used; -1 where unknown.
         extras: Anything else, as JSON.
     """
 

@@ -1,4 +1,4 @@
-"""Keys of rows as arrays, so that selecting or joining thousands of rows does not touch each one."""
+"""Keys of rows as arrays, so that selecting or joining thousands of rows does not process each one."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, overload
@@ -83,7 +83,7 @@ class RowKeys(Sequence[RowKey]):
     def __getitem__(self, row: slice) -> tuple[RowKey, ...]: ...
 
     def __getitem__(self, row: int | slice) -> RowKey | tuple[RowKey, ...]:
-        """One key, or several."""
+        """Return one key, or several."""
         if isinstance(row, slice):
             return tuple(self.select(np.arange(len(self))[row]))
         return RowKey(self.uids[self.prompts[row]], int(self.sessions[row]), int(self.outputs[row]))
@@ -104,11 +104,11 @@ class RowKeys(Sequence[RowKey]):
         return repr(tuple(self))
 
     def compact(self) -> "RowKeys":
-        """The same keys, with only the uids they use."""
+        """Return the same keys, with only the uids they use."""
         return self if len(self.uids) <= 1 else self.select(np.arange(len(self)))
 
     def select(self, rows: Index) -> "RowKeys":
-        """The keys at these indices, with only their prompts."""
+        """Return the keys at these indices, with only their prompts."""
         uids, prompts = self.uids, self.prompts[rows]
         if len(uids) > 1:
             used, numbers = np.unique(prompts, return_inverse=True)
@@ -116,7 +116,7 @@ class RowKeys(Sequence[RowKey]):
         return RowKeys(uids, prompts, self.sessions[rows], self.outputs[rows])
 
     def by_first_appearance(self) -> Index:
-        """[N] index of each row's prompt, numbered by first appearance."""
+        """Return [N] index of each row's prompt, numbered by first appearance."""
         _, firsts, inverse = np.unique(self.prompts, return_index=True, return_inverse=True)
         ranks = np.empty(len(firsts), dtype=np.int64)
         ranks[np.argsort(firsts)] = np.arange(len(firsts))
@@ -124,7 +124,7 @@ class RowKeys(Sequence[RowKey]):
         return numbered
 
     def in_order(self, groups: Index) -> Index:
-        """[N] indices that sort rows by group, session and output."""
+        """Return [N] indices that sort rows by group, session and output."""
         order: Index = np.lexsort((self.outputs, self.sessions, groups))
         return order
 

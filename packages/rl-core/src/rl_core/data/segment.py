@@ -1,4 +1,4 @@
-"""The wire format: one immutable segment for each put.
+"""The wire format: one immutable segment per put.
 
     header   64 bytes: magic, format version, number of arrays, sizes, crc32c of what follows it
     schema   JSON: number of rows, uids of prompts, and name, dtype, shape and place of each array
@@ -29,7 +29,7 @@ from rl_core.files.checksums import checksum
 MAGIC = b"RLSEGMT\0"
 FORMAT_VERSION = 1
 ALIGNMENT = 64
-COPY_BYTES = 1 << 19  # small enough to be in the cache still when its checksum is taken
+COPY_BYTES = 1 << 19  # small enough to stay in the cache for its checksum
 HEADER = struct.Struct("<8sIIQQI28x")
 FLOATS = ("float16", "float32", "float64")
 DTYPES = {
@@ -136,24 +136,27 @@ def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verifie
     for entry, expected in zip(schema.arrays, sums, strict=True):
         end = _end_of(entry, size)
         if entry.place < start or entry.name in arrays:
-            raise SegmentError(f"column {entry.name!r} is named twice, or lies over what comes before byte {start}.")
+            raise SegmentError(f"column {entry.name!r} is named twice, or overlaps the bytes before {start}.")
         start = end
         if not is_verified and checksum(memory[entry.place : end]) != expected:
             raise SegmentError(
-                f"column {entry.name!r} of {_rows_of(schema)} has another checksum than its segment says; "
+                f"column {entry.name!r} of {_rows_of(schema)} has a wrong checksum: the segment was altered or "
+                "truncated. Generate these rows again."
                 "it was altered or torn. Generate these rows again."
             )
         arrays[entry.name] = _view(entry, source)
     try:
         return _batch_of(schema, arrays)
     except (RLError, KeyError, IndexError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        if isinstance(error, UnknownColumnError):  # unknown here: the segment may be sound
-            raise UndeclaredColumnError(f"a segment of {_rows_of(schema)} cannot be read here: {error}") from error
-        raise SegmentError(f"a segment of {_rows_of(schema)} contradicts itself: {error}") from error
+        if isinstance(error, UnknownColumnError):  # unknown here: the segment may be intact
+            raise UndeclaredColumnError(
+                f"a segment of {_rows_of(schema)} cannot be read in this process: {error}"
+            ) from error
+        raise SegmentError(f"a segment of {_rows_of(schema)} is inconsistent: {error}") from error
 
 
 def segment_size(source: bytes | memoryview | Bytes) -> int:
-    """Size of a segment in bytes, from its header and schema, without reading its arrays.
+    """Return the size of a segment in bytes, from its header and schema, without reading its arrays.
 
     Raises:
         SegmentError: The header or schema is torn or altered, or the segment is longer than the memory.
@@ -165,43 +168,44 @@ def segment_size(source: bytes | memoryview | Bytes) -> int:
 def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int, int]:
     """Read the schema, the arrays' checksums, the position of the first array, and the segment's end."""
     if len(memory) < HEADER.size:
-        raise SegmentError(f"a segment has at least {HEADER.size} bytes; found {len(memory)}.")
+        raise SegmentError(f"a segment must have at least {HEADER.size} bytes; found {len(memory)}.")
     magic, version, num_arrays, schema_bytes, size, expected = HEADER.unpack_from(memory)
     if magic != MAGIC or version != FORMAT_VERSION:
         raise SegmentError(f"expected a segment of format {FORMAT_VERSION}; found magic {magic!r}, format {version}.")
     end = HEADER.size + schema_bytes + 4 * num_arrays
     if size > len(memory) or end > size:
         raise SegmentError(
-            f"the segment says that it has {size} bytes, {end} of them before its arrays; {len(memory)} are there."
+            f"the header of a segment declares {size} bytes, {end} of them before its arrays; found {len(memory)} "
+            "bytes."
         )
     described = memory[HEADER.size : end].tobytes()
     if checksum(described) != expected:
-        raise SegmentError("the schema of a segment has another checksum than its header says; it was altered or torn.")
+        raise SegmentError("the schema of a segment has a wrong checksum: the segment was altered or truncated.")
     try:
         schema = msgspec.json.decode(described[:schema_bytes], type=Schema)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise SegmentError(f"the schema of a segment cannot be read: {error}.") from error
     if len(schema.arrays) != num_arrays or not 0 <= schema.num_rows <= size:
         raise SegmentError(
-            f"the schema of a segment lists {len(schema.arrays)} arrays of {schema.num_rows} rows; "
-            f"its header says {num_arrays} arrays in {size} bytes."
+            f"the schema of a segment lists {len(schema.arrays)} arrays of {schema.num_rows} rows; its header "
+            f"declares {num_arrays} arrays in {size} bytes."
         )
     return schema, np.frombuffer(described[schema_bytes:], dtype="<u4").tolist(), end, size
 
 
 def _end_of(entry: ArrayEntry, size: int) -> int:
-    """End of an array, after checking that it can exist."""
+    """Return the end of an array, after checking that it can exist."""
     shape = entry.shape
     if entry.dtype not in DTYPES or not 1 <= len(shape) <= MAX_DIMS or min(shape) < 0 or entry.place < 0:
         raise SegmentError(
-            f"column {entry.name!r} says dtype {entry.dtype!r}, shape {shape[:MAX_DIMS]}, place {entry.place}; "
-            "that is no array of numbers."
+            f"column {entry.name!r} has dtype {entry.dtype!r}, shape {shape[:MAX_DIMS]} and place {entry.place}, "
+            "which do not describe an array of numbers."
         )
     end = entry.place + _size_of(entry)
     if end > size or entry.place % ALIGNMENT:
         raise SegmentError(
-            f"column {entry.name!r} asks for bytes {entry.place} to {end}, of dtype {entry.dtype} and shape {shape}; "
-            f"its segment has {size}, and arrays begin at multiples of {ALIGNMENT}."
+            f"column {entry.name!r} has bytes {entry.place} to {end}, dtype {entry.dtype} and shape {shape}; its "
+            f"segment has {size} bytes, and arrays must begin at multiples of {ALIGNMENT}."
         )
     return end
 
@@ -212,7 +216,7 @@ def _view(entry: ArrayEntry, source: Any) -> Array:
     view.flags.writeable = False
     try:
         return view if len(entry.shape) == 1 else view.reshape(entry.shape)
-    except (ValueError, OverflowError) as error:  # no values, and more of them than numpy can count
+    except (ValueError, OverflowError) as error:  # no values, but dimensions larger than numpy supports
         raise SegmentError(f"column {entry.name!r} cannot have shape {entry.shape}: {error}.") from error
 
 
@@ -221,10 +225,10 @@ def _batch_of(schema: Schema, arrays: dict[str, Array]) -> Batch:
     if any(array.shape != (schema.num_rows,) or array.dtype != np.int32 for array in (prompts, sessions, outputs)):
         raise ShapeError(f"the keys must be [{schema.num_rows}] int32.")
     if schema.num_rows and (int(prompts.min()) < 0 or int(sessions.min()) < 0 or int(outputs.min()) < 0):
-        raise DataError("a key has a negative index.")
+        raise DataError("a row key has a negative index.")
     if (schema.num_rows and int(prompts.max()) >= len(schema.uids)) or len(set(schema.uids)) != len(schema.uids):
         last = int(prompts.max(initial=-1))
-        raise DataError(f"a key names prompt {last} of {len(schema.uids)}, or a prompt is named twice.")
+        raise DataError(f"a row key refers to prompt {last} of {len(schema.uids)}, or a prompt appears twice.")
     keys = RowKeys(tuple(schema.uids), prompts, sessions, outputs)
     encoded = arrays.pop("#extras", None)
     extras = msgspec.json.decode(encoded.tobytes(), type=list[dict[str, Any]]) if encoded is not None else None
@@ -244,7 +248,7 @@ def _batch_of(schema: Schema, arrays: dict[str, Array]) -> Batch:
 
 
 def _rows_of(schema: Schema) -> str:
-    """Description such as "32 rows of prompts 'p0' to 'p3'"."""
+    """Describe the rows, such as "32 rows of prompts 'p0' to 'p3'"."""
     if not schema.uids:
         return f"{schema.num_rows} rows"
     return f"{schema.num_rows} rows of prompts {schema.uids[0]!r} to {schema.uids[-1]!r}"
@@ -267,8 +271,8 @@ def _entry(name: str, parts: list[Array]) -> ArrayEntry:
     dtype = NAMES.get(parts[0].dtype)
     if dtype is None or len(shape) > MAX_DIMS:
         raise DataError(
-            f"column {name!r} must hold little-endian numbers or bools, in at most {MAX_DIMS} dimensions; "
-            f"found {parts[0].dtype} in {len(shape)}."
+            f"column {name!r} must contain little-endian numbers or bools in at most {MAX_DIMS} dimensions; found "
+            f"{parts[0].dtype} in {len(shape)}."
         )
     return ArrayEntry(name=name, dtype=dtype, shape=shape, place=0)
 

@@ -1,4 +1,4 @@
-"""Files: durable writes, checksums, zarr arrays, and bounded reading of untrusted files."""
+"""Files: durable writes, checksums, zarr arrays, and bounded reads of untrusted files."""
 
 from rl_core.files.bounded_json import count_values, load_json, load_json_as, shown, shown_path
 from rl_core.files.checksums import checksum

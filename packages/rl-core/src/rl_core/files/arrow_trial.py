@@ -24,17 +24,17 @@ def main() -> None:
     try:
         for file in json.load(sys.stdin)["files"]:
             for batch in _batches(file):
-                batch.validate(full=True)  # offsets, and that texts are UTF-8
+                batch.validate(full=True)  # checks offsets and UTF-8
                 num_rows += batch.num_rows
                 num_bytes += _checked_bytes(batch)
                 if num_rows > MAX_ROWS:
                     raise ValueError(f"it has more than {MAX_ROWS} rows")
                 if num_bytes > MAX_TOTAL_BYTES:
-                    raise ValueError(f"it takes more than {MAX_TOTAL_BYTES} bytes in memory")
+                    raise ValueError(f"it needs more than {MAX_TOTAL_BYTES} bytes in memory")
         sys.stdout.write("passed")
     except MemoryError:
-        sys.stdout.write("it takes more memory than is set aside for reading a few rows of it")
-    except Exception as error:  # pyarrow's are of many kinds
+        sys.stdout.write("it needs more memory than the trial read allows")
+    except Exception as error:  # pyarrow raises many types
         sys.stdout.write(f"{error}".replace("\n", " ") or type(error).__name__)
 
 

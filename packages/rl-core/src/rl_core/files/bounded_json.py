@@ -11,9 +11,9 @@ FormT = TypeVar("FormT")
 
 
 def load_json(raw: bytes, *, max_values: int) -> Json:
-    """Parse a JSON document; one that could have too many values is refused before any object is created.
+    """Parse a JSON document; refuse one that could have too many values before any object is created.
 
-    The document must be ASCII with escapes, as Python writes it. A value needs at most 200 bytes beside its text, so
+    The document must be ASCII with escapes, as Python writes it. A value needs at most 200 bytes besides its text, so
     the text's size and the number of values bound the memory.
 
     Raises:
@@ -24,18 +24,18 @@ def load_json(raw: bytes, *, max_values: int) -> Json:
 
 
 def load_json_as(raw: bytes, form: type[FormT], *, max_values: int) -> FormT:
-    """Parse a JSON document of a known type without creating dicts, four times as fast; same limits as `load_json`."""
+    """Parse JSON of a known type without creating dicts, four times as fast; same limits as `load_json`."""
     text = _bounded(raw, max_values)
     try:
         return msgspec.json.decode(text, type=form)
-    except msgspec.DecodeError:  # Python writes more than JSON has: NaN, infinities, halves of surrogates
+    except msgspec.DecodeError:  # Python also writes NaN, infinities and lone surrogates
         return msgspec.convert(json.loads(text), form)
 
 
 def _bounded(raw: bytes, max_values: int) -> str:
     num_values = count_values(raw)
     if num_values > max_values:
-        raise ValueError(f"it may have {num_values} values; at most {max_values} are read")
+        raise ValueError(f"it may have {num_values} values; the limit is {max_values}")
     return raw.decode("ascii")
 
 

@@ -1,4 +1,4 @@
-"""The crc32c checksum of all stored and sent data; the only file that imports its library."""
+"""The crc32c checksum of stored and sent data; the only file that imports its library."""
 
 import crc32c as _crc32c
 import numpy as np

@@ -30,7 +30,7 @@ def sync_folder(folder: str | Path) -> None:
     """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems cannot; the rename is then as durable as they make it
+        with contextlib.suppress(OSError):  # unsupported by some file systems
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Permissions of new files: the process's umask."""
+"""The umask of this process, which sets the permissions of new files."""
 
 import os
 import re

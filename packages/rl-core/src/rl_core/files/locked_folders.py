@@ -1,4 +1,4 @@
-"""Folders that their process keeps locked, so that others can remove those of killed processes."""
+"""Folders that a process keeps locked, so that other processes can remove those of killed ones."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 @contextmanager
 @converts_arguments
 def locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> Iterator[Path]:
-    """Create a locked folder for a `with` block, and remove it at the end, except in a fork of its process.
+    """Create a locked folder for a `with` block, and remove it at the end, except in a forked child.
 
     Args:
         parent: Parent folder.
@@ -51,7 +51,7 @@ def make_locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> tuple
         folder.mkdir(mode=mode)
         with suppress(FileNotFoundError):
             lock = os.open(folder, FLAGS | os.O_DIRECTORY)
-            with suppress(FileNotFoundError, BlockingIOError):  # swept, or locked by whoever may read it
+            with suppress(FileNotFoundError, BlockingIOError):  # removed or locked by another process
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.lstat(folder), os.fstat(lock)):
                     return folder, lock
@@ -61,7 +61,7 @@ def make_locked_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> tuple
 
 
 def remove_unlocked_folders(folders: Iterable[Path], *, lock_file: str = "", also_of: Container[int] = ()) -> None:
-    """Remove folders whose processes have ended: a killed process holds no lock.
+    """Remove folders whose processes have ended: a killed process releases its lock.
 
     Args:
         folders: Candidates; folders of live processes and other users are kept, missing ones are ignored.
@@ -87,5 +87,5 @@ def _lock(path: Path, flags: int, also_of: Container[int], stack: ExitStack) -> 
     stack.callback(os.close, descriptor)
     user = os.fstat(descriptor).st_uid
     if user != os.geteuid() and user not in also_of:
-        raise PermissionError(f"{path} is another user's")
+        raise PermissionError(f"{path} belongs to user {user}")
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Bounded reading of untrusted files: opens never block, and errors name the file."""
+"""Bounded reads of untrusted files: opens never block, and errors name the file."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from rl_core.record_fields import converts_arguments
 
 MAX_JSON_BYTES = 1 << 26
 MAX_JSON_VALUES = 1 << 21
-"""Maximum number of values in a document; each needs up to 200 bytes beside its text."""
+"""Maximum number of values in a document; each needs up to 200 bytes besides its text."""
 
 MAX_TOML_BYTES = 1 << 20
 MAX_TOML_STEPS = 1 << 21
@@ -28,7 +28,7 @@ MAX_TOML_STEPS = 1 << 21
 def open_plain(
     file: Path, *, error: type[RLError] = DataError, follows_links: bool = True
 ) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file for reading, and return its size too.
+    """Open a regular file for reading, and return its size with it.
 
     Args:
         file: Path of the file.
@@ -36,19 +36,19 @@ def open_plain(
         follows_links: False refuses a symbolic link.
     """
     try:
-        # A pipe without a writer would wait for ever.
+        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
         descriptor = os.open(file, flags if follows_links else flags | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise error(f"{file} does not exist.") from None
     except (OSError, ValueError) as problem:
         is_link = not follows_links and file.is_symlink()
-        reason = "it is a link" if is_link else getattr(problem, "strerror", None) or str(problem)
-        raise error(f"{file} must be a plain file that can be read: {reason}.") from None
+        reason = "it is a symbolic link" if is_link else getattr(problem, "strerror", None) or str(problem)
+        raise error(f"{file} must be a readable regular file: {reason}.") from None
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise error(f"{file} must be a plain file; it is a folder, a pipe, a socket or a device.")
+        raise error(f"{file} must be a regular file; it is a folder, a pipe, a socket or a device.")
     with os.fdopen(descriptor, "rb") as stream:
         yield stream, status.st_size
 
@@ -78,11 +78,11 @@ def read_json(
     error: type[RLError] = DataError,
     follows_links: bool = True,
 ) -> Json:
-    """Parse the JSON document in a file; one that could have too many values is refused before parsing."""
+    """Parse the JSON document in a file; refuse one that could have too many values before parsing."""
     raw = read_plain(file, max_bytes=max_bytes, error=error, follows_links=follows_links)
     num_values = count_values(raw)
     if num_values > max_values:
-        raise error(f"{file} may have {num_values} values; at most {max_values} are read.")
+        raise error(f"{file} may have {num_values} values; the limit is {max_values}.")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as problem:
@@ -93,7 +93,7 @@ def read_json_object(file: Path, *, error: type[RLError] = DataError, follows_li
     """Parse the JSON object in a file; see `read_json`."""
     found = read_json(file, error=error, follows_links=follows_links)
     if not isinstance(found, dict):
-        raise error(f"{file} must hold a JSON object; found {type(found).__name__}.")
+        raise error(f"{file} must contain a JSON object; found {type(found).__name__}.")
     return found
 
 
@@ -115,7 +115,9 @@ def parse_toml(raw: bytes | str, *, where: str, error: type[RLError] = DataError
         lines = text.split("\n")
         most_dots = max(line.count(".") for line in lines)
         if most_dots * (len(lines) + most_dots) > MAX_TOML_STEPS:
-            raise error(f"{where} must not have {most_dots} dots in one of its {len(lines)} lines; use several keys.")
+            raise error(
+                f"{where} must not have {most_dots} dots in one of its {len(lines)} lines; split it into several keys."
+            )
         return tomllib.loads(text)
     except (UnicodeDecodeError, ValueError, RecursionError) as problem:
         if isinstance(problem, RLError):

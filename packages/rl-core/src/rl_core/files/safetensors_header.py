@@ -52,16 +52,16 @@ def read_safetensors_header(file: Path, *, error: type[RLError] = DataError) -> 
     with open_plain(file, error=error) as (stream, size):
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise error(f"{file} is torn or no safetensors file: its header has {length} bytes of {size}.")
+            raise error(f"{file} is truncated or not a safetensors file: its header has {length} bytes of {size}.")
         raw = stream.read(length)
     if count_values(raw) > MAX_HEADER_VALUES:
-        raise error(f"{file} must have a header of at most {MAX_HEADER_VALUES} values; it may have more.")
+        raise error(f"the header of {file} must have at most {MAX_HEADER_VALUES} values; it may have more.")
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         return {name: _tensor(form, 8 + length, size) for name, form in header.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as problem:
-        raise error(f"{file} is torn or no safetensors file: {type(problem).__name__}: {problem}.") from None
+        raise error(f"{file} is truncated or not a safetensors file: {type(problem).__name__}: {problem}.") from None
 
 
 def _tensor(form: Any, behind_header: int, size: int) -> StoredTensor:
@@ -69,9 +69,9 @@ def _tensor(form: Any, behind_header: int, size: int) -> StoredTensor:
     if dtype not in ITEM_BITS:
         raise ValueError(f"a tensor's dtype must be one of {', '.join(ITEM_BITS)}")
     if not isinstance(shape, list) or len(shape) > MAX_AXES or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"a tensor's shape must be at most {MAX_AXES} whole numbers from 0")
+        raise ValueError(f"a tensor's shape must be at most {MAX_AXES} non-negative integers")
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= size - behind_header:
-        raise ValueError("a tensor must lie within the file; it is torn")
+        raise ValueError("a tensor must lie within the file; the file may be truncated")
     if (stop - start) * 8 != math.prod(shape) * ITEM_BITS[dtype]:
-        raise ValueError("a tensor must have as many bytes as its shape and dtype say")
+        raise ValueError("a tensor's number of bytes must match its shape and dtype")
     return StoredTensor(dtype, tuple(shape), behind_header + start, behind_header + stop)

@@ -70,13 +70,13 @@ def run_trial(
     try:
         passed.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         passed.touch()
-    except OSError:  # it will be tried again
+    except OSError:  # the next call repeats the trial
         return
 
 
 @converts_arguments
 def try_arrow_files(files: Sequence[Path], *, error: type[RLError] = DataError) -> None:
-    """Check that Parquet and Arrow files decode, and to a size that the machine can hold.
+    """Check that Parquet and Arrow files decode, and that their contents fit into memory.
 
     Raises:
         error: A file is invalid or too large, for example a hundred million rows or a cell of a gigabyte.
@@ -90,7 +90,7 @@ def _problem(script: Path, request: Mapping[str, Json], *, cpu_s: int) -> str | 
     command = [sys.executable, "-P", "-c", LIMITED, str(script), *(str(n) for pair in limits.items() for n in pair)]
     own = {"ARROW_DEFAULT_MEMORY_POOL": "system", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(  # noqa: S603 - a script of ours, and numbers
+        done = subprocess.run(  # noqa: S603 - our own script, and numbers
             command,
             input=json.dumps(dict(request)).encode(),
             capture_output=True,
@@ -101,9 +101,9 @@ def _problem(script: Path, request: Mapping[str, Json], *, cpu_s: int) -> str | 
         return f"reading it took longer than {DEADLINE_S + 4 * cpu_s} s"
     said = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"{said or 'reading it'} took longer than {cpu_s} s of processor time"
+        return f"{said or 'reading it'} took longer than {cpu_s} s of CPU time"
     if done.returncode < 0:
-        return f"{said or 'reading it'} ended the process that tried it, by {signal.Signals(-done.returncode).name}"
+        return f"{said or 'reading it'} crashed the trial process with {signal.Signals(-done.returncode).name}"
     if done.returncode:
         said = f"{said or 'reading it'} failed: " + done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     return None if said == PASSED else shown(said.rstrip("."), most=400)[1:-1]
@@ -114,7 +114,8 @@ def _digest(
 ) -> str:
     digest = hashlib.blake2b(script.read_bytes(), digest_size=20)
     used = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
-    others = {name: value for name, value in request.items() if name not in ("files", "folder")}  # copies are the same
+    # Paths do not affect the result.
+    others = {name: value for name, value in request.items() if name not in ("files", "folder")}
     digest.update(json.dumps([used, others, [file.name for file in files]], sort_keys=True).encode())
     for file in files:
         with open_plain(file, error=error) as (stream, size):

@@ -1,9 +1,9 @@
 """Encoding and decoding of arrays as zarr (format 3) files; the only file that knows zarr's format and codecs.
 
-The files are compatible with zarr, and a test compares them with zarr's own. zarr itself is not used: it needs a
+The files are compatible with zarr; a test compares them with zarr's own. zarr itself is not used because it needs a
 millisecond of thread switches to open an array, and three copies per chunk. File contents are not trusted: an array's
 `zarr.json` must match, field by field, what this module writes for the array, and chunks must have the resulting sizes.
-No codec, dtype or shape is unexpected, and no allocation exceeds what the files on disk justify.
+Therefore no codec, dtype or shape is unexpected, and no allocation exceeds what the files on disk justify.
 """
 
 import json
@@ -28,10 +28,10 @@ CRC_BYTES = 4
 MAX_CHUNK_BYTES = 1 << 24
 MAX_METADATA_BYTES = 1 << 14
 BLOSC_HEADER = struct.Struct("<BBBBIII")
-"""Version, codec version, flags, type size, and the bytes of the content, a block and the whole chunk."""
+"""Version, codec version, flags, item size, and the sizes in bytes of the content, a block and the whole chunk."""
 BLOSC_VERSION = 2
 BLOSC_LZ4, BLOSC_FREE_FLAGS = 0x20, 0x16
-"""Flag of an lz4 chunk, and the optional flags: shuffled bits, stored uncompressed, blocks not split."""
+"""Flag of an lz4 chunk, and the optional flags: bit shuffle, stored uncompressed, blocks not split."""
 MAX_RATIO = 256
 """Maximum compression ratio; lz4 expands one byte to at most 255."""
 
@@ -41,7 +41,7 @@ class FileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         size_bytes: Size of the file.
-        crc32c: For a chunk, the checksum in its last four bytes; for `zarr.json`, that of the whole file.
+        crc32c: For a chunk, the checksum in its last four bytes; for `zarr.json`, the checksum of the whole file.
     """
 
     size_bytes: int
@@ -49,13 +49,13 @@ class FileSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One array, with one axis.
+    """One array with one axis.
 
     Attributes:
         dtype: numpy name of the dtype.
         shape: [number of values].
         chunk_length: Number of values per chunk.
-        is_compressed: Whether lz4 compresses the chunks.
+        is_compressed: True if lz4 compresses the chunks.
         metadata: The array's `zarr.json`.
         chunks: The array's chunks, in order.
     """
@@ -126,14 +126,18 @@ def check_sizes(spec: ArraySpec, *, path: str) -> None:
             f"{MAX_CHUNK_BYTES} bytes",
         )
     if spec.metadata.size_bytes > MAX_METADATA_BYTES:
-        raise BrokenEntryError(path, f"its {METADATA} has {spec.metadata.size_bytes} bytes; a few hundred are expected")
+        raise BrokenEntryError(
+            path, f"its {METADATA} has {spec.metadata.size_bytes} bytes; expected at most {MAX_METADATA_BYTES}"
+        )
     if len(spec.chunks) != spec.num_chunks:
         raise BrokenEntryError(path, f"it needs {spec.num_chunks} chunks; the manifest lists {len(spec.chunks)}")
     for index, chunk in enumerate(spec.chunks):
         body = chunk.size_bytes - CRC_BYTES
         is_possible = body == chunk_bytes or (spec.is_compressed and 0 < body * MAX_RATIO >= chunk_bytes)
         if not is_possible or body > chunk_bytes + BLOSC_HEADER.size:
-            raise BrokenEntryError(path, f"chunk {index} has {chunk.size_bytes} bytes, which cannot be {chunk_bytes}")
+            raise BrokenEntryError(
+                path, f"chunk {index} has {chunk.size_bytes} bytes, which cannot decode to {chunk_bytes}"
+            )
 
 
 def decode_array(files: Mapping[str, memoryview], spec: ArraySpec, *, path: str) -> NDArray[Any]:
@@ -212,7 +216,7 @@ def check_metadata(content: bytes, spec: ArraySpec, *, path: str) -> None:
     """
     where = f"{path}/{METADATA}"
     if checksum(content) != spec.metadata.crc32c:
-        raise BrokenEntryError(where, "its checksum is not the manifest's")
+        raise BrokenEntryError(where, "its checksum differs from the manifest")
     try:
         found = load_json(content, max_values=MAX_METADATA_BYTES)
     except (ValueError, RecursionError) as error:
@@ -250,7 +254,7 @@ def _check_blosc(body: memoryview, spec: ArraySpec, *, path: str) -> None:
     if (typesize, num_bytes, compressed_bytes) != expected:
         raise BrokenEntryError(
             path,
-            f"its header speaks of {num_bytes} bytes in items of {typesize}, stored in {compressed_bytes}; expected "
+            f"its header declares {num_bytes} bytes in items of {typesize}, stored in {compressed_bytes}; expected "
             f"{expected[1]} in items of {expected[0]}, stored in {expected[2]}",
         )
 
@@ -274,9 +278,9 @@ def _checked_body(content: memoryview, chunk: FileSpec, *, path: str) -> memoryv
     """Return a chunk without its checksum, after checking that against the content and the manifest."""
     body, stored = content[:-CRC_BYTES], int.from_bytes(content[-CRC_BYTES:], "little")
     if stored != chunk.crc32c:
-        raise BrokenEntryError(path, "its checksum is not the manifest's")
+        raise BrokenEntryError(path, "its checksum differs from the manifest")
     if checksum(body) != stored:
-        raise BrokenEntryError(path, "its content is not that of its checksum")
+        raise BrokenEntryError(path, "its content does not match its checksum")
     return body
 
 
@@ -297,8 +301,6 @@ def _compressor(spec: ArraySpec) -> Any:
     try:
         from numcodecs.blosc import Blosc
     except ImportError as error:
-        raise MissingExtraError(
-            "arrays on disk need zarr's codecs. Install rl-core[zarr] as the README says."
-        ) from error
+        raise MissingExtraError("arrays on disk need zarr's codecs. Install rl-core[zarr].") from error
     itemsize = np.dtype(spec.dtype).itemsize
     return Blosc(cname="lz4", clevel=5, shuffle=Blosc.BITSHUFFLE, blocksize=0, typesize=itemsize)

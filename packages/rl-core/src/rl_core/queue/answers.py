@@ -31,7 +31,7 @@ def answer_of(core: QueueCore, what: str, *, now: float) -> Any:
                 for group in sorted(core.groups.issued.values(), key=lambda group: group.order)
             ]
         case _:
-            raise DataError(f"unknown question {what!r}.")
+            raise DataError(f"unknown request {what!r}.")
 
 
 def stats_of(core: QueueCore, *, now: float) -> dict[str, float]:
@@ -71,9 +71,9 @@ def leased_of(core: QueueCore, lease: RunningLease) -> Leased:
 
 
 def _visible(core: QueueCore, lease: RunningLease) -> frozenset[str]:
-    """Return the columns from rollouts and those that the task needs.
+    """Return the columns from rollouts and the late columns that the task needs.
 
-    Groups can differ in the late columns that other tasks have added; a task sees only those it needs.
+    Groups can differ in the late columns that other tasks have added; a task sees only the ones it needs.
     """
     giving = (task.spec.gives for task in core.groups.tasks.values())
     late = frozenset().union(*giving) - ROLLOUT_COLUMNS

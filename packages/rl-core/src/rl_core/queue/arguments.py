@@ -13,10 +13,13 @@ def asked(task: str, groups: int | None, prompts: Iterable[str] | None) -> tuple
     """Return the number of groups that a lease requests, and the prompts that it names.
 
     Raises:
-        DataError: The lease names neither or both, or its task is the producer's.
+        DataError: The lease specifies neither or both, or its task is the producer's.
     """
     if (groups is None) == (prompts is None) or task == GENERATE:
-        raise DataError(f"a lease is of groups or of prompts of a task; found {groups=}, {prompts=} of {task!r}.")
+        raise DataError(
+            f"a lease needs either groups or prompts, and a declared task; found {groups=}, {prompts=} for task "
+            f"{task!r}."
+        )
     named = [] if prompts is None else names_of(prompts)
     return (len(named) if groups is None else whole(groups, "groups")), named
 
@@ -29,7 +32,7 @@ def names_of(prompts: Iterable[str]) -> list[str]:
     """
     uids = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else [None]
     if not all(isinstance(uid, str) for uid in uids):
-        raise DataError(f"prompts are named by a list of their uids; found {prompts!r}.")
+        raise DataError(f"prompts must be a list of uids; found {prompts!r}.")
     return [str(uid) for uid in uids]
 
 
@@ -44,7 +47,7 @@ def whole(value: Any, name: str) -> int:
     except TypeError:
         raise DataError(f"{name} must be a whole number; found {value!r}.") from None
     if not -(1 << 62) < number < 1 << 62:
-        raise DataError(f"{name} must be a number of 63 bits; found {number}.")
+        raise DataError(f"{name} must be an integer of at most 63 bits; found {number}.")
     return number
 
 

@@ -1,4 +1,4 @@
-"""Capacity of a queue: held rows, reservations for rows being written, and admission of new rows."""
+"""Capacity of a queue: stored rows, reservations for rows being written, and admission of new rows."""
 
 import time
 from collections.abc import Callable, Set
@@ -10,7 +10,7 @@ from rl_core.queue.messages import GENERATE, Reserve
 
 
 class SegmentStore(Protocol):
-    """Allocates places for segments, for clients that do not bring their own."""
+    """Allocates places for segments, for clients that do not provide their own."""
 
     def allocate(self, size_bytes: int, client: str) -> Any:
         """Return a place for a segment, such as a file's name; None if the client chooses one.
@@ -47,14 +47,14 @@ class Reservation(NamedTuple):
 
 
 class Capacity:
-    """Reservations, and the bounds of a queue."""
+    """Reservations and capacity limits of a queue."""
 
     def __init__(self, store: SegmentStore | None, *, reservation_s: float) -> None:
         """Start without reservations.
 
         Args:
-            store: Allocates segments; None if requests bring them.
-            reservation_s: Seconds a client may take to write, if its death cannot be detected.
+            store: Allocates segments; None if requests provide them.
+            reservation_s: Maximum seconds for a client to write, for clients whose death cannot be detected.
         """
         self._store = store
         self._reservation_s = reservation_s
@@ -114,7 +114,7 @@ class Capacity:
         """
         held = self._reservations.get(number)
         if held is None:
-            raise NotReadyError(f"reservation {number} is not known; reserve again.")
+            raise NotReadyError(f"reservation {number} is unknown; reserve again.")
         return held
 
     def end(self, number: int) -> Reservation:
@@ -136,7 +136,7 @@ class Capacity:
             if held.ends_at > time.monotonic():
                 return
             self.give_up(number)
-            note(f"what {held.client} reserved was given up")
+            note(f"the reservation of {held.client} expired")
 
     def give_up_of(self, client: str) -> None:
         """Free the places of a client that has ended."""

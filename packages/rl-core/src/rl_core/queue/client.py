@@ -129,7 +129,7 @@ class TransferQueue(ABC):
             unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
         except BaseException:
             with contextlib.suppress(errors.RLError):
-                self._call(Release(reply.lease_id))  # nobody else knows of it
+                self._call(Release(reply.lease_id))  # no other client knows of it
             raise
         return Claim(
             lease_id=reply.lease_id,
@@ -149,8 +149,7 @@ class TransferQueue(ABC):
     ) -> None:
         """Settle one session with its trajectories atomically; waits while the queue is full.
 
-        Raises:
-            DataError: The prompt or session is unknown, or a logprob is NaN.
+        DataError: The prompt or session is unknown, or a logprob is NaN.
             AlreadySettledError: The session was already put or failed.
             DeadlineError: The queue stayed full.
         """
@@ -211,7 +210,7 @@ class TransferQueue(ABC):
             task: Name of a declared task.
             groups: Number of groups to wait for.
             prompts: Uids of the groups to lease, in this order regardless of the task's order; waits until all are
-                ready and no other consumer holds them.
+                ready and no other consumer has leased them.
             deadline_s: Maximum wait.
             lease_s: Duration of the lease in seconds.
             allow_fewer: Lease the ready groups once no more can become ready.
@@ -224,7 +223,9 @@ class TransferQueue(ABC):
         """
         number, named = asked(task, groups, prompts)
         if named and allow_fewer:
-            raise DataError("a lease of named prompts takes exactly these; leave allow_fewer out, or name fewer.")
+            raise DataError(
+                "a lease of named prompts returns exactly these; leave out allow_fewer, or name fewer prompts."
+            )
         ends_at = time.monotonic() + deadline_s
         while True:
             remaining_s = max(ends_at - time.monotonic(), 0.0)
@@ -235,7 +236,7 @@ class TransferQueue(ABC):
                 batch = self._fetch(reply)
             except BaseException:
                 with contextlib.suppress(errors.RLError):
-                    self._call(Release(reply.lease_id))  # nobody else knows of it
+                    self._call(Release(reply.lease_id))  # no other client knows of it
                 raise
             if batch is not None:
                 return Lease(
@@ -263,7 +264,9 @@ class TransferQueue(ABC):
         given = {} if given is None else given
         expect(given, "given", Mapping)
         if given.keys() != task.gives:
-            raise DataError(f"task {task.name!r} gives {sorted(task.gives)}; found {sorted(given)}.")
+            raise DataError(
+                f"task {task.name!r} must add exactly the columns {sorted(task.gives)}; found {sorted(given)}."
+            )
         if not given:
             self._call(Ack(lease.lease_id, lease.task, [], 0, None))
             return
@@ -283,13 +286,13 @@ class TransferQueue(ABC):
             DataError: The task adds columns, or a prompt was acked by it before, is done or dropped, is leased by a
                 consumer of the task, or lacks sessions or columns. Nothing is acked.
         """
-        number = -1 - (uuid.uuid4().int >> 66)  # of 62 bits, and no lease's
+        number = -1 - (uuid.uuid4().int >> 66)  # 62 bits, and negative, unlike the numbers of leases
         self._call(Finish(task, names_of(prompt_uids), number))
 
     @converts_arguments
     def release(self, lease: Lease | Claim) -> None:
         """Return the groups unfinished; does nothing if the lease is outdated."""
-        with contextlib.suppress(errors.NotReadyError):  # closed: nobody holds anything
+        with contextlib.suppress(errors.NotReadyError):  # closed: no lease exists
             self._call(Release(lease.lease_id))
 
     def set_policy_version(self, version: int) -> None:
@@ -322,7 +325,7 @@ class TransferQueue(ABC):
         return dict(self._ask("stats"))
 
     def recovery(self) -> Recovery | None:
-        """What recovery found when the journal was opened; None without a journal."""
+        """Return the findings of recovery when the journal was opened; None without a journal."""
         found = self._ask("recovery")
         return None if found is None else msgspec.convert(found, Recovery)
 
@@ -331,7 +334,7 @@ class TransferQueue(ABC):
     def _new_put_id(self) -> str:
         """Return a put id that is unique among all clients."""
         if self._put_ids[0] != os.getpid():
-            self._put_ids = (os.getpid(), uuid.uuid4().hex, itertools.count())  # a fork would go on counting
+            self._put_ids = (os.getpid(), uuid.uuid4().hex, itertools.count())  # a fork would continue the same count
         return f"{self._put_ids[1]}-{next(self._put_ids[2])}"
 
     def _pack(self, prompt: Prompt) -> Any:
@@ -376,14 +379,14 @@ class TransferQueue(ABC):
         return join(leased, segments.__getitem__)
 
     def _read_all(self, places: Mapping[int, Any]) -> list[tuple[int, Batch | SegmentError]]:
-        """Read every segment, or the error of reading it; in parallel, as checksums dominate the cost."""
+        """Read every segment, in parallel because checksums dominate the cost; a failed read returns its error."""
 
         def read(item: tuple[int, Any]) -> tuple[int, Batch | SegmentError]:
             number, place = item
             try:
                 return number, self._payload.read(number, place)
             except UndeclaredColumnError:
-                raise  # the rows are sound, and others can read them
+                raise  # the rows are intact, and other clients can read them
             except SegmentError as error:
                 return number, error
 

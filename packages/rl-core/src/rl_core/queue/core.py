@@ -57,11 +57,11 @@ class QueueCore:
     def issue(self, prompts: Sequence[tuple[str, Any]], *, num_sessions: int, now: float) -> None:
         """Add prompts atomically."""
         if not 1 <= num_sessions <= MAX_SESSIONS:
-            raise DataError(f"num_sessions must be at least 1, and at most {MAX_SESSIONS}; found {num_sessions}.")
+            raise DataError(f"num_sessions must be from 1 to {MAX_SESSIONS}; found {num_sessions}.")
         counts = Counter(uid for uid, _ in prompts)
         doubled = [uid for uid in counts if counts[uid] > 1 or uid in self.groups]
         if doubled:
-            raise DataError(f"prompt uids must be unique; {doubled[0]!r} was issued before.")
+            raise DataError(f"prompt uids must be unique; {doubled[0]!r} was already issued.")
         for uid, prompt in prompts:
             group = QueuedGroup(
                 uid=uid,
@@ -74,13 +74,13 @@ class QueueCore:
             self.dirty[uid] = group
 
     def check_sessions(self, sessions: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Raise an error for sessions that are unknown or already settled; keyed by prompt."""
+        """Raise an error for sessions that are unknown or already settled; sessions are grouped by prompt."""
         if len({uid for uid, _ in sessions}) != len(sessions):
-            raise DataError("a put names each prompt once; one is named twice.")
+            raise DataError("a put must name each prompt once; one is named twice.")
         for uid, indices in sessions:
             group = self.groups.find_open(uid)
             if len(set(indices)) != len(indices) or not indices:
-                raise DataError(f"a put settles each session of prompt {uid!r} once; found {indices}.")
+                raise DataError(f"a put must settle each session of prompt {uid!r} once; found {indices}.")
             for index in indices:
                 if not 0 <= index < group.num_sessions:
                     raise DataError(
@@ -89,7 +89,7 @@ class QueueCore:
                 if index in group.settled or index in group.failures:
                     why = f" ({group.failures[index]})" if index in group.failures else ""
                     raise AlreadySettledError(
-                        f"session {index} of prompt {uid!r} is already settled{why}; put it once."
+                        f"session {index} of prompt {uid!r} is already settled{why}. Put each session once."
                     )
 
     def was_put(self, put_id: str, sessions: Sequence[tuple[str, Sequence[int]]]) -> bool:
@@ -191,16 +191,16 @@ class QueueCore:
         lease = self.leases.get(lease_id)
         if lease is None and lease_id < self.first_lease:
             raise OutdatedLeaseError(
-                f"lease {lease_id} of task {task!r} is outdated: the queue was opened again since. Its groups are "
-                "delivered again, or are done, so drop this result and lease again."
+                f"lease {lease_id} of task {task!r} is outdated: the queue was reopened since. Its groups are "
+                "delivered again or are done. Discard this result and lease again."
             )
         if lease is None:
-            how = self.ended.get(lease_id, "ran out, was released or was acked")
+            how = self.ended.get(lease_id, "expired, was released or was acked")
             advice = (
-                "There is nothing left to do."
+                "No action is needed."
                 if how == "was acked"
-                else "Its groups are delivered again, or are done with, so drop this result. Ask for a longer "
-                "lease_s, or extend it in time."
+                else "Its groups are delivered again or are done. Discard this result, and request a longer lease_s or "
+                "extend the lease in time."
             )
             raise OutdatedLeaseError(f"lease {lease_id} of task {task!r} is outdated: it {how}. {advice}")
         return lease
@@ -214,14 +214,18 @@ class QueueCore:
         """Finish a lease, with the columns that it adds."""
         lease = self.current(ack.lease_id, ack.task)
         if frozenset(ack.columns) != lease.task.gives:
-            raise DataError(f"task {ack.task!r} gives {sorted(lease.task.gives)}; found {sorted(ack.columns)}.")
+            raise DataError(
+                f"task {ack.task!r} must add exactly the columns {sorted(lease.task.gives)}; found "
+                f"{sorted(ack.columns)}."
+            )
         self.leases.pop(lease.lease_id)
         self._note_end(lease.lease_id, "was acked")
         self.counts[f"acks/{ack.task}"] += len(lease.groups)
         num_rows = sum(group.num_rows for group in lease.groups)
         segment = self.segments.add(ack.place) if ack.columns else 0
         if ack.columns:
-            self.segments.need(segment)  # until each group has its part: the first may be done, and free it, before
+            # Keep it until each group has its part: the first group may be done and free it earlier.
+            self.segments.need(segment)
         first = 0
         for group in lease.groups:
             rows = group.num_rows
@@ -266,7 +270,7 @@ class QueueCore:
             _, lease_id = heapq.heappop(self._expiries)
             lease = self.leases.get(lease_id)
             if lease is not None and lease.expires_at <= now:
-                self.end_lease(lease_id, "ran out")
+                self.end_lease(lease_id, "expired")
                 self.counts["leases_expired"] += 1
                 ended.append(lease_id)
         return ended
@@ -278,7 +282,7 @@ class QueueCore:
     # -- segments
 
     def lost(self, segment_id: int, reason: str, *, now: float) -> int:
-        """Issue again the prompts whose rows cannot be read, and return their number."""
+        """Issue the prompts of an unreadable segment again, and return their number."""
         groups = [group for group in self.groups if segment_id in group.segments()]
         for group in groups:
             if any(part.segment == segment_id for part in group.parts):
@@ -290,7 +294,7 @@ class QueueCore:
     def drop_client(self, client: str) -> None:
         """Release all leases of a dead client."""
         for lease_id in [i for i, lease in self.leases.items() if lease.client == client]:
-            self.end_lease(lease_id, "was released, because the process that held it went away")
+            self.end_lease(lease_id, "was released because its process ended")
         self.segments.unpin_all(client)
 
     def restore(
@@ -327,7 +331,7 @@ class QueueCore:
                 self.groups.arrive(group)
                 group.find_columns()
             else:
-                reasons = "; ".join(sorted(set(group.failures.values()))) or "its sessions gave no trajectory"
+                reasons = "; ".join(sorted(set(group.failures.values()))) or "its sessions returned no trajectories"
                 group.state, group.reason = "dropped", f"no rows: {reasons}"
                 self.drops["no rows"] += 1
         self._changed(group)
@@ -345,13 +349,13 @@ class QueueCore:
         group.leased.pop(GENERATE)
         if not claim.groups:
             del self.leases[lease_id]
-            self._note_end(lease_id, "is fulfilled")
+            self._note_end(lease_id, "was fulfilled")
 
     def _check_parts(self, put: Put) -> None:
         sessions = {uid for uid, _ in put.sessions}
         for part in put.parts:
             if part.prompt_uid not in sessions or part.num_rows < 1 or part.first < 0:
-                raise DataError(f"a put has rows of prompt {part.prompt_uid!r} and settles no session of it.")
+                raise DataError(f"a put has rows of prompt {part.prompt_uid!r} but settles no session of it.")
 
     def _is_stale(self, group: QueuedGroup, task: TaskSpec) -> bool:
         return (

@@ -83,7 +83,7 @@ class QueuedGroup:
         yield from (part.segment for part in self.late)
 
     def find_columns(self) -> None:
-        """Update which columns all rows have."""
+        """Update the set of columns that all rows have."""
         if len(self.parts) == 1:
             common = self.parts[0].columns
         else:
@@ -101,13 +101,13 @@ class QueuedGroup:
             self.newest = max(self.newest, part.newest)
 
     def add_late(self, part: LatePart) -> None:
-        """Add columns of all rows."""
+        """Add columns for all rows."""
         self.late.append(part)
         self.size_bytes += part.size_bytes
         self.find_columns()
 
     def remove_late(self, part: LatePart) -> None:
-        """Remove columns of all rows."""
+        """Remove columns from all rows."""
         self.late.remove(part)
         self.size_bytes -= part.size_bytes
         self.find_columns()

@@ -25,11 +25,11 @@ CLIENT = "this process"
 class InProcessQueue(TransferQueue):
     """A `TransferQueue` in this process; thread-safe.
 
-    Rows are kept without copying; with a journal, they are stored in memory-mapped files.
+    Rows are stored without copies; with a journal, they are stored in memory-mapped files.
     """
 
     def __reduce__(self) -> NoReturn:
-        raise DataError("an InProcessQueue cannot go to another process. Use a SharedMemoryQueue, or a RayQueue.")
+        raise DataError("an InProcessQueue cannot be sent to another process. Use a SharedMemoryQueue or a RayQueue.")
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class InProcessQueue(TransferQueue):
             self._service.close()
             self._condition.notify_all()
 
-    def _send(self, request: Request, *, deadline_s: float) -> Reply:  # noqa: ARG002 - the service keeps it
+    def _send(self, request: Request, *, deadline_s: float) -> Reply:  # noqa: ARG002 - the service applies it
         replies: list[Reply] = []
         with self._condition:
             if self._unpinned:
@@ -104,7 +104,7 @@ class InProcessQueue(TransferQueue):
 
     def _pack(self, prompt: Prompt) -> Any:
         check_prompt(prompt)
-        return encode_prompt(prompt) if self._has_journal else prompt  # now: a journal could not refuse it later
+        return encode_prompt(prompt) if self._has_journal else prompt  # a journal could not refuse it later
 
 
 def _ignore(reply: Reply) -> None:

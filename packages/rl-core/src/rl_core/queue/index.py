@@ -1,7 +1,7 @@
 """An index of a queue's groups with counts that are updated at every change.
 
-Counts (ready groups, groups that may become ready, held rows) cost O(1), because waiters query them at every change. A
-task's next group comes from a heap in O(log n).
+Counts (ready groups, groups that may become ready, stored rows) cost O(1), because waiters query them at every change.
+A task's next group comes from a heap in O(log n).
 """
 
 import heapq
@@ -16,7 +16,7 @@ from rl_core.queue.interface import PromptState, TaskSpec
 from rl_core.queue.messages import GENERATE, LeaseRequest
 
 SPARE_ENTRIES = 1_000
-"""Maximum number of outdated entries in a heap before it is swept."""
+"""Maximum number of outdated entries in a heap before they are removed."""
 
 
 class Counted(NamedTuple):
@@ -73,7 +73,7 @@ class TaskGroups:
         """Return the next group; in issue order, it may not be ready yet."""
         while self._heap:
             key, _, group = self._heap[0]
-            is_current = key == self._key(group)  # else it was issued again, and came in anew
+            is_current = key == self._key(group)  # otherwise it was issued again under a new key
             if is_current and self._is_candidate(group):
                 return group
             heapq.heappop(self._heap)
@@ -154,10 +154,10 @@ class GroupIndex:
         """
         group = self._groups.get(prompt_uid)
         if group is None:
-            raise DataError(f"prompt {prompt_uid!r} was never issued, or is forgotten; issue it first.")
+            raise DataError(f"prompt {prompt_uid!r} was never issued or is forgotten; issue it first.")
         if not group.is_open:
             why = f" ({group.reason})" if group.reason else ""
-            raise DataError(f"prompt {prompt_uid!r} is {group.state}{why}; nothing more can be done with it.")
+            raise DataError(f"prompt {prompt_uid!r} is {group.state}{why}; no further change is possible.")
         return group
 
     def task_of(self, request: LeaseRequest) -> TaskGroups:
@@ -243,12 +243,12 @@ class GroupIndex:
         return ", ".join(f"{n} {state}" for state, n in sorted(self._groups_in.items()) if n) or "nothing issued"
 
     def describe_wait(self, task: TaskGroups, *, now: float) -> str:
-        """Explain why a task or producer does not get more groups."""
+        """Describe why a task or producer does not receive more groups."""
         parts = [f"{task.num_ready} ready", self.describe_states()]
         first = next(iter(self.issued.values()), None)
         if first is not None:
             lacking_s = now - first.issued_at
-            parts.append(f"prompt {first.uid!r} lacks sessions {first.missing_sessions} since {lacking_s:.1f} s")
+            parts.append(f"prompt {first.uid!r} has lacked sessions {first.missing_sessions} for {lacking_s:.1f} s")
         settled = [group for group in self if group.state == "settled"]
         lacking = [task.spec.needs - group.columns for group in settled]
         columns = sorted(frozenset().union(*lacking))

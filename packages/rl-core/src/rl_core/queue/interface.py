@@ -37,14 +37,14 @@ class TaskSpec:
 
 @settings_record
 class QueueOptions:
-    """What every backend can be told.
+    """Options of every backend.
 
     Attributes:
-        capacity_rows: `put` waits while this many rows are held and some of them can be consumed; it does not
-            wait when every consumer waits for more groups than there are.
-        capacity_bytes: The same in bytes of columns.
-        directory: Where the journal and the rows are kept, so that the queue can be opened again after a crash;
-            in memory only, when None. An existing journal is resumed.
+        capacity_rows: Maximum number of stored rows; above it, `put` waits while some of them can be consumed. `put`
+            does not wait if every consumer waits for more groups than are ready.
+        capacity_bytes: Maximum size of the stored columns, in bytes; see `capacity_rows`.
+        directory: Folder of the journal and the rows, from which the queue can be reopened after a crash; None keeps
+            everything in memory. An existing journal is resumed.
     """
 
     capacity_rows: int | None = None
@@ -54,7 +54,7 @@ class QueueOptions:
 
 @record
 class Lease:
-    """Groups held by one consumer until it acks or releases them, or the lease expires.
+    """Groups leased to one consumer until it acks or releases them, or the lease expires.
 
     Attributes:
         lease_id: Unique id within the queue.
@@ -73,7 +73,7 @@ class Lease:
 
 @record
 class Claim:
-    """Prompts held by one producer until all sessions are settled or the claim expires.
+    """Prompts claimed by one producer until all sessions are settled or the claim expires.
 
     Attributes:
         lease_id: Unique id within the queue; `extend` and `release` accept claims too.
@@ -100,7 +100,7 @@ class Unsettled:
         sessions: Indices of the missing sessions.
         age_s: Seconds since it was last issued.
         attempt: Starts at 1 and increases by one each time the prompt is issued again.
-        is_claimed: Whether a producer holds a claim on it.
+        is_claimed: True if a producer has claimed it.
     """
 
     prompt: Prompt
@@ -123,7 +123,7 @@ class LedgerEntry:
         acked_by: Tasks that have acked.
         reason: Why it was dropped or issued again.
         attempt: Starts at 1 and increases by one each time the prompt is issued again.
-        num_rows: Number of rows held.
+        num_rows: Number of stored rows.
         num_tokens: Number of tokens in these rows.
         policy_versions: Oldest and newest policy version of its sampled tokens; None without sampled tokens.
     """

@@ -127,7 +127,7 @@ class Ack(Message):
 
 
 class Finish(Message):
-    """Finish prompts without a lease; `number` identifies the request and is negative, as no lease's is."""
+    """Finish prompts without a lease; `number` identifies the request, and is negative, unlike lease numbers."""
 
     task: str
     prompts: list[str]

@@ -6,7 +6,7 @@ from rl_core.data.batch import Batch
 from rl_core.data.segment import plan_segment
 
 INLINE_BYTES = 1 << 16
-"""Maximum size of a segment that is sent inline in its message, without a place of its own."""
+"""Maximum size of a segment that is sent inline in its message, without a separate place."""
 
 
 class Prepared(NamedTuple):
@@ -14,7 +14,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         place: The inlined batch, sent in its message; None if it needs another place.
-        size_bytes: Size of the place it needs otherwise.
+        size_bytes: Size of the separate place that it otherwise needs.
         plan: Layout for writing it.
     """
 
@@ -33,7 +33,7 @@ class Payload(Protocol):
     """Writes and reads rows for a client of a queue.
 
     Attributes:
-        is_slow: Whether reading is slow enough to use several threads.
+        is_slow: True if reads are slow enough to benefit from several threads.
     """
 
     is_slow: bool

@@ -25,9 +25,9 @@ class Blocked:
         self._mark = (0, 0)
 
     def is_still(self, task: TaskGroups, *, policy_version: int) -> bool:
-        """Return True while the same group is not ready, none was lost to the task, and none can have become stale."""
+        """Return True while the same group is not ready, the task lost no group, and no group can have become stale."""
         return (
-            self._task is task  # not one of a state that was given up
+            self._task is task  # not from a discarded state
             and self._group is not None
             and not task.is_ready(self._group)
             and self._mark == (task.num_left, policy_version)
@@ -74,35 +74,38 @@ def pick_named(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropSta
     stale = [group.uid for group in named if task.is_ready(group) and drop_stale(group)]
     if stale:
         raise DataError(
-            f"{len(stale)} of {len(named)} prompts are too stale for task {task.name!r}, max_staleness "
-            f"{task.spec.max_staleness}, and were dropped: {listed(stale)}. Lease the others without them."
+            f"{len(stale)} of {len(named)} prompts exceed max_staleness = {task.spec.max_staleness} of task "
+            f"{task.name!r} and were dropped: {listed(stale)}. Lease the others without them."
         )
     return named if all(task.is_ready(group) for group in named) else None
 
 
 def finished_groups(groups: GroupIndex, finish: Finish) -> list[QueuedGroup]:
-    """Return groups that a task may ack without a lease: they are ready for it, and none is leased for it.
+    """Return groups that a task may ack without a lease: they are ready for it and not leased for it.
 
     Raises:
         DataError: The task adds columns, or a group does not qualify.
     """
     task = groups.find_task(finish.task)
     if task.spec.gives:
-        raise DataError(f"task {task.name!r} gives {sorted(task.spec.gives)}, which come with the ack of a lease.")
+        raise DataError(
+            f"task {task.name!r} adds {sorted(task.spec.gives)}, so it must ack a lease with these columns."
+        )
     check_once(finish.prompts)
     found = [(uid, groups.get(uid)) for uid in finish.prompts]
     acked = [uid for uid, group in found if group is not None and task.name in group.acked]
     if acked:
         raise DataError(
-            f"{len(acked)} of {len(found)} prompts were acked by task {task.name!r} before: {listed(acked)}. Nothing "
-            "is acked now; each task acks a prompt once."
+            f"{len(acked)} of {len(found)} prompts were already acked by task {task.name!r}: {listed(acked)}. Nothing "
+            "is acked now; a task acks each prompt once."
         )
     named = [groups.find_open(uid) for uid in finish.prompts]
     lacking = [_why_not_ready(task, group) for group in named if not task.is_ready(group)]
     if lacking:
         raise DataError(
             f"task {task.name!r} cannot finish {len(lacking)} of {len(named)} prompts: "
-            f"{listed(lacking, quoted=False)}. Nothing is acked now; it finishes what it has read and released."
+            f"{listed(lacking, quoted=False)}. Nothing is acked now. Finish only prompts that the task has leased and "
+            "released."
         )
     return named
 
@@ -115,7 +118,7 @@ def unacked_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup
     """
     group = groups.find_open(uid)
     if task.name in group.acked:
-        raise DataError(f"prompt {uid!r} was acked by task {task.name!r} before; each task acks a prompt once.")
+        raise DataError(f"prompt {uid!r} was already acked by task {task.name!r}; a task acks each prompt once.")
     return group
 
 
@@ -127,7 +130,7 @@ def check_once(uids: Sequence[str]) -> None:
     """
     doubled = [uid for uid, count in Counter(uids).items() if count > 1]
     if doubled:
-        raise DataError(f"each prompt may be named once; found {listed(doubled)} more than once.")
+        raise DataError(f"each prompt must be named once; found {listed(doubled)} more than once.")
 
 
 def describe_named(groups: GroupIndex, request: LeaseRequest) -> str:

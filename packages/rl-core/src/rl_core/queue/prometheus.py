@@ -26,26 +26,26 @@ class _Family(NamedTuple):
 
 
 SINGLE = {
-    "rows": _Family("held_rows", "Rows that the queue holds."),
-    "rows/leased": _Family("leased_rows", "Those that a running lease has."),
-    "rows/reserved": _Family("reserved_rows", "Rows that are being written."),
-    "size_bytes": _Family("held_bytes", "Bytes of the columns that the queue holds."),
-    "size_bytes/leased": _Family("leased_bytes", "Those that a running lease has."),
-    "size_bytes/reserved": _Family("reserved_bytes", "Bytes of columns that are being written."),
-    "leases": _Family("leases", "Leases that run now."),
-    "claims": _Family("claims", "Claims of producers that run now."),
+    "rows": _Family("held_rows", "Rows stored in the queue."),
+    "rows/leased": _Family("leased_rows", "Rows of running leases."),
+    "rows/reserved": _Family("reserved_rows", "Rows being written."),
+    "size_bytes": _Family("held_bytes", "Bytes of the columns stored in the queue."),
+    "size_bytes/leased": _Family("leased_bytes", "Bytes of the columns of running leases."),
+    "size_bytes/reserved": _Family("reserved_bytes", "Bytes of the columns being written."),
+    "leases": _Family("leases", "Running leases."),
+    "claims": _Family("claims", "Running claims of producers."),
     "oldest_lease_s": _Family("oldest_lease_seconds", "Age of the oldest running lease."),
-    "oldest_issued_s": _Family("oldest_issued_seconds", "Age of the oldest prompt whose sessions are not all settled."),
-    "leases_expired": _Family("leases_expired", "Leases and claims that ran out.", is_counter=True),
-    "reissued": _Family("prompts_reissued", "Prompts that were issued again.", is_counter=True),
+    "oldest_issued_s": _Family("oldest_issued_seconds", "Age of the oldest prompt with unsettled sessions."),
+    "leases_expired": _Family("leases_expired", "Leases and claims that expired.", is_counter=True),
+    "reissued": _Family("prompts_reissued", "Prompts issued again.", is_counter=True),
 }
 BY_LABEL = {
     "groups": _Family("groups", "Groups in each state.", "state"),
     "rows": _Family("rows", "Rows of the groups in each state.", "state"),
     "size_bytes": _Family("size_bytes", "Bytes of the columns of the groups in each state.", "state"),
-    "waiting": _Family("waiting", "Requests that wait: puts for capacity, leases and claims for groups.", "kind"),
-    "waited_s": _Family("waited_seconds", "Time that answered requests had waited.", "kind", is_counter=True),
-    "acks": _Family("acks", "Groups that each task has acked.", "task", is_counter=True),
+    "waiting": _Family("waiting", "Waiting requests: puts for capacity, leases and claims for groups.", "kind"),
+    "waited_s": _Family("waited_seconds", "Total wait of answered requests.", "kind", is_counter=True),
+    "acks": _Family("acks", "Groups acked by each task.", "task", is_counter=True),
     "drops": _Family("drops", "Prompts dropped, by the beginning of their reason.", "reason", is_counter=True),
 }
 
@@ -65,9 +65,7 @@ def prometheus_text(stats: Mapping[str, float], *, labels: Mapping[str, str] = N
     try:
         from prometheus_client import generate_latest
     except ImportError as error:
-        raise MissingExtraError(
-            "Prometheus text needs prometheus-client. Install rl-core[prometheus] as the README says."
-        ) from error
+        raise MissingExtraError("Prometheus text needs prometheus-client. Install rl-core[prometheus].") from error
     _check_labels(labels)
     families = _families(stats, {name: encodable(value) for name, value in labels.items()})
     return generate_latest(SimpleNamespace(collect=lambda: families)).decode()
@@ -87,7 +85,7 @@ def _family_of(key: str) -> tuple[_Family, str]:
     family = SINGLE.get(key) or (BY_LABEL.get(stem) if member else None)
     if family is None:
         known = ", ".join([*SINGLE, *(f"{name}/..." for name in BY_LABEL)])
-        raise DataError(f"unknown statistic {key!r}; a queue gives {known}.")
+        raise DataError(f"unknown statistic {key!r}; known statistics: {known}.")
     return family, member
 
 
@@ -107,6 +105,6 @@ def _check_labels(labels: Mapping[str, str]) -> None:
     for name in labels:
         if not re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name) or name in taken:
             raise SettingsError(
-                "a label must be named by letters, digits and underscores, and none of "
+                "a label name must consist of letters, digits and underscores, and must not be one of "
                 f"{', '.join(sorted(taken))}; found {name!r}."
             )

@@ -27,7 +27,7 @@ def check_prompt(prompt: Prompt) -> None:
     try:
         prompt.uid.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"the uid of a prompt must be text; found {prompt.uid!r}.") from error
+        raise DataError(f"the uid of a prompt must be valid Unicode; found {prompt.uid!r}.") from error
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
@@ -49,7 +49,9 @@ def encode_prompt(prompt: Prompt) -> bytes:
             )
         )
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise DataError(f"prompt {prompt.uid!r} must be JSON besides its tokens: {error}.") from error
+        raise DataError(
+            f"prompt {prompt.uid!r}, apart from its tokens, must consist of JSON values: {error}."
+        ) from error
 
 
 def decode_prompt(encoded: bytes) -> Prompt:
@@ -62,7 +64,7 @@ def decode_prompt(encoded: bytes) -> Prompt:
         found = msgspec.json.decode(encoded, type=_Encoded)
         input_ids = np.asarray(found.input_ids, dtype=np.int32)
     except (msgspec.MsgspecError, OverflowError) as error:
-        raise DataError(f"a prompt cannot be read: {error}.") from error
+        raise DataError(f"a prompt cannot be decoded: {error}.") from error
     return Prompt(
         uid=found.uid,
         input_ids=input_ids,

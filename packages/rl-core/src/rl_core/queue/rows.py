@@ -17,18 +17,20 @@ def check_trajectories(prompt_uid: str, session_index: int, trajectories: Sequen
     for row, trajectory in enumerate(trajectories):
         if (trajectory.prompt_uid, trajectory.session_index) != (prompt_uid, session_index):
             raise DataError(
-                f"trajectory {row} put for session {session_index} of prompt {prompt_uid!r} says that it belongs to "
+                f"trajectory {row} was put for session {session_index} of prompt {prompt_uid!r}, but belongs to "
                 f"session {trajectory.session_index} of prompt {trajectory.prompt_uid!r}."
             )
         if trajectory.reward is not None and not math.isfinite(trajectory.reward):
             raise DataError(
                 f"the reward of prompt {prompt_uid!r}, session {session_index}, output {trajectory.output_index} must "
-                f"be a finite number, or None while it is not yet scored; found {trajectory.reward}. Fail the session "
-                "where its reward could not be computed."
+                f"be finite, or None before it is scored; found {trajectory.reward}. If it cannot be computed, call "
+                "`fail` for the session."
             )
     indices = [trajectory.output_index for trajectory in trajectories]
     if len(set(indices)) != len(indices):
-        raise DataError(f"session {session_index} of prompt {prompt_uid!r} gives an output index twice: {indices}.")
+        raise DataError(
+            f"session {session_index} of prompt {prompt_uid!r} must have unique output indices; found {indices}."
+        )
 
 
 def batch_of_session(trajectories: Sequence[Trajectory]) -> Batch:
@@ -49,7 +51,7 @@ def check_finite(batch: Batch) -> None:
         if column.dtype.kind != "f":
             continue
         pieces = column.runs() if isinstance(column, Ragged) else (column,)
-        with np.errstate(over="ignore", invalid="ignore"):  # a sum is finite when all are; much faster than a mask
+        with np.errstate(over="ignore", invalid="ignore"):  # faster than a mask: a finite sum implies finite values
             is_finite = all(math.isfinite(piece.sum()) for piece in pieces)
         if not is_finite:
             _refuse_values(batch, name)
@@ -63,7 +65,7 @@ def _refuse_values(batch: Batch, name: str) -> None:
             where = f" at token {int(bad[0][0])}" if isinstance(column, Ragged) else ""
             raise DataError(
                 f"{name} of prompt {key.prompt_uid!r}, session {key.session_index}, output {key.output_index} must be "
-                f"finite; found {np.atleast_1d(row)[tuple(bad[0])]}{where}. Nothing of it is kept."
+                f"finite; found {np.atleast_1d(row)[tuple(bad[0])]}{where}. Nothing was stored."
             )
 
 
@@ -150,7 +152,7 @@ def _gather(
         if len(segment) == parts[0][0][2]:
             return segment.only(names & segment.names)
     numbers = np.asarray([part[0] for part, _ in parts])
-    places = np.repeat(np.arange(len(parts)), [part[2] for part, _ in parts])  # [rows] the part of each row
+    places = np.repeat(np.arange(len(parts)), [part[2] for part, _ in parts])  # [rows], the part of each row
     pieces, positions = [], []
     for number in dict.fromkeys(numbers.tolist()):
         segment = read(number)

@@ -79,9 +79,10 @@ class QueueService:
             tasks: Checked tasks.
             options: Bounds, and the journal's directory.
             clock: Returns seconds, for lease times.
-            make_store: Returns the segment store once the journal's directory exists; None if requests bring segments.
-            is_pinning: Whether clients read segments in reusable memory, and report when they are done.
-            reservation_s: How long a client may take to write, where nothing tells that it is gone.
+            make_store: Returns the segment store once the journal's directory exists; None if requests provide
+                segments.
+            is_pinning: True if clients read segments in reusable memory and report when they are done.
+            reservation_s: Maximum seconds for a client to write, for clients whose death cannot be detected.
 
         Raises:
             JournalError: The journal cannot be opened.
@@ -98,7 +99,7 @@ class QueueService:
                 self.core, self._recovery = self._journal.recover(store)
         except BaseException:
             if self._journal is not None:
-                self._journal.close()  # its lock would keep the directory closed to this process, too
+                self._journal.close()  # otherwise its lock would block the directory for this process too
             raise
         self._capacity = Capacity(store, reservation_s=reservation_s)
         self._is_pinning = is_pinning
@@ -176,16 +177,16 @@ class QueueService:
         self._leases = [waiting for waiting in self._leases if waiting.answer != answer]
         self._puts = [waiting for waiting in self._puts if waiting.answer != answer]
         if unheard is not None and unheard in self.core.leases:
-            self.core.end_lease(unheard, "was released, because its consumer broke off")
-            self._note(f"lease {unheard} went unheard")
+            self.core.end_lease(unheard, "was released because its consumer disconnected")
+            self._note(f"lease {unheard} was not delivered")
 
     def disconnect(self, client: str) -> None:
-        """Release everything that an ended client held, and drop its requests."""
+        """Release everything that an ended client had leased or reserved, and drop its requests."""
         self._leases = [waiting for waiting in self._leases if waiting.client != client]
         self._puts = [waiting for waiting in self._puts if waiting.client != client]
         self._capacity.give_up_of(client)
         self.core.drop_client(client)
-        self._note(f"the process {client} went away")
+        self._note(f"process {client} ended")
 
     def close(self) -> None:
         """Refuse waiting requests, and release the state."""
@@ -211,7 +212,7 @@ class QueueService:
                     core.issue(request.prompts, num_sessions=request.num_sessions, now=now)
                 self._note(f"issue of {len(request.prompts)} prompts")
             case Put():
-                pass  # it is there already: its first answer was lost
+                pass  # already applied; its first answer was lost
             case Fail():
                 self._fail(request)
             case Drop():
@@ -259,7 +260,7 @@ class QueueService:
     def _ack(self, request: Ack) -> None:
         if request.is_retry and request.lease_id not in self.core.leases and self.core.was_acked(request.lease_id):
             return
-        self.core.current(request.lease_id, request.task)  # a server that was started anew knows no reservation
+        self.core.current(request.lease_id, request.task)  # a restarted server knows no reservations
         place = request.place
         if request.reservation:
             place = self._capacity.find(request.reservation).place or place
@@ -289,16 +290,16 @@ class QueueService:
 
     def _check(self, request: LeaseRequest | Reserve | Put) -> None:
         core = self.core
-        if not request.deadline_s >= 0:  # not a number, too
+        if not request.deadline_s >= 0:  # also refuses NaN
             raise DataError(f"deadline_s must be at least 0; found {request.deadline_s}.")
         if isinstance(request, LeaseRequest):
             core.groups.task_of(request)
             if request.groups < 1:
-                raise DataError(f"a lease is of at least 1 group; found {request.groups}.")
+                raise DataError(f"a lease must request at least 1 group; found {request.groups}.")
             check_once(request.prompts)
             _check_lease_s(request.lease_s)
         elif isinstance(request, Reserve) and not 0 <= request.segment_bytes <= LARGEST_SEGMENT:
-            raise DataError(f"a segment has at most {LARGEST_SEGMENT} bytes; found {request.segment_bytes}.")
+            raise DataError(f"a segment must have at most {LARGEST_SEGMENT} bytes; found {request.segment_bytes}.")
 
     def _wait(self, request: LeaseRequest | Reserve | Put, client: str, answer: Answer, blocked: Blocked) -> None:
         now = time.monotonic()
@@ -319,7 +320,7 @@ class QueueService:
                 self._waited(kind, waiting)
                 self._answers.append((waiting.answer, reply))
         queue[:] = [waiting for waiting in queue if waiting not in done] if done else queue
-        return bool(done) or self.core.num_changes > num_changes  # a lease drops what is stale
+        return bool(done) or self.core.num_changes > num_changes  # a lease drops stale groups
 
     def _attempt(self, request: LeaseRequest | Reserve | Put, client: str, blocked: Blocked) -> Reply | None:
         """Return the answer of a request that may wait; None while it cannot be served."""
@@ -335,8 +336,8 @@ class QueueService:
         task = self.core.groups.task_of(request)
         if task.num_possible == 0 and not task.is_of_claims and not request.prompts:
             raise NothingToLeaseError(
-                f"task {request.task!r} asked for {request.groups} groups, but nothing that was issued can "
-                f"become ready for it: {self.core.groups.describe_states()}."
+                f"task {request.task!r} requested {request.groups} groups, but no issued prompt can become ready for "
+                f"it: {self.core.groups.describe_states()}."
             )
         return None
 
@@ -344,7 +345,7 @@ class QueueService:
         leased = leased_of(self.core, lease)
         if self._is_pinning:
             for number, place in leased.places.items():
-                if not isinstance(place, bytes):  # those travel with the answer
+                if not isinstance(place, bytes):  # bytes are sent with the answer
                     self.core.segments.pin(number, client)
         return leased
 
@@ -411,7 +412,7 @@ class QueueService:
                 found = groups.describe_wait(groups.task_of(request), now=self._clock())
             return f"lease of {request.groups} groups for task {request.task!r} waited: {found}"
         rows = request.num_rows if isinstance(request, Reserve) else sum(part.num_rows for part in request.parts)
-        held = f"{groups.num_rows} of {options.capacity_rows} held"
+        held = f"{groups.num_rows} of {options.capacity_rows} rows stored"
         if options.capacity_bytes is not None:
             held += f", {groups.size_bytes} of {options.capacity_bytes} bytes"
         if self._capacity.num_rows:
@@ -431,7 +432,7 @@ class QueueService:
         self._capacity.give_up_late(self._note)
         for lease_id in self.core.expire(now=self._clock()):
             self._pause_s = SHORTEST_PAUSE_S
-            self._note(f"lease {lease_id} ran out")
+            self._note(f"lease {lease_id} expired")
 
     # -- the journal
 
@@ -444,7 +445,7 @@ class QueueService:
             except JournalError as error:
                 self._fall_back(error)
                 return
-            except (TypeError, ValueError, msgspec.MsgspecError) as error:  # something that cannot be stored came in
+            except (TypeError, ValueError, msgspec.MsgspecError) as error:  # a request cannot be stored
                 self._fall_back(JournalError(f"a change cannot be stored: {error}."))
                 return
             self._written_version = core.policy_version
@@ -478,7 +479,7 @@ class QueueService:
 
 def _check_lease_s(lease_s: float) -> None:
     if not 0 < lease_s < float("inf"):
-        raise DataError(f"lease_s must be a number of seconds above 0; found {lease_s}.")
+        raise DataError(f"lease_s must be positive and finite, in seconds; found {lease_s}.")
 
 
 def refusal(error: RLError) -> Refused:

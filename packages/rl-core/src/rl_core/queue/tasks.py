@@ -33,23 +33,25 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
     """
     names = [task.name for task in several(tasks, TaskSpec, "tasks")]
     if len(set(names)) != len(names):
-        raise SettingsError(f"each task needs a name of its own; found {names}.")
+        raise SettingsError(f"task names must be unique; found {names}.")
     if not names or not all(names):
-        raise SettingsError(f"a queue needs tasks, each with a name; found {names}.")
+        raise SettingsError(f"a queue needs at least one task, each with a name; found {names}.")
     if GENERATE in names:
-        raise SettingsError(f"{GENERATE!r} is the name of producers' claims; choose another one for the task.")
+        raise SettingsError(f"{GENERATE!r} is reserved for producers' claims; rename the task.")
     for task in tasks:
         if task.max_staleness is not None and task.max_staleness < 0:
             raise SettingsError(f"max_staleness of task {task.name!r} must be at least 0; found {task.max_staleness}.")
     for name in sorted(frozenset().union(*(task.needs | task.gives for task in tasks))):
         column_spec(name)
-    own = frozenset().union(*(task.needs - task.gives for task in tasks)) - BUILT_IN  # producers may put them
+    own = frozenset().union(*(task.needs - task.gives for task in tasks)) - BUILT_IN  # producers may provide them
     available, waiting = ROLLOUT_COLUMNS | own.difference(*(task.gives for task in tasks)), list(tasks)
     while waiting:
         runnable = [task for task in waiting if task.needs <= available]
         if not runnable:
             lacking = ", ".join(f"{task.name!r} needs {sorted(task.needs - available)}" for task in waiting)
-            raise SettingsError(f"no rollout and no task before it gives what {lacking}. Declare a task that gives it.")
+            raise SettingsError(
+                f"neither rollouts nor earlier tasks add these columns: {lacking}. Declare a task that adds them."
+            )
         available = available.union(*(task.gives for task in runnable))
         waiting = [task for task in waiting if task not in runnable]
 

@@ -56,11 +56,11 @@ def wait_until(condition: Callable[[], bool], what: str, *, deadline_s: float = 
     """Poll until a condition holds.
 
     Raises:
-        TimeoutError: The condition did not become true; the message names it.
+        TimeoutError: The condition did not become true in time; the message names it.
     """
     ends_at = time.monotonic() + deadline_s
     never = threading.Event()
     while not condition():
         if time.monotonic() > ends_at:
-            raise TimeoutError(f"waited {deadline_s:g} s for {what}.")
+            raise TimeoutError(f"timed out after {deadline_s:g} s waiting for {what}.")
         never.wait(0.002)

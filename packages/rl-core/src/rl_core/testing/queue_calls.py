@@ -199,13 +199,13 @@ class CallChecks(QueueChecks):
         queue = self.filled(REFERENCE, TRAIN_LATE, num_prompts=1, num_sessions=2)
         lease = queue.lease("reference", groups=1, deadline_s=0)
         good = ragged_like(lease.batch, "reference_logprobs", [-1.0, -2.0])
-        with refuses(DataError, "gives ['reference_logprobs']", "found []"):
+        with refuses(DataError, "must add exactly the columns ['reference_logprobs']", "found []"):
             queue.ack(lease)
         with refuses(DataError, "found ['teacher_logprobs']"):
             queue.ack(lease, {"teacher_logprobs": good})
         with refuses(DataError, "reference_logprobs", "'p0'", "token 0", "finite"):
             queue.ack(lease, {"reference_logprobs": Ragged(np.full_like(good.values, np.nan), good.offsets)})
-        with refuses(ShapeError, "float32 cannot hold"):
+        with refuses(ShapeError, "do not fit into float32"):
             queue.ack(lease, {"reference_logprobs": Ragged(np.full(len(good.values), -1e300), good.offsets)})
         with refuses(ShapeError, "2 rows", "found 1"):
             queue.ack(lease, {"reference_logprobs": good.select([0])})

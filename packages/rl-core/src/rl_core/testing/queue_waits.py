@@ -130,7 +130,7 @@ class WaitChecks(QueueChecks):
 
     def test_a_producer_waits_for_capacity(self) -> None:
         queue = self.full()
-        with refuses(DeadlineError, "put of 1 rows", "2 of 2 held", "2 settled"):
+        with refuses(DeadlineError, "put of 1 rows", "2 of 2 rows stored", "2 settled"):
             queue.put("p2", 0, [make_trajectory("p2", 0)], deadline_s=0)
         assert queue.ledger()[2].sessions_settled == 0
         producer = self.spawn(put_all, queue, "p2")

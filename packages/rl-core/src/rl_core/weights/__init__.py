@@ -1,4 +1,4 @@
-"""Weights from a learner to engines, with proof that they arrived."""
+"""Weight updates from a learner to engines, with proof of arrival."""
 
 from rl_core.weights.digests import (
     LORA_A,

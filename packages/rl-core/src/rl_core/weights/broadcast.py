@@ -55,7 +55,7 @@ class BroadcastTransport(WeightSender):
         """Start listening.
 
         Args:
-            options: How to send.
+            options: Options of the sender.
             others: Individual fields that override the options.
 
         Raises:
@@ -86,7 +86,7 @@ class DirectTransport:
     """
 
     def __init__(self, options: SenderOptions) -> None:
-        """Set how ranks send; each finds its own backend and address. Nothing listens yet."""
+        """Set how ranks send; each chooses its own backend and address. Nothing listens yet."""
         self.options = options
         self._whole: BroadcastTransport | None = None
 
@@ -104,7 +104,7 @@ class DirectTransport:
         return self._whole.pack(tensors, version=version, tied=tied, adapter=adapter)
 
     def expect(self, num_receivers: int) -> None:
-        """Set the number of expected engines; ranks learn of it with the next offer."""
+        """Set the number of expected engines; ranks receive it with the next offer."""
         self.options = replace(self.options, num_receivers=num_receivers)
         if self._whole is not None:
             self._whole.expect(num_receivers)

@@ -1,11 +1,11 @@
 """Tensors from one sender to the workers of one engine, in buckets of bounded size.
 
-Buckets travel over the connections on which workers proved that they know the transport's secret, or over NCCL, whose
-unique id is exchanged on these connections.
+Buckets use the connections on which workers proved that they know the transport's secret, or NCCL, whose unique id is
+exchanged on these connections.
 
-The tensors' bytes form one stream, cut into buckets of equal size; only the last is smaller. A large tensor spans
-several buckets, small ones share one. Each side holds two buckets and one tensor at a time: one bucket is filled or
-emptied while the other travels.
+The tensors' bytes form one stream, cut into buckets of equal size; only the last bucket is smaller. A large tensor
+spans several buckets; small ones share one. Each side allocates two buckets and one tensor at a time: one bucket is
+filled or emptied during the transfer of the other.
 """
 
 import math
@@ -76,21 +76,22 @@ class BroadcastGroup:
         """Connect to the other members.
 
         Args:
-            meeting: Where to meet.
+            meeting: Address and options of the sender.
             name: Name of the group.
             rank: 0 sends, all others receive.
             size: Number of members.
             device: Device of the buckets.
-            connections: Sender only: connections to its workers by rank; a worker makes its own.
-            engine: Sender only: connection to the workers' engine, which is silent while they receive, unless it ends.
+            connections: Sender only: connections to its workers by rank; a worker creates its own.
+            engine: Sender only: connection to the workers' engine, which sends nothing while they receive, unless it
+                ends.
 
         Raises:
-            TransferError: The sender is gone, or sends to a CPU by NCCL.
+            TransferError: The sender has ended, or sends by NCCL to a CPU.
         """
         if meeting.backend == "nccl" and device.type == "cpu":
             raise TransferError(
-                f"weights come from a GPU at {meeting.host} by NCCL, and this member of broadcast group {name!r} is on "
-                'a CPU. Start the engine on a GPU, or take weights.transport = "tcp" or "file".'
+                f"weights are sent from a GPU at {meeting.host} by NCCL, but this member of broadcast group {name!r} "
+                'is on a CPU. Start the engine on a GPU, or set weights.transport = "tcp" or "file".'
             )
         self._meeting, self._name, self._device = meeting, name, device
         self._is_sender = rank == SENDER
@@ -103,20 +104,20 @@ class BroadcastGroup:
                 self._connections = [connect(meeting.host, meeting.port, secret, deadline_s=meeting.deadline_s)]
                 send_message(self._connections[0], {"engine": name, "rank": rank}, deadline_s=meeting.deadline_s)
             if meeting.backend == "nccl":
-                self._store = UniqueIdStore(self._connections, meeting)  # torch itself does not keep it alive
+                self._store = UniqueIdStore(self._connections, meeting)  # torch does not keep a reference
                 self._group = _nccl_group(meeting, self._store, rank, size)
         except (RuntimeError, OSError) as error:
             self.close()
             raise TransferError(
-                f"{size} members of broadcast group {name!r} were to meet at {meeting.host}:{meeting.port} within "
-                f"{meeting.deadline_s:g} s; rank {rank} found: {error}. See whether all of them live."
+                f"{size} members of broadcast group {name!r} did not connect at {meeting.host}:{meeting.port} within "
+                f"{meeting.deadline_s:g} s; rank {rank} failed with: {error}. Check that all members are running."
             ) from error
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Send tensors in order; receivers must receive as many, of the same sizes.
+        """Send tensors in order; receivers must receive the same number of tensors of the same sizes.
 
         Raises:
-            TransferError: A receiver is gone.
+            TransferError: A receiver has ended.
             DeadlineError: A receiver stopped receiving.
         """
         with ThreadPoolExecutor(1, "send weights") as thread:
@@ -140,7 +141,7 @@ class BroadcastGroup:
                 one, so that all workers receive from the senders in the same order; None creates one.
 
         Raises:
-            TransferError: The sender is gone.
+            TransferError: The sender has ended.
             DeadlineError: The sender stopped sending.
         """
         specs = list(specs)
@@ -165,11 +166,11 @@ class BroadcastGroup:
             group.abort()
         connections, self._connections = self._connections, []
         for connection in connections:
-            hang_up(connection)  # a thread may wait on it
+            hang_up(connection)  # unblocks a waiting thread
             connection.close()
 
     def _filled(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Buckets of the tensors' bytes; one is filled while the previous one travels."""
+        """Yield buckets of the tensors' bytes; the next one is filled during the transfer of the previous one."""
         buckets = self._two_buckets()
         bucket, filled = next(buckets), 0
         for tensor in tensors:
@@ -185,7 +186,7 @@ class BroadcastGroup:
             yield bucket[:filled]
 
     def _coming(self, size_bytes: int, thread: Executor) -> Iterator[torch.Tensor]:
-        """Buckets of a total size; one travels while the previous one is emptied."""
+        """Yield buckets of a total size; the next one is received while the caller empties the previous one."""
         under_way: tuple[torch.Tensor, Future[None]] | None = None
         for bucket in self._two_buckets():
             following = bucket[:size_bytes]
@@ -199,7 +200,7 @@ class BroadcastGroup:
             under_way = started
 
     def _two_buckets(self) -> Iterator[torch.Tensor]:
-        """Two alternating buckets: on the device for NCCL, in host memory for sockets."""
+        """Alternate between two buckets: on the device for NCCL, in host memory for sockets."""
         device = torch.device("cpu") if self._group is None else self._device
         return cycle([torch.empty(self._meeting.bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)])
 
@@ -229,8 +230,8 @@ class BroadcastGroup:
             raise self._late() from error
         except (RuntimeError, OSError) as error:
             raise TransferError(
-                f"a bucket of {len(values)} bytes did not get through broadcast group {self._name!r}: {error}. "
-                "Another member ended; start it again."
+                f"a bucket of {len(values)} bytes could not be transferred in broadcast group {self._name!r}: "
+                f"{error}. Another member ended; restart it."
             ) from error
 
     def _agree(self) -> None:
@@ -238,7 +239,7 @@ class BroadcastGroup:
             if not self._is_sender:
                 send(connection, READY, ends_at=time.monotonic() + self._meeting.deadline_s)
                 continue
-            wait_readable(connection, unless=self._engine)  # while both live, or until the sender gives them up
+            wait_readable(connection, unless=self._engine)  # no deadline: until either ends or the sender gives up
             receive_into(connection, memoryview(bytearray(len(READY))), ends_at=math.inf)
 
     def _pass_on(self, content: memoryview) -> None:
@@ -250,7 +251,7 @@ class BroadcastGroup:
                 receive_into(connection, content, ends_at=ends_at)
 
     def _wait(self, work: Any) -> None:
-        """NCCL waits without a limit, and its watchdog would end the process."""
+        """Wait for NCCL with a deadline; NCCL itself has no limit, and its watchdog would end the process."""
         ends_at = time.monotonic() + self._meeting.deadline_s
         while not work.is_completed():
             if time.monotonic() > ends_at:
@@ -261,14 +262,14 @@ class BroadcastGroup:
     def _late(self) -> DeadlineError:
         return DeadlineError(
             f"a bucket of weights waited {self._meeting.deadline_s:g} s for the other members of broadcast group "
-            f"{self._name!r}. See what they do, or give a longer deadline."
+            f"{self._name!r}. Check these members, or raise the deadline."
         )
 
 
 class UniqueIdStore(Store):
     """Store for NCCL's process group: passes the sender's unique id, which grants access, to every worker.
 
-    It uses the connections on which the secret was proved, and keeps nothing.
+    It uses the connections on which the secret was proved, and stores nothing.
     """
 
     def __init__(self, connections: Sequence[socket.socket], meeting: Broadcast) -> None:
@@ -276,7 +277,7 @@ class UniqueIdStore(Store):
         super().__init__()
         self._connections, self._meeting = list(connections), meeting
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch gives bytes
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch passes bytes
         """Send a value to every worker."""
         for connection in self._connections:
             send_message(connection, {"key": key, "value": value.hex()}, deadline_s=self._meeting.deadline_s)
@@ -285,19 +286,19 @@ class UniqueIdStore(Store):
         """Receive the sender's value."""
         message = receive_message(self._connections[0], deadline_s=self._meeting.deadline_s)
         if message.get("key") != key:
-            raise ConnectionError(f"NCCL's unique id {key!r} was to come; found {message.get('key')!r}")
+            raise ConnectionError(f"expected NCCL's unique id {key!r}; found {message.get('key')!r}")
         return bytes.fromhex(message["value"])
 
     def check(self, keys: Sequence[str]) -> bool:  # noqa: ARG002 - torch's own signature
-        """Never: torch's watchdog asks whether another member wants a dump."""
+        """Return False: torch's watchdog asks whether another member requests a dump."""
         return False
 
 
 def _nccl_group(meeting: Broadcast, store: Store, rank: int, size: int) -> Any:
     if meeting.host in ("127.0.0.1", "localhost", "::1"):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # who meets on loopback opens no other interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # on loopback, open no other interface
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # its watchdog ends the process; here each bucket has its deadline
+    options._timeout = timedelta(days=1)  # disables its watchdog; each bucket has a deadline
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

@@ -63,7 +63,7 @@ def _unpickled_digest(shape: tuple[int, ...], dtype: str, checksum: str, probe: 
 
 
 def probe_vector(size: int) -> "torch.Tensor":
-    """[size] float32 fixed values in [-1, 1], the same on every machine."""
+    """Return [size] float32 fixed values in [-1, 1], the same on every machine."""
     import torch
 
     positions = torch.arange(1, size + 1, dtype=torch.float64)
@@ -75,8 +75,7 @@ def probe_tensor(tensor: "torch.Tensor", name: str = "") -> FloatArray:
 
     Args:
         tensor: [out, in] or [experts, out, in] weights, or [n] such as a norm's scale.
-        name: Name of the tensor; an adapter's B, [out, rank], is probed from its other side, so that few numbers
-            travel.
+        name: Name of the tensor. An adapter's B, [out, rank], is probed from its other side, to send fewer numbers.
 
     Returns:
         [out], [experts * out], or the [n] values themselves; [rank] for an adapter's A and B.
@@ -86,7 +85,7 @@ def probe_tensor(tensor: "torch.Tensor", name: str = "") -> FloatArray:
 
 
 def tensor_crc32c(tensor: "torch.Tensor") -> int:
-    """crc32c of a tensor's contiguous bytes."""
+    """Return the crc32c of a tensor's contiguous bytes."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -94,7 +93,7 @@ def tensor_crc32c(tensor: "torch.Tensor") -> int:
 
 
 def tensor_checksum(tensor: "torch.Tensor", kind: ChecksumKind | None = None) -> str:
-    """Checksum of a tensor's contiguous bytes, as in `TensorDigest`.
+    """Return the checksum of a tensor's contiguous bytes, in the format of `TensorDigest`.
 
     Args:
         tensor: Tensor of any shape and strides.
@@ -110,7 +109,7 @@ def _crc32c_text(tensor: "torch.Tensor") -> str:
 def digest_tensors(
     tensors: Mapping[str, "torch.Tensor"], *, kind: ChecksumKind | None = None
 ) -> dict[str, TensorDigest]:
-    """The sender's digest of each tensor.
+    """Return the sender's digest of each tensor.
 
     Args:
         tensors: Tensors by name; see `probe_tensor`.
@@ -132,7 +131,7 @@ def digest_tensors(
 def _sums_and_probes(
     tensors: Mapping[str, "torch.Tensor"], *, kinds: Mapping[str, ChecksumKind]
 ) -> tuple[dict[str, str], dict[str, FloatArray]]:
-    """Checksums and probes of tensors; results of one device are copied to the host together."""
+    """Return checksums and probes of tensors; results of one device are copied to the host together."""
     kept = [name for name in tensors if kinds[name] == "sums"]
     read = [name for name in tensors if kinds[name] != "sums"]
     crcs = _on_threads(_crc32c_text, [tensors[name] for name in read])
@@ -143,7 +142,7 @@ def _sums_and_probes(
 
 
 def sums_text(sums: Sequence[int]) -> str:
-    """The two sums of `word_sums`, modulo 2**64, in the format of digests and receipts."""
+    """Format the two sums of `word_sums`, modulo 2**64, for digests and receipts."""
     return f"sums:{sums[0] % 2**64:016x}{sums[1] % 2**64:016x}"
 
 
@@ -152,17 +151,17 @@ def _texts(sums: Iterable["torch.Tensor"]) -> Iterator[str]:
 
 
 class PassingChecksums:
-    """Checksums of a stream of tensors: crc32c in a thread, sums on the tensor's device until the end."""
+    """Checksums of a stream of tensors: crc32c in a thread; sums on the tensor's device until the end."""
 
     def __init__(self, kinds: Mapping[str, ChecksumKind]) -> None:
-        """Set the kind of checksum per tensor; crc32c if none is named."""
+        """Set the kind of checksum per tensor; the default is crc32c."""
         self._kinds = kinds
         self._thread = ThreadPoolExecutor(1, "checksums of weights")
         self._read: dict[str, Future[str]] = {}
         self._sums: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> "PassingChecksums":
-        """Begin."""
+        """Start."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,7 +173,7 @@ class PassingChecksums:
         last: Future[str] | None = None
         for name, tensor in tensors:
             if last is not None:
-                last.result()  # no more than one tensor is kept for its checksum
+                last.result()  # at most one tensor is kept for its checksum
             if self._kinds.get(name) == "sums":
                 self._sums[name] = word_sums(tensor)
             else:
@@ -182,11 +181,11 @@ class PassingChecksums:
             yield name, tensor
 
     def result(self) -> dict[str, str]:
-        """Checksum of each tensor that passed."""
+        """Return the checksum of each tensor that passed."""
         return self.with_probes({})[0]
 
     def with_probes(self, live: Mapping[str, "torch.Tensor"]) -> tuple[dict[str, str], dict[str, FloatArray]]:
-        """Checksum of each tensor that passed, and probes of others; a GPU's results are copied together."""
+        """Return the checksum of each tensor that passed, and probes of others; a GPU's results are copied together."""
         numbers = to_host([*self._sums.values(), *(_probed(tensor) for tensor in live.values())])
         sums = dict(zip(self._sums, _texts(numbers), strict=False))
         read = {name: checksum.result() for name, checksum in self._read.items()}
@@ -195,7 +194,7 @@ class PassingChecksums:
 
 
 def to_host(tensors: Sequence["torch.Tensor"]) -> list["torch.Tensor"]:
-    """Copies in host memory; results of one device are copied together."""
+    """Copy tensors to host memory; those of one device are copied together."""
     import torch
 
     found: dict[int, torch.Tensor] = {}
@@ -228,14 +227,14 @@ def _probed(tensor: "torch.Tensor", name: str = "") -> "torch.Tensor":
 
 @lru_cache(maxsize=64)
 def probe_vector_on(size: int, device: "torch.device") -> "torch.Tensor":
-    """`probe_vector` on a device, cached."""
+    """Return `probe_vector` on a device, cached."""
     return probe_vector(size).to(device)
 
 
 def _on_threads(
     compute: Callable[..., Answer], tensors: Sequence["torch.Tensor"], *others: Iterable[object]
 ) -> list[Answer]:
-    """Run several in parallel; on a GPU sequentially, in the caller's stream."""
+    """Run several computations in parallel; on a GPU sequentially, in the caller's stream."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return list(map(compute, tensors, *others))
     with ThreadPoolExecutor(min(MAX_DIGEST_THREADS, os.cpu_count() or 1), "digest") as threads:

@@ -1,7 +1,7 @@
 """Weights to an engine process on the same GPU, which opens the sender's memory without a copy through the host.
 
-The tensors are copied side by side into buckets, so that the learner can continue, and one handle covers many tensors.
-Handles are those of `torch.multiprocessing.reductions`, but they travel as plain values: nothing from outside is
+The tensors are copied side by side into buckets, so that the learner can continue and one handle covers many tensors.
+Handles are those of `torch.multiprocessing.reductions`, but they are sent as plain values: nothing from outside is
 unpickled.
 """
 
@@ -48,11 +48,11 @@ class BucketMemory(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the memory."""
         ...
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """[size_bytes] uint8."""
+        """Allocate [size_bytes] uint8."""
         ...
 
     def share(self, bucket: torch.Tensor) -> SharedBucket:
@@ -60,7 +60,7 @@ class BucketMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything. Can be called twice."""
+        """Free all memory. Can be called twice."""
         ...
 
 
@@ -75,8 +75,8 @@ class CudaMemory:
         """
         if not torch.cuda.is_available():
             raise SettingsError(
-                "weights in shared memory of a GPU need a GPU that learner and engine share; torch sees none here. "
-                'Take weights.transport = "file".'
+                "weights.transport over a GPU's shared memory needs a GPU that learner and engine share; torch finds "
+                'no GPU. Set weights.transport = "file".'
             )
         self.device = torch.device("cuda", torch.cuda.current_device())
 
@@ -88,7 +88,7 @@ class CudaMemory:
         """See `BucketMemory.share`.
 
         torch would keep the memory until the receiver closes it, which a dead receiver never does. Here only the sender
-        decides how long it lives.
+        decides when to free it.
         """
         storage: Any = bucket.untyped_storage()
         _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
@@ -108,7 +108,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """The same on a CPU, in files that processes of this machine map; for tests and machines without a GPU."""
+    """Memory on a CPU, in files that processes on this machine map; for tests and machines without a GPU."""
 
     device = torch.device(CPU)
 
@@ -175,7 +175,7 @@ class IpcTransport:
             TransferError: A tensor is on another device than the buckets.
         """
         if self._is_closed:
-            raise NotReadyError("the weight transport is closed. Make a new one.")
+            raise NotReadyError("the weight transport is closed. Create a new one.")
         self._require_here(tensors)
         self._free()
         digests = digest_tensors(tensors, kind=None if adapter is None else "crc32c")
@@ -207,28 +207,27 @@ class IpcTransport:
 
     def _free(self) -> None:
         for bucket in self._buckets:
-            _stamp_of(bucket).zero_()  # who opens it late must not take what comes into this memory next
+            _stamp_of(bucket).zero_()  # a late reader must not accept the next contents of this memory
         self._buckets = []
         if self._memory.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep it for this process; the engine needs it now
+            torch.cuda.empty_cache()  # otherwise torch would cache memory that the engine needs
 
     def _require_here(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if tensor.device != self._memory.device:
                 raise TransferError(
-                    f"an engine opens weights on {self._memory.device}; found {name!r} on {tensor.device}. Let the "
-                    "learner have one rank in the trainer's process, on that GPU, or take weights.transport = "
-                    '"file".'
+                    f"an engine opens weights on {self._memory.device}; found {name!r} on {tensor.device}. Use a "
+                    'learner with one rank in the trainer\'s process, on that GPU, or set weights.transport = "file".'
                 )
 
 
 @contextmanager
 def opened(update: WeightUpdate) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors of an update in shared buckets, as views of the sender's memory that are valid within the context.
+    """Yield the tensors of an update in shared buckets, as views of the sender's memory, valid within the context.
 
     Raises:
         EngineError: The memory is on a GPU that this process does not have, or contents and digests differ.
-        WeightsGoneError: The sender is gone, or has another version now.
+        WeightsGoneError: The sender has ended, or now has another version.
     """
     shared = update.shared
     if shared is None:
@@ -266,7 +265,7 @@ def bucket_plan(digests: Mapping[str, TensorDigest], bucket_bytes: int) -> tuple
 
 
 def _open(bucket: SharedBucket, device: torch.device) -> torch.Tensor:
-    """[size_bytes] uint8 memory of another process."""
+    """Open [size_bytes] uint8 memory of another process."""
     if device.type == CPU:
         require_plain(Path(bucket.handle), error=WeightsGoneError)
         if Path(bucket.handle).stat().st_size != bucket.size_bytes:
@@ -291,14 +290,14 @@ def _device_of(shared: SharedBuckets, version: int) -> torch.device:
     here = [_identity(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     if shared.device not in here:
         raise EngineError(
-            f"weight update {version} is in memory of {shared.device}; this process sees {here or 'no GPU'}. Let the "
-            'engine have the learner\'s GPU, or take weights.transport = "file" or "nccl".'
+            f"weights of version {version} are in memory of {shared.device}; this process sees {here or 'no GPU'}. "
+            'Place the engine on the GPU of the learner, or set weights.transport = "file" or "nccl".'
         )
     return torch.device("cuda", here.index(shared.device))
 
 
 def _identity(device: torch.device) -> str:
-    """Name of a device that is the same in every process, whichever devices it sees."""
+    """Return a name of a device that is the same in every process, whichever devices it sees."""
     return CPU if device.type == CPU else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -313,12 +312,12 @@ def _view(bucket: torch.Tensor, start: int, digest: TensorDigest) -> torch.Tenso
 
 
 def _stamp_of(bucket: torch.Tensor) -> torch.Tensor:
-    """[2] int64: version and stamp."""
+    """Return [2] int64: version and stamp."""
     return bucket[:16].view(torch.int64)
 
 
 def _gone(version: int, why: str) -> WeightsGoneError:
     return WeightsGoneError(
-        f"weight update {version} cannot be opened in the sender's memory: {why}. The sender has ended, or has freed "
-        "it: publish again."
+        f"weight update {version} cannot be opened in the sender's memory: {why}. The sender has ended or has freed "
+        "it; publish again."
     )

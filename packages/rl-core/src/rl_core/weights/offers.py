@@ -1,4 +1,4 @@
-"""The shards that each rank of a learner offers to engines, and the update that all offers make up."""
+"""The shards that each rank of a learner offers to engines, and the update that combines all offers."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from rl_core.weights.update import Rectangle, WeightSource, WeightUpdate
 
 @record
 class HeldRectangle:
-    """A rectangle of a tensor that a rank holds.
+    """A rectangle of a tensor, stored by one rank.
 
     Attributes:
         rectangle: Position and size.
@@ -30,7 +30,7 @@ class HeldRectangle:
 
 @record
 class RankOffer:
-    """What one rank sends.
+    """The weights that one rank sends.
 
     Attributes:
         source: The sender and its rectangles.
@@ -45,10 +45,10 @@ class RankSender:
     """A rank's sender, open from its first offer until it is closed."""
 
     def __init__(self, name: str) -> None:
-        """Create without listening.
+        """Initialize without listening.
 
         Args:
-            name: The rank's name, for messages.
+            name: Name of the rank, for error messages.
         """
         self._name = name
         self._sender: WeightSender | None = None
@@ -58,7 +58,7 @@ class RankSender:
 
         Args:
             held: Rectangles in the order of the tensors.
-            options: How to send; those of the first offer apply.
+            options: Options of the sender; only those of the first offer apply.
             version: Policy version.
         """
         if self._sender is None:
@@ -102,7 +102,7 @@ class _Reading:
 def join_offers(
     offers: Sequence[RankOffer], names: Iterable[str], *, version: int, tied: Mapping[str, str]
 ) -> WeightUpdate:
-    """The update that engines receive from all ranks.
+    """Combine the offers of all ranks into one update.
 
     Args:
         offers: Offers of every rank.
@@ -111,7 +111,7 @@ def join_offers(
         tied: Names that are served from another tensor.
 
     Raises:
-        WeightProofError: Rectangles do not cover a tensor exactly; names the tensor.
+        WeightProofError: Rectangles do not cover a tensor exactly; the message names the tensor.
     """
     parts = [pair for offer in offers for pair in zip(offer.source.rectangles, offer.digests, strict=True)]
     shapes = {rectangle.name: digest.shape for rectangle, digest in parts}
@@ -123,7 +123,7 @@ def join_offers(
             found = ", ".join(f"{list(one.sizes)} at {list(one.offsets)}" for one in of_tensor) or "none"
             whole = f" of shape {list(shapes[name])}" if name in shapes else ""
             raise WeightProofError(
-                f"the rectangles that the ranks offer must make up tensor {name!r}{whole} without gap or overlap; "
+                f"the rectangles that the ranks offer must cover tensor {name!r}{whole} without gap or overlap; "
                 f"found {found}. Nothing was published.",
                 tensor=name,
             )
@@ -137,7 +137,7 @@ def join_offers(
 
 
 def _make_up(rectangles: Sequence[Rectangle], shape: tuple[int, ...]) -> bool:
-    """True if the rectangles lie within the tensor and cover each element exactly once."""
+    """Return True if the rectangles lie within the tensor and cover each element exactly once."""
     is_within = all(
         offset >= 0 and offset + size <= length
         for one in rectangles

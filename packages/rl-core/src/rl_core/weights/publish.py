@@ -75,11 +75,11 @@ async def publish_weights(
 
     Raises:
         NotReadyError: There is no engine.
-        WeightProofError: An engine serves something else; names the first tensor that differs. Or the learner's own
-            weights are not finite, and nothing is sent.
+        WeightProofError: An engine serves different weights; the message names the first tensor that differs. Or the
+            learner's own weights are not finite, and nothing is sent.
     """
     if not receivers:
-        raise NotReadyError(f"version {update.version} needs an engine to be published to; found none. Start one.")
+        raise NotReadyError(f"version {update.version} cannot be published without an engine. Start one first.")
     _check_finite(update, canary)
     started = time.perf_counter()
     receipts = await asyncio.gather(*(receiver.update_weights(update) for receiver in receivers))
@@ -175,28 +175,28 @@ def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: P
         raise WeightProofError(f"the engine serves version {receipt.version}; version {update.version} was published.")
     _check_arrived(update, receipt.arrived)
     if receipt.problems:
-        raise WeightProofError(f"the engine says of version {update.version}: {' '.join(receipt.problems)}")
+        raise WeightProofError(f"the engine reports for version {update.version}: {' '.join(receipt.problems)}")
     worst = 0.0
     for name, probe in _expected_probes(update).items():
         live = receipt.live.get(name)
         if live is None:
-            raise WeightProofError(f"tensor {name!r} is not among the engine's live weights.", tensor=name)
+            raise WeightProofError(f"tensor {name!r} is missing in the engine's live weights.", tensor=name)
         share = _difference(name, probe, live)
         if not share <= tolerances.probe:
             if update.adapter is not None and name not in update.digests:
                 raise WeightProofError(
-                    f"tensor {name!r} of the base is not what the adapter of version {update.version} was trained on: "
-                    f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g}). It was "
-                    "changed in the engine, or the engine was started from another model folder than the learner.",
+                    f"base tensor {name!r} is not the one on which the adapter of version {update.version} was "
+                    f"trained: its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g}). "
+                    "The engine changed it, or was started from another model folder than the learner.",
                     tensor=name,
                 )
             found = f"its probe differs by {share:.2g} of its largest value (allowed {tolerances.probe:g})"
             if np.isnan(share):
-                found = "it was read back with other bits than arrived, or its expert computes something else, or NaN,"
+                found = "it was read back with different bits, or its expert computes something else, or NaN,"
             raise WeightProofError(
-                f"tensor {name!r} arrived, but the engine serves something else: {found} at version {update.version}. "
-                "The engine kept an older copy of this tensor, or loaded it wrongly; its rollouts would be off policy "
-                "without a sign.",
+                f"tensor {name!r} arrived, but the engine serves something else: {found} at version "
+                f"{update.version}. The engine kept an older copy of this tensor, or loaded it incorrectly; its "
+                "rollouts would silently be off-policy.",
                 tensor=name,
             )
         worst = max(worst, share)
@@ -218,42 +218,43 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
     for index, (expected, found) in enumerate(zip(canary.logprobs or (), scores, strict=True)):
         if expected.shape != found.shape:
             raise WeightProofError(
-                f"the engine gave logprobs of shape {list(found.shape)} for canary sequence {index}; expected "
+                f"the engine returned logprobs of shape {list(found.shape)} for canary sequence {index}; expected "
                 f"{list(expected.shape)}."
             )
-        with np.errstate(invalid="ignore"):  # inf - inf is NaN, which no comparison lets pass
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, which fails every comparison
             differences = np.abs(expected[1:] - found[1:])
         if not (differences <= tolerances.canary).all():
-            position = int(np.argmax(differences)) + 1  # the first NaN, where there is one
+            position = int(np.argmax(differences)) + 1  # the first NaN, if any
             raise WeightProofError(
                 f"every tensor arrived and is live, but the engine's logprob of token {position} of canary sequence "
                 f"{index} is {found[position]:.4f}; the learner's is {expected[position]:.4f} (allowed difference "
                 f"{tolerances.canary:g}). Engine and learner compute different models: compare their configurations "
-                "(rope, norms, dtype), and whether the engine applies an adapter where there is one."
+                "(rope, norms, dtype) and their adapters."
             )
         worst = max(worst, float(differences.max()))
     return worst
 
 
 def _check_finite(update: WeightUpdate, canary: Canary) -> None:
-    """Refuse weights that no engine could serve, so that no engine is blamed for them."""
+    """Refuse weights that are not finite, so that no engine is blamed for them."""
     for name, digest in update.served.items():
         if not np.isfinite(digest.probe).all():
             raise WeightProofError(
                 f"the learner's own tensor {name!r} is not finite at version {update.version}; nothing was published. "
-                "Go back to the last checkpoint; a lower learning rate or clip_grad may keep it from happening again.",
+                "Resume from the last checkpoint; a lower learning rate or clip_grad may prevent it.",
                 tensor=name,
             )
     for index, logprobs in enumerate(canary.logprobs or ()):
         if not np.isfinite(logprobs).all():
             raise WeightProofError(
                 f"the learner's own logprobs of canary sequence {index} are not finite at version {update.version}, "
-                "while its weights are; nothing was published. Its forward pass overflows: compute in float32."
+                f"the learner's own logprobs of canary sequence {index} are not finite at version {update.version}, "
+                "although its weights are; nothing was published. Its forward pass overflows: compute in float32."
             )
 
 
 def _worst(answers: Sequence[Answer], check: Callable[[Answer], float]) -> float:
-    """Largest difference over the checks of all engines' answers; a failed check names its engine."""
+    """Return the largest difference over the checks of all engines' answers; a failed check names its engine."""
     worst = 0.0
     for index, answer in enumerate(answers):
         try:
@@ -269,7 +270,7 @@ def _expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
     probes = {name: digest.probe for name, digest in update.served.items()}
     for name, source in update.tied.items():
         if source not in probes:
-            raise DataError(f"{name!r} is tied to {source!r}, which is not among the tensors that were sent.")
+            raise DataError(f"{name!r} is tied to {source!r}, which was not sent.")
         probes[name] = probes[source]
     return probes
 
@@ -280,7 +281,7 @@ def _check_arrived(update: WeightUpdate, arrived: Mapping[str, str]) -> None:
             raise WeightProofError(f"tensor {name!r} did not arrive at the engine.", tensor=name)
         if arrived[name] != digest.checksum:
             raise WeightProofError(
-                f"tensor {name!r} was changed on its way to the engine: {digest.checksum} was sent, {arrived[name]} "
+                f"tensor {name!r} was changed in transit to the engine: {digest.checksum} was sent, {arrived[name]} "
                 f"arrived, at version {update.version}.",
                 tensor=name,
             )
@@ -293,5 +294,5 @@ def _difference(name: str, expected: FloatArray, live: FloatArray) -> float:
             tensor=name,
         )
     scale = float(np.abs(expected).max(initial=0.0)) or 1.0
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which no comparison lets pass
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which fails every comparison
         return float(np.abs(expected - live).max(initial=0.0)) / scale

@@ -21,9 +21,9 @@ class JoinedSource(NamedTuple):
     """A sender that an engine has contacted.
 
     Attributes:
-        meeting: Where the engine's workers connect.
-        engine: The engine's name there.
-        sender: The sender's name, for messages.
+        meeting: Address and options of the sender, for the engine's workers.
+        engine: Name of the engine in this group.
+        sender: Name of the sender, for error messages.
     """
 
     meeting: Broadcast
@@ -33,7 +33,7 @@ class JoinedSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivePlan:
-    """What an engine's workers receive.
+    """The tensors that an engine's workers receive.
 
     Attributes:
         version: Policy version.
@@ -51,7 +51,7 @@ class ReceivePlan:
 
 
 def receive_plan(update: WeightUpdate) -> ReceivePlan:
-    """Parts of an update that its senders provide."""
+    """Return the receive plan of an update."""
     specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
     return ReceivePlan(
         version=update.version,
@@ -63,15 +63,15 @@ def receive_plan(update: WeightUpdate) -> ReceivePlan:
 
 
 def update_sources(update: WeightUpdate) -> Sequence[WeightSource]:
-    """Senders of an update; a single one sends every tensor whole.
+    """Return the senders of an update; a single one sends every tensor whole.
 
     Raises:
-        TransferError: The update does not come over the network.
+        TransferError: The update is not sent over the network.
     """
     if update.sources:
         return update.sources
     if update.broadcast is None:
-        raise TransferError(f"weight update {update.version} is not one that comes over the network.")
+        raise TransferError(f"weight update {update.version} is not sent over the network.")
     whole = [Rectangle(name, (0,) * len(digest.shape), digest.shape) for name, digest in update.digests.items()]
     return [WeightSource(sender="the sender of weights", meeting=update.broadcast, rectangles=whole)]
 
@@ -84,7 +84,7 @@ class BroadcastReceiver:
     """
 
     def __init__(self, *, num_workers: int) -> None:
-        """Create without connecting.
+        """Initialize without connecting.
 
         Args:
             num_workers: Number of receiving workers.
@@ -98,8 +98,8 @@ class BroadcastReceiver:
         """Request an update from its only sender; afterwards the workers connect (`BroadcastGroup`).
 
         Raises:
-            TransferError: The sender is gone, or sends another version.
-            DeadlineError: It does not answer.
+            TransferError: The sender has ended, or sends another version.
+            DeadlineError: The sender does not answer.
         """
         (source,) = update_sources(update)
         self.ask(source.meeting, update.version, sender=source.sender)
@@ -110,38 +110,38 @@ class BroadcastReceiver:
         """Request an update; the sender waits for `go_on`.
 
         Raises:
-            TransferError: The sender is gone, or sends another version.
-            DeadlineError: It does not answer.
+            TransferError: The sender has ended, or sends another version.
+            DeadlineError: The sender does not answer.
         """
         try:
             answer = self._ask(meeting, version)
         except TimeoutError as error:
             self.close()
             raise DeadlineError(
-                f"{sender} at {meeting.host}:{meeting.port} gave no answer in {meeting.deadline_s:g} s."
+                f"{sender} at {meeting.host}:{meeting.port} did not answer within {meeting.deadline_s:g} s."
             ) from error
         except OSError as error:
             self.close()
             raise TransferError(
                 f"{sender} with weight update {version} cannot be reached at {meeting.host}:{meeting.port}: "
-                f"{error}. Keep its transport open until every engine has taken the update."
+                f"{error}. Keep its transport open until every engine has received the update."
             ) from error
         if answer["refusal"] is not None:
             raise TransferError(f"{sender}: {answer['refusal']}")
 
     def go_on(self, *, goes_on: bool = True) -> None:
-        """Tell the sender to send, or not to.
+        """Tell the sender to send, or to cancel.
 
         Raises:
-            TransferError: The sender is gone.
+            TransferError: The sender has ended.
         """
         if self._connection is None or self._joined is None:
-            raise TransferError("no sender of weights was asked.")
+            raise TransferError("no update was requested.")
         try:
             send_message(self._connection, {"goes_on": goes_on}, deadline_s=self._joined.deadline_s)
         except OSError as error:
             self.close()
-            raise TransferError(f"the sender of weights at {self._joined.host} is gone: {error}.") from error
+            raise TransferError(f"the sender of weights at {self._joined.host} has ended: {error}.") from error
 
     def close(self) -> None:
         """Disconnect from the sender. Can be called twice."""
@@ -151,7 +151,7 @@ class BroadcastReceiver:
 
     def _ask(self, meeting: Broadcast, version: int) -> dict[str, Any]:
         if self._connection is not None and self._joined == meeting:
-            with suppress(ConnectionError):  # the sender has given this engine up, as when an update failed
+            with suppress(ConnectionError):  # the sender dropped this engine, for example after a failed update
                 return self._request(self._connection, meeting, version)
         self.close()
         self.name = uuid.uuid4().hex
@@ -171,7 +171,7 @@ class WeightSources:
     """An engine's side before its workers receive, for all senders of an update."""
 
     def __init__(self, *, num_workers: int) -> None:
-        """Create without connecting.
+        """Initialize without connecting.
 
         Args:
             num_workers: Number of receiving workers.
@@ -185,8 +185,8 @@ class WeightSources:
         If one sender refuses, none sends.
 
         Raises:
-            TransferError: A sender is gone, or sends another version.
-            DeadlineError: It does not answer.
+            TransferError: A sender has ended, or sends another version.
+            DeadlineError: A sender does not answer.
         """
         sources = update_sources(update)
         meetings = {source.meeting for source in sources}
@@ -207,7 +207,7 @@ class WeightSources:
             for receiver in asked:
                 receiver.go_on()
         except TransferError:
-            self.close()  # the others must not wait for workers that do not come
+            self.close()  # the other senders must not wait for the workers
             raise
         return [JoinedSource(one.meeting, self._receivers[one.meeting].name, one.sender) for one in sources]
 
@@ -235,7 +235,7 @@ class SourceGroups:
             device: Device on which tensors are assembled.
 
         Raises:
-            TransferError: A sender is gone.
+            TransferError: A sender has ended.
         """
         self.sources = list(sources)
         self._device = device
@@ -250,10 +250,10 @@ class SourceGroups:
     def receive(self, plan: ReceivePlan) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive an update tensor by tensor, assembled from its senders' rectangles.
 
-        If it ends midway, every group is left, so that no sender waits.
+        If it ends midway, it leaves every group, so that no sender waits.
 
         Raises:
-            TransferError: A sender is gone.
+            TransferError: A sender has ended.
             DeadlineError: A sender stopped sending.
         """
         dtypes = {spec.name: spec.dtype for spec in plan.specs}
@@ -303,5 +303,5 @@ def _put_together(
             whole = torch.empty(spec.shape, dtype=part.dtype, device=device)
         whole[tuple(slice(o, o + s) for o, s in zip(rectangle.offsets, rectangle.sizes, strict=True))] = part
     if whole is None:
-        raise TransferError(f"nobody sends tensor {spec.name!r}.")
+        raise TransferError(f"no sender provides tensor {spec.name!r}.")
     return whole

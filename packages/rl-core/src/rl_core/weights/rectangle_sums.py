@@ -1,6 +1,6 @@
-"""A tensor's digest from those of its rectangles: what each rank of a learner computes of its own part adds up.
+"""A tensor's digest from the digests of its rectangles, each computed by one rank of a learner.
 
-The checksum is `word_sums`, which does not depend on how a tensor was cut.
+The checksum is `word_sums`, which does not depend on how the tensor was divided.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,13 +22,13 @@ CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
 
 @record
 class RectangleDigest:
-    """What a rank computes of its rectangle of a tensor.
+    """A rank's digest of its rectangle of a tensor.
 
     Attributes:
         shape: Shape of the whole tensor.
         dtype: torch dtype name without prefix.
         sums: The two sums of its words.
-        probe: [n] float32 probe of its rows over its columns; of a vector the values themselves.
+        probe: [n] float32 probe of its rows over its columns; the values themselves for a vector.
     """
 
     shape: tuple[int, ...]
@@ -38,10 +38,10 @@ class RectangleDigest:
 
 
 def digest_rectangles(parts: Iterable[tuple[Rectangle, Sequence[int], torch.Tensor]]) -> list[RectangleDigest]:
-    """Digest of each rectangle of a vector or matrix; results of one device are copied to the host together.
+    """Digest each rectangle of a vector or matrix; results of one device are copied to the host together.
 
     Args:
-        parts: Position, shape of its tensor, and elements, of `Rectangle.sizes`.
+        parts: Position, shape of the tensor, and elements of shape `Rectangle.sizes`.
 
     Raises:
         ShapeError: A tensor has more than two axes.
@@ -50,7 +50,7 @@ def digest_rectangles(parts: Iterable[tuple[Rectangle, Sequence[int], torch.Tens
     for rectangle, shape, values in parts:
         if len(shape) > 2:
             raise ShapeError(
-                f"rectangles are of vectors and matrices; found {rectangle.name!r} of shape {list(shape)}."
+                f"only vectors and matrices have rectangles; found {rectangle.name!r} of shape {list(shape)}."
             )
         shapes.append(tuple(shape))
         dtypes.append(str(values.dtype).removeprefix("torch."))
@@ -64,7 +64,7 @@ def digest_rectangles(parts: Iterable[tuple[Rectangle, Sequence[int], torch.Tens
 
 
 def join_digests(parts: Iterable[tuple[Rectangle, RectangleDigest]]) -> dict[str, TensorDigest]:
-    """Digest of each tensor, from those of all its rectangles."""
+    """Combine the digests of all rectangles into the digest of each tensor."""
     by_name: dict[str, list[tuple[Rectangle, RectangleDigest]]] = {}
     for rectangle, digest in parts:
         by_name.setdefault(rectangle.name, []).append((rectangle, digest))
@@ -72,13 +72,13 @@ def join_digests(parts: Iterable[tuple[Rectangle, RectangleDigest]]) -> dict[str
 
 
 def _unsigned(sums: torch.Tensor) -> tuple[int, int]:
-    """The two sums as non-negative numbers."""
+    """Return the two sums as non-negative numbers."""
     first, second = sums.tolist()
     return first % MODULUS, second % MODULUS
 
 
 def rectangle_sums(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """A rectangle's contribution to the two sums of its tensor.
+    """Return a rectangle's contribution to the two sums of its tensor.
 
     Args:
         values: Its elements.
@@ -94,7 +94,7 @@ def rectangle_sums(values: torch.Tensor, offsets: Sequence[int], shape: Sequence
     if len(shape) < 2 or values.shape[1] == columns:
         return word_sums(values, start_bytes=(row * columns + column) * size)
     if any(number * size % WORD_BYTES for number in (columns, column, values.shape[1])):
-        whole = pad(values.detach(), (column, columns - column - values.shape[1]))  # zeros add nothing
+        whole = pad(values.detach(), (column, columns - column - values.shape[1]))  # zeros do not change the sums
         return word_sums(whole, start_bytes=row * columns * size)
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
     first, stride = (row * columns + column) * size // WORD_BYTES, columns * size // WORD_BYTES

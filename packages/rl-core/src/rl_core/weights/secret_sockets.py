@@ -1,8 +1,8 @@
-"""TCP between two processes that share a secret, on one address; a stranger receives only 32 random bytes.
+"""TCP between two processes that share a secret, on one address; unknown peers receive only 32 random bytes.
 
-Each side sends a nonce and proves the secret with an HMAC of both nonces before either reads anything else. The traffic
-after that is neither encrypted nor signed: anyone who can read or change the traffic between two machines can read or
-change it here too.
+Each side sends a nonce and proves the secret with an HMAC of both nonces before either reads anything else. Later
+traffic is neither encrypted nor signed: anyone who can read or change the network traffic between two machines can also
+read or change it here.
 """
 
 import hmac
@@ -26,7 +26,7 @@ MAX_STRANGERS = 64
 """Maximum number of connections that have not proved the secret; beyond it, the oldest is closed."""
 HANDSHAKE_S = 10.0
 REOPENS_S = 10.0
-"""How long a port may be closed before its sender counts as gone; it listens only while a receiver is missing."""
+"""Maximum time that a port may be closed before its sender counts as ended; it listens only for missing receivers."""
 PAUSE_S = 0.02
 
 
@@ -42,7 +42,7 @@ class Listener:
             on_known: Called with each connection that proved the secret, in its own thread; closes it at the end.
 
         Raises:
-            SettingsError: This machine does not have the address, or the address means all of them.
+            SettingsError: This machine does not have the address, or it is a wildcard address.
         """
         self._socket = _bind(host)
         self.port: int = self._socket.getsockname()[1]
@@ -60,7 +60,8 @@ class Listener:
             if is_open == self._is_open or self._is_closed:
                 return
             self._is_open = is_open
-            # Reused while it listens, as connections of this port live on; not otherwise, or another could take it.
+            # Reused while it listens, because connections of this port may still exist; not otherwise, because another
+            # process could take it.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, is_open)
             if is_open:
                 self._socket.listen(socket.SOMAXCONN)
@@ -89,7 +90,7 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
                 self._admit(connection)
-            except (OSError, RuntimeError):  # listens no longer; or no descriptor or no thread is left for it
+            except (OSError, RuntimeError):  # closed, or out of descriptors or threads
                 time.sleep(PAUSE_S)
 
     def _admit(self, connection: socket.socket) -> None:
@@ -125,7 +126,7 @@ def connect(host: str, port: int, secret: bytes, *, deadline_s: float) -> socket
     """Connect to a `Listener`; both sides prove the secret.
 
     Raises:
-        OSError: Nobody listens, or the listener does not know the secret; TimeoutError if it does not answer.
+        OSError: No process listens, or the listener does not know the secret; TimeoutError if it does not answer.
     """
     reopens_at = time.monotonic() + min(REOPENS_S, deadline_s)
     while True:
@@ -148,7 +149,7 @@ def send(connection: socket.socket, content: bytes | memoryview, *, ends_at: flo
     """Send everything.
 
     Raises:
-        OSError: The other side is gone; TimeoutError if it stopped reading.
+        OSError: The other side has ended; TimeoutError if it stopped reading.
     """
     connection.settimeout(_left_s(ends_at))
     connection.sendall(content)
@@ -158,7 +159,7 @@ def receive_into(connection: socket.socket, content: memoryview, *, ends_at: flo
     """Fill a buffer.
 
     Raises:
-        OSError: The other side is gone; TimeoutError if it stopped sending.
+        OSError: The other side has ended; TimeoutError if it stopped sending.
     """
     while len(content):
         connection.settimeout(_left_s(ends_at))
@@ -169,17 +170,17 @@ def receive_into(connection: socket.socket, content: memoryview, *, ends_at: flo
 
 
 def is_readable(connection: socket.socket) -> bool:
-    """True if the other side has sent data that is not read yet, or is gone."""
+    """Return True if the other side has sent unread data, or has ended."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         return bool(selector.select(0))
 
 
 def wait_readable(connection: socket.socket, *, unless: socket.socket | None) -> None:
-    """Wait until the other side has sent data or is gone, or until another connection does either.
+    """Wait until the other side has sent data or ended, or until another connection has.
 
     Raises:
-        ConnectionResetError: The other connection's peer is gone.
+        ConnectionResetError: The peer of the other connection has ended.
     """
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
@@ -187,7 +188,7 @@ def wait_readable(connection: socket.socket, *, unless: socket.socket | None) ->
             selector.register(unless, selectors.EVENT_READ)
         ready = [key.fileobj for key, _ in selector.select()]
     if connection not in ready:
-        raise ConnectionResetError("its engine left")
+        raise ConnectionResetError("its engine disconnected")
 
 
 def send_message(connection: socket.socket, message: Mapping[str, Any], *, deadline_s: float) -> None:
@@ -209,19 +210,19 @@ def receive_message(connection: socket.socket, *, deadline_s: float) -> dict[str
     ends_at = time.monotonic() + deadline_s
     size = int.from_bytes(_receive(connection, 4, ends_at=ends_at), "big")
     if size > MAX_MESSAGE_BYTES:
-        raise ConnectionError(f"a message has at most {MAX_MESSAGE_BYTES} bytes; found {size}")
+        raise ConnectionError(f"a message must have at most {MAX_MESSAGE_BYTES} bytes; found {size}")
     content = _receive(connection, size, ends_at=ends_at)
     try:
         message = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ConnectionError(f"a message is JSON; found {content[:80]!r}") from error
+        raise ConnectionError(f"a message must be JSON; found {content[:80]!r}") from error
     if not isinstance(message, dict):
-        raise ConnectionError(f"a message is an object of JSON; found {content[:80]!r}")
+        raise ConnectionError(f"a message must be a JSON object; found {content[:80]!r}")
     return message
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Shut down a connection on which another thread may wait; that thread then closes it."""
+    """Shut down a connection that another thread may be waiting on; that thread then closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -230,16 +231,16 @@ def _bind(host: str) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host or "missing", 0, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
-            raise OSError("it stands for every address")
+            raise OSError("it is a wildcard address")
         with socket.socket(family) as probe:
             probe.bind(address)
             place = probe.getsockname()
         bound = socket.socket(family)
-        bound.bind(place)  # by its number: the system takes a port that it chose itself back when listening ends
+        bound.bind(place)  # explicit port: the system reclaims a port of its own choice once listening ends
     except OSError as error:
         raise SettingsError(
-            f"weights are sent from one address of this machine; found {host!r} ({error}). Set weights.host to the "
-            "address by which engines reach this machine."
+            f"weights are sent from one address of this machine; found {host!r} ({error}). Set weights.host to an "
+            "address at which engines can reach this machine."
         ) from error
     return bound
 

@@ -1,8 +1,8 @@
-"""The sender of weights over the network: it listens for engines, and sends each one the current version.
+"""The sender of weights over the network, which listens for engines and sends the current version to each.
 
-It listens on one address while a receiver is missing, for engines that know its secret, which reaches them with the
-update through the role call. Each engine keeps a connection for requests, and each of its workers one for tensors. An
-engine that dies does not disturb others, and a restarted one receives the current weights on request.
+It listens on one address while a receiver is missing, for engines that know its secret, which they receive with the
+update through the role call. Each engine keeps a connection for requests, and each of its workers one for tensors. A
+dead engine does not affect others, and a restarted one receives the current weights on request.
 """
 
 import logging
@@ -32,14 +32,14 @@ DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 @settings_record
 class SenderOptions:
-    """How weights are sent.
+    """Options of a weight sender.
 
     Attributes:
-        backend: "nccl" sends from the current GPU; every engine worker must use another one. "gloo" is the earlier name
+        backend: "nccl" sends from the current GPU; every engine worker must use another GPU. "gloo" is the former name
             of "tcp".
-        host: This machine's address that engines can reach; nothing listens on another one.
+        host: Address of this machine that engines can reach; the sender listens only there.
         bucket_bytes: Maximum number of bytes in flight.
-        deadline_s: Maximum wait for a receiver, per step.
+        deadline_s: Maximum wait in seconds for a receiver, per step.
         num_receivers: Number of expected engines: once all are connected, nothing listens until one is lost. None
             always listens.
     """
@@ -78,19 +78,19 @@ class _Engine:
 
 
 class WeightSender:
-    """Sends one version to engines in other processes and on other machines, in buckets, until the next one."""
+    """Sends one version in buckets to engines in other processes and on other machines, until the next version."""
 
     def __init__(self, options: SenderOptions) -> None:
         """Start listening.
 
         Raises:
-            SettingsError: This machine does not have the address, or no GPU to send from by NCCL.
+            SettingsError: This machine does not have the address, or has no GPU for NCCL.
         """
         secret = secrets.token_bytes(SECRET_BYTES)
         is_nccl = options.backend == "nccl"
         if is_nccl and not torch.cuda.is_available():
             raise SettingsError(
-                'weights.transport = "nccl" sends weights from a GPU; torch finds none here. Set weights.transport = '
+                'weights.transport = "nccl" sends weights from a GPU, but torch finds none. Set weights.transport = '
                 '"tcp" or "file".'
             )
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
@@ -124,7 +124,7 @@ class WeightSender:
             NotReadyError: The sender is closed.
         """
         if self._is_closed:
-            raise NotReadyError("the weight transport is closed. Make a new one.")
+            raise NotReadyError("the weight transport is closed. Create a new one.")
         self._replace((version, tensors))
 
     def withdraw(self) -> None:
@@ -151,7 +151,7 @@ class WeightSender:
 
     def _replace(self, packed: tuple[int, Iterable[torch.Tensor]] | None) -> None:
         with self._changed:
-            self._packed = None  # nobody else begins
+            self._packed = None  # no new transfer begins
             if not self._changed.wait_for(lambda: not self._num_sending, self.meeting.deadline_s):
                 for engine in self._engines.values():
                     if engine.is_served:
@@ -187,7 +187,7 @@ class WeightSender:
             engine = self._engines[str(hello["engine"])]
             rank = _number(hello, "rank", most=engine.num_workers)
             if rank in engine.workers:
-                raise TransferError(f"a worker of rank {rank} is there already")
+                raise TransferError(f"a worker of rank {rank} is already connected")
             engine.workers[rank] = connection
             self._listen_while_needed()
             self._changed.notify_all()
@@ -202,7 +202,7 @@ class WeightSender:
                 try:
                     request = receive_message(connection, deadline_s=math.inf)
                 except OSError:
-                    return  # it has ended, or is ended
+                    return  # it has ended or was disconnected
                 self._answer(name, engine, request)
         finally:
             with self._changed:
@@ -223,7 +223,7 @@ class WeightSender:
             if packed is None or refusal is not None:
                 return
             if not receive_message(engine.connection, deadline_s=deadline_s)["goes_on"]:
-                return  # another one of its senders refused
+                return  # another sender refused
             if engine.group is None:
                 engine.group = self._meet(name, engine)
             engine.group.send(packed[1])
@@ -237,11 +237,11 @@ class WeightSender:
         ends_at = time.monotonic() + self.meeting.deadline_s
         with self._changed:
             while not engine.is_whole and time.monotonic() < ends_at and not is_readable(engine.connection):
-                self._changed.wait(LOOK_S)  # an engine that left says nothing else
+                self._changed.wait(LOOK_S)  # disconnection is not signalled
             if not engine.is_whole:
                 raise TransferError(
-                    f"{len(engine.workers)} of {engine.num_workers} workers of engine {name} came before it left, or "
-                    f"within {self.meeting.deadline_s:g} s"
+                    f"{len(engine.workers)} of {engine.num_workers} workers of engine {name} connected before it "
+                    f"disconnected, or within {self.meeting.deadline_s:g} s"
                 )
         workers = [connection for _, connection in sorted(engine.workers.items())]
         return BroadcastGroup(
@@ -255,7 +255,7 @@ class WeightSender:
         )
 
     def _listen_while_needed(self) -> None:
-        """`_changed` is held."""
+        """Open or close the listener; the caller must have acquired `_changed`."""
         num_here = sum(engine.is_whole for engine in self._engines.values())
         self._listener.set_open(self._num_receivers is None or num_here < self._num_receivers)
 
@@ -263,7 +263,7 @@ class WeightSender:
 def _number(hello: Mapping[str, Any], name: str, *, most: int) -> int:
     found = hello[name]
     if not isinstance(found, int) or not 1 <= found <= most:
-        raise TransferError(f"{name} is 1 to {most}; found {found!r}")
+        raise TransferError(f"{name} must be from 1 to {most}; found {found!r}")
     return found
 
 
@@ -272,4 +272,4 @@ def _refusal(request: Mapping[str, Any], packed: tuple[int, Iterable[torch.Tenso
     if packed is not None and packed[0] == version:
         return None
     offered = "none" if packed is None else f"version {packed[0]}"
-    return f"the sender was asked for weights of version {version}; it has {offered}. Take the newer ones."
+    return f"weights of version {version} were requested; the sender has {offered}. Request the newest version."

@@ -21,7 +21,7 @@ FOLDER_PREFIX = "rl-weights-"
 
 
 def host_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
-    """Contiguous tensors in host memory: copied once from a GPU; tensors already there are not copied."""
+    """Return contiguous tensors in host memory; only tensors on a GPU are copied."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
@@ -47,7 +47,8 @@ class TensorTransport:
 class SharedFileTransport:
     """Writes a safetensors file into shared memory, or a temporary folder if there is none.
 
-    Its folder is locked while its process is alive, so that the next transport can remove what a killed one left.
+    The folder is locked while its process is alive, so that the next transport can remove leftovers of killed
+    processes.
     """
 
     @converts_arguments
@@ -76,7 +77,9 @@ class SharedFileTransport:
         from safetensors.torch import save_file
 
         if not self._folder.is_dir():
-            raise NotReadyError(f"the weight transport is closed; its folder {self._folder} is gone. Make a new one.")
+            raise NotReadyError(
+                f"the weight transport is closed; its folder {self._folder} was removed. Create a new one."
+            )
         file = self._folder / "weights.safetensors"
         part = self._folder / "weights.part"
         on_host = host_tensors(tensors)

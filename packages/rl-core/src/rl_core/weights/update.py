@@ -1,10 +1,9 @@
-"""What travels when weights are published, and the proof that they arrived.
+"""Weight updates, and the proof that they arrived.
 
-A `WeightUpdate` carries every tensor under its Hugging Face name with a `TensorDigest`: a checksum of the
-bytes (crc32c, or `word_sums` where the tensor is on a GPU), and a *probe*, the tensor applied to a fixed
-vector. An engine that fuses, shards or repacks its weights cannot be compared byte by byte, but its live
-layers must map the probe vector to the same numbers. A canary (known sequences with the learner's logprobs)
-closes the loop through the whole model.
+A `WeightUpdate` carries every tensor under its Hugging Face name with a `TensorDigest`: a checksum of the bytes
+(crc32c, or `word_sums` for tensors on a GPU), and a *probe*, the product of the tensor and a fixed vector. An engine
+that fuses, shards or repacks its weights cannot be compared byte by byte, but its live layers must map the probe vector
+to the same numbers. A canary (known sequences with the learner's logprobs) proves the whole model.
 """
 
 import hashlib
@@ -29,15 +28,15 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @record
 class Broadcast:
-    """Where the tensors of an update can be received; only plain values, so that it can travel as JSON.
+    """Address and options of the sender of an update; only plain values, so that it can be sent as JSON.
 
     Attributes:
-        backend: "nccl" between GPUs, "tcp" (or "gloo", its earlier name) between CPUs.
+        backend: "nccl" between GPUs, "tcp" (formerly "gloo") between CPUs.
         host: The sender's address that receivers can reach.
         port: The sender's port.
         secret: Hexadecimal digits; a process that knows it receives the weights.
         bucket_bytes: Maximum number of bytes in flight.
-        deadline_s: Maximum wait of one side for the other, per step.
+        deadline_s: Maximum wait in seconds of one side for the other, per step.
     """
 
     backend: Literal["tcp", "gloo", "nccl"]
@@ -67,9 +66,9 @@ class WeightSource:
     """One of several senders of an update.
 
     Attributes:
-        sender: Name for messages, such as "learner[1]".
-        meeting: Where to connect.
-        rectangles: What it sends, in the order of the update's tensors.
+        sender: Name for error messages, such as "learner[1]".
+        meeting: Address and options of the sender.
+        rectangles: The rectangles that it sends, in the order of the update's tensors.
     """
 
     sender: str
@@ -79,16 +78,16 @@ class WeightSource:
 
 @record
 class SharedBucket:
-    """Memory of a process that another one opens; fields after the first two are used only with CUDA.
+    """Memory that another process opens; fields after the first two are used only with CUDA.
 
     Attributes:
-        handle: CUDA's IPC handle of the allocation, in hexadecimal digits; on a CPU the mapped file.
+        handle: CUDA's IPC handle of the allocation, in hexadecimal digits; on a CPU, the path of the mapped file.
         size_bytes: Size of the bucket.
         offset_bytes: First byte of the bucket in the allocation.
         counter: File in which torch counts the processes that have the allocation open, in hexadecimal digits.
         counter_offset: Position in that file.
         event: CUDA's IPC handle of the event after which the bucket is full, in hexadecimal digits.
-        waits: Whether to wait for that event.
+        waits: Whether the receiver must wait for that event.
     """
 
     handle: str
@@ -102,7 +101,7 @@ class SharedBucket:
 
 @record
 class SharedBuckets:
-    """Where the tensors of an update are stored side by side; only plain values, so that reading it runs no code.
+    """The tensors of an update, stored side by side in memory; only plain values, so that reading it runs no code.
 
     The digests and bucket_bytes determine each tensor's bucket and position: see `bucket_plan`.
 
@@ -121,14 +120,14 @@ class SharedBuckets:
 
 @record
 class AdapterUpdate:
-    """Marks an update of a LoRA adapter: its tensors are the A and B, and the base's weights stay.
+    """Marks an update as a LoRA adapter: its tensors are the A and B, and the base's weights stay.
 
     A is [rank, in]; B is [out, rank], already multiplied by the adapter's scaling, so that W + B @ A is served. Names
     are peft's, such as "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
 
     Attributes:
         rank: Rank of every A and B.
-        base: Digest of each base tensor, by Hugging Face name, which the engine must still serve.
+        base: Digest of each base tensor that the engine must still serve, by Hugging Face name.
     """
 
     rank: int
@@ -143,13 +142,13 @@ class WeightUpdate:
         version: Policy version of the weights.
         digests: Digest of each tensor, by Hugging Face name (for an adapter by peft's name), computed by the sender.
         tensors: The tensors, if sender and engine share a process.
-        file: A safetensors file in shared memory, if they do not.
+        file: A safetensors file in shared memory, if they do not share a process.
         broadcast: Where to receive the tensors over the network, in the order of the digests.
-        sources: Where to receive their rectangles, if each rank of the learner sends its own.
-        shared: Where to open the tensors, in the memory of the sender's GPU.
+        sources: Senders of the tensors' rectangles, if each rank of the learner sends its own.
+        shared: Location of the tensors in the memory of the sender's GPU.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
-        adapter: None if the tensors are all weights.
+        adapter: The adapter; None if the tensors are all weights.
     """
 
     version: int
@@ -179,7 +178,7 @@ class WeightUpdate:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all weights, independent of their version; equal for the same kind of checksum."""
+        """Digest of all weights, independent of the version; comparable only between checksums of one kind."""
         content = [[name, d.shape, d.dtype, d.checksum] for name, d in sorted(self.served.items())]
         text = json.dumps([content, sorted(self.tied.items())])
         return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).hexdigest()
@@ -191,10 +190,10 @@ class WeightReceipt:
 
     Attributes:
         version: Policy version that it now serves.
-        arrived: Checksum of each tensor as it arrived, by Hugging Face name, of its digest's kind.
-        live: Probe of each tensor as the engine now serves it, including tied names; NaN if the tensor read back has
-            other bits than arrived, or if its expert computes something else.
-        problems: Problems that the engine itself found, such as an adapter in the wrong slot; they fail the proof.
+        arrived: Checksum of each tensor as it arrived, by Hugging Face name, of the same kind as in its digest.
+        live: Probe of each tensor as the engine now serves it, including tied names; NaN if the tensor read back
+            differs in bits, or if its expert computes something else.
+        problems: Problems that the engine found, such as an adapter in the wrong slot; they fail the proof.
     """
 
     version: int
@@ -209,20 +208,20 @@ class Canary:
 
     Attributes:
         sequences: Token ids, each [T] int32 with T >= 2.
-        logprobs: The learner's logprobs of the tokens, each [T], with 0 at position 0. None for a mixture that replays,
-            because the learner needs the engine's experts: see `prove_canary`.
+        logprobs: The learner's logprobs of the tokens, each [T], with 0 at position 0. None for a mixture-of-experts
+            model with router replay, for which the learner needs the engine's experts: see `prove_canary`.
     """
 
     sequences: Sequence[IntArray]
     logprobs: Sequence[FloatArray] | None
 
     def __post_init__(self) -> None:
-        """Check that there is something to compare, and that the two lists are aligned."""
+        """Check that there is at least one sequence, and that the two lists are aligned."""
         rows = self.sequences if self.logprobs is None else self.logprobs
         if not self.sequences or len(self.sequences) != len(rows):
             raise ShapeError(
-                "a canary needs at least one sequence, and logprobs for each; found "
-                f"{len(self.sequences)} sequences and {len(rows)} rows of logprobs."
+                f"a canary needs at least one sequence, and logprobs for each; found {len(self.sequences)} sequences "
+                f"and {len(rows)} rows of logprobs."
             )
         for index, (sequence, logprobs) in enumerate(zip(self.sequences, rows, strict=True)):
             if sequence.ndim != 1 or len(sequence) < 2 or logprobs.shape != sequence.shape:
@@ -234,7 +233,7 @@ class Canary:
 
 @record
 class RoutedScores:
-    """An engine's logprobs of a sequence, and the experts of a mixture that it used.
+    """An engine's logprobs of a sequence, and the experts that it used.
 
     Attributes:
         logprobs: [T] float32 at temperature 1, with 0 at position 0.
@@ -253,7 +252,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Logprobs of each sequence's tokens at temperature 1, with 0 at position 0."""
+        """Return the logprobs of each sequence's tokens at temperature 1, with 0 at position 0."""
         ...
 
     async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
@@ -262,7 +261,7 @@ class WeightReceiver(Protocol):
 
 
 class WeightTransport(Protocol):
-    """How tensors get from the learner to engines."""
+    """Moves tensors from the learner to engines."""
 
     def pack(
         self,

@@ -1,17 +1,17 @@
-"""A checksum for tensors on a GPU: two sums over a tensor's 32-bit words, computed where the tensor is.
+"""A checksum for tensors on a GPU: two sums over a tensor's 32-bit words, computed on the tensor's device.
 
-The bytes of a tensor, row after row, are read as signed little-endian words w[0], w[1], ..., the last one filled with
+The bytes of a tensor, row after row, are read as signed little-endian words w[0], w[1], ..., the last one padded with
 zeros. The sums, modulo 2**64, are
 
     first  = sum of (2 i + 1) w[i]
     second = sum of BASE**i w[i]
 
-Every factor is odd, so that each sum changes with any single word. In tensors of fewer than 2**31 words no two factors
-are equal modulo 2**33, so that each sum also changes when two different words change places. Integers wrap alike on
-every device, in whatever order they are added. Both sums are linear: those of the rectangles of a tensor, each at its
-place, add up to those of the whole (`rectangle_sums`).
+Every factor is odd, so each sum changes with any single word. In tensors of fewer than 2**31 words, no two factors are
+equal modulo 2**33, so each sum also changes if two different words are swapped. Integers wrap in the same way on every
+device, in any order of addition. Both sums are linear: the sums of a tensor's rectangles, each at its position, add up
+to those of the whole (`rectangle_sums`).
 
-They find faults, and keep nobody out: who can change the weights can also change them so that the sums stay.
+The sums detect faults, not attacks: anyone who can change the weights can preserve the sums.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ CHUNK_BYTES = 1024 * ROW_WORDS * WORD_BYTES
 
 
 def word_sums(tensor: "torch.Tensor", *, start_bytes: int = 0) -> "torch.Tensor":
-    """Contribution of a range of bytes to a tensor's two sums; by default the sums of the whole tensor.
+    """Return the contribution of a range of bytes to a tensor's two sums; by default the sums of the whole tensor.
 
     Args:
         tensor: Tensor of any shape, strides and dtype; its contiguous bytes are the range.
@@ -45,19 +45,19 @@ def word_sums(tensor: "torch.Tensor", *, start_bytes: int = 0) -> "torch.Tensor"
     from torch.nn.functional import pad
 
     front = start_bytes % WORD_BYTES
-    if front:  # a vector that begins within a word
+    if front:  # a vector that starts inside a word
         tensor = pad(tensor.detach().reshape(-1), (front // tensor.element_size(), 0))
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     first = start_bytes // WORD_BYTES
     for words in _word_chunks(tensor.detach()):
-        rows = pad(words, (0, -len(words) % ROW_WORDS)).view(-1, ROW_WORDS)  # zeros add nothing
+        rows = pad(words, (0, -len(words) % ROW_WORDS)).view(-1, ROW_WORDS)  # zeros do not change the sums
         total += row_sums(rows, first, ROW_WORDS)
         first += len(words)
     return total
 
 
 def row_sums(rows: "torch.Tensor", first: int, stride: int) -> "torch.Tensor":
-    """Contribution of rows of words to their tensor's two sums.
+    """Return the contribution of rows of words to their tensor's two sums.
 
     Args:
         rows: [R, K] int32.
@@ -79,7 +79,7 @@ def row_sums(rows: "torch.Tensor", first: int, stride: int) -> "torch.Tensor":
 
 @lru_cache(maxsize=128)
 def _powers(base: int, count: int, device: "torch.device") -> "torch.Tensor":
-    """[count] int64: base**0, base**1, ..., modulo 2**64."""
+    """Return [count] int64: base**0, base**1, ..., modulo 2**64."""
     import torch
 
     factors = torch.full((count,), _signed(base % MODULUS), dtype=torch.int64, device=device)
@@ -88,19 +88,19 @@ def _powers(base: int, count: int, device: "torch.device") -> "torch.Tensor":
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as a torch int64."""
+    """Convert to a torch int64 with the same 64 bits."""
     return number - MODULUS if number >= MODULUS // 2 else number
 
 
 def _word_chunks(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
-    """[n] int32 chunks with the words of a tensor in order; only the last chunk may be padded."""
+    """Yield [n] int32 chunks with the words of a tensor in order; only the last chunk may be padded."""
     import torch
     from torch.nn.functional import pad
 
     for part in _flat_parts(tensor):
         for chunk in torch.split(part, CHUNK_BYTES // part.element_size()):
             if not chunk.is_contiguous() or chunk.storage_offset() * chunk.element_size() % WORD_BYTES:
-                chunk = chunk.clone(memory_format=torch.contiguous_format)  # a view as words begins at one
+                chunk = chunk.clone(memory_format=torch.contiguous_format)  # a view as words must start at a word
             if chunk.nbytes % WORD_BYTES:
                 chunk = pad(chunk.view(torch.uint8), (0, -chunk.nbytes % WORD_BYTES))
             if chunk.numel():
@@ -108,7 +108,7 @@ def _word_chunks(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
 
 
 def _flat_parts(tensor: "torch.Tensor") -> Iterator["torch.Tensor"]:
-    """[n] views of a tensor's elements in order, or copies of at most a chunk; only the last may end mid-word.
+    """Yield [n] views of a tensor's elements in order, or copies of at most a chunk; only the last may end mid-word.
 
     A copy is larger if four rows are larger than a chunk and their length is odd.
     """

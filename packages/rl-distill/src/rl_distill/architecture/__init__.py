@@ -1,1 +1,1 @@
-"""What a model is and takes, by its config.json and its layout alone; without torch."""
+"""A model's shape, parameters, memory and FLOPs, computed from config.json and the parallel layout without torch."""

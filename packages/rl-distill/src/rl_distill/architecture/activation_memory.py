@@ -1,4 +1,4 @@
-"""What a training step keeps of a micro-batch on a GPU from its forward to its backward pass; without torch."""
+"""Estimate the activation memory that a training step keeps on a GPU between forward and backward; without torch."""
 
 from collections.abc import Collection
 
@@ -11,17 +11,18 @@ _INT64 = 8
 
 
 def kept_activations(config: PolicyConfig, parallel: ParallelOptions, options: LearnerOptions) -> list[int]:
-    """Bytes that the layers of each pipeline stage keep on a rank, with a GPU's kernels and full micro-batches.
+    """Return the bytes of activations that the layers keep on a rank of each pipeline stage, with full micro-batches.
 
-    The sum of what each layer's autograd nodes save, where tokens choose experts evenly, for as many micro-batches as a
-    stage has begun and not finished. Of `recompute_modules`, norms and a dense layer's feed-forward part are left out,
-    others count in whole. The working memory of the head and of one layer's backward pass comes on top: it depends on
-    what torch's compiler joins.
+    Sums what the autograd nodes of each layer save with the GPU kernels, for the largest number of micro-batches that a
+    stage holds between forward and backward. Tokens are assumed to spread evenly over experts. Under selective
+    recomputation, norms and dense feed-forward layers in `recompute_modules` are left out; other recomputed modules
+    count in full. The working memory of the head and of one layer's backward pass is not included because it depends on
+    what torch's compiler fuses.
 
     Args:
-        config: Of the policy.
-        parallel: The layout, which divides it.
-        options: Tokens, dtype and recomputation.
+        config: The policy's configuration.
+        parallel: A parallel layout that divides the model evenly.
+        options: Micro-batch tokens, dtype and recomputation.
     """
     found = []
     chunk = config.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
@@ -36,7 +37,7 @@ def kept_activations(config: PolicyConfig, parallel: ParallelOptions, options: L
 
 
 def _chunks_in_flight(parallel: ParallelOptions, stage: int) -> int:
-    """Chunks of micro-batches that a stage has begun and not finished, at most: see megatron's schedules."""
+    """Return the most micro-batch chunks between forward and backward at once on a stage, in Megatron's schedules."""
     behind = parallel.pipeline - stage - 1
     if parallel.virtual_pipeline == 1:
         return behind + 1
@@ -44,12 +45,12 @@ def _chunks_in_flight(parallel: ParallelOptions, stage: int) -> int:
 
 
 def _layer(config: PolicyConfig, parallel: ParallelOptions, options: LearnerOptions, layer: int) -> float:
-    """Bytes of a token of the rank."""
+    """Return the bytes that a layer keeps per token of the rank."""
     stream = config.hidden_size * WEIGHT_BYTES[options.dtype] / (parallel.tensor if parallel.sequence else 1)
     if options.recompute == "full":
         return stream
     again: Collection[str] = options.recompute_modules if options.recompute == "selective" else ()
-    # Of each norm its input, and its output, which the next matrix reads.
+    # Each norm keeps its input, and its output as the next projection's input.
     norms = 2 * (stream if "layernorm" in again else 2 * stream)
     if config.is_mixture(layer):
         return norms + _attention(config, parallel, options) + _mixture(config, parallel, options)
@@ -60,11 +61,11 @@ def _layer(config: PolicyConfig, parallel: ParallelOptions, options: LearnerOpti
 def _attention(config: PolicyConfig, parallel: ParallelOptions, options: LearnerOptions) -> float:
     queries, keys = config.num_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     joined, rotated, attended = queries + 2 * keys, queries + keys, queries
-    heads = config.num_heads  # the log-sum-exp of each
+    heads = config.num_heads  # log-sum-exp of each head
     if config.has_qk_norm:
-        joined += queries  # the norm reads a copy of them
+        joined += queries  # the norm reads a copy of the queries
         heads += config.num_heads + config.num_key_value_heads
-    # Ranks that exchange tokens for heads keep the exchanged values too.
+    # Context-parallel ranks, which exchange tokens for heads, also keep the exchanged values.
     exchanged = keys if parallel.context > 1 else 0
     tables = 1.5 * (config.rotary_dim or config.head_dim)
     of_rank = (joined + rotated + attended + exchanged) / parallel.tensor
@@ -72,7 +73,7 @@ def _attention(config: PolicyConfig, parallel: ParallelOptions, options: Learner
 
 
 def _gated(size: int, parallel: ParallelOptions, options: LearnerOptions) -> float:
-    """Gate, up and their product."""
+    """Return the bytes per token of the gate, the up projection and their product."""
     return 3 * size * WEIGHT_BYTES[options.dtype] / parallel.tensor
 
 
@@ -81,9 +82,9 @@ def _mixture(config: PolicyConfig, parallel: ParallelOptions, options: LearnerOp
     if mixture is None:
         return 0.0
     size, tensor = WEIGHT_BYTES[options.dtype], parallel.expert_tensor or parallel.tensor
-    # Softmax, its quotient and the probabilities of all experts, which are chosen, and three indices of the chosen.
+    # For every expert: softmax, normalized softmax, probability and chosen flag. For the chosen ones: three indices.
     routing = mixture.num_experts * (2 * _FLOAT32 + 1 + size) + 3 * _INT64 * mixture.top_k
     rows = mixture.top_k * (config.hidden_size + 2 * mixture.ffn_hidden_size / tensor) * size
     tokens = parallel.tensor if parallel.sequence else 1
-    # Ranks that share an expert's matrices all have its rows.
+    # Tensor-parallel ranks of an expert each hold all of its rows.
     return routing / tokens + rows * tensor / tokens + _gated(mixture.shared_ffn_hidden_size or 0, parallel, options)

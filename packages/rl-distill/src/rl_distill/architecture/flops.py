@@ -1,4 +1,4 @@
-"""How many floating-point operations a policy's forward pass takes."""
+"""Count the floating-point operations of a policy's forward pass."""
 
 from collections.abc import Iterable
 
@@ -7,16 +7,16 @@ from rl_distill.architecture.tensor_shapes import count_parameters
 
 
 def forward_flops(config: PolicyConfig, lengths: Iterable[int], *, has_head: bool = True) -> float:
-    """Floating-point operations of one forward pass over sequences; a backward pass takes about twice as many.
+    """Return the floating-point operations of one forward pass; a backward pass needs about twice as many.
 
     Counts the matrix products that the model needs, with two operations per multiply-add: every weight matrix except
-    the embedding once per token, and attention over the previous tokens. A mixture counts only the experts that a token
-    is routed to. Recomputation, padding and products that are masked out later do not count.
+    the embedding once per token, and attention to the previous tokens. A mixture of experts counts only the experts to
+    which a token is routed. Recomputation, padding and masked products do not count.
 
     Args:
         config: The policy's configuration.
         lengths: Length of each sequence in tokens.
-        has_head: Whether logits of the whole vocabulary are computed; a critic computes none.
+        has_head: True if logits over the whole vocabulary are computed; False for a critic.
     """
     sizes = list(lengths)
     heads_width = config.num_heads * config.head_dim

@@ -1,4 +1,4 @@
-"""Which matrices of a policy an adapter changes, by its config.json and the [lora] options; without torch."""
+"""Select the matrices that a LoRA adapter changes, from config.json and the [lora] options; without torch."""
 
 import math
 from fnmatch import fnmatchcase
@@ -14,14 +14,14 @@ _WEIGHT = ".weight"
 
 
 def adapted_modules(config: PolicyConfig, options: LoraOptions) -> dict[str, Shape]:
-    """The matrices that an adapter changes: [out, in] by Hugging Face's name, such as "model.layers.0.mlp.up_proj".
+    """Return the [out, in] shape of each adapted matrix by Hugging Face name, such as "model.layers.0.mlp.up_proj".
 
     Args:
-        config: The policy.
-        options: Rank 0 adapts none.
+        config: The policy's configuration.
+        options: Target modules and rank; rank 0 adapts no matrix.
 
     Raises:
-        SettingsError: A pattern matches no matrix that an adapter can change; says what there is.
+        SettingsError: A pattern matches no matrix that an adapter can change. The message lists the possible targets.
     """
     if not options.rank:
         return {}
@@ -34,10 +34,10 @@ def adapted_modules(config: PolicyConfig, options: LoraOptions) -> dict[str, Sha
 
 
 def adapter_shapes(config: PolicyConfig, options: LoraOptions) -> dict[str, Shape]:
-    """Shape of every A [rank, in] and B [out, rank] by peft's name without its prefix; {} where all weights train.
+    """Return the shape of every A [rank, in] and B [out, rank] by peft's name without its prefix; empty without LoRA.
 
     Raises:
-        SettingsError: As `adapted_modules`.
+        SettingsError: A pattern matches no matrix that an adapter can change.
     """
     shapes: dict[str, Shape] = {}
     for name, (outputs, inputs) in adapted_modules(config, options).items():
@@ -47,16 +47,16 @@ def adapter_shapes(config: PolicyConfig, options: LoraOptions) -> dict[str, Shap
 
 
 def adapter_size(config: PolicyConfig, options: LoraOptions) -> int:
-    """Elements of all A and B: the trained parameters; times the bytes of the policy's dtype, an update's tensors.
+    """Return the number of elements of all A and B matrices, which are the trained parameters.
 
     Raises:
-        SettingsError: As `adapted_modules`.
+        SettingsError: A pattern matches no matrix that an adapter can change.
     """
     return sum(map(math.prod, adapter_shapes(config, options).values()))
 
 
 def _adaptable(config: PolicyConfig) -> dict[str, Shape]:
-    """Matrices that an adapter can change: of a mixture those of attention, else all of the layers."""
+    """Return the matrices that an adapter can change: all in the layers, or in a mixture only those of attention."""
     parent = ".self_attn." if config.mixture is not None else "."
     return {
         name.removesuffix(_WEIGHT): shape
@@ -70,12 +70,12 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _problem(pattern: str, config: PolicyConfig, matrices: dict[str, Shape]) -> str | None:
-    """Why a pattern cannot be; None where it matches something."""
+    """Return why a pattern is not a valid target; None if it matches an adaptable matrix."""
     if any(_matches(name, pattern) for name in matrices):
         return None
     tensors = [name.removesuffix(_WEIGHT) for name in [*tensor_shapes(config), *config.tied]]
     others = [name for name in tensors if _matches(name, pattern)]
-    whose = "attention's in a mixture of experts" if config.mixture is not None else "the layers' matrices"
-    why = f"{others[0]} takes no adapter, only {whose} do" if others else "it matches nothing"
+    whose = "attention matrices of a mixture of experts" if config.mixture is not None else "matrices of the layers"
+    why = f"{others[0]} cannot have an adapter; only {whose} can" if others else "it matches no matrix"
     ends = sorted({name.split(".", 3)[3] for name in matrices})
     return f"target_modules has {pattern!r}: {why}. Choose among {', '.join(ends)}, or {ALL_LINEAR!r}."

@@ -1,4 +1,4 @@
-"""What config.json says about mixtures of experts."""
+"""Read the mixture-of-experts part of a config.json."""
 
 import math
 from collections.abc import Mapping
@@ -9,26 +9,26 @@ from rl_core.files import shown
 from rl_core.record_fields import settings_record
 
 ExpertChoice = Literal["softmax", "sigmoid"]
-"""How a router scores its experts: Qwen3-MoE's, or GLM's."""
+"""How a router scores experts: softmax (Qwen3-MoE) or sigmoid (GLM)."""
 
 MAX_COUNT = 1 << 26
 MAX_COUNTS = {"num_hidden_layers": 4096, "max_position_embeddings": 1 << 40}
 MAX_EXPERTS = 1 << 18
-"""Of all layers: each has three tensors, whose names are made before any is looked for."""
+"""Maximum number of experts in all layers. Bounds the table of names, which is built before tensors are looked up."""
 
 _AUXILIARY = ("aux_loss_alpha", "router_z_loss_coef", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 _BIAS_UPDATES = ("bias_update_speed", "router_bias_update_rate", "moe_router_bias_update_rate")
-"""What config files that ask for a loss of the router, or for updates of its bias, call it."""
+"""Fields of config files that request an auxiliary router loss, or updates of the router's bias."""
 
 
 @settings_record
 class SigmoidRouting:
-    """A router whose experts have a score each, from 0 to 1, and are chosen by it and a bias, group by group.
+    """A router that scores each expert from 0 to 1, then selects groups and experts by score plus bias.
 
     Attributes:
-        num_groups: Groups of experts, of equal size.
-        top_groups: Groups of a token: those with the largest sums of their two largest scores.
-        scaling: Multiplies the weights of a token's experts.
+        num_groups: Number of expert groups of equal size.
+        top_groups: Groups selected per token, by the sum of their two highest biased scores.
+        scaling: Factor on the weights of a token's experts.
     """
 
     num_groups: int
@@ -38,16 +38,16 @@ class SigmoidRouting:
 
 @settings_record
 class MixtureConfig:
-    """The mixtures of experts of a policy.
+    """The mixture-of-experts layers of a policy.
 
     Attributes:
-        num_experts: Experts of a layer.
-        top_k: Experts of a token.
-        norm_topk_prob: True when the probabilities of a token's experts are divided by their sum.
-        ffn_hidden_size: Width of an expert.
-        layers: Which layers are mixtures; the others have one feed-forward layer.
-        shared_ffn_hidden_size: Width of the experts that every token goes through, together; 0 for none.
-        sigmoid: How experts are chosen; None for the largest of a softmax.
+        num_experts: Routed experts per layer.
+        top_k: Experts per token.
+        norm_topk_prob: True if the probabilities of a token's experts are divided by their sum.
+        ffn_hidden_size: Feed-forward width of an expert.
+        layers: Indices of the mixture layers; the others have a dense feed-forward part.
+        shared_ffn_hidden_size: Total feed-forward width of the shared experts, which process every token; 0 for none.
+        sigmoid: Sigmoid routing; None for the top_k of a softmax.
     """
 
     num_experts: int
@@ -60,18 +60,18 @@ class MixtureConfig:
 
 
 def read_mixture(config: Mapping[str, Any], choice: ExpertChoice) -> MixtureConfig | None:
-    """The mixtures of a policy; None where it is dense.
+    """Return the mixture configuration of a policy; None if it is dense.
 
     Args:
         config: The content of config.json.
-        choice: How its family chooses experts.
+        choice: How the policy's family scores experts.
 
     Raises:
-        SettingsError: A loss of the router, or what would never train, is asked for.
-        DataError: A number is impossible.
+        SettingsError: The file requests an auxiliary router loss, bias updates, or a router that could not learn.
+        DataError: A number is out of range.
     """
     is_sigmoid = choice == "sigmoid"
-    # transformers 5 calls num_local_experts what Qwen3's own files call num_experts, and GLM's n_routed_experts.
+    # The number is num_local_experts in transformers 5, num_experts in Qwen3's files, n_routed_experts in GLM's.
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     name = next((name for name in names if name in config), "n_routed_experts" if is_sigmoid else "num_experts")
     layers = _mixture_layers(config, is_sigmoid=is_sigmoid)
@@ -98,8 +98,8 @@ def read_mixture(config: Mapping[str, Any], choice: ExpertChoice) -> MixtureConf
         raise DataError(f"num_experts_per_tok must be <= {where} = {possible}; found {mixture.top_k}.")
     if mixture.top_k == 1 and mixture.norm_topk_prob:
         raise SettingsError(
-            "norm_topk_prob must be False where num_experts_per_tok is 1: an expert's share would be 1 whatever the "
-            "router says, and the router would never learn."
+            "norm_topk_prob must be False when num_experts_per_tok is 1; found True. Each token's only expert would "
+            "have weight 1, so the router would get no gradient."
         )
     return mixture
 
@@ -134,11 +134,11 @@ def _sigmoid_routing(config: Mapping[str, Any], num_experts: int) -> SigmoidRout
 
 
 def count(config: Mapping[str, Any], name: str) -> int:
-    """A whole number of at least 1.
+    """Return a field as an integer of at least 1.
 
     Raises:
-        TypeError: It is something else.
-        DataError: It is out of range.
+        TypeError: The value is not an integer.
+        DataError: The value is out of range.
     """
     value = config[name]
     most = MAX_COUNTS.get(name, MAX_COUNT)
@@ -151,10 +151,10 @@ def count(config: Mapping[str, Any], name: str) -> int:
 
 
 def finite(value: Any) -> float:
-    """A finite number.
+    """Return a value as a finite float.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is not a finite number.
     """
     number = float(value)
     if not math.isfinite(number):
@@ -163,18 +163,18 @@ def finite(value: Any) -> float:
 
 
 def _refuse_router_losses(config: Mapping[str, Any], *, default_coef: float) -> None:
-    """Auxiliary losses would change what the objective means, bias updates which experts a replay gives."""
+    """Refuse auxiliary losses, which would change the objective, and bias updates, which would break routing replay."""
     wanted = [name for name in _AUXILIARY if config.get(name)]
-    # transformers adds the loss where it gives the router's logits; Qwen3's files have the coefficient without.
+    # transformers adds the loss only if it outputs router logits; Qwen3's files set the coefficient without them.
     if config.get("output_router_logits") and config.get("router_aux_loss_coef", default_coef):
         wanted.append("router_aux_loss_coef with output_router_logits")
     if wanted:
         raise SettingsError(
-            f"config.json asks for an auxiliary loss of the router ({wanted[0]}), and the learners add none: it would "
-            "be no part of the objective. Set it to 0, or output_router_logits to false."
+            f"config.json requests an auxiliary router loss ({wanted[0]}), which the learners do not support because "
+            "the objective would not include it. Set it to 0, or output_router_logits to false."
         )
     if updates := [name for name in _BIAS_UPDATES if config.get(name)]:
         raise SettingsError(
-            f"config.json asks for updates of the router's bias ({updates[0]}), and the learners keep it as it was "
-            "loaded: engines choose experts with it. Set it to 0."
+            f"config.json requests updates of the router's bias ({updates[0]}), which the learners do not support "
+            "because engines choose experts with the loaded bias. Set it to 0."
         )

@@ -1,4 +1,4 @@
-"""What a model takes on its learner's ranks, from config.json and the layout alone; without torch."""
+"""Compute the memory of a model's weights, gradients and optimizer on each rank; without torch."""
 
 import math
 from typing import Literal, NamedTuple
@@ -13,19 +13,19 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
 MOMENTS_BYTES = 8
 MASTER_BYTES = 4
-"""Of the float32 weights behind bfloat16 ones."""
+"""Bytes per element of the float32 master weights behind bfloat16 weights."""
 
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
 class RankMemory(NamedTuple):
-    """Bytes that a model keeps on one rank, without activations.
+    """Bytes of a model's persistent tensors on one rank, without activations.
 
     Attributes:
-        weights: Of the parameters.
-        gradients: In float32; 0 of a frozen model.
-        optimizer: Adam's moments, and float32 weights behind bfloat16 ones; 0 of a frozen model.
+        weights: Bytes of the parameters.
+        gradients: Bytes of the float32 gradients; 0 for a frozen model.
+        optimizer: Bytes of Adam's moments and, for bfloat16 weights, the float32 master weights; 0 for a frozen model.
     """
 
     weights: int
@@ -41,19 +41,19 @@ def rank_memory(
     kind: Literal["policy", "critic", "frozen"] = "policy",
     lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
 ) -> list[RankMemory]:
-    """What each rank of a pipeline stage keeps of a model, stage by stage.
+    """Return the memory of a model on a rank of each pipeline stage.
 
-    Where ranks share the optimizer, their stretches are padded to equal lengths: a rank may have a little more.
+    Ranks that share the optimizer pad their shards to equal lengths, so a rank may use slightly more.
 
     Args:
-        config: Of the model.
-        parallel: The layout, which divides it.
-        dtype: Of the parameters.
-        kind: What it is; "frozen" has a policy's weights alone.
-        lora: The adapter that trains in the place of a policy's weights; a reference that shares these takes nothing.
+        config: The model's configuration.
+        parallel: A parallel layout that divides the model evenly.
+        dtype: Dtype of the parameters.
+        kind: Role of the model; "frozen" keeps only the policy's weights.
+        lora: Adapter that trains instead of the policy's weights; a reference that shares these weights uses no memory.
 
     Raises:
-        SettingsError: A target module of the adapter is none.
+        SettingsError: A target module matches no matrix that an adapter can change.
     """
     expert_size = parallel.expert * (parallel.expert_tensor or parallel.tensor)
     copies = {True: parallel.ranks // (expert_size * parallel.pipeline)}
@@ -84,7 +84,7 @@ def rank_memory(
 def _stage_shapes(
     config: PolicyConfig, parallel: ParallelOptions, stage: int, *, is_critic: bool
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """The tensors of a pipeline stage; the last of several has a copy of the embedding that is its head."""
+    """Return the tensors of a pipeline stage; with a tied head, the last of several stages copies the embedding."""
     last = parallel.pipeline - 1
     shapes = tensor_shapes(config)
     if is_critic:
@@ -96,7 +96,7 @@ def _stage_shapes(
 
 
 def _is_here(name: str, config: PolicyConfig, parallel: ParallelOptions, stage: int) -> bool:
-    """Whether a tensor is on a pipeline stage."""
+    """Return whether a tensor is on a pipeline stage."""
     if name.startswith("model.layers."):
         chunk_layers = config.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
         return int(name.split(".")[2]) // chunk_layers % parallel.pipeline == stage
@@ -104,14 +104,14 @@ def _is_here(name: str, config: PolicyConfig, parallel: ParallelOptions, stage: 
 
 
 def _adapter_size(name: str, shape: tuple[int, ...], tensor: int) -> int:
-    """Elements of an A or B on a rank: whole, or cut as its matrix is."""
+    """Return the elements of an A or B matrix on a rank: all of it, or its tensor-parallel shard."""
     is_cut_by_columns = ".o_proj." in name or ".down_proj." in name
     is_whole = is_cut_by_columns == name.endswith(LORA_B)
     return math.prod(shape) // (1 if is_whole else tensor)
 
 
 def _rank_size(name: str, shape: tuple[int, ...], tensor: int, expert_size: int) -> int:
-    """Elements of a tensor on a rank; norms, routers and a critic's head are complete on each."""
+    """Return the elements of a tensor on a rank; norms, routers and a critic's head are replicated."""
     if ROUTED in name:
         return math.prod(shape) // expert_size
     if "norm." in name or ".mlp.gate." in name or name.startswith("score."):

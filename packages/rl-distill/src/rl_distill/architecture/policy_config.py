@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about a policy, checked for what the learners support."""
+"""Read a Hugging Face config.json and check that the learners support it."""
 
 import hashlib
 import json
@@ -16,14 +16,14 @@ from rl_distill.architecture.mixture_config import ExpertChoice, MixtureConfig, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What models of one architecture have in common.
+    """Properties that all models of one architecture share.
 
     Attributes:
-        has_qkv_bias: True when queries, keys and values have a bias; None where config.json says (attention_bias).
-        has_qk_norm: True when queries and keys are normalised, head by head; None where config.json says (use_qk_norm).
-        experts: How layers that are mixtures choose experts; None where there are none.
-        default_head_dim: Size of a head where config.json has none; None for hidden_size / num_attention_heads.
-        default_rotary_factor: Share of a head that is rotated where config.json does not say; None for all, always.
+        has_qkv_bias: True if queries, keys and values have a bias; None if config.json decides (attention_bias).
+        has_qk_norm: True if queries and keys are normalized per head; None if config.json decides (use_qk_norm).
+        experts: How mixture layers score experts; None if the architecture has none.
+        default_head_dim: Head size if config.json has none; None for hidden_size / num_attention_heads.
+        default_rotary_factor: Rotated share of a head if config.json has none; None if every head is rotated in full.
     """
 
     has_qkv_bias: bool | None = False
@@ -40,21 +40,21 @@ FAMILIES = {
     "LlamaForCausalLM": Family(),
     "Glm4MoeForCausalLM": Family(has_qkv_bias=None, has_qk_norm=None, experts="sigmoid", default_rotary_factor=0.5),
 }
-"""Families by the architecture that config.json names: Qwen2ForCausalLM is also Qwen2.5's, Glm4Moe GLM-4.5 to 4.7's."""
+"""Families by the architecture in config.json. Qwen2ForCausalLM includes Qwen2.5; Glm4Moe includes GLM-4.5 to 4.7."""
 
 _LATER = ("attention_bias", "use_qk_norm", "rotary_dim", "shared_ffn_hidden_size", "sigmoid")
-"""Fields that the digest leaves out where they are empty: checkpoints were written before there were any."""
+"""Fields that the digest omits when empty, so that it still matches older checkpoints."""
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
-"""Architectures that the learners train."""
+"""Architectures that the learners can train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRopeScaling:
-    """Positions divided by a factor.
+    """Linear RoPE scaling.
 
     Attributes:
-        factor: Divides every position.
+        factor: Divisor of every position.
     """
 
     factor: float
@@ -62,13 +62,13 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama 3's scaling of long waves.
+    """Llama 3's RoPE scaling of long wavelengths.
 
     Attributes:
-        factor: Divides the frequencies of long waves.
-        low_freq_factor: Waves longer than the original length by this are long.
-        high_freq_factor: Waves shorter than the original length by this stay.
-        original_max_position_embeddings: The original length, in tokens.
+        factor: Divisor of the frequencies with long wavelengths.
+        low_freq_factor: Wavelengths above the original length divided by this factor are long.
+        high_freq_factor: Wavelengths below the original length divided by this factor are unchanged.
+        original_max_position_embeddings: Original context length in tokens.
     """
 
     factor: float
@@ -79,27 +79,27 @@ class Llama3RopeScaling:
 
 @settings_record
 class PolicyConfig:
-    """Shape of a decoder.
+    """Shape of a decoder-only model.
 
     Attributes:
         architecture: One of SUPPORTED_ARCHITECTURES.
-        num_layers: Decoder layers.
+        num_layers: Number of decoder layers.
         hidden_size: Width of the residual stream.
-        ffn_hidden_size: Width of the gated feed-forward layer, where a layer is no mixture of experts.
-        num_heads: Query heads.
-        num_key_value_heads: Key and value heads.
+        ffn_hidden_size: Width of the gated feed-forward part in dense layers.
+        num_heads: Number of query heads.
+        num_key_value_heads: Number of key and value heads.
         head_dim: Size of a head.
-        vocab_size: Rows of the embedding.
-        max_position_embeddings: Longest sequence that the model was made for.
-        norm_eps: Of the RMS norms.
+        vocab_size: Number of rows of the embedding.
+        max_position_embeddings: Maximum sequence length in tokens.
+        norm_eps: Epsilon of the RMS norms.
         rope_base: Base of the rotary embedding.
-        rope_scaling: Of its positions; None for none.
-        is_tied: True when the head is the embedding.
+        rope_scaling: Scaling of the rotary embedding; None for none.
+        is_tied: True if the head shares the embedding's weights.
         initializer_range: Standard deviation of random weights.
-        mixture: The mixtures of experts; None for a dense policy.
-        attention_bias: True when queries, keys and values have a bias that is not their family's.
-        use_qk_norm: True when queries and keys have norms that are not their family's.
-        rotary_dim: Channels of a head that are rotated, its first; 0 for all.
+        mixture: Mixture-of-experts layers; None for a dense policy.
+        attention_bias: True if config.json adds a bias to queries, keys and values.
+        use_qk_norm: True if config.json adds norms to queries and keys.
+        rotary_dim: Number of leading channels of a head that are rotated; 0 for all.
     """
 
     architecture: str = "Qwen3ForCausalLM"
@@ -123,31 +123,31 @@ class PolicyConfig:
 
     @property
     def family(self) -> Family:
-        """What the architecture implies."""
+        """Family of the architecture."""
         return FAMILIES[self.architecture]
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether queries, keys and values have a bias."""
+        """True if queries, keys and values have a bias."""
         return self.family.has_qkv_bias or self.attention_bias
 
     @property
     def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normalised, head by head."""
+        """True if queries and keys are normalized per head."""
         return self.family.has_qk_norm or self.use_qk_norm
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer; 0 for a dense policy."""
+        """Routed experts per mixture layer; 0 for a dense policy."""
         return 0 if self.mixture is None else self.mixture.num_experts
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether the layer with this index is a mixture of experts."""
+        """Return whether the layer with this index is a mixture of experts."""
         return self.mixture is not None and layer in self.mixture.layers
 
     @property
     def digest(self) -> str:
-        """Fingerprint of everything that weights must agree with."""
+        """Fingerprint of everything that weights must match."""
 
         def kept(fields: dict[str, Any]) -> dict[str, Any]:
             said = {name: value for name, value in fields.items() if value or name not in _LATER}
@@ -158,45 +158,45 @@ class PolicyConfig:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Names served from another tensor."""
+        """Names of tied tensors, each mapped to the tensor whose values it shares."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.is_tied else {}
 
 
 @converts_arguments
 def read_policy_config(policy_dir: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder.
+    """Return the config.json of a Hugging Face model folder.
 
     Raises:
-        DataError: The file is missing or no JSON object.
+        DataError: The file is missing, or is not a JSON object.
     """
     path = policy_dir / "config.json"
     if not os.path.lexists(path):
-        raise DataError(f"{path} does not exist; give a Hugging Face model folder.")
+        raise DataError(f"{path} does not exist. Pass a Hugging Face model folder.")
     return read_json_object(path)
 
 
 def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
-    """Understand a config.json.
+    """Parse the content of a config.json.
 
     Raises:
-        SettingsError: The architecture, or something in it, is not supported.
-        DataError: A field is missing, or impossible.
+        SettingsError: The architecture or one of its options is not supported.
+        DataError: A field is missing or out of range.
     """
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else named or "(none)"
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         is_name = isinstance(architecture, str) and architecture.isprintable() and len(architecture) <= 80
         found = architecture if is_name else shown(architecture)
-        raise SettingsError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.")
+        raise SettingsError(f"architecture {found} is not supported. Supported: {', '.join(SUPPORTED_ARCHITECTURES)}.")
     try:
         _refuse_unsupported(config, FAMILIES[architecture])
         return _policy_config(config, architecture)
     except RLError:
         raise
     except KeyError as error:
-        raise DataError(f"config.json has no field {error}; a {architecture} needs it.") from None
+        raise DataError(f"config.json has no field {error}, which {architecture} requires.") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
-        raise DataError(f"config.json has a field of the wrong kind: {error}.") from error
+        raise DataError(f"config.json has a field of the wrong type: {error}.") from error
 
 
 def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig:
@@ -234,20 +234,20 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    # transformers 5 writes rope_parameters; before, rope_scaling beside rope_theta.
+    # transformers 5 writes rope_parameters; earlier versions write rope_scaling and rope_theta.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope if isinstance(rope, Mapping) else {}
 
 
 def _rotary_dim(config: Mapping[str, Any], head_dim: int, default: float | None) -> int:
-    """Channels of a head that are rotated; 0 for all. transformers 4 has the factor beside rope_theta."""
+    """Return the rotated channels of a head; 0 for all. transformers 4 has the factor at the top level of the file."""
     factor = finite(_rope(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or default or 1)
     rotary_dim = int(head_dim * factor)
     if factor != 1 and default is None:
-        raise SettingsError(f"partial_rotary_factor must be 1.0 in this architecture; config.json has {factor}.")
+        raise SettingsError(f"partial_rotary_factor must be 1.0 for this architecture; config.json has {factor}.")
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise DataError(
-            f"partial_rotary_factor must rotate an even part of the {head_dim} channels of a head; found {factor}."
+            f"partial_rotary_factor must rotate an even number of the {head_dim} channels of a head; found {factor}."
         )
     return rotary_dim % head_dim
 
@@ -265,14 +265,14 @@ def _rope_scaling(rope: Mapping[str, Any]) -> LinearRopeScaling | Llama3RopeScal
         )
     if kind != "default":
         raise SettingsError(
-            f"rope_type {shown(kind)} is not supported by the learners; supported: default, linear, llama3. "
-            "Remove the scaling from config.json to train on lengths that need none."
+            f"rope_type {shown(kind)} is not supported by the learners. Supported: default, linear, llama3. "
+            "To train on lengths that do not need scaling, remove it from config.json."
         )
     return None
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
-    # json's null is the same as no field.
+    # A null in config.json means the same as a missing field.
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     expected: dict[str, tuple[Any, Any]] = {
         "hidden_act": (config.get("hidden_act") or "silu", "silu"),

@@ -1,4 +1,4 @@
-"""Which tensors a policy has by its config.json, and how many parameters they make; without torch."""
+"""List the tensors of a policy and count its parameters, from config.json alone; without torch."""
 
 import math
 from functools import lru_cache
@@ -9,16 +9,16 @@ from rl_distill.architecture.policy_config import PolicyConfig
 Shape = tuple[int, ...]
 
 ROUTED = ".mlp.experts."
-"""In the names of the tensors of experts that a router chooses from."""
+"""Substring of the names of routed experts' tensors."""
 
 
 class ParameterCounts(NamedTuple):
-    """How many parameters a policy has; a tied head counts once.
+    """Parameter counts of a policy; a tied head counts once.
 
     Attributes:
-        total: All of them.
-        active: Those that a token uses: of a mixture's experts only the chosen ones.
-        multiplied: Those of the active ones in the layers' matrices, with which a token is multiplied.
+        total: All parameters.
+        active: Parameters that one token uses; of a mixture, only its top_k experts.
+        multiplied: Active parameters of the matrices in the layers; every token is multiplied by them.
     """
 
     total: int
@@ -28,7 +28,7 @@ class ParameterCounts(NamedTuple):
 
 @lru_cache(maxsize=8)
 def count_parameters(config: PolicyConfig) -> ParameterCounts:
-    """Parameters of a policy."""
+    """Return the parameter counts of a policy."""
     shapes, mixture = tensor_shapes(config), config.mixture
     experts = sum(math.prod(shape) for name, shape in shapes.items() if ROUTED in name)
     idle = 0 if mixture is None else experts // mixture.num_experts * (mixture.num_experts - mixture.top_k)
@@ -38,7 +38,7 @@ def count_parameters(config: PolicyConfig) -> ParameterCounts:
 
 
 def tensor_shapes(config: PolicyConfig) -> dict[str, Shape]:
-    """Shape of every tensor of a policy by Hugging Face name; a tied head is left out."""
+    """Return the shape of every tensor of a policy by Hugging Face name, without a tied head."""
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index in range(config.num_layers):
@@ -86,5 +86,5 @@ def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
 
 
 def is_trained(name: str) -> bool:
-    """Whether gradients change a tensor. Not a router's bias, which is float32 in a policy of any dtype."""
+    """Return whether a tensor is trained. A router's bias is not; it is float32 in a policy of any dtype."""
     return not name.endswith(".e_score_correction_bias")

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, how they are written whole and read without running code."""
+"""Checkpoints: format, atomic writing, and reading that never runs code."""
 
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import STATE_FILE, CheckpointStore, Saved, read_state, verify_checkpoint

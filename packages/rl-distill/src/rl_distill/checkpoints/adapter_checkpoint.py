@@ -1,4 +1,4 @@
-"""What the checkpoint of an adapter's learner says of the adapter and its base, in `learner.json`."""
+"""The adapter record in a checkpoint's `learner.json`: LoRA settings, adapted modules and the base model."""
 
 import hashlib
 import json
@@ -21,21 +21,21 @@ DIGEST_BYTES = 16
 
 
 class TensorFingerprint:
-    """One digest of many tensors, given in any order: the same names, shapes, dtypes and bytes have the same."""
+    """Digest of a set of tensors, independent of their order: covers names, shapes, dtypes and bytes."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
-        """Begin with these."""
+        """Start with these tensors."""
         self._content: dict[str, list[Any]] = {}
         for name, tensor in tensors:
             self.add(name, tensor)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one; nothing of it is kept."""
+        """Add a tensor; only its checksum is kept."""
         self._content[name] = [list(tensor.shape), str(tensor.dtype), tensor_crc32c(tensor)]
 
     @property
     def digest(self) -> str:
-        """Of all that came so far, in hexadecimal digits."""
+        """Digest of all tensors added so far, in hexadecimal."""
         text = json.dumps(sorted(self._content.items()))
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
@@ -45,9 +45,9 @@ class TrainedAdapter:
     """An adapter that a learner trains.
 
     Attributes:
-        options: Its rank, alpha and so on.
-        modules: Hugging Face's names of the matrices that it adapts.
-        base_digest: `TensorFingerprint` of the base as the learner holds it, in the learner's dtype.
+        options: LoRA settings: rank, alpha, rsLoRA.
+        modules: Names of the adapted matrices in Hugging Face's scheme.
+        base_digest: `TensorFingerprint` of the base model in the learner's dtype.
     """
 
     options: LoraOptions
@@ -55,10 +55,10 @@ class TrainedAdapter:
     base_digest: str
 
     def record(self, base: Path | None) -> dict[str, Any]:
-        """What `learner.json` says of it.
+        """Return the adapter's entry in `learner.json`.
 
         Args:
-            base: Folder of the base model.
+            base: Folder of the base model; None for random weights.
         """
         return {
             "rank": self.options.rank,
@@ -71,11 +71,11 @@ class TrainedAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAdapter:
-    """The adapter of a checkpoint.
+    """The adapter stored in a checkpoint.
 
     Attributes:
-        trained: As its learner had it.
-        base: Folder of the base model at that time; None for random weights.
+        trained: The adapter as its learner trained it.
+        base: Folder of the base model when the checkpoint was saved; None for random weights.
     """
 
     trained: TrainedAdapter
@@ -83,10 +83,10 @@ class SavedAdapter:
 
 
 def saved_adapter(file: Path, header: Mapping[str, Any]) -> SavedAdapter | None:
-    """The adapter in the content of a `learner.json`; None where all weights trained.
+    """Parse the adapter entry of a `learner.json`; None if all weights were trained.
 
     Raises:
-        CheckpointError: It is not what a learner writes.
+        CheckpointError: The entry is not one that a learner writes.
     """
     if ADAPTER not in header:
         return None
@@ -100,8 +100,8 @@ def saved_adapter(file: Path, header: Mapping[str, Any]) -> SavedAdapter | None:
     is_text = isinstance(modules, list) and all(isinstance(text, str) for text in (*modules, digest))
     if not is_of_one or not is_text or not isinstance(path, str | None) or dtype not in DTYPES:
         raise CheckpointError(
-            f"{file} must say rank, alpha, rslora and modules of its adapter, and path and digest of the base; it was "
-            "not written by a learner."
+            f"{file} must have rank, alpha, rslora and modules of its adapter, and path and digest of the base model; "
+            "it was not written by a learner."
         )
     options = LoraOptions(rank=rank, alpha=float(alpha), rslora=rslora)
     trained = TrainedAdapter(options=options, modules=tuple(modules), base_digest=digest)
@@ -109,15 +109,15 @@ def saved_adapter(file: Path, header: Mapping[str, Any]) -> SavedAdapter | None:
 
 
 def check_same_adapter(directory: Path, saved: SavedAdapter | None, own: TrainedAdapter | None) -> None:
-    """Refuse to continue one adapter as another, or as full training, or the reverse.
+    """Refuse to resume a checkpoint with a different adapter, or to switch between adapter and full training.
 
     Args:
-        directory: The checkpoint.
-        saved: What it says.
-        own: What the learner trains; None for all weights.
+        directory: Folder of the checkpoint.
+        saved: The adapter in the checkpoint; None if all weights were trained.
+        own: The adapter that the learner trains; None if it trains all weights.
 
     Raises:
-        CheckpointError: Says how they differ, and what to do.
+        CheckpointError: The two differ; the message names the differences and the remedy.
     """
     if saved is None and own is None:
         return
@@ -125,18 +125,18 @@ def check_same_adapter(directory: Path, saved: SavedAdapter | None, own: Trained
         found, wanted = ("all weights", "an adapter") if saved is None else ("an adapter", "all weights")
         rank = 0 if saved is None else saved.trained.options.rank
         raise CheckpointError(
-            f"{directory} is a checkpoint of a learner that trained {found}; this one trains {wanted}. Set lora.rank = "
-            f"{rank}, or start a new run from its policy."
+            f"{directory} is a checkpoint of a learner that trained {found}; this learner trains {wanted}. Set "
+            f"lora.rank = {rank}, or start a new run from its policy."
         )
     differences = adapter_differences(saved.trained.options, saved.trained.modules, own.options, own.modules)
     if differences:
         raise CheckpointError(
-            f"{directory} is a checkpoint of another adapter: {'; '.join(differences)}. Set [lora] as it was, or start "
-            "a new run."
+            f"{directory} is a checkpoint of another adapter: {'; '.join(differences)}. Restore its [lora] settings, "
+            "or start a new run."
         )
     if saved.trained.base_digest != own.base_digest:
         was = "random weights" if saved.base is None else f"the model that was in {saved.base}"
         raise CheckpointError(
-            f"{directory} is a checkpoint of an adapter of another base: it was trained on {was}, whose weights are "
-            "not this policy's. Load it with the policy that it was trained on."
+            f"{directory} is a checkpoint of an adapter on another base model: it was trained on {was}, whose weights "
+            "differ from this policy's. Load it with the policy it was trained on."
         )

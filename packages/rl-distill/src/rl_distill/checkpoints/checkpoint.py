@@ -1,8 +1,8 @@
-"""A learner's checkpoint: `policy/`, a Hugging Face folder; `state/`, tensors in torch_dist; `learner.json`.
+"""A learner's checkpoint: `policy/` (a Hugging Face folder), `state/` (tensors in torch_dist) and `learner.json`.
 
-An adapter's learner keeps `adapter/`, in peft's format, in the place of `policy/`, and nothing of the base. All names
-are Hugging Face's, so that a checkpoint loads into any learner and any parallel layout. Nothing in it can run code: see
-`torch_dist`.
+An adapter's checkpoint has `adapter/`, in peft's format, instead of `policy/`, and does not store the base model. All
+names are Hugging Face's, so a checkpoint loads into any learner and any parallel layout. No file in it can run code;
+see `torch_dist`.
 """
 
 import json
@@ -43,12 +43,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySource:
-    """Where a policy came from.
+    """Origin of a policy.
 
     Attributes:
-        config_json: Its config.json.
-        config: What that says.
-        policy_dir: Its Hugging Face folder, None for a random one.
+        config_json: Content of its config.json.
+        config: The parsed config.json.
+        policy_dir: Its Hugging Face folder; None for random weights.
     """
 
     config_json: Mapping[str, Any]
@@ -57,13 +57,13 @@ class PolicySource:
 
 
 def critic_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a critic by Hugging Face name: a token classifier's with one label."""
+    """Shape of every tensor of a critic by Hugging Face name: a token classifier with one label."""
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name != "lm_head.weight"}
     return {**shapes, "score.weight": (1, config.hidden_size), "score.bias": (1,)}
 
 
 def state_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Shape of every tensor in `state/`, from those of a model's: weights, and moments of what is trained."""
+    """Shape of every tensor in `state/`, given the model's: all weights, and the moments of the trained ones."""
     return {
         f"{kind}/{name}": shape
         for kind in STATE_KINDS
@@ -73,18 +73,18 @@ def state_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def require_empty(directory: Path) -> None:
-    """Make a directory to save into.
+    """Create a directory to save into, or check that it is empty.
 
     Raises:
-        CheckpointError: It has files in it, or cannot be made.
+        CheckpointError: The directory has files, or cannot be created.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         is_empty = not any(directory.iterdir())
     except OSError as error:
-        raise CheckpointError(f"cannot save into {directory}: {error}. Give a directory that can be written.") from None
+        raise CheckpointError(f"cannot save into {directory}: {error}. Choose a writable directory.") from None
     if not is_empty:
-        raise CheckpointError(f"{directory} must be empty to save into it; give a new directory.")
+        raise CheckpointError(f"{directory} must be empty to save into it; choose a new directory.")
 
 
 def finish_checkpoint(
@@ -97,17 +97,17 @@ def finish_checkpoint(
     step: int,
     adapter: TrainedAdapter | None = None,
 ) -> None:
-    """Write what makes a checkpoint of the state that every rank has written.
+    """Complete a checkpoint after every rank has written its state.
 
     Args:
-        directory: The checkpoint.
-        written: What each rank wrote into `state/`.
+        directory: Folder of the checkpoint.
+        written: Result of `write_pieces` on each rank.
         source: The policy's configuration and tokenizer.
-        names: Of the tensors of `policy/`; a critic's among them make it a token classifier. Of `adapter/`,
-            its A and B.
-        options: The learner's; their dtype is the policy's.
-        step: Optimizer steps done.
-        adapter: What is trained; None for all weights.
+        names: Names of the tensors in `policy/`; the names of a critic's head make it a token classifier. For an
+            adapter, the names of its A and B matrices in `adapter/`.
+        options: The learner's options; the policy is stored in their dtype.
+        step: Optimizer steps taken so far.
+        adapter: The trained adapter; None if all weights are trained.
     """
     write_contents(directory / STATE_FOLDER, written)
     tensors = _saved_weights(directory, names, dtype=DTYPES[options.dtype])
@@ -128,7 +128,7 @@ def finish_checkpoint(
 
 
 def _saved_weights(directory: Path, names: Sequence[str], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The float32 weights in `state/` in the policy's dtype, one after the other."""
+    """Yield the float32 weights of `state/` one by one, in the policy's dtype."""
     folder = TensorFolder(directory / STATE_FOLDER)
     shapes = folder.shapes()
     for name in names:
@@ -141,7 +141,7 @@ def _saved_weights(directory: Path, names: Sequence[str], *, dtype: torch.dtype)
 def _write_policy(
     directory: Path, source: PolicySource, names: Sequence[str], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Write `policy/`, a tensor at a time."""
+    """Write `policy/` one tensor at a time."""
     config_json = dict(source.config_json)
     if "score.weight" in names:
         config_json |= {
@@ -154,7 +154,7 @@ def _write_policy(
 def _write_header(
     directory: Path, *, source: PolicySource, options: LearnerOptions, step: int, adapter: TrainedAdapter | None
 ) -> None:
-    """Write learner.json: last, so that a folder that was cut short has none."""
+    """Write learner.json last, so that an incomplete folder has none."""
     header = {
         "format_version": FORMAT_VERSION,
         "step": step,
@@ -167,16 +167,16 @@ def _write_header(
 
 
 def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: TrainedAdapter | None = None) -> int:
-    """The step of a checkpoint of this policy.
+    """Return the step of a checkpoint, after checking that it belongs to this policy.
 
     Args:
-        directory: The checkpoint.
-        config: The policy that continues.
-        dtype: Its dtype, "float32" or "bfloat16".
-        adapter: What it trains; None for all weights.
+        directory: Folder of the checkpoint.
+        config: Configuration of the policy to resume.
+        dtype: The policy's dtype, "float32" or "bfloat16".
+        adapter: The adapter that the learner trains; None if it trains all weights.
 
     Raises:
-        CheckpointError: Missing, torn, of another policy, dtype or adapter, or of the same adapter of another base.
+        CheckpointError: The checkpoint is missing, torn, or of another policy, dtype, adapter or base model.
     """
     header = _read_header(directory / LEARNER_FILE)
     saved: SavedAdapter | None = header["adapter"]
@@ -184,7 +184,7 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: T
         folder = directory / POLICY_FOLDER if saved is None else saved.base
         raise CheckpointError(
             f"{directory} is a checkpoint of another model: {_differences(folder, config)}. Load it "
-            "with the policy that it was saved from."
+            "with the policy it was saved from."
         )
     if header["dtype"] != dtype:
         raise CheckpointError(
@@ -196,22 +196,22 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: T
 
 
 def _policy_of(directory: Path) -> str:
-    """Where a new run may begin, of a checkpoint that cannot go on."""
+    """Folder from which a new run can start when this checkpoint cannot be resumed."""
     return str(directory / (ADAPTER_FOLDER if (directory / ADAPTER_FOLDER).is_dir() else POLICY_FOLDER))
 
 
 def _differences(folder: Path | None, config: PolicyConfig) -> str:
-    """Such as "num_layers is 4, this policy's 2", from a saved policy's config.json."""
+    """Describe how a saved policy's config.json differs, e.g. "num_layers is 4, this policy's 2"."""
     try:
         if folder is None:
-            raise DataError("it began with random weights.")
+            raise DataError("the checkpoint started from random weights.")
         config_json = read_policy_config(folder)
         named = config_json.get("architectures")
         names = [str(name) for name in named] if isinstance(named, list) else []
         config_json["architectures"] = [name.replace("ForTokenClassification", "ForCausalLM") for name in names]
         saved = asdict(parse_policy_config(config_json))
     except (SettingsError, DataError):
-        return "its configuration cannot be read, and has another digest than this policy's"
+        return "its configuration cannot be read, and its digest is not this policy's"
     own = asdict(config)
     different = [name for name, value in own.items() if saved[name] != value and name != "initializer_range"]
     return "; ".join(f"{name} is {saved[name]}, this policy's {own[name]}" for name in different) or "digests differ"
@@ -224,7 +224,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     )
     if type(version) is int and version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format_version {version}; this release reads {FORMAT_VERSION}. Continue with the release that "
+            f"{path} has format_version {version}; this release reads {FORMAT_VERSION}. Resume with the release that "
             f"wrote it, or start a new run from {_policy_of(path.parent)}."
         )
     is_step = type(step) is int and 0 <= step < MAX_STEPS

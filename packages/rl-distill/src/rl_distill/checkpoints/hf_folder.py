@@ -1,4 +1,4 @@
-"""Hugging Face folders of safetensors: what tensors a policy has, reading parts of them, writing them."""
+"""Hugging Face folders of safetensors: check, read parts of tensors, write."""
 
 import json
 import math
@@ -37,17 +37,17 @@ COMPANION_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""Files beside the weights that belong to a policy; copied as they are."""
+"""Files besides the weights that belong to a policy; copied unchanged."""
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of a number, for each dtype that weights may be stored in."""
+"""Bytes per element of each dtype in which weights may be stored."""
 
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Location of a tensor: file, name, and for an expert of a fused tensor its rows."""
+    """Location of a tensor: file and name; for an expert of a fused tensor, its index and first row."""
 
     path: Path
     name: str
@@ -57,7 +57,7 @@ class _Stored:
     first_row: int = 0
 
     def slices(self, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
-        """Of the stored tensor, for a rectangle of this one."""
+        """Slices of the stored tensor for a rectangle of this one."""
         starts = (self.first_row + offsets[0], *offsets[1:]) if offsets else ()
         parts = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
         return parts if self.expert is None else (slice(self.expert, self.expert + 1), *parts)
@@ -66,24 +66,24 @@ class _Stored:
 class PolicyTensors:
     """The tensors of a Hugging Face folder, read rectangle by rectangle.
 
-    Names are those of `tensor_shapes`, each expert by itself; a folder that has a layer's experts fused
-    (`mlp.experts.gate_up_proj`, `mlp.experts.down_proj`) is read as well. Weights may be stored in one file or in
-    shards, as float32, bfloat16 or float16.
+    Names are those of `tensor_shapes`, with one entry per expert. Folders that store a layer's experts fused
+    (`mlp.experts.gate_up_proj`, `mlp.experts.down_proj`) are supported. Weights may be in one file or in shards, as
+    float32, bfloat16 or float16.
 
     Attributes:
-        num_bytes_read: Bytes of all rectangles read so far, as stored.
+        num_bytes_read: Bytes read so far over all rectangles, in the stored dtype.
     """
 
     def __init__(self, policy_dir: Path, config: PolicyConfig, *, optional: frozenset[str] = frozenset()) -> None:
-        """Open the files, and check from their headers that everything is there.
+        """Open the files, and check from their headers that all tensors exist.
 
         Args:
-            policy_dir: The folder.
-            config: What its config.json says.
+            policy_dir: The Hugging Face folder.
+            config: The parsed config.json.
             optional: Names of tensors that may be missing.
 
         Raises:
-            DataError: A file or tensor is missing, torn, of another shape or dtype.
+            DataError: A file or tensor is missing or torn, or has another shape or dtype.
         """
         self.num_bytes_read = 0
         paths, listed = _weight_files(policy_dir)
@@ -103,28 +103,29 @@ class PolicyTensors:
         return name in self._stored
 
     def dtype(self, name: str) -> torch.dtype:
-        """What a tensor that is there is stored as."""
+        """Stored dtype of a tensor."""
         return _TORCH_DTYPES[self._stored[name].dtype]
 
     def read(self, name: str, offsets: Shape, sizes: Shape, *, dtype: torch.dtype) -> Tensor:
-        """A rectangle of a tensor; nothing else of it is read.
+        """Read a rectangle of a tensor, and nothing else of it.
 
         Args:
-            name: The tensor's.
-            offsets: Where the rectangle starts, for each axis.
-            sizes: Its extent.
-            dtype: Of what is given.
+            name: Name of the tensor.
+            offsets: Start of the rectangle along each axis.
+            sizes: Size of the rectangle along each axis.
+            dtype: Dtype of the result.
 
         Raises:
-            DataError: There is no such tensor, or it is smaller.
+            DataError: There is no such tensor, or the rectangle exceeds it.
         """
         stored = self._stored.get(name)
         if stored is None:
-            raise DataError(f"there is no tensor {name!r} in the folder; it has {len(self._stored)} others.")
+            raise DataError(f"the folder has no tensor {name!r}; it has {len(self._stored)} others.")
         ends = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
         if len(ends) != len(stored.shape) or any(e > s for e, s in zip(ends, stored.shape, strict=True)):
             raise DataError(
-                f"{stored.path}: tensor {name!r} must reach to {list(ends)}; found shape {list(stored.shape)}."
+                f"{stored.path}: tensor {name!r} must have a size of at least {list(ends)}; found shape "
+                f"{list(stored.shape)}."
             )
         _check_dtype(name, stored)
         if 0 in sizes:
@@ -138,7 +139,7 @@ class PolicyTensors:
 
 
 def read_policy_tensors(policy_dir: Path, config: PolicyConfig, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors of a policy from a Hugging Face folder, whole.
+    """Read all tensors of a policy from a Hugging Face folder.
 
     Raises:
         DataError: A file or tensor is missing, torn or of another shape.
@@ -156,11 +157,11 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as cause:
-        raise DataError(f"{path} is torn or no safetensors file: {cause}") from cause
+        raise DataError(f"{path} is torn or not a safetensors file: {cause}") from cause
 
 
 def _stored_tensors(files: Mapping[Path, Any], listed: Mapping[str, str]) -> dict[str, _Stored]:
-    """What the headers of files say; of a tensor in several, the one where the index lists it."""
+    """Tensors in the headers of the files; one stored in several files is taken from the file that the index lists."""
     stored: dict[str, _Stored] = {}
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118 - not a dict
@@ -169,12 +170,12 @@ def _stored_tensors(files: Mapping[Path, Any], listed: Mapping[str, str]) -> dic
                 stored[name] = _Stored(path, name, tuple(part.get_shape()), part.get_dtype())
     missing = sorted(listed.keys() - stored.keys())
     if missing:
-        raise DataError(f"{listed[missing[0]]} has no tensor {missing[0]!r}, which {INDEX_FILE} says is there.")
+        raise DataError(f"{listed[missing[0]]} has no tensor {missing[0]!r}, although {INDEX_FILE} lists it there.")
     return stored
 
 
 def _unfused(stored: Mapping[str, _Stored], *, num_experts: int) -> dict[str, _Stored]:
-    """The experts of layers that hold them in two tensors: [experts, 2 * ffn, hidden], [experts, hidden, ffn]."""
+    """Split the experts of layers that fuse them: [experts, 2 * ffn, hidden] and [experts, hidden, ffn]."""
     parts: dict[str, _Stored] = {}
     for name, tensor in stored.items():
         prefix, _, kind = name.rpartition(".mlp.experts.")
@@ -182,7 +183,7 @@ def _unfused(stored: Mapping[str, _Stored], *, num_experts: int) -> dict[str, _S
             continue
         found, rows, columns = tensor.shape
         if found != num_experts:
-            raise DataError(f"{tensor.path}: tensor {name!r} must be of {num_experts} experts; found {found}.")
+            raise DataError(f"{tensor.path}: tensor {name!r} must have {num_experts} experts; found {found}.")
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         size = rows // len(names)
         for expert in range(num_experts):
@@ -193,7 +194,7 @@ def _unfused(stored: Mapping[str, _Stored], *, num_experts: int) -> dict[str, _S
 
 
 def _check(where: Path, stored: Mapping[str, _Stored], shapes: Mapping[str, Shape]) -> None:
-    """Refuse a tensor that is missing, or of another shape or dtype, naming file and tensor."""
+    """Raise a `DataError` with file and tensor if a tensor is missing, or has another shape or dtype."""
     for name, shape in shapes.items():
         if name not in stored:
             raise DataError(f"{where} has no tensor {name!r}; the policy needs it with shape {list(shape)}.")
@@ -212,7 +213,7 @@ def _check_dtype(name: str, found: _Stored) -> None:
 
 
 def _weight_files(policy_dir: Path) -> tuple[list[Path], dict[str, str]]:
-    """Files with weights, and the file of each tensor that an index lists."""
+    """Return the files with weights, and the file of each tensor in the index, if there is one."""
     index = policy_dir / INDEX_FILE
     if not os.path.lexists(index):
         if not os.path.lexists(policy_dir / WEIGHTS_FILE):
@@ -241,28 +242,28 @@ def write_policy_folder(
     source_dir: Path | None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a Hugging Face folder: weights, config.json, and the tokenizer's files of the source folder.
+    """Write a Hugging Face folder: weights, config.json, and the tokenizer's files from the source folder.
 
     Args:
-        policy_dir: Is made where it does not exist, and has no weights yet.
-        config: The content of config.json; all of it is kept, `dtype` is set to that of the tensors.
-        tensors: By Hugging Face name; taken one by one, each may be gone when the next is asked for.
-        source_dir: The folder with the tokenizer's files; None for none.
-        max_shard_bytes: Most bytes of a file, and of what is held in memory; a larger tensor gets its own file.
+        policy_dir: Target folder; created if missing. It must not contain weights.
+        config: Content of config.json; kept unchanged except for `dtype`, which is set to that of the tensors.
+        tensors: Tensors by Hugging Face name. Each is consumed before the next is requested.
+        source_dir: Folder with the tokenizer's files; None to write none.
+        max_shard_bytes: Maximum bytes per file, and in memory; a larger tensor gets its own file.
 
     Raises:
-        DataError: The folder has weights, there is no tensor, or one comes twice.
+        DataError: The folder has weights, there are no tensors, or a name occurs twice.
     """
     policy_dir.mkdir(parents=True, exist_ok=True)
     if any(policy_dir.glob("*.safetensors*")):
-        raise DataError(f"{policy_dir} has weights; give a new folder, or remove them.")
+        raise DataError(f"{policy_dir} already has weights; choose a new folder, or remove them.")
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     shards: list[tuple[Path, dict[str, int]]] = []
     dtype = ""
     for shard in _shards(pairs, max_shard_bytes):
         path = policy_dir / f"weights-{len(shards)}.partial"
         save_file(shard, path, metadata={"format": "pt"})
-        path.chmod(0o666 & ~current_umask())  # the library gives it 0600
+        path.chmod(0o666 & ~current_umask())  # safetensors creates it with mode 0600
         shards.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
     _name_shards(policy_dir, shards)
@@ -279,7 +280,7 @@ def _shards(pairs: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
     num_bytes = 0
     for name, tensor in pairs:
         if name in names:
-            raise DataError(f"tensor {name!r} came twice; a folder has one of each name.")
+            raise DataError(f"tensor {name!r} occurs twice; tensor names must be unique.")
         if shard and num_bytes + tensor.nbytes > max_bytes:
             yield shard
             shard, num_bytes = {}, 0
@@ -287,12 +288,12 @@ def _shards(pairs: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
         shard[name] = _owned(tensor)
         num_bytes += tensor.nbytes
     if not shard:
-        raise DataError("there is no tensor to write; a policy has at least one.")
+        raise DataError("there are no tensors to write; a policy has at least one.")
     yield shard
 
 
 def _name_shards(policy_dir: Path, shards: list[tuple[Path, dict[str, int]]]) -> None:
-    """Give files their names, which say how many there are, and write the index of more than one."""
+    """Rename the files to include the number of shards, and write the index if there is more than one."""
     if len(shards) == 1:
         shards[0][0].rename(policy_dir / WEIGHTS_FILE)
         return

@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a base model with a LoRA adapter merged into its weights."""
+"""Merge a LoRA adapter into a Hugging Face folder of its base model."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,15 +20,15 @@ from rl_distill.options import LoraOptions
 
 @converts_arguments
 def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) -> None:
-    """Write base + scaling * B @ A, computed in float32 and stored as the base is, tensor by tensor.
+    """Write base + scaling * B @ A one tensor at a time, computed in float32 and stored in the base's dtype.
 
     Args:
-        adapter_dir: In peft's format; beside a checkpoint's `learner.json`, the base must be the one that trained.
-        target: A Hugging Face folder; is made where it does not exist, and has no weights yet.
-        base: Hugging Face folder of the base; None for the one that the adapter names.
+        adapter_dir: Adapter in peft's format. If its `base.json` has a digest, `base` must match it.
+        target: Hugging Face folder to write; created if missing. It must not contain weights.
+        base: Hugging Face folder of the base model; None for the one that the adapter names.
 
     Raises:
-        DataError: The adapter or the base cannot be used, or the base is not the adapter's.
+        DataError: The adapter or the base cannot be used, or the adapter belongs to another base.
         SettingsError: The base's architecture is not supported.
     """
     adapter = AdapterFolder(adapter_dir)
@@ -50,15 +50,15 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
 
 @converts_arguments
 def check_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape]) -> None:
-    """Refuse a folder that a learner could not begin with; its tensors are not read.
+    """Raise an error if a learner cannot start from an adapter; its tensors are not read.
 
     Args:
-        folder: In peft's format.
-        options: The learner's.
-        modules: The matrices that the learner adapts, [out, in] by Hugging Face's name.
+        folder: Folder of the adapter, in peft's format.
+        options: The learner's LoRA options.
+        modules: Shape [out, in] of each matrix that the learner adapts, by Hugging Face name.
 
     Raises:
-        DataError: Says what it has, and what the learner wants.
+        DataError: The adapter does not match the learner; the message names both values.
     """
     opened_adapter(folder, options, modules)
 
@@ -66,26 +66,26 @@ def check_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shap
 def _named_base(adapter: AdapterFolder) -> Path:
     if adapter.base is None or not Path(adapter.base).is_dir():
         raise DataError(
-            f"{adapter.folder} names {shown(adapter.base, most=200)} as its base model, which is no folder here. Give "
-            "the folder of that model as `base` (`export --base FOLDER`)."
+            f"{adapter.folder} names {shown(adapter.base, most=200)} as its base model, which is not a folder on this "
+            "machine. Pass the folder of that model as `base` (`export --base FOLDER`)."
         )
     return Path(adapter.base)
 
 
 def _check_base(adapter: AdapterFolder, folder: Path, tensors: PolicyTensors, config: PolicyConfig) -> None:
-    """Refuse another base than the one that an adapter was trained on, where it says which that was."""
+    """Raise an error if the adapter records the digest of its base model and this one differs."""
     if adapter.base_digest is None:
         return
     dtype, digest = adapter.base_digest
     if TensorFingerprint(_whole(tensors, config, dtype=DTYPES[dtype])).digest != digest:
         raise DataError(
-            f"{folder} has other weights than the base model of {adapter.folder}. Name the folder that it was "
-            "trained on."
+            f"{folder} has different weights from the base model of {adapter.folder}. Name the folder it was trained "
+            "on."
         )
 
 
 def _whole(tensors: PolicyTensors, config: PolicyConfig, *, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in turn; of None as it is stored."""
+    """Yield every tensor in this dtype; None keeps the stored one."""
     for name, shape in tensor_shapes(config).items():
         wanted = (dtype or tensors.dtype(name)) if is_trained(name) else torch.float32
         yield name, tensors.read(name, (0,) * len(shape), shape, dtype=wanted)

@@ -1,6 +1,6 @@
 """LoRA adapters in peft's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-A and B are stored as they train; what B @ A is multiplied by follows from the configuration.
+A and B are stored without the factor that scales B @ A; the configuration determines it.
 """
 
 import json
@@ -22,7 +22,7 @@ from rl_distill.options import DTYPES, MAX_ALPHA, LoraOptions
 
 CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "base.json"
-"""Ours, beside peft's files: dtype and digest of the base model."""
+"""Our addition to peft's files: dtype and digest of the base model."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _UNDERSTOOD = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "target_modules"}
@@ -31,40 +31,40 @@ _WITHOUT_EFFECT = {
     *("exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying", "runtime_config"),
 }
-"""Fields that say nothing more of an adapter whose tensors are there. Any other field must be empty."""
+"""Fields without effect on an adapter whose tensors are stored. Any field not listed above must be empty."""
 
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""What `init_lora_weights` may be: the others also change the base."""
+"""Accepted values of `init_lora_weights`; the others also modify the base model."""
 
 _REMEDIES = {
-    "modules_to_save": "Train it again without modules that are trained whole.",
-    "use_dora": "Train it again without DoRA, or merge it with peft's merge_and_unload.",
-    "bias": "Train it again with bias = none.",
-    "rank_pattern": "Train it again with one rank for all modules.",
-    "alpha_pattern": "Train it again with one alpha for all modules.",
-    "fan_in_fan_out": "Transpose its matrices: the policies' are stored as [out, in].",
+    "modules_to_save": "Train again without fully trained modules.",
+    "use_dora": "Train again without DoRA, or merge it with peft's merge_and_unload.",
+    "bias": "Train again with bias = none.",
+    "rank_pattern": "Train again with one rank for all modules.",
+    "alpha_pattern": "Train again with one alpha for all modules.",
+    "fan_in_fan_out": "Transpose its matrices: this package stores them as [out, in].",
 }
-_OTHER_REMEDY = "Merge it with peft's merge_and_unload, and go on from the merged model."
+_OTHER_REMEDY = "Merge it with peft's merge_and_unload, and continue from the merged model."
 
 
 class AdapterFolder:
-    """An adapter in peft's format, checked before anything is allocated.
+    """An adapter in peft's format, checked before any tensor is allocated.
 
     Attributes:
-        folder: Where it lies.
-        options: Rank, alpha, rsLoRA and dropout; the target modules are the names of the adapted ones.
-        modules: The adapted matrices, [out, in] by Hugging Face's name, such as "model.layers.0.self_attn.q_proj".
-        base: The base model as the adapter names it: a folder, or a name on a hub; None where it names none.
-        base_digest: (dtype, `TensorFingerprint` of the base in it), where the learner that trained the adapter said so;
-            peft's own folders have none.
+        folder: Folder of the adapter.
+        options: Rank, alpha, rsLoRA and dropout; `target_modules` are the full names of the adapted matrices.
+        modules: Shape [out, in] of each adapted matrix by Hugging Face name, e.g. "model.layers.0.self_attn.q_proj".
+        base: Base model as the adapter names it: a folder or a hub name; None if it names none.
+        base_digest: (dtype, `TensorFingerprint` of the base model in that dtype), if the learner that trained the
+            adapter recorded it; None in folders that peft wrote.
     """
 
     def __init__(self, folder: Path) -> None:
         """Read the configuration and the header of the tensors.
 
         Raises:
-            DataError: A file is missing, torn or no plain one, or the adapter is one that cannot be used: says which
-                field or tensor, and what to do.
+            DataError: A file is missing, torn or not a regular file, or the adapter is not supported; the message names
+                the field or tensor, and the remedy.
         """
         self.folder = folder
         self._file = folder / WEIGHTS_FILE
@@ -85,10 +85,10 @@ class AdapterFolder:
         )
 
     def read(self, module: str) -> tuple[Tensor, Tensor]:
-        """A [rank, in] and B [out, rank] of a matrix, float32, B not multiplied by anything.
+        """Read A [rank, in] and B [out, rank] of a matrix in float32, without scaling.
 
         Raises:
-            DataError: They cannot be read, or are not finite.
+            DataError: They cannot be read, or have values that are not finite.
         """
         try:
             with safe_open(self._file, framework="pt") as file:
@@ -96,11 +96,13 @@ class AdapterFolder:
         except (SafetensorError, OSError) as cause:
             raise DataError(f"{self._file}: the adapter of {module} cannot be read: {cause}") from cause
         if not (a.isfinite().all() and b.isfinite().all()):
-            raise DataError(f"{self._file}: the adapter of {module} is not finite. Take an earlier one.")
+            raise DataError(
+                f"{self._file}: the adapter of {module} has values that are not finite. Use an earlier adapter."
+            )
         return a.to(torch.float32), b.to(torch.float32)
 
     def merged(self, module: str, weight: Tensor) -> Tensor:
-        """A matrix [out, in] plus what the adapter adds to it, computed in float32; in the matrix's dtype.
+        """Return weight + scaling * B @ A, computed in float32, in the dtype of `weight` [out, in].
 
         Raises:
             DataError: The adapter cannot be read.
@@ -110,18 +112,18 @@ class AdapterFolder:
 
 
 def read_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The A and B that a learner begins with, float32, B not multiplied by anything.
+    """Read the A and B from which a learner starts, in float32, without scaling.
 
     Args:
-        folder: In peft's format.
-        options: The learner's.
-        modules: The matrices that the learner adapts, [out, in] by Hugging Face's name.
+        folder: Folder of the adapter, in peft's format.
+        options: The learner's LoRA options.
+        modules: Shape [out, in] of each matrix that the learner adapts, by Hugging Face name.
 
     Returns:
-        By Hugging Face's name and "lora_A.weight" or "lora_B.weight", without peft's prefix.
+        Tensors by Hugging Face name plus "lora_A.weight" or "lora_B.weight", without peft's prefix.
 
     Raises:
-        DataError: It cannot be used, or has another rank, alpha, shape or other modules than the learner.
+        DataError: The adapter cannot be read, or its rank, alpha, shapes or modules differ from the learner's.
     """
     found = opened_adapter(folder, options, modules)
     tensors: dict[str, Tensor] = {}
@@ -131,10 +133,10 @@ def read_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape
 
 
 def opened_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shape]) -> AdapterFolder:
-    """The folder of `read_adapter`, which is that of this learner's adapter; its tensors are not read yet.
+    """Open the folder of `read_adapter`, and check that it matches the learner; its tensors are not read yet.
 
     Raises:
-        DataError: As `read_adapter`.
+        DataError: The adapter cannot be read, or its rank, alpha, shapes or modules differ from the learner's.
     """
     found = AdapterFolder(folder)
     differences = adapter_differences(found.options, found.modules, options, modules)
@@ -145,8 +147,8 @@ def opened_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Sha
     ]
     if differences:
         raise DataError(
-            f"{folder} has another adapter: {'; '.join(differences[:8])}. Set [lora] as the adapter has it, or leave "
-            "out lora.path."
+            f"{folder} has a different adapter: {'; '.join(differences[:8])}. Set [lora] to match the adapter, or "
+            "omit lora.path."
         )
     return found
 
@@ -154,7 +156,7 @@ def opened_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Sha
 def adapter_differences(
     found: LoraOptions, found_modules: Iterable[str], own: LoraOptions, own_modules: Iterable[str]
 ) -> list[str]:
-    """In what an adapter that was saved is not the one of a learner, such as "rank is 8, this learner's 16"."""
+    """Describe how a saved adapter differs from a learner's, e.g. "rank is 8, this learner's 16"."""
     names = (("rank", "rank"), ("alpha", "alpha_in_use"), ("rslora", "rslora"))
     pairs = [(name, getattr(found, field), getattr(own, field)) for name, field in names]
     differences = [
@@ -169,7 +171,7 @@ def adapter_differences(
 
 
 def is_alpha(value: object) -> bool:
-    """Whether a value of a file can be an adapter's alpha."""
+    """Whether a value from a file is a valid alpha."""
     return isinstance(value, int | float) and type(value) is not bool and 0 < value < MAX_ALPHA
 
 
@@ -185,22 +187,23 @@ def write_adapter(
     """Write an adapter that peft and transformers load.
 
     Args:
-        folder: Is made where it does not exist, and has no adapter yet.
-        tensors: A and B of each module by Hugging Face's name and "lora_A.weight" or "lora_B.weight"; B as it trains.
+        folder: Target folder; created if missing. It must not contain an adapter.
+        tensors: A and B of each module by Hugging Face name plus "lora_A.weight" or "lora_B.weight", without scaling.
         options: Rank, alpha, rsLoRA and dropout.
-        matrices: Names of all the policy's tensors: target modules are named by their ends where that is clear.
-        base: Folder of the base model.
-        base_digest: As `AdapterFolder`'s.
+        matrices: Names of all tensors of the policy. Target modules are shortened to their last part if that is
+            unambiguous.
+        base: Folder of the base model; None for random weights.
+        base_digest: See `AdapterFolder.base_digest`.
 
     Raises:
-        DataError: The folder has an adapter.
+        DataError: The folder already has an adapter.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE)):
-        raise DataError(f"{folder} has an adapter; give a new folder, or remove it.")
+        raise DataError(f"{folder} already has an adapter; choose a new folder, or remove it.")
     named = {PEFT_PREFIX + name: tensor.detach().contiguous() for name, tensor in dict(tensors).items()}
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / WEIGHTS_FILE).chmod(0o666 & ~current_umask())  # the library gives it 0600
+    (folder / WEIGHTS_FILE).chmod(0o666 & ~current_umask())  # safetensors creates it with mode 0600
     modules = [name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A) for name in named if name.endswith(LORA_A)]
     alpha = options.alpha_in_use
     config = {
@@ -230,12 +233,12 @@ def _base_digest(file: Path) -> tuple[str, str] | None:
     said = read_json_object(file)
     dtype, digest = said.get("dtype"), said.get("digest")
     if dtype not in DTYPES or not isinstance(digest, str):
-        raise DataError(f"{file} must say dtype and digest of the base model; remove it to use any base.")
+        raise DataError(f"{file} must have dtype and digest of the base model; remove the file to accept any base.")
     return dtype, digest
 
 
 def _target_names(modules: Iterable[str], matrices: Iterable[str]) -> list[str]:
-    """The last parts of the modules' names where these mean no other matrix, else the whole names."""
+    """Shorten the modules' names to their last parts, unless these match other matrices too."""
     chosen = set(modules)
     ends = {name.rpartition(".")[2] for name in chosen}
     meant = {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}
@@ -243,7 +246,7 @@ def _target_names(modules: Iterable[str], matrices: Iterable[str]) -> list[str]:
 
 
 def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse an adapter of another kind, or one that does more than add `B @ A`."""
+    """Refuse an adapter that is not LoRA, or does more than add `B @ A`."""
     if config.get("peft_type") != "LORA":
         raise DataError(f"{file} must have peft_type LORA; found {shown(config.get('peft_type'))}. {_OTHER_REMEDY}")
     for name, value in config.items():
@@ -254,8 +257,8 @@ def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
     start = config.get("init_lora_weights")
     if not isinstance(start, bool | str | None) or start not in _PLAIN_STARTS:
         raise DataError(
-            f"{file} has init_lora_weights = {shown(start)}, which changed the base too. Convert it with peft's "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)."
+            f"{file} has init_lora_weights = {shown(start)}, which also modified the base model. Convert it with "
+            "peft's save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
     rank, alpha, dropout, rslora = (
         config.get(name, default)
@@ -270,10 +273,10 @@ def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _modules(file: Path, stored: Mapping[str, StoredTensor], *, rank: int) -> dict[str, Shape]:
-    """The adapted matrices, [out, in] by name."""
+    """Return the shape [out, in] of each adapted matrix by name."""
     names = dict.fromkeys(_module(file, name) for name in stored)
     if not names:
-        raise DataError(f"{file} has no tensors; an adapter has an A and a B of each matrix that it changes.")
+        raise DataError(f"{file} has no tensors; an adapter has an A and a B for each matrix it adapts.")
     return {name: _matrix(file, name, stored, rank=rank) for name in names}
 
 
@@ -282,24 +285,24 @@ def _module(file: Path, tensor: str) -> str:
         if tensor.startswith(PEFT_PREFIX) and tensor.endswith(kind):
             return tensor.removeprefix(PEFT_PREFIX).removesuffix(kind)
     raise DataError(
-        f"{file} has a tensor {shown(tensor, most=200)}, which is no A or B of a matrix: names are such as "
+        f"{file} has a tensor {shown(tensor, most=200)}, which is not an A or B of a matrix; expected names like "
         f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj{LORA_A}. {_OTHER_REMEDY}"
     )
 
 
 def _matrix(file: Path, module: str, stored: Mapping[str, StoredTensor], *, rank: int) -> Shape:
-    """Output and input size of a matrix whose A and B are as they must be."""
+    """Check A and B of a matrix, and return its shape [out, in]."""
     sizes = []
     for kind, axis in ((LORA_A, 0), (LORA_B, 1)):
         tensor = PEFT_PREFIX + module + kind
         if tensor not in stored:
-            raise DataError(f"{file} has no tensor {shown(tensor, most=200)}; the other one of its matrix is there.")
+            raise DataError(f"{file} has no tensor {shown(tensor, most=200)}; an adapter has both A and B of a matrix.")
         found = stored[tensor]
         if len(found.shape) != 2 or found.shape[axis] != rank or 0 in found.shape:
             wanted = f"[{rank}, in]" if axis == 0 else f"[out, {rank}]"
             raise DataError(
-                f"{file}: tensor {shown(tensor, most=200)} must have shape {wanted}, as r is {rank} in {CONFIG_FILE}; "
-                f"found {list(found.shape)}."
+                f"{file}: tensor {shown(tensor, most=200)} must have shape {wanted}, since r is {rank} in "
+                f"{CONFIG_FILE}; found {list(found.shape)}."
             )
         if found.dtype not in STORED_DTYPES:
             raise DataError(
@@ -312,24 +315,24 @@ def _matrix(file: Path, module: str, stored: Mapping[str, StoredTensor], *, rank
 
 
 def _check_targets(file: Path, config: Mapping[str, Any], modules: Mapping[str, Shape]) -> None:
-    """Refuse tensors that target modules do not name, and the reverse. A pattern in their place is left to peft."""
+    """Check that `target_modules` names exactly the stored matrices; a pattern is left to peft."""
     targets = config.get("target_modules")
     if targets is None or isinstance(targets, str):
         return
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise DataError(f"{file} must have names or a pattern as target_modules; found {shown(targets)}.")
+        raise DataError(f"{file} must have a list of names or a pattern as target_modules; found {shown(targets)}.")
     named = set(targets)
     met = {end for module in modules for end in _ends(module) if end in named}
     unnamed = next((module for module in modules if named.isdisjoint(_ends(module))), None)
     missing = min(named - met, default=None)
     if unnamed is not None:
-        raise DataError(f"{file} does not name {shown(unnamed)} among target_modules; {WEIGHTS_FILE} has it.")
+        raise DataError(f"{file} does not list {shown(unnamed)} in target_modules, but {WEIGHTS_FILE} has it.")
     if missing is not None and not config.get("exclude_modules"):
-        raise DataError(f"{file} has {shown(missing)} among target_modules; {WEIGHTS_FILE} has no such matrix.")
+        raise DataError(f"{file} lists {shown(missing)} in target_modules, but {WEIGHTS_FILE} has no such matrix.")
 
 
 def _ends(module: str) -> Iterator[str]:
-    """A module's name, and what is left of it behind each dot."""
+    """Yield a module's name, then what follows each of its dots."""
     while module:
         yield module
         module = module.partition(".")[2]

@@ -1,25 +1,25 @@
-"""Checkpoints on their way to the disk."""
+"""Checkpoints that are being written."""
 
 from collections.abc import Callable
 from threading import Lock
 
 
 class PendingSave:
-    """A checkpoint on its way to the disk."""
+    """A checkpoint that is being written."""
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
-        """Say what finishes it; None where it is complete already."""
+        """Wrap the function that finishes the checkpoint; None if it is already complete."""
         self._finish = finish
         self._lock = Lock()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Wait until it is complete; any thread may. Can be called twice.
+        """Block until the checkpoint is complete. Safe to call from any thread, and twice.
 
         Raises:
-            OSError: The disk would not take it; the directory is no checkpoint.
-            CheckpointError: Likewise, where torch said so.
-            RoleError: A rank died before it had written its part.
+            OSError: Writing failed; the directory is not a checkpoint.
+            CheckpointError: Writing failed inside torch.
+            RoleError: A rank died before it wrote its part.
         """
         with self._lock:
             finish, self._finish = self._finish, None
@@ -33,9 +33,9 @@ class PendingSave:
 
 
 def saved_together(*parts: PendingSave) -> PendingSave:
-    """Several saves as one, such as those of a policy and its critic in one checkpoint.
+    """Combine several saves into one, e.g. those of a policy and its critic in one checkpoint.
 
-    All of them are waited for, also where one fails; what the first that failed raised is raised.
+    `wait` waits for all of them, even if one fails, and then raises the first error.
     """
 
     def finish() -> None:
@@ -49,6 +49,6 @@ def saved_together(*parts: PendingSave) -> PendingSave:
 def _error_of(part: PendingSave) -> Exception | None:
     try:
         part.wait()
-    except Exception as error:  # raised when the others have ended
+    except Exception as error:  # raised after the others end
         return error
     return None

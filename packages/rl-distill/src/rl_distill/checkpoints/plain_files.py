@@ -1,4 +1,4 @@
-"""Reading files of a checkpoint, which may be anything."""
+"""Reading files of a checkpoint, whose content is not trusted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ CHUNK_BYTES = 1 << 24
 
 
 def file_crc32c(file: Path) -> int:
-    """crc32c of a file's bytes."""
+    """Return the CRC-32C of a file."""
     total = 0
     with file.open("rb") as stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -23,19 +23,19 @@ def file_crc32c(file: Path) -> int:
 
 @contextmanager
 def open_plain(file: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file of a checkpoint, and say its size.
+    """Open a file of a checkpoint; yields the stream and the file's size in bytes.
 
     Raises:
-        CheckpointError: It does not exist, is a link or a device, or the file system would not give it.
+        CheckpointError: It does not exist, is a link or a device, or cannot be read.
     """
     with files.open_plain(file, error=CheckpointError, follows_links=False) as opened:
         yield opened
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """An object of a checkpoint's JSON file.
+    """Read a JSON object from a file of a checkpoint.
 
     Raises:
-        CheckpointError: It is missing, no plain file, too long, torn, or no object.
+        CheckpointError: The file is missing, not a regular file, too long, torn, or not a JSON object.
     """
     return files.read_json_object(file, error=CheckpointError, follows_links=False)

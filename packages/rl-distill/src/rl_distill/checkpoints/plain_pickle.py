@@ -1,8 +1,8 @@
-"""Pickles of plain records, read without an unpickler: nothing that a pickle names is imported, made or called.
+"""Read pickles of plain records without an unpickler: nothing that a pickle names is imported, created or called.
 
-An unpickler can be told which classes to make, but still allocates what a hostile stream asks it to (a memo of four
-billion entries, a bytearray of any size), and hashes tuples of any depth. Here a machine of the few operations that
-tables of contents use builds numbers, texts, tuples, lists, dictionaries, and records of what would have been made.
+A restricted unpickler still allocates whatever a hostile stream requests (a memo of four billion entries, a bytearray
+of any size), and hashes tuples of any depth. This reader instead interprets only the few operations that tables of
+contents use. It builds numbers, strings, tuples, lists, dictionaries, and a `Record` in place of every other object.
 """
 
 import pickletools
@@ -13,18 +13,18 @@ from rl_core.errors import CheckpointError
 
 
 class Record:
-    """What a pickle would have made: a class or function by name, its arguments, and the state it was given.
+    """Stand-in for an object that a pickle would create: its class or function by name, its arguments and its state.
 
     Attributes:
-        name: Such as "torch.Size".
-        args: Of the call; None where the pickle names it and makes nothing.
-        state: What the object was given after; None for nothing.
+        name: Qualified name, e.g. "torch.Size".
+        args: Arguments of the call; None if the pickle names the class or function without calling it.
+        state: State assigned after the call; None for none.
     """
 
     __slots__ = ("args", "name", "state")
 
     def __init__(self, name: str, args: tuple[Any, ...] | None = None) -> None:
-        """Nothing is imported."""
+        """Store the name and arguments; nothing is imported."""
         self.name, self.args, self.state = name, args, None
 
     def __repr__(self) -> str:
@@ -32,18 +32,18 @@ class Record:
 
 
 PERSISTENT = "persistent id"
-"""Name of the record of a persistent id; its args are the id alone."""
+"""Name of the record that stands for a persistent id; its only argument is the id."""
 
 
 def read_plain_pickle(content: bytes, *, allowed: Collection[str]) -> Any:
-    """What a pickle holds, with a `Record` for every class, function and object.
+    """Decode a pickle, with a `Record` in place of every class, function and object.
 
     Args:
-        content: The pickle.
-        allowed: Names that may occur.
+        content: Bytes of the pickle.
+        allowed: Qualified names that may occur.
 
     Raises:
-        CheckpointError: It is torn, uses an operation that no plain record needs, or names something else.
+        CheckpointError: The pickle is torn, or uses an operation or name that is not allowed.
     """
     machine = _Machine(allowed)
     position = 0
@@ -55,11 +55,11 @@ def read_plain_pickle(content: bytes, *, allowed: Collection[str]) -> Any:
     except CheckpointError:
         raise
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
-        raise CheckpointError(f"it is torn at byte {position}: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"the pickle is torn at byte {position}: {type(error).__name__}: {error}") from None
 
 
 class _Machine:
-    """The stack of a pickle."""
+    """The stack machine that interprets a pickle."""
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = allowed
@@ -68,19 +68,21 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, name: str, argument: Any) -> None:
-        """One operation."""
+        """Execute one operation."""
         if name in _VALUES:
             self._stack.append(_VALUES[name]() if argument is None else argument)
         elif name in self._OPERATIONS:
             self._OPERATIONS[name](self, argument)
         elif name not in ("PROTO", "FRAME", "STOP"):
-            raise CheckpointError(f"it uses the operation {name}, which no plain record needs; nothing of it was made")
+            raise CheckpointError(
+                f"the pickle uses the operation {name}, which no plain record needs; no object was created"
+            )
 
     def result(self) -> Any:
-        """What is left when all ran."""
+        """Return the result after the last operation."""
         (found,) = self._stack
         if self._below:
-            raise ValueError("a mark is left")
+            raise ValueError("a mark is left on the stack")
         return found
 
     def _mark(self, _: Any) -> None:
@@ -115,19 +117,19 @@ class _Machine:
         target = _of_type(self._stack[-1], dict)
         for key, value in zip(values[::2], values[1::2], strict=True):
             if not isinstance(key, str | Record) or key in target:
-                raise ValueError("a key is there twice, or is neither text nor a record")
+                raise ValueError("a key occurs twice, or is neither a string nor a record")
             target[key] = value
 
     def _pop(self, size: int) -> list[Any]:
         if len(self._stack) < size:
-            raise IndexError("too little on the stack")
+            raise IndexError("too few values on the stack")
         found = self._stack[-size:]
         del self._stack[-size:]
         return found
 
     def _name(self, name: str) -> None:
         if name not in self._allowed:
-            raise CheckpointError(f"it asks for {name}, which no plain record needs; nothing of it was made")
+            raise CheckpointError(f"the pickle names {name}, which no plain record needs; no object was created")
         self._stack.append(Record(name))
 
     def _name_on_stack(self, _: Any) -> None:
@@ -137,14 +139,14 @@ class _Machine:
     def _make(self, _: Any) -> None:
         made, args = self._pop(2)
         if _of_type(made, Record).args is not None:
-            raise TypeError("an object was called")
+            raise TypeError("a created object was called")
         self._stack.append(Record(made.name, _of_type(args, tuple)))
 
     def _build(self, _: Any) -> None:
         (state,) = self._pop(1)
         record = _of_type(self._stack[-1], Record)
         if record.args is None or record.state is not None:
-            raise TypeError("a state was given to what takes none")
+            raise TypeError("a state was set on an object that accepts none")
         record.state = state
 
     def _persistent(self, _: Any) -> None:
@@ -181,12 +183,12 @@ _VALUES: dict[str, Callable[[], Any]] = {
     "EMPTY_TUPLE": tuple,
     "EMPTY_LIST": list,
     "EMPTY_DICT": dict,
-    # What has an argument is that argument.
+    # An operation with an argument pushes that argument.
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"), lambda: None),
 }
 
 
 def _of_type(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"found {type(value).__name__} where {kind.__name__} was needed")
+        raise TypeError(f"found {type(value).__name__} instead of {kind.__name__}")
     return value

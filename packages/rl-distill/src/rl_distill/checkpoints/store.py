@@ -1,4 +1,4 @@
-"""A run's checkpoints: written aside while training goes on, checked by a manifest, renamed into place."""
+"""A run's checkpoints: written in the background, verified by a manifest, and published by a rename."""
 
 import json
 import os
@@ -32,17 +32,17 @@ _STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
 class _OtherFormatError(CheckpointError):
-    """A checkpoint of another release: whole, for all that is known here."""
+    """The checkpoint was written in another release's format; it may be intact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint that is complete.
+    """A complete checkpoint.
 
     Attributes:
-        step: Of the trainer.
-        folder: Where it is.
-        took_s: From `CheckpointStore.begin` on.
+        step: The trainer's step.
+        folder: Folder of the checkpoint.
+        took_s: Seconds since the call of `CheckpointStore.begin`.
     """
 
     step: int
@@ -51,16 +51,16 @@ class Saved:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One caller at a time; one process at a time."""
+    """The checkpoints of one run. Use it from one process and one thread at a time."""
 
     @converts_arguments
     def __init__(self, directory: Path, *, keep: int, on_saved: Callable[[Saved], None] | None = None) -> None:
-        """Name the folder; nothing is written yet.
+        """Configure the store; nothing is written yet.
 
         Args:
-            directory: Of `step_N` folders; made by the first save.
-            keep: How many of the newest checkpoints to keep.
-            on_saved: Told about each checkpoint when it is complete, in a thread of its own.
+            directory: Parent of the `step_N` folders; created by the first save.
+            keep: Number of newest checkpoints to keep.
+            on_saved: Called with each complete checkpoint, in the thread that wrote it.
 
         Raises:
             SettingsError: keep < 1.
@@ -73,18 +73,19 @@ class CheckpointStore:
         self._saving: tuple[int, Future[None]] | None = None
 
     def begin(self, step: int, state: Mapping[str, Json], write: Callable[[Path], PendingSave]) -> None:
-        """Begin a checkpoint; after a crash at any point the old or the new one is complete.
+        """Begin a checkpoint. A crash at any point leaves either the old or the new one complete.
 
-        It is written, checked and renamed in the background, one at a time: this waits for the one before.
+        The checkpoint is written, verified and renamed in the background, one at a time: this call first waits for the
+        previous one.
 
         Args:
-            step: Names the checkpoint; one of the same step is replaced.
-            state: The trainer's own; as it is now.
-            write: Copies what learners hold, and begins to write it into the folder that it is given, such as
-                `lambda folder: learner.save(folder, in_background=True)`; see also `saved_together`.
+            step: Step that names the checkpoint; an existing checkpoint of this step is replaced.
+            state: The trainer's state; serialized during this call.
+            write: Copies the learners' state and starts to write it into the given folder, e.g. `lambda folder:
+                learner.save(folder, in_background=True)`; see also `saved_together`.
 
         Raises:
-            CheckpointError: The one before could not be written.
+            CheckpointError: The previous checkpoint could not be written.
         """
         self.wait()
         started = time.perf_counter()
@@ -109,38 +110,37 @@ class CheckpointStore:
         self._saving = step, in_daemon_thread(finish, name=f"checkpoint-{step}")
 
     def wait(self, deadline_s: float | None = None) -> None:
-        """Wait until what was begun is complete; returns at once where nothing is.
+        """Wait for the pending checkpoint, if there is one.
 
         Args:
-            deadline_s: Longest wait; None waits for ever.
+            deadline_s: Maximum wait in seconds; None waits indefinitely.
 
         Raises:
-            CheckpointError: It could not be written; said once.
-            DeadlineError: The time ran out; it is still being written.
+            CheckpointError: The checkpoint could not be written; raised once.
+            DeadlineError: The time ran out; writing continues.
         """
         if self._saving is None:
             return
         step, saving = self._saving
         if not wait([saving], deadline_s).done:
-            raise DeadlineError(
-                f"waited {deadline_s:g} s for the checkpoint of step {step}, which is still being written."
-            )
+            raise DeadlineError(f"the checkpoint of step {step} is still being written after {deadline_s:g} s.")
         self._saving = None
         error = saving.exception()
         if error is not None:
             raise CheckpointError(
-                f"the checkpoint of step {step} was not written into {self._directory}: {type(error).__name__}: {error}"
+                f"the checkpoint of step {step} could not be written into {self._directory}: {type(error).__name__}: "
+                f"{error}"
             ) from error
 
     def close(self) -> None:
-        """Wait for what was begun; that it could not be written is logged. Can be called twice."""
+        """Wait for the pending checkpoint; a failure to write it is logged. Can be called twice."""
         try:
             self.wait()
         except CheckpointError as error:
             log.error("checkpoint_not_written", error=str(error))
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, rising."""
+        """Return the steps that have a checkpoint, in ascending order."""
         try:
             names = [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
         except OSError as error:
@@ -148,14 +148,14 @@ class CheckpointStore:
         return sorted(int(found[1]) for name in names if (found := _STEP_FOLDER.fullmatch(name)))
 
     def newest(self, on_broken: Callable[[CheckpointError], None]) -> Path | None:
-        """The newest whole checkpoint, or None where there is none.
+        """Return the newest intact checkpoint; None if there is none.
 
         Args:
-            on_broken: Told about each broken one that is passed over; it is renamed to `broken_step_N`, so that it
-                never counts among the newest again.
+            on_broken: Called with the error of each broken checkpoint that is skipped. The broken one is renamed to
+                `broken_step_N`, so that later calls do not find it.
 
         Raises:
-            CheckpointError: The newest is of another release; it stays as it is.
+            CheckpointError: The newest checkpoint was written by another release; it is left unchanged.
         """
         self.wait()
         with self._told_as_errors():
@@ -180,7 +180,7 @@ class CheckpointStore:
         return self._directory / f"step_{step}"
 
     def _publish(self, step: int, aside: Path) -> None:
-        """Flush what was written, list it, give it its name, and let older ones go."""
+        """Flush the files, write the manifest, rename the folder, and remove old checkpoints."""
         entries = sorted(aside.rglob("*"))
         files = {str(file.relative_to(aside)): _record(file) for file in entries if file.is_file()}
         for folder in reversed([entry for entry in entries if entry.is_dir()]):
@@ -196,7 +196,7 @@ class CheckpointStore:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Clear up what a crash left: half a checkpoint goes, one that was being replaced comes back."""
+        """Clean up after a crash: remove incomplete checkpoints, and restore one that was being replaced."""
         for pattern in (".step_*.part", ".step_*.gone"):
             for part in self._directory.glob(pattern):
                 _remove(part)
@@ -213,13 +213,12 @@ class CheckpointStore:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoints in {self._directory} cannot be put in order: {error}. Make it a folder that can be "
-                "written."
+                f"cannot manage the checkpoints in {self._directory}: {error}. Make the folder writable."
             ) from error
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or what is in its place; a link, not what it leads to."""
+    """Remove a folder, file or link; a link's target stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -228,11 +227,11 @@ def _remove(path: Path) -> None:
 
 @converts_arguments
 def verify_checkpoint(folder: Path) -> None:
-    """Check every file against the manifest.
+    """Check every file of a checkpoint against its manifest.
 
     Raises:
-        CheckpointError: A file is missing, is a link, has another size or another checksum, or another release
-            wrote the manifest.
+        CheckpointError: A file is missing, is a link, or differs in size or checksum, or the manifest was written by
+            another release.
     """
     for name, (size_bytes, crc32c) in _read_manifest(folder).items():
         file = folder / name
@@ -240,17 +239,17 @@ def verify_checkpoint(folder: Path) -> None:
             raise CheckpointError(f"checkpoint {folder} lacks {name}, which its manifest lists.")
         found = file.stat().st_size
         if found != size_bytes:
-            raise CheckpointError(f"{file} is torn: {size_bytes} bytes were written, {found} are there.")
+            raise CheckpointError(f"{file} is torn: expected {size_bytes} bytes, found {found}.")
         if file_crc32c(file) != crc32c:
-            raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest.")
+            raise CheckpointError(f"{file} is damaged: its checksum differs from the one in the manifest.")
 
 
 @converts_arguments
 def read_state(folder: Path) -> dict[str, Any]:
-    """The trainer's state of a verified checkpoint.
+    """Read the trainer's state of a verified checkpoint.
 
     Raises:
-        CheckpointError: It is not readable.
+        CheckpointError: The state cannot be read.
     """
     try:
         return read_json_object(folder / STATE_FILE)
@@ -259,7 +258,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and checksum of each file."""
+    """Return the size and checksum of each file in the manifest."""
     try:
         manifest = read_json_object(folder / MANIFEST)
         found, records = manifest["format"], manifest["files"].items()
@@ -278,17 +277,17 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise TypeError("sizes and checksums must be whole numbers from 0")
+        raise TypeError("sizes and checksums must be integers >= 0")
     return value
 
 
 def _is_plain(file: Path, folder: Path) -> bool:
-    """True for a file that lies in a folder, and is reached by no link."""
+    """Whether a path is a file inside the folder, reached through no link."""
     try:
         return (
             ".." not in file.parts and file.resolve() == folder.resolve() / file.relative_to(folder) and file.is_file()
         )
-    except (OSError, ValueError, RuntimeError):  # a name that cannot be, or links in a circle
+    except (OSError, ValueError, RuntimeError):  # an impossible name, or a cycle of links
         return False
 
 

@@ -1,9 +1,9 @@
-"""Tensors by name in torch.distributed.checkpoint's format (`torch_dist`), written and read in rectangles.
+"""Named tensors in torch.distributed.checkpoint's format (`torch_dist`), written and read in rectangles.
 
-Every rank writes its pieces into its own file, and reads the rectangles that it needs, whichever layout wrote them.
-torch writes these folders and can read them. It stores their table of contents and every tensor's description as
-pickles. They are read here without an unpickler, so that no checkpoint can run code. Nothing is allocated before
-shapes, sizes and positions are known to match the model.
+Every rank writes its pieces into its own file, and reads the rectangles it needs, whichever layout wrote them. torch
+writes these folders and can read them. It stores their table of contents and every tensor's description as pickles.
+This module reads them without an unpickler, so that no checkpoint can run code. It allocates nothing until shapes,
+sizes and positions are known to match the model.
 """
 
 import io
@@ -36,10 +36,10 @@ class Piece:
     """A rectangle of a named tensor.
 
     Attributes:
-        name: Of the whole tensor.
-        shape: Of the whole tensor.
-        offsets: Where the rectangle begins.
-        tensor: Its elements; contiguous and on the CPU where they are written or sent.
+        name: Name of the tensor.
+        shape: Shape of the whole tensor.
+        offsets: Start of the rectangle along each axis.
+        tensor: Elements of the rectangle; contiguous and on the CPU when written or sent.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Piece:
 
 
 Written = tuple[SavePlan, list[WriteResult]]
-"""What one rank wrote: its plan and the results; `write_contents` makes the table of contents from all of them."""
+"""What one rank wrote: its plan and the results. `write_contents` builds the table of contents from all of them."""
 
 
 class _PieceWriter(SavePlanner):
-    """Hands each piece out when it is to be written."""
+    """A planner that returns each piece when it is written."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._tensors = {_index(piece): piece.tensor for piece in pieces}
@@ -62,19 +62,19 @@ class _PieceWriter(SavePlanner):
         """Nothing to set up."""
 
     def create_local_plan(self) -> SavePlan:
-        """Not used: plans are made from pieces."""
+        """Unused: plans are built from pieces."""
         raise NotImplementedError
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Not used: see `write_contents`."""
+        """Unused; see `write_contents`."""
         raise NotImplementedError
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The piece of this item."""
+        """Return the piece of an item."""
         return self._tensors[write_item.index]
 
 
@@ -83,27 +83,27 @@ def _index(piece: Piece) -> MetadataIndex:
 
 
 def write_pieces(directory: Path, pieces: Sequence[Piece], *, rank: int, num_ranks: int) -> Written:
-    """Write one rank's pieces into a file of its own.
+    """Write one rank's pieces into its own file.
 
     Args:
-        directory: Is made where it does not exist.
-        pieces: Of this rank; no other rank has the same.
-        rank: Names the file.
-        num_ranks: That write.
+        directory: Target folder; created if missing.
+        pieces: Pieces of this rank, disjoint from those of other ranks.
+        rank: This rank; names the file.
+        num_ranks: Number of ranks that write.
 
     Raises:
-        OSError: The disk would not take it.
-        CheckpointError: Likewise, where torch said so.
+        OSError: Writing failed.
+        CheckpointError: Writing failed inside torch.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    # Copying ahead is for tensors on a GPU; these are on the CPU.
+    # Copying ahead only helps for tensors on a GPU; these are on the CPU.
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
     plan = SavePlan([_write_item(piece) for piece in pieces])
     plan = writer.prepare_global_plan([plan] * num_ranks)[rank]
     try:
         results: list[WriteResult] = writer.write_data(plan, _PieceWriter(pieces)).wait()
     except RuntimeError as error:
-        raise CheckpointError(f"{directory} could not be written: {error}") from error
+        raise CheckpointError(f"cannot write {directory}: {error}") from error
     return SavePlan(plan.items), results
 
 
@@ -120,52 +120,53 @@ def _write_item(piece: Piece) -> WriteItem:
 
 
 def write_contents(directory: Path, written: Sequence[Written]) -> None:
-    """Write the table of contents, when every rank has written; without it a folder is no checkpoint."""
+    """Write the table of contents after every rank has written; a folder without it is not a checkpoint."""
     _, metadata = create_default_global_save_plan([plan for plan, _ in written], rewrite_index_hints=False)
     _ContentsWriter(directory).finish(metadata, [results for _, results in written])
 
 
 class _ContentsWriter(FileSystemWriter):
-    """Says nothing of when and where: what is the same state is the same file."""
+    """A writer that stores no time and no path, so that equal states give equal files."""
 
     def storage_meta(self) -> StorageMeta | None:
-        """None."""
+        """Return None, to store no extra metadata."""
         return None
 
 
 class TensorFolder:
-    """A folder that `write_pieces` and `write_contents` made, to read from."""
+    """Reader of a folder that `write_pieces` and `write_contents` wrote."""
 
     def __init__(self, directory: Path) -> None:
         """Read the table of contents.
 
         Raises:
-            CheckpointError: It is missing, torn, asks for something that could run code, or names files elsewhere.
+            CheckpointError: The table is missing or torn, names a class or function that is not allowed, or names files
+                outside the folder.
         """
         self.directory = directory
         self._tensors = read_table(directory)
 
     def shapes(self) -> dict[str, Shape]:
-        """Shape of every tensor by name."""
+        """Return the shape of every tensor by name."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Refuse a folder whose tensors are not these, float32 and whole; nothing of them is read.
+        """Check that the folder has exactly these tensors, complete and in float32; no elements are read.
 
         Raises:
-            CheckpointError: Names folder and tensor.
+            CheckpointError: A tensor differs; the message names folder and tensor.
         """
         for name, shape in shapes.items():
             self._tensor(name, tuple(shape), torch.float32)
         for name in self._tensors:
             if name not in shapes:
-                raise CheckpointError(f"{self.directory} has a tensor {name[:200]!r}, which this model has not.")
+                raise CheckpointError(f"{self.directory} has a tensor {name[:200]!r}, which this model does not have.")
 
     def read(self, wanted: Sequence[Piece]) -> None:
-        """Fill rectangles.
+        """Read rectangles into existing tensors.
 
         Args:
-            wanted: Each tensor is filled in place.
+            wanted: Rectangles to read; each piece's tensor is filled in place.
 
         Raises:
             CheckpointError: A file is missing or torn, or a part of a tensor was never written.
@@ -180,9 +181,11 @@ class TensorFolder:
                     target.copy_(elements[_slices(shared, chunk.offsets)])
 
     def _tensor(self, name: str, shape: Shape, dtype: torch.dtype) -> StoredTensor:
-        """A tensor of the expected kind with every element stored exactly once."""
+        """Return a tensor of the expected shape and dtype, after checking that each element is stored exactly once."""
         if name not in self._tensors:
-            raise CheckpointError(f"{self.directory} has no tensor {name!r}; this model needs it as {list(shape)}.")
+            raise CheckpointError(
+                f"{self.directory} has no tensor {name!r}; this model needs it with shape {list(shape)}."
+            )
         found = self._tensors[name]
         if (found.shape, found.dtype) != (shape, dtype):
             raise CheckpointError(
@@ -190,12 +193,12 @@ class TensorFolder:
                 f"found {list(found.shape)} and {found.dtype}."
             )
         if (problem := found.problem()) is not None:
-            raise CheckpointError(f"{self.directory} is not whole: tensor {name!r} {problem}.")
+            raise CheckpointError(f"{self.directory} is incomplete: tensor {name!r} {problem}.")
         return found
 
 
 def _shared(piece: Piece, chunk: StoredChunk) -> list[tuple[int, int]] | None:
-    """Where a rectangle and a chunk overlap, [start, stop) along each axis; None where they do not."""
+    """Overlap of a rectangle and a chunk, [start, stop) along each axis; None if they are disjoint."""
     axes = zip(piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
     shared = [(max(a, b), min(a + a_size, b + b_size)) for a, a_size, b, b_size in axes]
     return shared if all(start < stop for start, stop in shared) else None

@@ -1,8 +1,8 @@
-"""A chunk of a torch_dist file: a tensor as `torch.save` writes it, read without `torch.load`.
+"""Read a chunk of a torch_dist file: a tensor in the format of `torch.save`, without `torch.load`.
 
 `torch.save` writes a zip with a pickle that describes the tensor and a member that holds its elements. The pickle is
-read as plain records, the elements straight from the file; both are checked against the zip's checksums, which
-`torch.load` passes over.
+decoded as plain records, and the elements are read directly from the file. Both are verified against the zip's
+checksums, which `torch.load` ignores.
 """
 
 import io
@@ -37,7 +37,7 @@ _STORAGES = {
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file; a zip's table of contents is read only if it is short."""
+    """A byte range of a file. Single reads are limited, so that a huge zip directory is never loaded."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
@@ -54,7 +54,7 @@ class _Slice(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence] + offset
         if position < 0:
-            raise ValueError("a place before the chunk")
+            raise ValueError("position before the start of the chunk")
         self._position = position
         return position
 
@@ -62,7 +62,7 @@ class _Slice(io.RawIOBase):
         left = max(0, self._length - self._position)
         size = left if size is None or size < 0 else min(size, left)
         if size > MAX_READ_BYTES:
-            raise ValueError(f"{size} bytes at once, which no chunk needs")
+            raise ValueError(f"a read of {size} bytes at once, more than any chunk needs")
         self._file.seek(self._start + self._position)
         found = self._file.read(size)
         self._position += len(found)
@@ -70,22 +70,22 @@ class _Slice(io.RawIOBase):
 
 
 def read_chunk(directory: Path, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-    """The elements of a chunk that `StoredTensor.problem` found nothing wrong with.
+    """Read the elements of a chunk for which `StoredTensor.problem` returned None.
 
     Args:
-        directory: The folder.
-        chunk: Where it lies.
-        dtype: Of its elements.
+        directory: The torch_dist folder.
+        chunk: Location of the chunk.
+        dtype: Dtype of the elements.
 
     Raises:
-        CheckpointError: It is torn or damaged, or is no tensor of this shape and dtype.
+        CheckpointError: The chunk is torn or damaged, or is not a tensor of this shape and dtype.
     """
     path = directory / chunk.file
     with open_plain(path) as (stream, _):
         try:
             with zipfile.ZipFile(_Slice(stream, chunk.start, chunk.length)) as archive:
                 return _read(archive, chunk.sizes, dtype)
-        except Exception as error:  # a zip of torn bytes raises anything
+        except Exception as error:  # a torn zip can raise any error
             reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{path} is torn or damaged at byte {chunk.start}: {reason}.") from None
 
@@ -95,14 +95,17 @@ def _read(archive: zipfile.ZipFile, sizes: Shape, dtype: torch.dtype) -> Tensor:
     described = archive.getinfo(members["data.pkl"])
     elements = archive.getinfo(members["data/0"])
     num_bytes = math.prod(sizes) * dtype.itemsize
-    if described.file_size > MAX_PICKLE_BYTES or elements.file_size != num_bytes:
-        raise CheckpointError(f"it must hold {num_bytes} bytes of elements; found {elements.file_size}")
+    if described.file_size > MAX_PICKLE_BYTES:
+        size = described.file_size
+        raise CheckpointError(f"the chunk's pickle has {size} bytes; at most {MAX_PICKLE_BYTES} are allowed")
+    if elements.file_size != num_bytes:
+        raise CheckpointError(f"the chunk must have {num_bytes} bytes of elements; found {elements.file_size}")
     if any(member.compress_type != zipfile.ZIP_STORED for member in (described, elements)):
-        raise CheckpointError("it is compressed, which torch never does")
+        raise CheckpointError("the chunk is compressed, but torch never compresses")
     if "byteorder" in members:
         order = archive.getinfo(members["byteorder"])
         if order.file_size != len(sys.byteorder) or archive.read(order) != sys.byteorder.encode():
-            raise CheckpointError("it was written by a machine of another byte order")
+            raise CheckpointError("the chunk was written on a machine with a different byte order")
     _check_description(archive.read(described), sizes, dtype)
     found = torch.empty(sizes, dtype=dtype)
     target = found.view(-1).view(torch.uint8).numpy()
@@ -112,12 +115,12 @@ def _read(archive: zipfile.ZipFile, sizes: Shape, dtype: torch.dtype) -> Tensor:
             target[position : position + len(part)] = np.frombuffer(part, dtype=np.uint8)
             position += len(part)
     if position != num_bytes:
-        raise CheckpointError(f"it ends after {position} of {num_bytes} bytes")
+        raise CheckpointError(f"the chunk ends after {position} of {num_bytes} bytes")
     return found
 
 
 def _check_description(content: bytes, sizes: Shape, dtype: torch.dtype) -> None:
-    """Refuse a pickle that describes anything but a contiguous tensor of this shape and dtype."""
+    """Check that a pickle describes a contiguous tensor of this shape and dtype."""
     allowed = {_REBUILD, _ORDERED_DICT, *_STORAGES}
     made = read_plain_pickle(content, allowed=allowed)
     try:
@@ -127,8 +130,10 @@ def _check_description(content: bytes, sizes: Shape, dtype: torch.dtype) -> None
         is_plain = made.name == _REBUILD and storage.name == PERSISTENT
         strides = [stride for stride, size in zip(found_strides, sizes, strict=True) if size > 1]
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
-        raise CheckpointError("its pickle describes no dense tensor") from None
+        raise CheckpointError("its pickle does not describe a dense tensor") from None
     contiguous = [math.prod(sizes[axis + 1 :]) for axis, size in enumerate(sizes) if size > 1]
     found = (is_plain, key, offset, numel, found_sizes, strides, found_dtype)
     if found != (True, "0", 0, math.prod(sizes), sizes, contiguous, dtype):
-        raise CheckpointError(f"it must hold a contiguous tensor {list(sizes)} of {dtype}; its pickle says otherwise")
+        raise CheckpointError(
+            f"the chunk must be a contiguous tensor {list(sizes)} of {dtype}; its pickle describes another"
+        )

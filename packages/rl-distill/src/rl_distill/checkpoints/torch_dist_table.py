@@ -1,4 +1,4 @@
-"""The table of contents of a torch_dist folder: the file and position of each tensor's rectangles."""
+"""The table of contents of a torch_dist folder: file and position of each tensor's rectangles."""
 
 import math
 import re
@@ -19,7 +19,7 @@ METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 1 << 28
 MAX_CHUNKS = 4096
 MAX_EXTRA_BYTES = 1 << 16
-"""What torch's file of a chunk may have beside the elements."""
+"""Maximum bytes that torch stores in a chunk in addition to the elements."""
 
 Shape = tuple[int, ...]
 
@@ -41,14 +41,14 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A rectangle of a tensor, and where it lies.
+    """A rectangle of a tensor and its location.
 
     Attributes:
-        offsets: Where the rectangle begins.
-        sizes: Its extent.
-        file: Name of a file in the folder.
-        start: Of its bytes in the file.
-        length: Number of bytes.
+        offsets: Start of the rectangle along each axis.
+        sizes: Size of the rectangle along each axis.
+        file: Name of the file in the folder.
+        start: Byte offset in the file.
+        length: Length in bytes.
     """
 
     offsets: Shape
@@ -60,12 +60,12 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a folder says of a tensor.
+    """The entry of a tensor in the table of contents.
 
     Attributes:
-        shape: Of the whole tensor.
-        dtype: Of its elements.
-        chunks: The rectangles that were stored.
+        shape: Shape of the whole tensor.
+        dtype: Dtype of the elements.
+        chunks: The stored rectangles.
     """
 
     shape: Shape
@@ -73,20 +73,20 @@ class StoredTensor:
     chunks: tuple[StoredChunk, ...]
 
     def problem(self) -> str | None:
-        """What keeps the chunks from being the tensor, each element once; None for nothing."""
+        """Describe why the chunks do not cover each element exactly once; None if they do."""
         if not 1 <= len(self.chunks) <= MAX_CHUNKS:
-            return f"has {len(self.chunks)} chunks; 1 to {MAX_CHUNKS} were expected"
+            return f"has {len(self.chunks)} chunks; expected 1 to {MAX_CHUNKS}"
         for chunk in self.chunks:
             if len(chunk.sizes) != len(self.shape) or len(chunk.offsets) != len(self.shape):
-                return f"has a chunk of {len(chunk.sizes)} axes"
+                return f"has a chunk with {len(chunk.sizes)} axes"
             stops = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
             if 0 in chunk.sizes or any(stop > size for stop, size in zip(stops, self.shape, strict=True)):
-                return f"has a chunk {list(chunk.sizes)} at {list(chunk.offsets)}, which is empty or reaches beyond it"
+                return f"has a chunk {list(chunk.sizes)} at {list(chunk.offsets)}, which is empty or exceeds the tensor"
             num_bytes = math.prod(chunk.sizes) * self.dtype.itemsize
             if not num_bytes <= chunk.length <= num_bytes + MAX_EXTRA_BYTES:
-                return f"has a chunk of {num_bytes} bytes stored in {chunk.length}"
+                return f"has a chunk of {num_bytes} bytes that is stored in {chunk.length} bytes"
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape) or self._overlaps():
-            return "has chunks that lack a part of it, or hold a part twice"
+            return "has chunks that miss a part of it, or overlap"
         return None
 
     def _overlaps(self) -> bool:
@@ -99,16 +99,18 @@ class StoredTensor:
 
 
 def read_table(directory: Path) -> dict[str, StoredTensor]:
-    """What a folder holds, by name; files are there, and as long as the table says.
+    """Read the stored tensors of a folder by name, after checking that all their bytes exist.
 
     Raises:
-        CheckpointError: The table is missing, torn, too long, asks for something that could run code, or names
-            bytes that are not in its folder's own files, or twice.
+        CheckpointError: The table is missing, torn or too long, names a class or function that is not allowed, or
+            locates chunks outside the folder's files or in overlapping bytes.
     """
     path = directory / METADATA_FILE
     with open_plain(path) as (stream, size):
         if size > MAX_METADATA_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes; a table of contents has at most {MAX_METADATA_BYTES}.")
+            raise CheckpointError(
+                f"{path} has {size} bytes; a table of contents must have at most {MAX_METADATA_BYTES}."
+            )
         content = stream.read(size)
     try:
         table = _state(read_plain_pickle(content, allowed=_ALLOWED), "Metadata")
@@ -119,35 +121,35 @@ def read_table(directory: Path) -> dict[str, StoredTensor]:
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be used: {error}.") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no table of contents: {type(error).__name__}: {error}.") from None
+        raise CheckpointError(f"{path} is not a table of contents: {type(error).__name__}: {error}.") from None
 
 
 _Places = dict[tuple[str, Shape], tuple[str, int, int]]
 
 
 def _places(storage: Mapping[Record, Record]) -> _Places:
-    """File, start and length of each chunk by the tensor's name and the chunk's offsets."""
+    """Return file, start and length of each chunk by (tensor name, chunk offsets)."""
     places: _Places = {}
     for index, stored in storage.items():
         key, value = _state(index, "MetadataIndex"), _state(stored, _STORED)
         if value.get("transform_descriptors"):
-            raise CheckpointError("it has a chunk that an extension transformed; this release has no extensions")
+            raise CheckpointError("a chunk was transformed by an extension; extensions are not supported")
         file = _text(value["relative_path"])
         if not _FILE_NAME.fullmatch(file):
-            raise CheckpointError(f"it names the file {file[:200]!r}; files are named like __0_0.distcp")
+            raise CheckpointError(f"it names the file {file[:200]!r}; expected a name like __0_0.distcp")
         of_chunk = (_text(key["fqn"]), () if key["offset"] is None else _shape(key["offset"]))
         if of_chunk in places:
-            raise CheckpointError(f"it has the same chunk of {of_chunk[0]!r} twice")
+            raise CheckpointError(f"it lists the same chunk of {of_chunk[0]!r} twice")
         places[of_chunk] = (file, _number(value["offset"]), _number(value["length"]))
     return places
 
 
 def _check_places(directory: Path, places: _Places) -> None:
-    """Every chunk has bytes of its own in a plain file of the folder."""
+    """Check that every chunk has its own bytes in a regular file of the folder."""
     stops: dict[str, int] = {}
     for file, start, length in sorted(places.values()):
         if start < stops.get(file, 0):
-            raise CheckpointError(f"it gives the bytes at {start} of {file} to two chunks")
+            raise CheckpointError(f"it assigns the bytes at {start} of {file} to two chunks")
         stops[file] = start + length
     for file, stop in stops.items():
         try:
@@ -157,7 +159,7 @@ def _check_places(directory: Path, places: _Places) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"its file {file} is a link, a folder or a device")
         if status.st_size < stop:
-            raise CheckpointError(f"its file {file} is torn: {stop} bytes were written, {status.st_size} are there")
+            raise CheckpointError(f"its file {file} is torn: expected at least {stop} bytes, found {status.st_size}")
 
 
 def _is_bytes(entry: Any) -> bool:
@@ -168,19 +170,19 @@ def _tensor(name: str, entry: Any, places: _Places) -> StoredTensor:
     found = _state(entry, "TensorStorageMetadata")
     dtype, layout, *_ = _state(found["properties"], "TensorProperties", kind=tuple)
     if dtype.name not in _DTYPES or layout.args != ("torch.strided",):
-        raise CheckpointError(f"tensor {name[:200]!r} must be dense numbers; found {dtype} in another layout")
+        raise CheckpointError(f"tensor {name[:200]!r} must be a dense tensor; found {dtype} in another layout")
     chunks = []
     for chunk in found["chunks"]:
         state = _state(chunk, "ChunkStorageMetadata")
         offsets, sizes = _shape(state["offsets"]), _shape(state["sizes"])
         if (name, offsets) not in places:
-            raise CheckpointError(f"it does not say in which file the chunk of {name!r} at {list(offsets)} is")
+            raise CheckpointError(f"it does not locate the chunk of {name!r} at {list(offsets)}")
         chunks.append(StoredChunk(offsets, sizes, *places[name, offsets]))
     return StoredTensor(_shape(found["size"]), _DTYPES[dtype.name], tuple(chunks))
 
 
 def _state(value: Any, name: str, *, kind: type = dict) -> Any:
-    """The state of a record of that class."""
+    """Return the state of a record, after checking its class."""
     full = name if "." in name else _METADATA + name
     if not isinstance(value, Record) or value.name != full or not isinstance(value.state, kind):
         raise TypeError(f"expected {name}, found {type(value).__name__}")
@@ -192,13 +194,13 @@ def _shape(value: Any) -> Shape:
         raise TypeError(f"expected a size, found {type(value).__name__}")
     (numbers,) = value.args
     if not isinstance(numbers, tuple) or len(numbers) > 16:
-        raise TypeError("a size must have at most 16 numbers")
+        raise TypeError("a size must have at most 16 axes")
     return tuple(_number(number) for number in numbers)
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"expected a number >= 0 that fits a file, found {type(value).__name__}")
+        raise ValueError(f"expected an integer in [0, 2**62), found {type(value).__name__}")
     return value
 
 

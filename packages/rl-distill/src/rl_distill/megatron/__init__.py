@@ -17,9 +17,9 @@ from rl_core.errors import MissingExtraError
 
 @contextmanager
 def _without_compilation() -> Iterator[None]:
-    """Leave functions that megatron decorates while it is imported as they are.
+    """Disable torch.compile for the functions that Megatron decorates during its import.
 
-    To decorate is to import torch's compiler, which takes 5 s in every rank; what megatron decorates are fusions that
+    The decorator imports torch's compiler, which takes 5 s in every rank. The decorated functions are fusions that
     `model_spec` turns off.
     """
     compile_function = torch.compile
@@ -36,12 +36,12 @@ def _without_compilation() -> Iterator[None]:
 
 @contextmanager
 def _without_trackers() -> Iterator[None]:
-    """Hide wandb and TensorBoard from megatron's timers and inference, where we do not use them.
+    """Hide wandb and TensorBoard from Megatron's timers and inference, which the learner does not use.
 
-    Importing them takes half a second in every rank. Where the process has imported one already, it stays.
+    Importing them takes half a second in every rank. A module that the process has already imported stays visible.
     """
     hidden = {"wandb", "tensorboard"} - sys.modules.keys()
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None makes an import raise ImportError
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # importing a None entry raises ImportError
     try:
         yield
     finally:
@@ -51,7 +51,7 @@ def _without_trackers() -> Iterator[None]:
 
 try:
     with warnings.catch_warnings(), _without_compilation(), _without_trackers():
-        # megatron says on import, several times, that Transformer Engine and apex are not there.
+        # On import, megatron warns several times that Transformer Engine and apex are missing.
         warnings.filterwarnings("ignore", message=".*[Aa]pex.*not installed.*", category=UserWarning)
         import megatron.core.distributed
         import megatron.core.models.backends

@@ -1,7 +1,7 @@
-"""Context parallelism by heads: a rank holds a stretch of the tokens, and attends for a share of the heads.
+"""Context parallelism by heads: a rank holds a slice of the tokens, and computes attention for a share of the heads.
 
-Between the two an all-to-all exchanges tokens for heads, so that attention itself is the same, packed or not, and
-every rank has the same work however the trajectories lie. Source: DeepSpeed-Ulysses, Jacobs et al. 2023,
+An all-to-all exchanges tokens for heads before attention and back afterwards. Attention itself is unchanged, packed or
+not, and every rank has equal work whatever the trajectory lengths. Source: DeepSpeed-Ulysses, Jacobs et al. 2023,
 arXiv:2309.14509.
 """
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 Exchange = Callable[[Tensor, Any], Tensor]
-"""(a rank's part, the ranks) -> its part after the exchange."""
+"""(a rank's slice, process group) -> its slice after the exchange."""
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange between ranks; the gradient takes the way back."""
+    """An exchange between ranks whose gradient is the reverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, there: Exchange, back: Exchange) -> Tensor:
@@ -30,7 +30,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _AllTokensOfOneHead(torch.autograd.Function):
-    """[T / ranks, heads, D] to [T, 1, D] of one head, where there are fewer heads than ranks."""
+    """[T / ranks, heads, D] to [T, 1, D] of one head, for fewer heads than ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, head: int, group: Any) -> Tensor:
@@ -49,7 +49,7 @@ class _AllTokensOfOneHead(torch.autograd.Function):
 
 
 def _tokens_to_heads(x: Tensor, group: Any) -> Tensor:
-    """[T / ranks, heads, D] of this rank's tokens to [T, heads / ranks, D] of this rank's heads."""
+    """Exchange [T / ranks, heads, D] of this rank's tokens for [T, heads / ranks, D] of this rank's heads."""
     size = group.size()
     parts = x.reshape(x.shape[0], size, -1, x.shape[-1]).transpose(0, 1).contiguous()
     out = torch.empty_like(parts)
@@ -58,7 +58,7 @@ def _tokens_to_heads(x: Tensor, group: Any) -> Tensor:
 
 
 def _heads_to_tokens(x: Tensor, group: Any) -> Tensor:
-    """The way back."""
+    """Reverse `_tokens_to_heads`."""
     size = group.size()
     parts = x.reshape(size, x.shape[0] // size, *x.shape[1:]).contiguous()
     out = torch.empty_like(parts)
@@ -67,12 +67,13 @@ def _heads_to_tokens(x: Tensor, group: Any) -> Tensor:
 
 
 def tokens_to_heads(x: Tensor, *, num_query_heads: int, group: Any) -> Tensor:
-    """Give up tokens for heads.
+    """Exchange tokens for heads.
 
     Args:
-        x: [T / ranks, heads, head_dim], the heads of queries, keys or values of a tensor rank.
-        num_query_heads: Query heads of the tensor rank; says which key a rank's queries need, where keys are few.
-        group: The context-parallel ranks.
+        x: [T / ranks, heads, head_dim] queries, keys or values of a tensor rank.
+        num_query_heads: Query heads of the tensor rank. Selects the key head of a rank's queries if there are fewer key
+            heads than ranks.
+        group: Process group of the context-parallel ranks.
 
     Returns:
         [T, heads of this rank, head_dim].
@@ -85,5 +86,5 @@ def tokens_to_heads(x: Tensor, *, num_query_heads: int, group: Any) -> Tensor:
 
 
 def heads_to_tokens(x: Tensor, *, group: Any) -> Tensor:
-    """[T, heads / ranks, head_dim] back to [T / ranks, heads, head_dim]."""
+    """Exchange [T, heads / ranks, head_dim] back for [T / ranks, heads, head_dim]."""
     return _Exchange.apply(x, group, _heads_to_tokens, _tokens_to_heads)  # type: ignore[no-any-return, no-untyped-call]

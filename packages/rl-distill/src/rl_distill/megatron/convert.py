@@ -1,10 +1,10 @@
 """Map parts of a rank's tensors to rectangles of Hugging Face tensors.
 
 Megatron fuses tensors that Hugging Face stores separately. `linear_qkv` holds the query heads, key and value of each
-group in turn. `linear_fc1` of a rank holds its slice of the gate, then its slice of the up projection. One tensor holds
-these for all experts of the rank. A `Block` names one rectangle and a view of the rank's tensor with the same
-elements in the same order. Nothing is computed, so that reading, writing and changing the layout are exact to the bit;
-optimizer moments go by the same blocks.
+group in turn. `linear_fc1` of a rank holds its slice of the gate, then its slice of the up projection. For experts, one
+tensor holds these matrices of all experts of the rank. A `Block` names one rectangle and a view of the rank's tensor
+with the same elements in the same order. Nothing is computed, so reading, writing and changing the layout are
+bit-exact. Optimizer moments use the same blocks.
 """
 
 from collections.abc import Mapping
@@ -46,11 +46,11 @@ class Shard:
         layers: Global indices of its decoder layers.
         has_embedding: True on the first pipeline stage.
         has_head: True on the last pipeline stage.
-        tensor_rank: Which slice of each split tensor.
+        tensor_rank: Index of the slice of each tensor-parallel tensor.
         tensor_size: Number of slices.
-        expert_rank: Which run of each layer's experts.
-        expert_size: Number of runs.
-        expert_tensor_rank: Which slice of each expert's tensors.
+        expert_rank: Index of the consecutive range of each layer's experts.
+        expert_size: Number of ranges.
+        expert_tensor_rank: Index of the slice of each expert's tensors.
         expert_tensor_size: Number of slices.
     """
 
@@ -67,20 +67,20 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A rectangle of a Hugging Face tensor, and where a rank holds it.
+    """A rectangle of a Hugging Face tensor and the rank's elements of it.
 
     Attributes:
-        name: Hugging Face's of the tensor.
-        shape: Of the whole tensor.
-        offsets: Where the rectangle starts.
-        sizes: Its extent; 0 rows where a rank holds nothing but padding.
-        view: The rank's elements, in the order of the rectangle's; of more axes than the tensor has.
-        is_primary: False where another tensor rank or pipeline stage holds the same, and this one need not be saved:
-            norms, routers and what else is not split, on tensor ranks above 0, and the tied head on a stage of its own.
-            Copies on data-parallel ranks are not known here.
-        is_expert: True for an expert's: such tensors are copied over the expert-data-parallel ranks, others over the
-            data- and context-parallel ones.
-        padding: Rows of the rank's tensor that no token has; None for none.
+        name: Hugging Face name of the tensor.
+        shape: Shape of the whole tensor.
+        offsets: Start of the rectangle along each axis.
+        sizes: Size of the rectangle along each axis; 0 rows if the rank holds only padding.
+        view: The rank's elements in the rectangle's order; may have more axes than the tensor.
+        is_primary: False if another tensor-parallel rank or pipeline stage holds the same elements and this copy need
+            not be saved: replicated tensors such as norms and routers on tensor ranks above 0, and a tied head on a
+            separate stage. Copies on data-parallel ranks are not considered.
+        is_expert: True for an expert's tensors, which are replicated over expert-data-parallel ranks. Others are
+            replicated over data- and context-parallel ranks.
+        padding: Rows of the rank's tensor beyond the vocabulary; None for none.
     """
 
     name: str
@@ -93,17 +93,17 @@ class Block:
     padding: Tensor | None = None
 
     def read(self) -> Tensor:
-        """The rectangle, contiguous; a view of the rank's tensor where its layout allows."""
+        """Return the rectangle as a contiguous tensor; a view of the rank's tensor if its layout allows."""
         return self.view.detach().reshape(self.sizes).contiguous()
 
     def write(self, value: Tensor) -> None:
         """Fill the rank's elements; padding becomes 0.
 
         Args:
-            value: Of `sizes`, any dtype or device.
+            value: Tensor of shape `sizes`, of any dtype and device.
 
         Raises:
-            ShapeError: It has another shape.
+            ShapeError: The value has another shape.
         """
         if tuple(value.shape) != self.sizes:
             raise ShapeError(
@@ -118,10 +118,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Split:
-    """How one tensor is spread.
+    """How one tensor is split over ranks.
 
     Attributes:
-        rank: Which slice.
+        rank: Index of this rank's slice.
         size: Number of slices.
         is_expert: True for an expert's tensors.
     """
@@ -131,19 +131,19 @@ class _Split:
     is_expert: bool = False
 
     def rows(self, name: str, view: Tensor) -> Block:
-        """A matrix cut along its first axis; `view` may have that axis as several."""
+        """Return the block of a matrix split along its first axis; `view` may have several axes for it."""
         return self._cut(name, view, (view.numel() // view.shape[-1], view.shape[-1]), axis=0)
 
     def vector(self, name: str, view: Tensor) -> Block:
-        """A vector cut into parts; `view` may have several axes."""
+        """Return the block of a split vector; `view` may have several axes."""
         return self._cut(name, view, (view.numel(),), axis=0)
 
     def columns(self, name: str, view: Tensor) -> Block:
-        """A matrix cut along its second axis."""
+        """Return the block of a matrix split along its second axis."""
         return self._cut(name, view, tuple(view.shape), axis=1)
 
     def whole(self, name: str, view: Tensor) -> Block:
-        """A tensor that every rank has."""
+        """Return the block of a replicated tensor."""
         return whole_block(name, view, is_primary=self.rank == 0)
 
     def _cut(self, name: str, view: Tensor, sizes: tuple[int, ...], *, axis: int) -> Block:
@@ -153,26 +153,26 @@ class _Split:
 
 
 def whole_block(name: str, tensor: Tensor, *, is_primary: bool) -> Block:
-    """A tensor that every rank has; one rank's copy is primary."""
+    """Return the block of a replicated tensor; one rank's copy is primary."""
     shape, offsets = tuple(tensor.shape), (0,) * tensor.ndim
     return Block(name=name, shape=shape, offsets=offsets, sizes=shape, view=tensor, is_primary=is_primary)
 
 
 def padded_vocab_size(config: PolicyConfig, tensor_size: int) -> int:
-    """Rows of the embedding, split evenly over the tensor-parallel ranks."""
+    """Return the number of rows of the embedding, padded to split evenly over the tensor-parallel ranks."""
     return -(-config.vocab_size // tensor_size) * tensor_size
 
 
 def blocks_of(state: State, config: PolicyConfig, shard: Shard) -> list[Block]:
-    """Where the elements of a rank's tensors are in a policy's Hugging Face tensors.
+    """Return the blocks that map a rank's tensors to a policy's Hugging Face tensors.
 
-    The primary blocks of all ranks of a model cover every Hugging Face tensor exactly; a tied head is no tensor of
-    its own.
+    The primary blocks of all ranks of a model cover every Hugging Face tensor exactly once. A tied head is not a
+    separate tensor.
 
     Args:
-        state: Tensors by megatron's name, of one model chunk: parameters, or others of the same shapes.
-        config: The policy.
-        shard: Which part of it the chunk is.
+        state: Tensors of one model chunk by Megatron's name: its parameters, or others of the same shapes.
+        config: The policy's configuration.
+        shard: The chunk's part of the policy.
 
     Raises:
         ShapeError: A name is unknown, or the heads or experts cannot be split over the ranks.
@@ -182,10 +182,10 @@ def blocks_of(state: State, config: PolicyConfig, shard: Shard) -> list[Block]:
 
 
 def check_shard(config: PolicyConfig, shard: Shard) -> None:
-    """Refuse a split that cuts through a head, a feed-forward column or an expert.
+    """Check that no split cuts a head, a feed-forward column or an expert.
 
     Raises:
-        ShapeError: A number of the policy is not divisible.
+        ShapeError: A size of the policy is not divisible by the number of slices.
     """
     mixture = config.mixture
     divisible = {
@@ -237,7 +237,7 @@ def _layer_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, 
 
 
 def _adapter_block(part: str, prefix: str, tensor: Tensor, split: _Split) -> Block:
-    """Of an A [rank, in] or B [out, rank], such as "self_attention.linear_qkv.lora_A.q_proj"."""
+    """Return the block of an A [rank, in] or B [out, rank], such as "self_attention.linear_qkv.lora_A.q_proj"."""
     layer, kind, matrix = part.rsplit(".", 2)
     parent = "self_attn" if layer.startswith("self_attention.") else "mlp"
     name = f"{prefix}{parent}.{matrix}.{kind}.weight"
@@ -248,7 +248,7 @@ def _adapter_block(part: str, prefix: str, tensor: Tensor, split: _Split) -> Blo
 
 
 def _qkv_blocks(prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, kind: str) -> list[Block]:
-    """Of a weight [(heads + 2 * groups) * head_dim, hidden], or a bias without the last axis."""
+    """Return the blocks of a weight [(heads + 2 * groups) * head_dim, hidden], or of a bias without the last axis."""
     groups, queries = config.num_key_value_heads // split.size, config.num_heads // config.num_key_value_heads
     by_group = tensor.view(groups, queries + 2, config.head_dim, *tensor.shape[1:])
     parts = {"q": by_group[:, :queries], "k": by_group[:, queries : queries + 1], "v": by_group[:, queries + 1 :]}
@@ -266,7 +266,7 @@ def _feed_forward_blocks(part: str, prefix: str, tensor: Tensor, split: _Split) 
 
 
 def _expert_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> list[Block]:
-    """Of the same matrix of all the rank's experts, [experts, rows, columns]."""
+    """Return the blocks of a matrix stacked over all experts of the rank, [experts, rows, columns]."""
     first = shard.expert_rank * (config.num_experts // shard.expert_size)
     split = _Split(rank=shard.expert_tensor_rank, size=shard.expert_tensor_size, is_expert=True)
     return [
@@ -277,7 +277,7 @@ def _expert_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig,
 
 
 def _vocabulary_block(name: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, is_copy: bool) -> Block:
-    """Of [padded vocabulary / ranks, hidden]; the last ranks may have rows that no token has."""
+    """Return the block of [padded vocabulary / ranks, hidden]; the last ranks may have padding rows."""
     rows, hidden = tensor.shape
     start = min(split.rank * rows, config.vocab_size)
     real = min(rows, config.vocab_size - start)
@@ -294,5 +294,5 @@ def _vocabulary_block(name: str, tensor: Tensor, config: PolicyConfig, split: _S
 
 def _unknown(name: str) -> ShapeError:
     return ShapeError(
-        f"{name!r} is no tensor of a policy in megatron's names; it has no place in a Hugging Face folder."
+        f"{name!r} must be Megatron's name of a policy tensor; no tensor of a Hugging Face folder corresponds to it."
     )

@@ -1,9 +1,9 @@
-"""Let megatron-core run where there is no GPU.
+"""Run megatron-core on machines without a GPU.
 
-megatron-core has no CPU training path: it writes `device="cuda"`, asks for the current CUDA device, and
-compares tensor type names with "torch.cuda.FloatTensor". Here megatron's own modules get a `torch` of
-their own, which answers these with the CPU and passes everything else on. torch itself stays untouched,
-because an inference engine may live in the same process and must see what it would see without us.
+megatron-core has no CPU training path. It hard-codes `device="cuda"`, queries the current CUDA device, and compares
+tensor type names with "torch.cuda.FloatTensor". This file replaces `torch` inside Megatron's modules by an overlay that
+handles these calls on the CPU and forwards all others. torch itself is not patched, because an inference engine in the
+same process may depend on it.
 """
 
 import contextlib
@@ -23,33 +23,33 @@ from megatron.core.package_info import __version__
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 TESTED_VERSIONS = ("0.16.1",)
-"""megatron-core versions whose modules this file was written against."""
+"""megatron-core versions that this file was tested with."""
 
 _FACTORIES = ("zeros", "ones", "tensor", "empty", "full", "arange")
 _CPU = torch.device("cpu")
 
 
 class _Synchronous:
-    """A CUDA stream, or an event of one, where everything has happened as soon as it is asked for."""
+    """A CUDA stream or event on which all work has already completed."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Accept whatever CUDA's take."""
+        """Accept the arguments of CUDA streams and events."""
 
     def record_event(self, event: object = None) -> "_Synchronous":  # noqa: ARG002 - as torch's
-        """Everything before has happened."""
+        """Return an event that has already completed."""
         return self
 
     def wait(self, other: object = None) -> None:
-        """Nothing runs, so nothing is waited for, and there is nothing to record."""
+        """Do nothing: no work is pending."""
 
     wait_stream = wait_event = record = wait
 
     def synchronize(self) -> None:
-        """Nothing runs, so nothing is waited for."""
+        """Do nothing: no work is pending."""
 
 
 class _Overlay(types.ModuleType):
-    """A module that answers some names itself and passes the others on."""
+    """A module that replaces some attributes of another and forwards the rest."""
 
     def __init__(self, module: types.ModuleType, replacements: dict[str, Any]) -> None:
         super().__init__(module.__name__)
@@ -78,7 +78,7 @@ def _elsewhere(factory: Callable[..., torch.Tensor], device: torch.device) -> Ca
 
 
 def _all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
-    """Gather tensors of different lengths, which gloo does not: as the longest, then cut."""
+    """Gather tensors of different lengths, which gloo does not support, by padding to the longest."""
     longest = max(len(output) for output in outputs)
     padded = own.new_zeros(longest, *own.shape[1:])
     padded[: len(own)] = own
@@ -89,7 +89,7 @@ def _all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: Any = Non
 
 
 def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
-    """Sum over ranks of tensors of different lengths, each for one rank: as the longest, then cut."""
+    """Reduce and scatter tensors of different lengths by padding to the longest."""
     longest = max(len(part) for part in inputs)
     padded = output.new_zeros(len(inputs), longest, *output.shape[1:])
     for place, part in zip(padded, inputs, strict=True):
@@ -100,10 +100,10 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any
 
 
 class _SharedGroups:
-    """One group of processes for each set of ranks.
+    """A cache of process groups, one per set of ranks.
 
-    megatron makes some forty groups, many of the same ranks, and each of gloo's has threads that wake a hundred times a
-    second. On a GPU groups have streams of their own, which may overlap; there they stay apart.
+    Megatron creates about forty groups, many with the same ranks, and each gloo group has threads that wake a hundred
+    times a second. On a GPU, groups stay separate because each has its own streams, which may overlap.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class _SharedGroups:
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def new_group(self, ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
-        """As torch's; every rank asks in the same order, and so all find or make the same."""
+        """Return a new or reused group. All ranks ask in the same order, so they make the same choice."""
         if self._world is not dist.group.WORLD:
             self._world, self._groups = dist.group.WORLD, {}
         key = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
@@ -144,9 +144,9 @@ def _torch_overlay(device: torch.device) -> _Overlay:
 
 @contextlib.contextmanager
 def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-    """Let these parameters, and no others, call themselves torch.cuda tensors; no-op with CUDA.
+    """Make these parameters report torch.cuda types inside the context; a no-op with CUDA.
 
-    megatron's mixed-precision optimizer sorts its parameters by `parameter.type()`.
+    Megatron's mixed-precision optimizer groups its parameters by `parameter.type()`.
     """
     on_cpu = [parameter for parameter in parameters if not parameter.is_cuda]
     for parameter in on_cpu:
@@ -160,11 +160,11 @@ def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
 
 
 def check_megatron_version() -> None:
-    """Warn about a megatron-core that was not tested."""
+    """Warn if this megatron-core version was not tested."""
     if __version__ not in TESTED_VERSIONS:
         warnings.warn(
             f"megatron-core {__version__} was not tested with this package (tested: {', '.join(TESTED_VERSIONS)}); "
-            "on a CPU its internals are replaced by name and may have moved.",
+            "on a CPU this package replaces megatron-core's internals by name, and they may have changed.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -176,17 +176,18 @@ def _rng_on_cpu() -> None:
 
 
 def _as_numpy_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001 - megatron's signature
-    """megatron's own leaves a tensor that is on the CPU already as it is, where it was asked for numbers."""
+    """Convert a tensor to numpy if requested; Megatron's version does not convert tensors already on the CPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def install_cpu_compatibility(device: torch.device = _CPU) -> None:
-    """Prepare megatron's loaded modules for a CPU; no-op with CUDA. Can be called again.
+    """Prepare Megatron's loaded modules for a CPU; a no-op with CUDA. Can be called again.
 
-    Call it before any of megatron's objects is built.
+    Call it before any of Megatron's objects is created.
 
     Args:
-        device: Stands in for the GPU; "meta" checks the steps of a GPU's learner without memory or arithmetic.
+        device: Device that stands in for the GPU; "meta" checks the steps of a GPU learner without memory or
+            arithmetic.
     """
     check_megatron_version()
     if torch.cuda.is_available():

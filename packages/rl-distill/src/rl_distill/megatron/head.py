@@ -1,9 +1,9 @@
-"""The output matrix and what is asked of its logits in one node of autograd, a few tokens at a time.
+"""The output matrix and functions of its logits as one autograd node, computed a few tokens at a time.
 
-No [M, V] array is ever whole: of each token the forward pass keeps the log of the sum of exponentials, and the backward
-pass makes the logits again; where they are few they are kept.
+The full [M, V] logits are never materialized. The forward pass saves the log-sum-exp of each token, and the backward
+pass recomputes the logits, or reuses them if they are few.
 
-Source of the idea: Wijmans et al. 2024, Cut Your Losses, arXiv:2411.09009.
+Based on Wijmans et al. 2024, Cut Your Losses, arXiv:2411.09009.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,45 +23,45 @@ from rl_distill.objectives.teacher_tokens import TeacherTokens
 from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
 
 KEPT_LOGITS = 2**25
-"""So many logits are kept for the backward pass; and on a CPU so many are made at once."""
+"""Maximum number of logits saved for the backward pass; on a CPU, also the number computed at once."""
 CHUNK_LOGITS = 2**28
-"""Logits that are made at once on a GPU: some thousand tokens, for a product that fills it."""
+"""Number of logits computed at once on a GPU: a few thousand tokens, enough for an efficient matrix product."""
 _BLOCK_LOGITS = 2**20
-"""Logits that a CPU goes over at once, so that they stay in its cache."""
+"""Number of logits that a CPU processes at once, so that they stay in its cache."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def logits_at_once(device: torch.device, *, is_alone: bool = False) -> int:
-    """How many logits suit a device; where a comparison is alone, which needs fewer arrays, twice as many on a CPU."""
+    """Return how many logits to compute at once; on a CPU twice as many for a comparison alone, with fewer arrays."""
     if device.type != "cpu":
         return CHUNK_LOGITS
     return 2 * KEPT_LOGITS if is_alone else KEPT_LOGITS
 
 
 class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
-    """megatron's output layer, computing what it is given with its weight.
+    """Megatron's output layer, which applies a given function to its weight.
 
-    It is called as a module, since megatron's hooks see to it that the weight has arrived.
+    Call it as a module, because Megatron's forward hooks ensure that the weight has been gathered.
     """
 
     def forward(self, compute: Callable[[Tensor], R], weight: Tensor | None = None) -> R:
-        """What the function gives of the weight [V / ranks, H]: its own, or the tied embedding's."""
+        """Return the function of the weight [V / ranks, H]: the layer's own, or the tied embedding's."""
         return compute(self.weight if weight is None else weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is asked of the logits besides logprobs and entropy.
+    """Requested functions of the logits besides logprobs and entropy.
 
     Attributes:
-        part: The slice of the vocabulary that this rank's weight is of.
-        temperature: Divides the logits.
-        top_k: So many likeliest tokens; None for none.
-        divergence: From teachers; None for none.
-        is_fused: Passes over the logits are compiled, where they can be.
-        chunk_logits: Logits that are made at once; None for what suits the device.
+        part: Slice of the vocabulary that this rank's weight covers.
+        temperature: Divisor of the logits.
+        top_k: Number of most probable tokens to return; None for none.
+        divergence: Divergence from teachers; None for none.
+        is_fused: True to compile passes over the logits where possible.
+        chunk_logits: Number of logits to compute at once; None for the device's default.
     """
 
     part: VocabularyPart
@@ -72,30 +72,31 @@ class Asked:
     chunk_logits: int | None = None
 
     def chunk(self, weight: Tensor) -> int:
-        """Tokens whose logits are made at once."""
+        """Return the number of tokens whose logits are computed at once."""
         return max(1, (self.chunk_logits or logits_at_once(weight.device)) // max(1, weight.shape[0]))
 
     def blocks(self, logits: Tensor) -> Iterator[slice]:
-        """Rows of logits to go over at once."""
+        """Return slices of rows to process at once."""
         rows = len(logits)
         if logits.device.type == "cpu" and not self.is_fused:
             rows = max(1, _BLOCK_LOGITS // max(1, logits.shape[1]))
         return (slice(start, start + rows) for start in range(0, len(logits), max(1, rows)))
 
     def run(self, function: Callable[P, R], logits: Tensor) -> Callable[P, R]:
-        """A pass over the logits."""
+        """Return a function over the logits, compiled if requested."""
         return compiled(function, logits.device.type) if self.is_fused else function
 
 
 class HeadScores(NamedTuple):
-    """What comes out of the head at each of M tokens.
+    """Results of the head for M tokens.
 
     Attributes:
-        logprobs: [M] float32, of the tokens.
-        entropy: [M] float32, of the distributions.
-        top_logprobs: [M, K] float32 of the likeliest tokens, falling, without gradient; None unless asked for.
-        top_ids: [M, K] int64 likewise.
-        comparison: Comparison with teachers, whose losses have a gradient; None unless requested.
+        logprobs: [M] float32 logprobs of the tokens.
+        entropy: [M] float32 entropy of the distributions.
+        top_logprobs: [M, K] float32 logprobs of the most probable tokens in descending order, without gradient; None
+            unless requested.
+        top_ids: [M, K] int64 ids of those tokens; None unless requested.
+        comparison: Comparison with teachers, with a gradient through its losses; None unless requested.
     """
 
     logprobs: Tensor
@@ -108,20 +109,20 @@ class HeadScores(NamedTuple):
 def head_scores(
     hidden: Tensor, weight: Tensor, *, targets: Tensor, asked: Asked, teacher: TeacherTokens | None = None
 ) -> HeadScores:
-    """Logprobs and entropy of tokens under softmax(hidden @ weight.T / temperature), and what else is asked for.
+    """Return logprobs, entropy and other requested results under softmax(hidden @ weight.T / temperature).
 
-    The gradient to a weight that has megatron's `main_grad` is added there.
+    The gradient of a weight with Megatron's `main_grad` is accumulated there.
 
     Args:
-        hidden: [M, H] last hidden states, the same on every rank of the vocabulary.
-        weight: [V / ranks, H] this rank's slice.
+        hidden: [M, H] last hidden states, equal on every rank of the vocabulary.
+        weight: [V / ranks, H] slice of this rank.
         targets: [M] int64 token ids.
-        asked: What else.
-        teacher: What teachers said of the same tokens, for `asked.divergence`.
+        asked: Other requested results.
+        teacher: Teachers' results for the same tokens; needed for `asked.divergence`.
 
     Raises:
-        DataError: As `LogitDivergence`.
-        ShapeError: Fewer tokens than `asked.top_k`, or as `LogitDivergence`.
+        DataError: See `LogitDivergence`.
+        ShapeError: The vocabulary has fewer than `asked.top_k` tokens; or see `LogitDivergence`.
     """
     compared = None if asked.divergence is None else teacher
     work = _Work(targets, asked, compared, [], [])
@@ -136,7 +137,7 @@ def head_scores(
 
 
 class _Work(NamedTuple):
-    """What has no gradient; lists are filled by the forward pass."""
+    """Inputs and results without gradient; the forward pass fills the lists."""
 
     targets: Tensor
     asked: Asked
@@ -145,28 +146,28 @@ class _Work(NamedTuple):
     compared: list[TokenComparison]
 
     def look(self, logits: Tensor, rows: slice) -> None:
-        """Find what is asked of a chunk's logits besides logprobs and entropy."""
+        """Compute the requested results of a chunk's logits other than logprobs and entropy."""
         if self.asked.top_k is not None:
             self.likeliest.append(likeliest(logits, self.asked.top_k, part=self.asked.part))
         if self.asked.divergence is not None and self.teacher is not None:
             self.compared.append(self.asked.divergence(logits, self.teacher.select(rows)))
 
     def chosen(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """[c, 1] columns of the tokens, and whether this rank has them; column 0 where it has not."""
+        """Return [c, 1] columns of the target tokens and whether this rank has them; column 0 where it does not."""
         local = self.targets[rows].unsqueeze(-1) - self.asked.part.first(logits.shape[1])
         is_local = (local >= 0) & (local < logits.shape[1])
         return local.masked_fill(~is_local, 0), is_local
 
 
 class _Head(torch.autograd.Function):
-    """Logprobs, entropy, log of the sum of exponentials, and losses, [M] each."""
+    """Logprobs, entropy, log-sum-exp and losses, each [M]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: _Work) -> tuple[Tensor, ...]:
         asked, num_tokens, chunk = work.asked, len(hidden), work.asked.chunk(weight)
         exact = _exact(weight.dtype)
         sums = torch.empty(4, num_tokens, dtype=exact, device=hidden.device)
-        # One buffer for all chunks: fresh memory is slow, on a CPU as slow as the arithmetic on it.
+        # One buffer for all chunks. On a CPU, allocating new memory takes as long as computing on it.
         buffer = weight.new_empty(min(chunk, num_tokens), weight.shape[0])
         for start in range(0, max(1, num_tokens), chunk):
             rows = slice(start, start + chunk)
@@ -206,7 +207,7 @@ class _Head(torch.autograd.Function):
 
 
 class _Known(NamedTuple):
-    """[M] each: what the forward pass found, and the gradients to what it gave, None where there are none."""
+    """Results of the forward pass and the gradients with respect to them, each [M]; None without a gradient."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -217,12 +218,12 @@ class _Known(NamedTuple):
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """In which sums over the vocabulary are taken."""
+    """Return the dtype for sums over the vocabulary."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _sums(logits: Tensor, rows: slice, work: _Work) -> Tensor:
-    """[4, c] of a chunk, as `_statistics`; what pads the vocabulary is left out."""
+    """Return the `_statistics` [4, c] of a chunk, without the padding of the vocabulary."""
     asked = work.asked
     exact = _exact(logits.dtype)
     places, is_local = work.chosen(logits, rows)
@@ -239,9 +240,10 @@ def _sums(logits: Tensor, rows: slice, work: _Work) -> Tensor:
 
 
 def _statistics(logits: Tensor, places: Tensor, scale: float) -> Tensor:
-    """Four numbers [4, c] of each token's scaled logits, relative to the largest.
+    """Return four numbers [4, c] per token, computed from its scaled logits.
 
-    They are the largest, the sum of exponentials, the sum of exponentials times logits, and the logit at places [c, 1].
+    They are the maximum, the sum of exponentials relative to it, the sum of exponentials times shifted logits, and the
+    logit at places [c, 1].
     """
     scaled = logits.to(_exact(logits.dtype)) * scale
     largest = scaled.amax(-1, keepdim=True)
@@ -253,7 +255,7 @@ def _statistics(logits: Tensor, places: Tensor, scale: float) -> Tensor:
 
 
 def _over_ranks(sums: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs, entropy and the log of the sum of exponentials, [M] each, from each rank's `_sums`."""
+    """Combine each rank's `_sums` into logprobs, entropy and log-sum-exp, each [M]."""
     own, total, weighted, chosen = sums.unbind()
     largest = part.largest(own.clone())
     lower = own - largest
@@ -264,7 +266,7 @@ def _over_ranks(sums: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor, Ten
 
 
 def _to_logits(logits: Tensor, rows: slice, known: _Known, work: _Work) -> Tensor:
-    """The gradient to a chunk's logits, in their place."""
+    """Return the gradient with respect to a chunk's logits, computed in place."""
     asked = work.asked
     other = None
     if known.of_losses is not None and asked.divergence is not None and work.teacher is not None:
@@ -278,12 +280,12 @@ def _to_logits(logits: Tensor, rows: slice, known: _Known, work: _Work) -> Tenso
 
 
 def _of_tokens(logits: Tensor, rows: slice, known: _Known, work: _Work) -> None:
-    """Put the gradient of logprobs and entropy in the logits' place."""
+    """Replace the logits by the gradient of logprobs and entropy."""
     asked = work.asked
     scale = 1.0 / asked.temperature
     logprobs, entropy, log_total = (values[rows].unsqueeze(-1) for values in known[:3])
     of_logprobs = torch.zeros_like(logprobs) if known.of_logprobs is None else known.of_logprobs[rows].unsqueeze(-1)
-    # Of a token other than the target: probability * (flat + slope * its logprob).
+    # Gradient of every logit but the target's: probability * (flat + slope * logprob).
     flat, slope = of_logprobs * -scale, None
     at_target = of_logprobs * -scale * torch.expm1(logprobs)
     if known.of_entropy is not None:
@@ -291,19 +293,19 @@ def _of_tokens(logits: Tensor, rows: slice, known: _Known, work: _Work) -> None:
         flat = flat + slope * entropy
         at_target = at_target + logprobs.exp() * slope * (entropy + logprobs)
     elif asked.is_fused:
-        slope = torch.zeros_like(flat)  # one compiled form for both
+        slope = torch.zeros_like(flat)  # so that one compiled function serves both cases
     own = asked.part.without_padding(logits)
     put_gradient = asked.run(_put_gradient, logits)
     for few in asked.blocks(logits):
         put_gradient(own[few], log_total[few], flat[few], None if slope is None else slope[few], scale)
     logits[:, own.shape[1] :] = 0.0
     places, is_local = work.chosen(logits, rows)
-    # Written after rounding to the logits' dtype, in which a difference from 1 would be lost.
+    # The target's gradient is written separately because the logits' dtype would lose its difference from 1.
     logits.scatter_(-1, places, torch.where(is_local, at_target.to(logits.dtype), logits.gather(-1, places)))
 
 
 def _put_gradient(logits: Tensor, log_total: Tensor, flat: Tensor, slope: Tensor | None, scale: float) -> None:
-    """Put probability * (flat + slope * logprob) in the place of every logit [c, V], from [c, 1] each."""
+    """Replace every logit [c, V] by probability * (flat + slope * logprob); the other tensors are [c, 1]."""
     logprobs = (logits.to(log_total.dtype) * scale).sub_(log_total)
     if slope is None:
         logits.copy_(logprobs.exp_().mul_(flat))
@@ -313,9 +315,9 @@ def _put_gradient(logits: Tensor, log_total: Tensor, flat: Tensor, slope: Tensor
 
 
 def _weight_grad(weight: Tensor, total: Tensor | None) -> Tensor | None:
-    """What autograd gets, where megatron's buffer may have the gradient."""
+    """Return the weight's gradient for autograd, which may already be in Megatron's buffer."""
     if not hasattr(weight, "main_grad"):
         return torch.zeros_like(weight) if total is None else total.to(weight.dtype)
     if getattr(weight, "zero_out_wgrad", False):
-        return None  # the embedding's own gradient tells megatron that there is one, and is added by it
+        return None  # Megatron adds the embedding's own gradient, which also signals that one exists
     return gradient_elsewhere(weight)

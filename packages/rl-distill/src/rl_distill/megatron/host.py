@@ -1,6 +1,6 @@
-"""The role of a learner's rank: it joins the other ranks, holds models by name, and runs their methods.
+"""The role of a learner's rank: connects to the other ranks, holds models by name, and runs their methods.
 
-Every rank of a learner gets the same calls in the same order; what one does alone says so.
+All ranks of a learner receive the same calls in the same order unless a docstring says otherwise.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ from rl_distill.options import ParallelOptions
 
 
 class RankHost:
-    """One rank of a learner, and the models on it."""
+    """One rank of a learner and its models."""
 
     def __init__(self, parallel: ParallelOptions, *, num_threads: int | None, seed: int, context: RoleContext) -> None:
         """Prepare the process; `join` makes it a rank.
 
         Args:
-            parallel: The layout.
+            parallel: Parallel layout of the ranks.
             num_threads: Threads of a CPU rank; None leaves torch's setting.
-            seed: Of megatron's random number trackers.
-            context: Which rank this is, and how others reach it.
+            seed: Seed of Megatron's random number trackers.
+            context: Rank number and address of this process.
         """
         self._parallel, self._seed, self._context = parallel, seed, context
         self._models: dict[str, RankModel] = {}
@@ -49,25 +49,25 @@ class RankHost:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         if context.size > 1 and torch.cuda.is_available():
-            torch.cuda.set_device(context.rank % torch.cuda.device_count())  # of those that this process sees
+            torch.cuda.set_device(context.rank % torch.cuda.device_count())  # among the GPUs visible to this process
         install_cpu_compatibility()
 
     def look(self) -> None:
-        """Answer, as only a living rank does."""
+        """Return, which shows that the rank is alive."""
 
     def listen(self) -> Rendezvous:
-        """Open the store where ranks meet; rank 0 alone."""
+        """Open the store where the ranks meet. Called on rank 0 only."""
         rendezvous, self._store = open_store(self._context.address, num_ranks=self._context.size)
         return rendezvous
 
     def join(self, rendezvous: Rendezvous | None) -> Place:
-        """Meet the other ranks, and make megatron's groups."""
+        """Connect to the other ranks and create Megatron's process groups."""
         join_ranks(self._context.rank, self._context.size, rendezvous=rendezvous, store=self._store)
         initialize_groups(self._parallel, seed=self._seed)
         return Place.of_this_rank()
 
     def rearrange(self, parallel: ParallelOptions) -> Place:
-        """Free every model, and make the groups of another layout of as many ranks."""
+        """Free every model and create the process groups of another layout with the same number of ranks."""
         self.close()
         self._parallel = parallel
         parallel_state.destroy_model_parallel()
@@ -78,26 +78,27 @@ class RankHost:
         """Build this rank's part of a model.
 
         Returns:
-            Its primary parameters, which add up over a model's ranks, and whether it computes once what rows share.
+            Number of the model's parameters whose primary copy is on this rank (the sum over ranks is the total), and
+            whether the attention can share prefixes.
         """
         model = self._models[name] = RankModel(plan)
         return model.tensors.num_parameters(), model.shares_prefixes
 
     def run(self, name: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a method of a model."""
+        """Call a method of a model on this rank."""
         return getattr(self._loaded(name), method)(*args, **kwargs)
 
     def export(self, name: str, what: Exported, *, on_host: bool) -> list[Piece]:
-        """The tensors whose primary copy is on this rank; see `RankTensors.export`."""
+        """Return the tensors whose primary copy is on this rank; see `RankTensors.export`."""
         return self._loaded(name).tensors.export(what, on_host=on_host)
 
     def offer(self, name: str, options: SenderOptions, *, version: int) -> RankOffer:
-        """Send this rank's weights to engines that ask; by NCCL from a GPU, and from where other hosts reach this one.
+        """Let engines fetch this rank's weights: from a GPU over NCCL, and at the rank's address unless it is loopback.
 
         Args:
-            name: Of the model.
+            name: Name of the model.
             options: How the learner sends; its ranks share the bytes of a bucket.
-            version: Of the policy.
+            version: Policy version of the weights.
         """
         is_elsewhere = not ipaddress.ip_address(self._context.address).is_loopback
         own = replace(
@@ -109,27 +110,27 @@ class RankHost:
         return self._loaded(name).offer(own, version=version)
 
     async def expect_engines(self, name: str, num_receivers: int) -> None:
-        """Change how many engines a model's sender expects, while the rank continues other calls."""
+        """Set how many engines a model's sender expects, without blocking other calls."""
         self._model(name).sender.expect(num_receivers)
 
     def begin_save(self, name: str, directory: Path) -> None:
-        """Copy the state of a model, and write it while the rank goes on."""
+        """Copy the state of a model, then write it in the background."""
         pieces = self._loaded(name).tensors.state_pieces()
         write = partial(write_pieces, directory, pieces, rank=self._context.rank, num_ranks=self._context.size)
         self._savings[directory] = in_daemon_thread(write, name="save")
 
     def finish_save(self, directory: Path) -> Written:
-        """Wait until what `begin_save` began is on the disk."""
+        """Wait until the files of `begin_save` are on disk."""
         return self._savings.pop(directory).result()
 
     async def wait_for_save(self, directory: Path) -> Written:
-        """`finish_save`, while the rank continues other calls."""
+        """Run `finish_save` without blocking other calls."""
         return await asyncio.to_thread(self.finish_save, directory)
 
     def read_state(self, name: str, directory: Path) -> str | None:
-        """Read what `begin_save` wrote, under any layout, for `apply_state`; gives what is wrong, None for nothing.
+        """Read the files of `begin_save`, written under any layout, for `apply_state`; return the error, or None.
 
-        A rank that raised would end the others, and what they hold.
+        The error is returned because raising it would stop all ranks and lose their models.
         """
         states, blocks = self._loaded(name).tensors.empty_state()
         wanted = [(f"{kind}/{block.name}", block) for kind, of_kind in blocks.items() for block in of_kind]
@@ -147,11 +148,11 @@ class RankHost:
         return None
 
     def apply_state(self, name: str, *, step: int) -> None:
-        """Continue a model from what every rank has read."""
+        """Continue a model from the state that `read_state` loaded on every rank."""
         self._loaded(name).load_state(self._read.pop(name), step=step)
 
     def forget_state(self, name: str) -> None:
-        """Free what `read_state` has read; the model stays as it is."""
+        """Free the state that `read_state` loaded; the model is unchanged."""
         self._read.pop(name, None)
 
     def drop(self, name: str) -> None:
@@ -160,17 +161,17 @@ class RankHost:
             self._models.pop(name).close()
 
     def close(self) -> None:
-        """Free everything; the process groups stay, for others in the process may use them."""
+        """Free all models; process groups stay because other code in the process may use them."""
         for name in list(self._models):
             self.drop(name)
 
     def offload(self, name: str) -> int:
-        """Free what a model needs only while it works; its next call brings it back. Gives the bytes freed."""
+        """Free a model's memory until its next call, which restores it; return the bytes freed."""
         return self._model(name).offload()
 
     def _model(self, name: str) -> RankModel:
         if name not in self._models:
-            raise NotReadyError(f"the learner was closed, or has no model {name!r}; make a new one.")
+            raise NotReadyError(f"model {name!r} does not exist, or was closed. Build a new learner.")
         return self._models[name]
 
     def _loaded(self, name: str) -> RankModel:

@@ -1,4 +1,4 @@
-"""Which implementation of each part of a model runs: those of a CPU, or those of a GPU."""
+"""Select the implementation of each part of a model for CPU or GPU."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,14 +13,15 @@ from rl_distill.options import KernelChoice
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What computes.
+    """Implementation of each part of a model.
 
     Attributes:
-        attention: "buckets", one call for each group of segments of nearly equal length; or "varlen", flash attention
-            over the whole pack, which takes 16-bit numbers alone.
-        experts: "turns", one after the other; or "grouped", in one call.
-        is_fused: Norms, gated activations and rotary embeddings by torch's own kernels, compiled where they can be.
-        layers: Whose matrices and norms: "torch", or "transformer_engine".
+        attention: "buckets" calls attention once per group of segments of similar length. "varlen" is flash attention
+            over the whole pack, which needs 16-bit dtypes on a GPU.
+        experts: "turns" computes experts one after another; "grouped" computes all in one call.
+        is_fused: True to use torch's kernels for norms, gated activations and rotary embeddings, compiled where
+            possible.
+        layers: Library of the linear layers and norms.
     """
 
     attention: Literal["buckets", "varlen"] = "buckets"
@@ -33,23 +34,23 @@ PLAIN = Kernels()
 
 
 def chosen_kernels(wanted: KernelChoice, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
-    """What computes on a device: see `rl_distill.options.LearnerOptions.kernels`.
+    """Select the kernels for a device; see `rl_distill.options.LearnerOptions.kernels`.
 
     Args:
-        wanted: The option.
-        device: Where the model is.
-        dtype: Of its parameters.
-        head_dim: Channels of its attention's heads.
+        wanted: The requested kernels.
+        device: Device of the model.
+        dtype: Dtype of the parameters.
+        head_dim: Channels per attention head.
 
     Raises:
-        SettingsError: A CPU has no kernels for what is wanted.
+        SettingsError: The requested kernels are not available on a CPU.
     """
     if wanted == "plain" or (wanted == "auto" and device.type == "cpu"):
         return PLAIN
     if wanted == "transformer_engine" and device.type == "cpu":
         raise SettingsError(
-            'learner.kernels = "transformer_engine" needs a GPU; this learner is on a CPU. Set learner.kernels = '
-            '"auto", which uses what the device has.'
+            'learner.kernels = "transformer_engine" needs a GPU; found a CPU. Set learner.kernels = "auto" to use the '
+            "kernels of the device."
         )
     return Kernels(
         attention=_attention(device=device, dtype=dtype, head_dim=head_dim),
@@ -60,23 +61,23 @@ def chosen_kernels(wanted: KernelChoice, *, device: torch.device, dtype: torch.d
 
 
 def _attention(*, device: torch.device, dtype: torch.dtype, head_dim: int) -> Literal["buckets", "varlen"]:
-    """Flash attention where there are kernels of it."""
+    """Select flash attention if its kernels are available."""
     if device.type != "cpu":
         return "varlen" if has_gpu_kernels(device, dtype=dtype, head_dim=head_dim) else "buckets"
     if not has_cpu_kernels():
         raise SettingsError(
-            'learner.kernels = "fused" needs a GPU, as torch has flash attention only there; this learner is on a CPU. '
-            'Set learner.kernels = "auto", which uses what the device has.'
+            'learner.kernels = "fused" needs a GPU, because torch has flash attention only there; found a CPU. '
+            'Set learner.kernels = "auto" to use the kernels of the device.'
         )
     return "varlen"
 
 
 @dataclass
 class PolicyTransformerConfig(TransformerConfig):  # type: ignore[misc]
-    """megatron's configuration, which reaches every module of a model, with what computes.
+    """Megatron's model configuration with the kernel selection, which reaches every module.
 
     Attributes:
-        kernels: What computes.
+        kernels: Implementation of each part of the model.
     """
 
     kernels: Kernels = PLAIN

@@ -1,4 +1,4 @@
-"""The Megatron learner: megatron-core's models, parallelism, schedules and optimizer, on packed trajectories."""
+"""The Megatron learner: trains packed trajectories with megatron-core's models, parallelism and optimizer."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ from rl_distill.stepping import check_open
 
 
 class MegatronLearner(TrainedModel):
-    """Trains a policy with megatron-core; see `rl_distill.learner.Learner`."""
+    """A policy trained with megatron-core. Implements `rl_distill.learner.Learner`."""
 
     kind, replays = "policy", True
 
@@ -37,14 +37,14 @@ class MegatronLearner(TrainedModel):
         name: str | None = None,
         lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
     ) -> None:
-        """Build the policy on every rank: see `RankedModel`.
+        """Build the policy on every rank; see `RankedModel`.
 
         Args:
-            policy: Its folder, or a config.json's content; the weights under the adapter, where there is one.
-            options: How to train.
-            ranks: Where; None for this process alone.
-            name: Of the model on its ranks; None for what it is.
-            lora: The adapter that trains in the place of the weights; rank 0 trains all of these.
+            policy: Hugging Face folder, or the content of a config.json; with an adapter, its base model.
+            options: Learner options.
+            ranks: Ranks that hold the model; None to use this process alone.
+            name: Name of the model on its ranks; None uses `kind`.
+            lora: Adapter that trains instead of the weights; rank 0 trains all weights.
         """
         self._lora = lora
         self._base_digest = ""
@@ -54,29 +54,30 @@ class MegatronLearner(TrainedModel):
 
     @property
     def num_trained(self) -> int:
-        """Parameters that train: an adapter's, or all."""
+        """Number of trained parameters: those of the adapter, or all."""
         return adapter_size(self._source.config, self._lora) if self._lora.rank else self.num_parameters
 
     def export_adapter(self) -> Mapping[str, Tensor]:
-        """See `rl_distill.learner.Learner`."""
+        """Return A and B of the adapter; see `rl_distill.learner.AdapterLearner`."""
         if not self._lora.rank:
-            raise NotReadyError("this learner trains all weights, and has no adapter. Give it a lora.rank above 0.")
+            raise NotReadyError("this learner trains all weights and has no adapter. Set lora.rank above 0.")
         return self._export("adapter", [PEFT_PREFIX + name for name in self._saved_shapes()])
 
     def export_base(self) -> Mapping[str, Tensor]:
-        """See `rl_distill.learner.Learner`."""
+        """Return the frozen weights under the adapter; see `rl_distill.learner.AdapterLearner`."""
         return self._export("base", self._shapes())
 
     def reference(self) -> "BaseReference":
-        """The policy without its adapter, on the same weights; valid while the policy is.
+        """Return the policy without its adapter, on the same weights; valid until the policy is closed.
 
         Raises:
-            NotReadyError: The policy trains all weights: only a `MegatronReference` keeps what it began as.
+            NotReadyError: The policy trains all weights, so its initial weights are not kept. Use a
+                `MegatronReference`.
         """
         if not self._lora.rank:
             raise NotReadyError(
-                "a policy that trains all weights does not keep those that it began with. Make a "
-                "MegatronReference of its folder."
+                "a policy that trains all weights does not keep its initial weights. Build a MegatronReference from "
+                "its folder."
             )
         return BaseReference(self)
 
@@ -90,22 +91,22 @@ class MegatronLearner(TrainedModel):
         return TrainedAdapter(options=self._lora, modules=modules, base_digest=self._digest_of_base())
 
     def _digest_of_base(self) -> str:
-        if not self._base_digest:  # it never changes
+        if not self._base_digest:  # constant, so computed once
             self._base_digest = TensorFingerprint(self.export_base().items()).digest
         return self._base_digest
 
     def _check_base(self, adapter: Path) -> None:
-        """Refuse an adapter that says that it was trained on another base, in this learner's dtype."""
+        """Refuse an adapter that was trained on another base; only digests in this learner's dtype are compared."""
         said = AdapterFolder(adapter).base_digest
         if said is not None and said[0] == self._options.dtype and said[1] != self._digest_of_base():
             self.close()
             raise DataError(
-                f"{adapter} was trained on a base model with other weights than this policy's. Begin with the policy "
-                "that it was trained on, or with the adapter merged into that (`export --merge`)."
+                f"{adapter} was trained on a base model whose weights differ from this policy's. Start from that base "
+                "model, or from the adapter merged into it (`export --merge`)."
             )
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
+        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
         return self._score(batch, temperature=temperature)
 
     def train_step(
@@ -117,10 +118,10 @@ class MegatronLearner(TrainedModel):
         with_entropy: bool = False,
         with_tokens: bool = False,
     ) -> StepResult:
-        """One optimizer step on the whole batch; logprobs are those of `loss_mask`, others stay 0.
+        """Take one optimizer step on the whole batch; logprobs are computed where `loss_mask` is True, else 0.
 
         Raises:
-            ShapeError: loss_weights is missing or all zero.
+            ShapeError: loss_weights is missing or entirely zero.
         """
         return self._train(
             batch, objective, temperature=temperature, with_entropy=with_entropy, with_tokens=with_tokens
@@ -128,45 +129,45 @@ class MegatronLearner(TrainedModel):
 
     @converts_arguments
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
-        """Read the teachers' output matrices, for objectives that compare whole distributions.
+        """Load the teachers' output matrices for objectives that compare whole distributions.
 
         Args:
-            folders: Hugging Face folders, in the order of the column `teacher_index`.
+            folders: Hugging Face folders, indexed by the column `teacher_index`.
 
         Raises:
-            SettingsError: A teacher knows fewer tokens than the policy.
-            DataError: A file or tensor is missing or torn.
+            SettingsError: A teacher's vocabulary is smaller than the policy's.
+            DataError: A file or tensor is missing or incomplete.
         """
         check_open(self._is_open)
         self._ranks.call_all("run", self._name, "load_teacher_heads", (list(folders),), {})
 
 
 class BaseReference:
-    """The weights under a policy's adapter, as a reference that takes no memory; its routers choose by themselves."""
+    """The weights under a policy's adapter, as a reference that needs no extra memory. Routers choose their experts."""
 
     def __init__(self, policy: MegatronLearner) -> None:
-        """Take a policy with an adapter."""
+        """Wrap a policy that has an adapter."""
         self._policy = policy
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
+        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
         return self._policy._score(batch.only({"input_ids"}), temperature=temperature, is_base=True)
 
     def offload(self) -> int:
-        """Nothing: what there is to free is the policy's."""
+        """Do nothing and return 0, because the memory belongs to the policy."""
         return 0
 
     def close(self) -> None:
-        """Leave the policy as it is."""
+        """Do nothing; the policy stays open."""
 
 
 class MegatronReference(RankedModel):
-    """A policy that never trains: no gradients, no optimizer."""
+    """A frozen policy, without gradients or optimizer."""
 
     kind, trains = "reference", False
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Logprobs of all tokens, float32, in the batch's row order, first token 0."""
+        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
         return self._score(batch, temperature=temperature)
 
 
@@ -177,28 +178,28 @@ def _objective_of_values(
     *,
     loss: ValueLoss,
 ) -> tuple[Tensor, MetricSums]:
-    """A critic's loss as an objective; at the module's level, for it travels to ranks."""
+    """Call a critic's loss as an objective. A module-level function, so that ranks in other processes unpickle it."""
     return loss(values, micro_batch)
 
 
 class MegatronCritic(TrainedModel):
-    """Trains a critic: a policy's layers under a value head, which starts at 0 where the folder has none.
+    """A critic: a policy's layers under a value head, initialized to 0 if the folder has none.
 
-    See `rl_distill.learner.Critic`.
+    Implements `rl_distill.learner.Critic`.
     """
 
     kind: ClassVar[str] = "critic"
     head: ClassVar[Head] = "value"
 
     def values(self, batch: Batch) -> Ragged:
-        """Values of the states before each token, float32, in the batch's row order, first token 0."""
+        """Return float32 values of the state before each token in the batch's row order; 0 at the first token."""
         return self._score(batch)
 
     def train_step(self, batch: Batch, objective: ValueLoss) -> StepResult:
-        """One optimizer step on the whole batch; values are those of `loss_mask`, others stay 0.
+        """Take one optimizer step on the whole batch; values are computed where `loss_mask` is True, else 0.
 
         Raises:
-            ShapeError: loss_weights is missing or all zero.
+            ShapeError: loss_weights is missing or entirely zero.
         """
         return self._train(batch, partial(_objective_of_values, loss=objective))
 

@@ -1,8 +1,8 @@
-"""LoRA beside megatron's matrices: one A and one B for each Hugging Face matrix in them (Hu et al. 2021).
+"""LoRA on Megatron's matrices: one A and one B per Hugging Face matrix in them (Hu et al. 2021).
 
-megatron's matrix is frozen and computes what it did; the low-rank products are added to its output. Column-parallel
-matrices (queries, keys and values; gate and up) have A whole on every tensor rank and B cut by rows, row-parallel ones
-(output; down) A cut by columns and B whole.
+Megatron's matrix is frozen, and the low-rank products are added to its output. For column-parallel matrices (queries,
+keys and values; gate and up), A is replicated on every tensor rank and B is split by rows. For row-parallel matrices
+(output; down), A is split by columns and B is replicated.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from rl_distill.megatron.parallel import undisturbed_random_numbers
 from rl_distill.options import LoraOptions
 
 PARAMETER = ".lora_"
-"""In the names of an adapter's parameters, and of no others."""
+"""Substring of the names of an adapter's parameters."""
 
 
 def with_adapter(kind: type, names: Collection[str], options: LoraOptions) -> type | ModuleSpec:
-    """How to build one of megatron's layers.
+    """Return the specification of a linear layer, with an adapter if any of its matrices has one.
 
     Args:
         kind: ColumnParallelLinear or RowParallelLinear.
-        names: Last parts of the names of the matrices in it that have an adapter, such as "q_proj".
-        options: The adapter's.
+        names: Last name part of the adapted matrices in the layer, such as "q_proj".
+        options: Options of the adapter.
     """
     if not names:
         return kind
@@ -50,7 +50,7 @@ def with_adapter(kind: type, names: Collection[str], options: LoraOptions) -> ty
 
 @contextlib.contextmanager
 def base_alone(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside the context, the chunks compute without their adapter."""
+    """Disable the chunks' adapters inside the context."""
     layers = [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, LoraColumn | LoraRow)]
     for layer in layers:
         layer.is_on = False
@@ -63,7 +63,7 @@ def base_alone(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawing_by(key: tuple[int, ...]) -> Iterator[None]:
-    """Inside the context, what adapters leave out follows from a key; random numbers of others stay as they were."""
+    """Seed adapter dropout with a key inside the context; restore the generators on exit."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     with undisturbed_random_numbers():
         torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
@@ -71,25 +71,25 @@ def drawing_by(key: tuple[int, ...]) -> Iterator[None]:
 
 
 class LoraColumn(ColumnParallelLinear):  # type: ignore[misc]
-    """Column-parallel layer of several joined matrices, with an adapter for each of some of them.
+    """Column-parallel layer of several fused matrices, some of them with an adapter.
 
     Attributes:
-        lora_A: [rank, in] by the matrix's name.
-        lora_B: [out / ranks, rank] likewise.
-        is_on: False computes without the adapter.
+        lora_A: [rank, in] by matrix name.
+        lora_B: [out / ranks, rank] by matrix name.
+        is_on: False to compute without the adapter.
     """
 
     def __init__(
         self, *args: Any, names: Collection[str], lora: LoraOptions, tp_comm_buffer_name: str, **kwargs: Any
     ) -> None:
-        """Make the layer, and room for A and B.
+        """Build the layer with A and B uninitialized.
 
         Args:
-            *args: megatron's.
-            names: Of the matrices that have an adapter.
-            lora: Its options.
-            tp_comm_buffer_name: megatron's; says which layer it is.
-            **kwargs: megatron's.
+            *args: Positional arguments of Megatron's layer.
+            names: Names of the adapted matrices.
+            lora: Options of the adapter.
+            tp_comm_buffer_name: Megatron's argument that identifies the layer.
+            **kwargs: Other arguments of Megatron's layer.
         """
         super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
         self.is_on, self._lora = True, lora
@@ -101,7 +101,7 @@ class LoraColumn(ColumnParallelLinear):  # type: ignore[misc]
         self.lora_B = ParameterDict({name: _parameter(self, (rows[name], lora.rank), axis=0) for name in self._names})
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As megatron's, with what the adapter adds."""
+        """Run Megatron's layer and add the adapter's output."""
         output, bias = super().forward(input_, *args, **kwargs)
         if not self.is_on:
             return output, bias
@@ -116,7 +116,7 @@ class LoraColumn(ColumnParallelLinear):  # type: ignore[misc]
         return _Added.apply(output, low, self._lora.scaling, starts, *parts), bias  # type: ignore[no-untyped-call]
 
     def _parts_of(self, buffer_name: str) -> dict[str, tuple[int, int, int]]:
-        """(groups, heads of a group, rows of a head) of each matrix, in the order of the rows of a group."""
+        """Return (groups, heads per group, rows per head) of each matrix, in the order of the rows within a group."""
         if buffer_name == "qkv":
             groups, size = self.config.num_query_groups // self.tp_group.size(), self.config.kv_channels
             heads = {
@@ -128,9 +128,10 @@ class LoraColumn(ColumnParallelLinear):  # type: ignore[misc]
         return dict.fromkeys(("gate_proj", "up_proj"), (1, 1, self.output_size_per_partition // 2))
 
     def _placed_b(self) -> tuple[list[int], list[Tensor]]:
-        """Where each B begins in the output's columns, and B; it takes consecutive columns of what A gives.
+        """Return the first output column of each B, and the B matrices.
 
-        Matrices whose rows lie group by group make one: each B in the rows of its matrix, in columns of its own.
+        Matrices whose rows are interleaved by group share a single B, in which each matrix has its own rows and
+        its own columns of A's output.
         """
         rank, size = self._lora.rank, self._lora.rank * len(self._names)
         blocks: list[Tensor] = []
@@ -151,16 +152,16 @@ class LoraColumn(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class LoraRow(RowParallelLinear):  # type: ignore[misc]
-    """Row-parallel layer with an adapter; the low-rank product is summed over ranks, not the whole output again.
+    """Row-parallel layer with an adapter. Only the low-rank product is summed over ranks, not the whole output again.
 
     Attributes:
-        lora_A: [rank, in / ranks] by the matrix's name.
-        lora_B: [out, rank] likewise.
-        is_on: False computes without the adapter.
+        lora_A: [rank, in / ranks] by matrix name.
+        lora_B: [out, rank] by matrix name.
+        is_on: False to compute without the adapter.
     """
 
     def __init__(self, *args: Any, names: Collection[str], lora: LoraOptions, **kwargs: Any) -> None:
-        """As `LoraColumn`; of one matrix."""
+        """Build the layer of one matrix; see `LoraColumn`."""
         super().__init__(*args, **kwargs)
         self.is_on, self._lora = True, lora
         (self._name,) = names
@@ -169,7 +170,7 @@ class LoraRow(RowParallelLinear):  # type: ignore[misc]
         self.lora_B = ParameterDict({self._name: _parameter(self, outputs, axis=None)})
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As megatron's, with what the adapter adds."""
+        """Run Megatron's layer and add the adapter's output."""
         output, bias = super().forward(input_)
         if not self.is_on:
             return output, bias
@@ -182,14 +183,14 @@ class LoraRow(RowParallelLinear):  # type: ignore[misc]
             )
             low = reduce(low, group=self.tp_group)
         b = self.lora_B[self._name].t()
-        # Not in place: megatron's sum over ranks gives a view.
+        # Not in place, because Megatron's sum over ranks returns a view.
         return torch.addmm(output.flatten(0, -2), low.flatten(0, -2), b, alpha=self._lora.scaling).view_as(output), bias
 
 
 class _Added(torch.autograd.Function):
-    """output with scaling * low @ b.t() added in place, by parts: [T, 1, out], [T, 1, ranks], [rows, rank] each.
+    """output + scaling * low @ b.t(), added in place by parts: [T, 1, out], [T, 1, ranks], [rows, rank] each.
 
-    Nothing keeps the frozen matrix's output, which is the largest tensor of a layer.
+    Autograd does not save the frozen matrix's output, the largest tensor of a layer.
     """
 
     @staticmethod
@@ -214,40 +215,41 @@ class _Added(torch.autograd.Function):
 
 
 def _by_part(starts: Sequence[int], parts: Sequence[Tensor], low: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of each part where it begins in the output, its B, and its columns of what A gave."""
+    """Yield each part's first output column, its B, and its columns of A's output."""
     of_lows = torch.split(low.flatten(0, -2), [b.shape[1] for b in parts], 1)
     yield from zip(starts, parts, of_lows, strict=True)
 
 
 def _parameter(layer: Any, shape: tuple[int, int], *, axis: int | None) -> Parameter:
-    """An empty A or B with megatron's attributes: how ranks sum its gradient, and which of them the norm counts.
+    """Create an uninitialized A or B with the attributes by which Megatron sums gradients and computes norms.
 
     Args:
-        layer: Which has it.
-        shape: On this rank.
-        axis: By which tensor ranks cut it; None where each has it whole.
+        layer: Layer of the parameter.
+        shape: Shape on this rank.
+        axis: Axis along which tensor ranks split it; None if it is replicated.
     """
     parameter: Any = Parameter(torch.empty(shape, dtype=layer.config.params_dtype))
     if axis is not None:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
     else:
-        parameter.sequence_parallel = layer.sequence_parallel  # each rank sees a part of the tokens
+        parameter.sequence_parallel = layer.sequence_parallel  # each rank processes part of the tokens
     parameter.allreduce = True
     return parameter  # type: ignore[no-any-return]
 
 
 def _dropped(x: Tensor, layer: Any, *, is_part: bool) -> Tensor:
-    """The input of an adapter in training, some of it left out.
+    """Apply the adapter's dropout to its input in training.
 
     Args:
         x: [T, 1, in].
-        layer: The adapter's.
-        is_part: Each tensor rank has another part of the input, and draws for itself; else all draw the same.
+        layer: Layer of the adapter.
+        is_part: True if each tensor rank has a different part of the input and needs its own random mask; otherwise all
+            use the same one.
     """
     share = layer._lora.dropout
     if not (share and layer.training):
         return x
-    # A layer that is computed again finds the CPU's generator as it was.
+    # Recomputed layers restore the CPU generator, and so draw the same mask.
     seed = int(torch.randint(2**40, ())) + (layer.tp_group.rank() if is_part else 0)
     generator = torch.Generator(x.device).manual_seed(seed)
     return x * torch.empty_like(x).bernoulli_(1.0 - share, generator=generator).div_(1.0 - share)

@@ -1,4 +1,4 @@
-"""megatron's GPTModel for a Hugging Face configuration, scoring tokens of packed trajectories."""
+"""Megatron's GPTModel for a Hugging Face configuration, which scores tokens of packed trajectories."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from rl_distill.objectives.vocabulary_parts import VocabularyPart
 from rl_distill.options import LoraOptions
 
 Head = Literal["policy", "value"]
-"""What comes out: logprobs and entropy of tokens, or values of the states before them."""
+"""Output of a model: logprobs and entropy of tokens, or values of the states before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,11 @@ class Wanted:
     """Requested outputs of a policy besides its tokens' logprobs and entropy.
 
     Attributes:
-        temperature: Divides the logits.
-        top_k: Number of top tokens, after the token itself; None for none.
-        has_hidden: Also the last hidden states.
-        comparison: With teachers; None without.
-        heads: The teachers' output matrices, for whole distributions.
+        temperature: Divisor of the logits.
+        top_k: Number of most probable tokens to return after the token itself; None for none.
+        has_hidden: True to return the last hidden states.
+        comparison: Comparison with teachers; None for none.
+        heads: Teachers' output matrices, for comparisons of whole distributions.
     """
 
     temperature: float = 1.0
@@ -48,13 +48,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a policy or a critic says of this rank's tokens.
+    """Results of a policy or critic for this rank's tokens.
 
     Attributes:
-        values: [M] float32, logprobs of the tokens, or values of the states before them.
-        entropy: [M] float32, of the distribution that each token was drawn from; None of a critic.
-        others: [M, ...] by name: "logprobs" and "ids" [M, K + 1] of the likeliest tokens, "hidden" [M, H], and
-            what a comparison with teachers gave.
+        values: [M] float32 logprobs of the tokens, or values of the states before them.
+        entropy: [M] float32 entropy of the distribution of each token; None for a critic.
+        others: [M, ...] results by name: "logprobs" and "ids" [M, K + 1] of the most probable tokens, "hidden" [M, H],
+            and the results of a comparison with teachers.
     """
 
     values: Tensor
@@ -63,18 +63,18 @@ class Scored:
 
     @property
     def device(self) -> torch.device:
-        """Where they are; megatron's schedules ask."""
+        """Device of the results. Megatron's schedules read it."""
         return self.values.device
 
     @property
     def trained(self) -> Tensor:
-        """A sum with gradient to whatever has one, for a rank that has no tokens."""
+        """Scalar sum of all results that have a gradient. Gives a rank without tokens a loss to backpropagate."""
         tensors = [self.values, *([] if self.entropy is None else [self.entropy]), *self.others.values()]
         return torch.stack([one.sum() for one in tensors if one.requires_grad]).sum()
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """This rank's part of a GPTModel, whose output is what a policy or a critic needs."""
+    """This rank's part of a GPTModel, with the output of a policy or a critic."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         """Build the part.
 
         Args:
-            policy: What config.json says.
-            config: megatron's configuration of it.
-            shard: Which part.
-            virtual_stage: Which of this rank's chunks; None where it has one.
-            head: What comes out.
-            lora: The adapter; rank 0 has none.
+            policy: The policy's configuration.
+            config: Megatron's configuration of the policy.
+            shard: Part of the policy that this rank holds.
+            virtual_stage: Index among this rank's chunks; None if it has one.
+            head: Output of the model.
+            lora: Options of the adapter; rank 0 for none.
         """
         super().__init__(
             config,
@@ -103,7 +103,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             max_sequence_length=policy.max_position_embeddings,
             pre_process=shard.has_embedding,
             post_process=shard.has_head,
-            position_embedding_type="none",  # PackedAttention rotates, by the layout's tables
+            position_embedding_type="none",  # PackedAttention applies the rotary embedding
             share_embeddings_and_output_weights=policy.is_tied and head == "policy",
             vp_stage=virtual_stage,
         )
@@ -117,25 +117,25 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
         elif self.post_process:
-            self.output_layer.__class__ = OutputLayer  # GPTModel has no way to say which it makes
+            self.output_layer.__class__ = OutputLayer  # GPTModel has no option for the class
 
     def _is_in_embd_group(self) -> bool:
-        """Always False: both copies of a tied embedding are filled from the same tensor, not from one another."""
+        """Return False: both copies of a tied embedding are loaded from the same tensor and need no synchronization."""
         return False
 
     def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-        """Leave the hidden states as they are; `forward` scores only the tokens it is asked for."""
+        """Return the hidden states unchanged; `forward` scores only the requested tokens."""
         return hidden_states
 
     def forward(self, placed: PlacedPack, *, wanted: Wanted = Wanted()) -> Tensor | Scored:
         """Score tokens of a pack.
 
         Args:
-            placed: The pack, as this rank sees it.
+            placed: The pack, laid out for this rank.
             wanted: The requested outputs.
 
         Returns:
-            The scores, or on a pipeline stage without the head, the hidden states.
+            The scores; on a pipeline stage without the head, the hidden states.
         """
         ids, positions = placed.input_ids[None], placed.position_ids[None]
         hidden = super().forward(ids, positions, None, packed_seq_params=placed.layout)
@@ -155,11 +155,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return Scored(found.pop("values"), found.pop("entropy"), found)
 
     def _head(self) -> Tensor | None:
-        """The output matrix where it is the embedding's."""
+        """Return the embedding's matrix if the head is tied to it."""
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
     def _score(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted) -> dict[str, Tensor]:
-        """What is wanted of the tokens whose hidden states [M, H] these are."""
+        """Return the requested results for tokens with hidden states [M, H]."""
         comparison = wanted.comparison
         asked = Asked(
             part=self._part,
@@ -180,11 +180,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return found
 
     def _divergence(self, comparison: Comparison, wanted: Wanted) -> LogitDivergence:
-        """What compares this rank's logits with teachers."""
+        """Return the function that compares this rank's logits with teachers."""
         return LogitDivergence(options=comparison.options, part=self._part, heads=wanted.heads)
 
     def _compare_alone(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted, divergence: LogitDivergence) -> Scored:
-        """Compare with teachers, in one pass that makes the gradients as well."""
+        """Compare with teachers in a single pass that also computes the gradients."""
         compute = partial(
             chunked_head_divergence,
             hidden,
@@ -207,5 +207,5 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 def _with_gradient(_module: torch.nn.Module, _inputs: Any, embedded: Tensor) -> Tensor:
-    """What a frozen embedding gave, with a gradient: a layer that is computed again passes gradients on only to one."""
+    """Return a frozen embedding's output with a gradient, without which recomputed layers backpropagate nothing."""
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded

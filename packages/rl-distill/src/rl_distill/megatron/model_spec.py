@@ -1,4 +1,4 @@
-"""megatron's configuration and layers for a Hugging Face policy."""
+"""Megatron's configuration and layer specification of a Hugging Face policy."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -45,13 +45,13 @@ _WITHOUT_FUSIONS = dict.fromkeys(
     ),
     False,
 )
-"""Kernels of apex or CUDA alone, and what Transformer Engine would do beyond its layers."""
+"""Fusions that need apex or CUDA kernels, and features of Transformer Engine beyond its layers."""
 
 _FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 class _Keep(torch.autograd.Function):
-    """Some rows, each at most once; index_select's gradient would add where a copy does."""
+    """A selection of rows, each at most once. Its gradient is a copy; that of index_select would accumulate."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, kept: Tensor) -> Tensor:
@@ -66,15 +66,16 @@ class _Keep(torch.autograd.Function):
 
 
 class PolicyLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron's layer; its mixture of experts, where it is one, takes the experts that the layout gives."""
+    """Megatron's layer. A mixture layer routes tokens to the experts given in the layout."""
 
     def __init__(self, *args: Any, is_last: bool = False, **kwargs: Any) -> None:
-        """Make the layer.
+        """Build the layer.
 
         Args:
-            *args: megatron's.
-            is_last: True before the head: nobody reads other tokens after its attention, so only `kept` ones go on.
-            **kwargs: megatron's.
+            *args: Arguments of Megatron's layer.
+            is_last: True for the layer before the head. After its attention only `kept` tokens continue, because no
+                other is read.
+            **kwargs: Keyword arguments of Megatron's layer.
         """
         super().__init__(*args, **kwargs)
         self.is_last = is_last
@@ -85,9 +86,9 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
             self._recompute(self.config.recompute_modules)
 
     def _recompute(self, modules: Collection[str]) -> None:
-        """Take over from megatron all but its core attention.
+        """Replace Megatron's recomputation, except that of core attention.
 
-        Its mixture would choose again without the experts that are given, its norms ask Transformer Engine.
+        Megatron would recompute a mixture without the given experts, and a norm with Transformer Engine.
         """
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = self.recompute_mlp = False
         if self.is_moe_layer:
@@ -95,14 +96,14 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         self.recomputes_mlp = ("moe" if self.is_moe_layer else "mlp") in modules
         if "layernorm" in modules:
             between = [(self.input_layernorm, self.self_attention)]
-            if not self.recomputes_mlp:  # which makes its norm again
+            if not self.recomputes_mlp:  # otherwise its norm is recomputed with it
                 between.append((self.pre_mlp_layernorm, self.mlp))
             for norm, reader in between:
-                if not isinstance(norm, IdentityOp):  # where a reader norms what it reads, there is nothing between
+                if not isinstance(norm, IdentityOp):  # an IdentityOp's reader applies the norm itself
                     forget_between(norm, reader)
 
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Tensor, Any]:
-        """As megatron's layer, [T, 1, hidden] to [T, 1, hidden]."""
+        """Run Megatron's layer, [T, 1, hidden] to [T, 1, hidden]."""
         hidden, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
         kept = packed_seq_params.kept if self.is_last else None
         if kept is not None:
@@ -116,12 +117,12 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         return hidden, context
 
     def _forward_experts(self, hidden: Tensor, *, experts: Tensor | None) -> Tensor:
-        """Norm, mixture of experts and sum; tokens take the experts that are given, also when it is computed again."""
+        """Apply norm, mixture of experts and residual sum. Tokens use the given experts, also during recomputation."""
         with self.mlp.router.replaying(experts):
             return self._forward_mlp(hidden)  # type: ignore[no-any-return]
 
     def _experts(self, layout: PackedLayout, kept: Tensor | None, *, num_tokens: int) -> Tensor | None:
-        """[num_tokens, top_k] experts that this layer's tokens must take."""
+        """Return the [num_tokens, top_k] experts that this layer's tokens must use; None if none are given."""
         if layout.experts is None:
             return None
         experts = layout.experts[:, self.layer_number - 1]
@@ -132,13 +133,13 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         return experts
 
     def _count_rows(self, layout: PackedLayout, experts: Tensor) -> None:
-        """Note how many rows were replayed and rerouted; a layer that is computed again notes the same again."""
+        """Record how many rows were replayed and rerouted. A recomputed layer records the same numbers."""
         if layout.routed is None:
             return
         is_given = (experts >= 0).all(-1)
         if layout.kept is not None and self.config.sequence_parallel and self.layer_number == self.config.num_layers:
             is_kept = torch.zeros(len(experts) * self.tp_group.size(), dtype=torch.bool, device=experts.device)
-            is_kept.index_fill_(0, layout.kept, True)  # what other layouts compute; here the head leaves the rest out
+            is_kept.index_fill_(0, layout.kept, True)  # count only the rows that other layouts compute
             is_given = is_given & is_kept.narrow(0, self.tp_group.rank() * len(experts), len(experts))
         rerouted = is_given & self.mlp.router.rerouted
         layout.routed[self.layer_number - 1] = torch.stack([is_given.sum(), rerouted.sum()])
@@ -154,16 +155,17 @@ def transformer_config(
     recompute_modules: Collection[str] = (),
     kernels: Kernels = PLAIN,
 ) -> PolicyTransformerConfig:
-    """megatron's configuration of a policy.
+    """Return Megatron's configuration of a policy.
 
     Args:
-        policy: What config.json says.
-        dtype: Of the parameters.
-        init_method: Fills a weight; None draws from a normal distribution with the policy's deviation.
-        parallel: How the policy is spread over ranks.
-        recompute: Make each layer's activations again in the backward pass.
-        recompute_modules: Make those of these parts of a layer again, where the whole layer's are not.
-        kernels: What computes.
+        policy: The policy's configuration.
+        dtype: Dtype of the parameters.
+        init_method: Function that fills a weight in place; None draws from a normal distribution with the policy's
+            standard deviation.
+        parallel: Parallel layout of the policy.
+        recompute: True to recompute each layer's activations in the backward pass.
+        recompute_modules: Parts of a layer to recompute if the whole layer is not.
+        kernels: Implementation of each part of the model.
     """
     return PolicyTransformerConfig(
         kernels=kernels,
@@ -178,7 +180,7 @@ def transformer_config(
         qk_layernorm=policy.has_qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=True,  # builds SwiGLU below; nothing of Transformer Engine
+        use_te_activation_func=True,  # builds SwiGLU below, not a Transformer Engine module
         add_bias_linear=False,
         add_qkv_bias=policy.has_qkv_bias,
         hidden_dropout=0.0,
@@ -189,7 +191,7 @@ def transformer_config(
         output_layer_init_method=init_method,
         init_method_std=policy.initializer_range,
         use_cpu_initialization=True,
-        # False would skip marking tensor-parallel parameters, and grad norms would be wrong without a word.
+        # False would not mark tensor-parallel parameters, and grad norms would be silently wrong.
         perform_initialization=True,
         cuda_graph_scope=[],
         calculate_per_token_loss=True,
@@ -226,13 +228,13 @@ def block_spec(
     lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
     adapted: Collection[str] = (),
 ) -> TransformerBlockSubmodules:
-    """Pre-norm layers with packed attention: those of this rank's pipeline stage.
+    """Return the specification of this pipeline stage's pre-norm layers with packed attention.
 
     Args:
-        config: What `transformer_config` gave.
-        vp_stage: Which of the stage's chunks; None where it has one.
-        lora: The adapter's options.
-        adapted: Hugging Face's names of the matrices that it changes, in any layer.
+        config: Result of `transformer_config`.
+        vp_stage: Index among the stage's chunks; None if it has one.
+        lora: Options of the adapter.
+        adapted: Hugging Face names of the adapted matrices in all layers.
     """
     start = get_transformer_layer_offset(config, vp_stage)
     stop = start + get_num_layers_to_build(config, vp_stage)
@@ -275,6 +277,6 @@ def _layer_spec(config: TransformerConfig, index: int, lora: LoraOptions, adapte
         mlp=mixture_spec(dense) if is_mixture else ModuleSpec(module=MLP, submodules=dense),
         mlp_bda=get_bias_dropout_add,
     )
-    # Sequence parallelism gives each rank a part of the tokens, and the head gathers all: none can be left out.
+    # With sequence parallelism each rank has part of the tokens and the head gathers all, so none can be dropped.
     is_last = index == config.num_layers - 1 and not config.sequence_parallel
     return ModuleSpec(module=PolicyLayer, params={"is_last": is_last}, submodules=submodules)

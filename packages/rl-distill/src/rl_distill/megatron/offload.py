@@ -1,6 +1,6 @@
-"""Memory of a model between phases: storages leave the device, and come back where they were.
+"""Offload a model's memory between phases: storages leave the device and return to the same tensors.
 
-Every tensor that looks into a storage stays what it is; only the storage is empty meanwhile.
+Tensors that view an offloaded storage stay valid objects; only their storage is empty in the meantime.
 """
 
 import contextlib
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Offloaded:
-    """Storages that were emptied, and what was in them."""
+    """Storages that were emptied, with their contents."""
 
     def __init__(self, kept: Iterable[Tensor], dropped: Iterable[Tensor]) -> None:
         """Empty the storages of some tensors.
 
         Args:
-            kept: Their contents go to the CPU's memory, pinned where there is a GPU.
-            dropped: Their contents are forgotten, and are zeros afterwards.
+            kept: Tensors whose contents are copied to CPU memory, pinned if they are on a GPU.
+            dropped: Tensors whose contents are discarded, and become zeros on `restore`.
         """
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
@@ -38,7 +38,7 @@ class Offloaded:
         self.num_bytes = sum(len(content) for _, content in self._kept) + sum(size for _, size in self._dropped)
 
     def restore(self) -> None:
-        """Fill the storages again."""
+        """Refill the storages."""
         for storage, content in self._kept:
             storage.resize_(len(content))
             _bytes_of(storage).copy_(content)
@@ -49,20 +49,20 @@ class Offloaded:
 
 
 class Hosted:
-    """Tensors that are in the host's memory, and on their device only while something works with them."""
+    """Tensors in host memory that return to their device only while in use."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Move them to the host.
+        """Move the tensors to the host.
 
         Args:
-            tensors: Gives those that there are; asked for each time that they leave the device.
+            tensors: Returns the current tensors; called each time that they leave the device.
         """
         self._tensors = tensors
         self._offloaded = Offloaded(tensors(), [])
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside the context they are where they came from."""
+        """Restore the tensors to their device inside the context."""
         self._offloaded.restore()
         try:
             yield
@@ -71,7 +71,7 @@ class Hosted:
 
 
 def _fresh(tensor: Tensor, seen: set[int]) -> torch.UntypedStorage | None:
-    """The storage behind a tensor; None where it is empty, or was seen."""
+    """Return the storage of a tensor; None if it is empty or already seen."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0 or storage.data_ptr() in seen:
         return None

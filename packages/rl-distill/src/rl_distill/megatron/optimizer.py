@@ -1,4 +1,4 @@
-"""megatron's Adam: clipping, learning rate, and its state by parameter, shared over ranks or not."""
+"""Megatron's Adam: clipping, learning rate and per-parameter state, optionally sharded over ranks."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +23,13 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 @dataclass(frozen=True, slots=True)
 class _Main:
-    """What the optimizer updates for a parameter on this rank.
+    """The optimizer's view of a parameter on this rank.
 
     Attributes:
-        tensor: Float32; None where other ranks have all of it.
-        inner: torch's optimizer that has its state; None likewise.
-        start: Where the tensor begins in the flat parameter, where ranks share it.
-        is_shared: True when each data-parallel rank has a stretch of the flat parameter.
+        tensor: Float32 tensor that the optimizer updates; None if it is entirely on other ranks.
+        inner: torch optimizer that has its state; None if it is entirely on other ranks.
+        start: Offset of the tensor in the flattened parameter if ranks shard it.
+        is_shared: True if each data-parallel rank has a slice of the flattened parameter.
     """
 
     tensor: Tensor | None
@@ -39,15 +39,15 @@ class _Main:
 
 
 class MegatronAdam:
-    """megatron's mixed-precision AdamW over a rank's model chunks; no weight decay on norms."""
+    """Megatron's mixed-precision AdamW over a rank's model chunks, without weight decay on norms."""
 
     def __init__(self, chunks: Sequence[Any], options: LearnerOptions, *, is_distributed: bool = False) -> None:
-        """Make the optimizer.
+        """Build the optimizer.
 
         Args:
-            chunks: megatron's DistributedDataParallel, each.
-            options: Adam's.
-            is_distributed: Share state and float32 weights over the data-parallel ranks.
+            chunks: Megatron's DistributedDataParallel chunks.
+            options: Learner options with the settings of Adam.
+            is_distributed: True to shard state and float32 weights over the data-parallel ranks.
         """
         self._clip_grad = options.clip_grad
         self._device = next(chunks[0].parameters()).device
@@ -68,25 +68,25 @@ class MegatronAdam:
             self._optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
         for inner in self.inner():
             for group in inner.param_groups:
-                # megatron leaves applying wd_mult, which spares norms, to its own scheduler.
+                # Megatron applies wd_mult, which exempts norms, only in its own scheduler.
                 group["weight_decay"] = options.weight_decay * group["wd_mult"]
                 if isinstance(inner, torch.optim.AdamW):
-                    group["fused"] = True  # one pass over memory for each parameter, on CPU and GPU
+                    group["fused"] = True  # one memory pass per parameter, on CPU and GPU
         self._hosted: Hosted | None = None
         self._mains = self._find_mains([p for chunk in chunks for p in chunk.parameters() if p.requires_grad])
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Clear the gradients."""
         self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
-        """Global norm of the summed gradients; makes them ready for `step`."""
+        """Return the global norm of the summed gradients, and prepare them for `step`."""
         self._optimizer.prepare_grads()
         return math.sqrt(sum(torch.stack([self._squared_norm(part) for part in self._parts()]).tolist()))
 
     @torch.no_grad()
     def _squared_norm(self, part: Any) -> Tensor:
-        """Of the gradients of one of megatron's optimizers, over ranks; its own waits for a GPU at every parameter."""
+        """Return the squared gradient norm of one optimizer over ranks. Megatron's own syncs the GPU per parameter."""
         grads = part.get_main_grads_for_grad_norm()
         norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
         squared: Tensor = torch.stack(list(norms)).norm().square()
@@ -94,33 +94,33 @@ class MegatronAdam:
         return squared
 
     def step(self, grad_norm: float, *, learning_rate: float) -> None:
-        """Clip and update.
+        """Clip the gradients and update the weights.
 
         Args:
-            grad_norm: What `grad_norm` gave.
-            learning_rate: Of this step.
+            grad_norm: Result of `grad_norm`.
+            learning_rate: Learning rate of this step.
         """
         for inner in self.inner():
             for group in inner.param_groups:
                 group["lr"] = learning_rate
         scale = clip_scale(grad_norm, self._clip_grad)
-        if scale < 1.0:  # megatron's own clipping insists on CUDA tensors
+        if scale < 1.0:  # Megatron's clipping requires CUDA tensors
             grads = [p.grad for inner in self.inner() for group in inner.param_groups for p in group["params"]]
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
         with self.on_device():
             self._optimizer.step_with_ready_grads()
 
     def keep_on_host(self) -> None:
-        """From now on, keep moments and float32 weights in the host's memory but during `step` and `on_device`."""
+        """Keep moments and float32 weights in host memory from now on, except during `step` and `on_device`."""
         if self._hosted is None:
             self._hosted = Hosted(self.tensors)
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Moments and float32 weights can be read and written inside the context."""
+        """Make moments and float32 weights available on their device inside the context."""
         return nullcontext() if self._hosted is None else self._hosted.on_device()
 
     def moments(self, parameters: Parameters, name: str) -> dict[str, Tensor]:
-        """A moment of each parameter, in its shape; zeros before the first step. Every rank calls it `on_device`."""
+        """Return a moment of each parameter in its shape; zeros before the first step. Call it on all ranks."""
         out = {}
         for parameter_name, parameter in parameters.items():
             main = self._mains[parameter]
@@ -132,7 +132,7 @@ class MegatronAdam:
         return out
 
     def master_weights(self, parameters: Parameters) -> dict[str, Tensor] | None:
-        """float32 weights behind bfloat16 ones; None when the parameters are float32. As `moments`."""
+        """Return the float32 master weights of bfloat16 parameters; None if all are float32. See `moments`."""
         if all(parameter.dtype == torch.float32 for parameter in parameters.values()):
             return None
         mains = {name: self._mains[parameter] for name, parameter in parameters.items()}
@@ -152,10 +152,10 @@ class MegatronAdam:
         """Continue from saved moments.
 
         Args:
-            parameters: The rank's.
-            step: Optimizer steps done.
+            parameters: The rank's parameters.
+            step: Optimizer steps done so far.
             moments: exp_avg and exp_avg_sq of each parameter, in its shape.
-            master: float32 weights, for bfloat16 parameters.
+            master: float32 master weights of bfloat16 parameters.
         """
         for name, parameter in parameters.items():
             main = self._mains[parameter]
@@ -166,7 +166,7 @@ class MegatronAdam:
             state = main.inner.state[main.tensor]
             state.clear()
             if step:
-                # A step tensor for each parameter: Adam counts in place, and a shared one would count them all.
+                # One step tensor per parameter, because Adam increments it in place.
                 state["step"] = torch.tensor(float(step), dtype=torch.float32, device=main.tensor.device)
                 state.update({m: _part(moments[m][name], main).to(main.tensor.device).clone() for m in moments})
         for inner in self.inner():
@@ -175,7 +175,7 @@ class MegatronAdam:
                     group["step"] = step
 
     def tensors(self) -> Iterator[Tensor]:
-        """Moments and float32 weights that the optimizer keeps beside the model's own parameters."""
+        """Yield moments and float32 weights that the optimizer keeps in addition to the model's parameters."""
         for main in self._mains.values():
             if main.tensor is not None and main.inner is not None:
                 state = main.inner.state.get(main.tensor, {})
@@ -185,7 +185,7 @@ class MegatronAdam:
                 yield main.tensor
 
     def inner(self) -> Iterator[torch.optim.Optimizer]:
-        """torch's optimizers; none where a rank has no part."""
+        """Yield the torch optimizers that have parameters on this rank."""
         for part in self._parts():
             if part.optimizer is not None:
                 yield part.optimizer
@@ -214,11 +214,11 @@ class MegatronAdam:
         for inner in self.inner():
             if any(tensor is p for group in inner.param_groups for p in group["params"]):
                 return _Main(tensor, inner, 0, is_shared=False)
-        raise KeyError("a parameter is in no optimizer")
+        raise KeyError("no optimizer has this parameter")
 
 
 def _whole(parameter: torch.nn.Parameter, main: _Main, own: Tensor | None) -> Tensor:
-    """A tensor in the parameter's shape from what this rank has of it."""
+    """Return a tensor in the parameter's shape, assembled from the ranks' slices."""
     if not main.is_shared:
         return own if own is not None else torch.zeros_like(parameter, dtype=torch.float32)
     whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
@@ -230,7 +230,7 @@ def _whole(parameter: torch.nn.Parameter, main: _Main, own: Tensor | None) -> Te
 
 
 def _part(whole: Tensor, main: _Main) -> Tensor:
-    """What this rank keeps of a tensor in the parameter's shape."""
+    """Return this rank's slice of a tensor in the parameter's shape."""
     if not main.is_shared or main.tensor is None:
         return whole
     return whole.reshape(-1)[main.start : main.start + main.tensor.numel()]

@@ -1,8 +1,8 @@
-"""Collectives of the data-parallel ranks beside the passes that need them: sums of gradients, gathers of weights.
+"""Overlap data-parallel collectives with computation: gradient reduction and weight gathering.
 
-megatron sums the gradients of a bucket of parameters as soon as the backward pass has made all of them. After a step of
-the distributed optimizer it leaves each rank with the stretches that it has updated, and gathers a bucket when the next
-forward pass comes to a module that holds one of its weights. Other readers of the weights gather them first.
+Megatron reduces the gradients of a bucket of parameters as soon as the backward pass has computed all of them. After a
+step of the distributed optimizer, each rank has only the slices that it updated, and a bucket is gathered when the next
+forward pass reaches a module with one of its weights. Other code that reads weights must gather them first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,18 +18,18 @@ from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.options import LearnerOptions, ParallelOptions
 
 _MOST_ELEMENTS = 40_000_000
-"""Of a bucket: megatron's default."""
+"""Maximum number of elements in a bucket; Megatron's default."""
 
 _FEWEST_BUCKETS = 8
-"""So that the gradients of a small policy, or of an adapter, do not all wait for the last of them."""
+"""Minimum number of buckets, so that gradients of a small policy or adapter do not all wait for the last one."""
 
 
 def data_parallelism(
     options: LearnerOptions, parallel: ParallelOptions, chunks: Sequence[torch.nn.Module]
 ) -> DistributedDataParallelConfig:
-    """How megatron keeps, sums and shares what the chunks of a rank train.
+    """Return how Megatron stores, reduces and shards the trained parameters of a rank's chunks.
 
-    Ranks without another that has the same weights overlap nothing.
+    Nothing overlaps if no other rank has the same weights.
     """
     has_copies = any(group_of_copies(of_experts=of_experts).size() > 1 for of_experts in (False, True))
     gathers = has_copies and options.overlap_param_gather
@@ -38,7 +38,7 @@ def data_parallelism(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=has_copies and options.overlap_grad_reduce,
         overlap_param_gather=gathers,
-        # A chunk's weights are gathered while the chunk before it computes, not when it is called.
+        # Gather a chunk's weights while the previous chunk computes, not when it is called.
         align_param_gather=gathers and len(chunks) > 1,
         use_distributed_optimizer=parallel.distributed_optimizer,
         bucket_size=max(1, min(_MOST_ELEMENTS, trained // _FEWEST_BUCKETS)),
@@ -46,7 +46,7 @@ def data_parallelism(
 
 
 def connect_schedule(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Let megatron's schedules start what overlaps, and the modules of a rank wait for their weights."""
+    """Let Megatron's schedules start overlapped collectives, and the rank's modules wait for their weights."""
     config, ddp = chunks[0].config, chunks[0].ddp_config
     is_virtual = len(chunks) > 1
     if ddp.overlap_grad_reduce:
@@ -56,12 +56,12 @@ def connect_schedule(chunks: Sequence[DistributedDataParallel]) -> None:
         config.param_sync_func = [partial(_start_gather, chunk) for chunk in chunks] if is_virtual else None
         for chunk in chunks:
             _wait_by_layer(chunk)
-            for group in _bucket_groups(chunk):  # every rank has built the same weights
+            for group in _bucket_groups(chunk):  # all ranks start with the same weights
                 group.param_gather_dispatched = True
 
 
 def gather_weights(chunks: Iterable[Any]) -> None:
-    """Have all weights of the last step on every rank; nothing where they are there. Every rank calls it together."""
+    """Gather all weights of the last step on every rank if necessary. Every rank calls it together."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             for group in _bucket_groups(chunk):
@@ -75,17 +75,17 @@ def _bucket_groups(chunk: DistributedDataParallel) -> Iterator[Any]:
 
 
 def _start_gather(chunk: DistributedDataParallel, *_: Any) -> None:
-    """Start the gathers of a chunk that nothing has started since the last step."""
+    """Start the gathers of a chunk that have not started since the last step."""
     for group in _bucket_groups(chunk):
         if not group.param_gather_dispatched:
             group.start_param_sync()
 
 
 def _wait_by_layer(chunk: DistributedDataParallel) -> None:
-    """Let each layer wait for all of its weights, and the last norm for those of the head.
+    """Make each layer wait for all of its weights, and the final norm for those of the head.
 
-    megatron's own modules wait for theirs when they are called. An adapter's A and B, experts in one node of autograd,
-    and a head that is multiplied in chunks are read without a call.
+    Megatron's modules wait for their weights when called. An adapter's A and B, experts in one autograd node, and a
+    head multiplied in chunks are read without such a call.
     """
     in_layers: set[torch.nn.Parameter] = set()
     for module in chunk.modules():
@@ -101,7 +101,7 @@ def _wait_by_layer(chunk: DistributedDataParallel) -> None:
 def _wait_before(module: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], chunk: Any) -> None:
     of_parameter = chunk.param_to_bucket_group
     groups = list(dict.fromkeys(of_parameter[parameter] for parameter in parameters if parameter in of_parameter))
-    leaves_next = chunk.ddp_config.align_param_gather  # the schedule starts them
+    leaves_next = chunk.ddp_config.align_param_gather  # the schedule starts the next gathers
 
     def wait(*_: Any) -> None:
         for group in groups:

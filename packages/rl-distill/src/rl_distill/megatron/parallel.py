@@ -1,4 +1,4 @@
-"""A process becomes a rank: torch.distributed and megatron's process groups."""
+"""Make a process a rank: set up torch.distributed and Megatron's process groups."""
 
 import os
 import socket
@@ -17,26 +17,26 @@ from rl_distill.megatron.convert import Shard
 from rl_distill.options import ParallelOptions
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""A collective that takes longer fails on every rank that waits in it."""
+"""Collectives that take longer fail on every waiting rank."""
 
 
 Rendezvous = tuple[str, int]
-"""Where the ranks of a learner meet: the host of rank 0, as the others reach it, and the port of its store."""
+"""Rendezvous of a learner's ranks: rank 0's host as seen by the others, and the port of its store."""
 
 
 def learner_device() -> torch.device:
-    """The GPU of this process, or the CPU where there is none."""
+    """Return this process's GPU, or the CPU if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def undisturbed_random_numbers() -> AbstractContextManager[None]:
-    """Put the generators of the CPU and of this process's GPU back on leaving."""
+    """Restore the generators of the CPU and of this process's GPU on exit."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     return torch.random.fork_rng(devices)
 
 
 def open_store(address: str, *, num_ranks: int) -> tuple[Rendezvous, Store]:
-    """Rank 0's store, listening on one address alone and a port of the system's choice; and where that is."""
+    """Open rank 0's store on one address and a free port; return its rendezvous and the store."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((address, 0))
@@ -56,19 +56,19 @@ def open_store(address: str, *, num_ranks: int) -> tuple[Rendezvous, Store]:
 
 
 def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, store: Store | None) -> None:
-    """Make this process a rank of torch.distributed, once.
+    """Initialize torch.distributed in this process once.
 
-    A single process talks to nobody: gloo's port, which it opens all the same, is on loopback. Where an engine in this
-    process has already set up torch.distributed for itself alone, that is used.
+    A single process needs no network, so gloo's port is opened on loopback. A torch.distributed that an engine in this
+    process initialized for one process is reused.
 
     Args:
-        rank: From 0.
-        num_ranks: Number of processes.
-        rendezvous: Where they meet; None for a single one.
-        store: Rank 0's own.
+        rank: Rank of this process, from 0.
+        num_ranks: Number of ranks.
+        rendezvous: Rendezvous of the ranks; None for a single rank.
+        store: Store opened on rank 0; None elsewhere.
 
     Raises:
-        SettingsError: torch.distributed is set up here for another number of processes.
+        SettingsError: torch.distributed is already initialized for another number of processes.
     """
     if not dist.is_initialized():
         backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
@@ -81,8 +81,8 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, stor
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
     if dist.get_world_size() != num_ranks:
         raise SettingsError(
-            f"torch.distributed is set up for {dist.get_world_size()} processes here, the learner for {num_ranks}; "
-            "run the learner in a process of its own."
+            f"torch.distributed must be initialized for the learner's {num_ranks} processes; found "
+            f"{dist.get_world_size()}. Run the learner in a separate process."
         )
 
 
@@ -98,21 +98,21 @@ def _client_store(rendezvous: Rendezvous, num_ranks: int) -> Store:
 
 
 def _use_interface_of(address: str) -> None:
-    """Ranks that meet on loopback open no other interface."""
+    """Keep gloo and NCCL on loopback if the ranks meet there."""
     if address.startswith("127.") or address == "::1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
-    """Make megatron's process groups, once in a process; random numbers of others stay as they were.
+    """Create Megatron's process groups once per process, without changing the random state of other code.
 
     Args:
-        parallel: The layout.
-        seed: Of megatron's random number trackers.
+        parallel: Parallel layout of the ranks.
+        seed: Seed of Megatron's random number trackers.
 
     Raises:
-        SettingsError: The process has groups of another layout.
+        SettingsError: The process already has the groups of another layout.
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -134,16 +134,16 @@ def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
     }
     wanted = {name: getattr(parallel, name) for name in found}
     if found != wanted:
-        raise SettingsError(f"this process has megatron's groups for {found} already; found {wanted}.")
+        raise SettingsError(f"this process already has Megatron's groups for {found}; requested {wanted}.")
 
 
 class Place(NamedTuple):
-    """Which part of the learner's work this rank does.
+    """Position of a rank in the parallel layout.
 
     Attributes:
-        data: Which share of the rows.
-        answers: True on the one rank of each data-parallel share that says what came out.
-        has_gpu: Where it computes.
+        data: Index of its data-parallel share of the rows.
+        answers: True on the one rank of each share that reports results.
+        has_gpu: True if the rank has a GPU.
     """
 
     data: int
@@ -152,7 +152,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of_this_rank(cls) -> "Place":
-        """Ask megatron's groups."""
+        """Read this rank's position from Megatron's groups."""
         is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         others = (parallel_state.get_context_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
         is_first = others == (0, 0)
@@ -160,7 +160,7 @@ class Place(NamedTuple):
 
 
 def group_of_copies(*, of_experts: bool) -> dist.ProcessGroup:
-    """The ranks with the same parameters, or with the same experts, as this one."""
+    """Return the group of ranks with the same parameters, or with the same experts, as this one."""
     group: dist.ProcessGroup = (
         parallel_state.get_expert_data_parallel_group()
         if of_experts
@@ -170,7 +170,7 @@ def group_of_copies(*, of_experts: bool) -> dist.ProcessGroup:
 
 
 def shards_of_this_rank(config: PolicyConfig, parallel: ParallelOptions) -> list[Shard]:
-    """What this rank holds of a policy: one shard for each of its model chunks."""
+    """Return this rank's shards of a policy, one per model chunk."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     num_chunks = parallel.pipeline * parallel.virtual_pipeline
     size = config.num_layers // num_chunks

@@ -1,4 +1,4 @@
-"""One rank's part of a model, and what it does with its share of a batch."""
+"""One rank's part of a model, which processes the rank's share of a batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,26 +39,26 @@ from rl_distill.teacher_heads import read_heads
 
 
 class RankModel:
-    """A policy or critic on this rank; every rank calls the same methods together.
+    """One rank's part of a model. Every rank calls the same methods together.
 
     Attributes:
-        plan: What was built.
-        place: Which part of the work is this rank's.
+        plan: The model that was built.
+        place: This rank's position in the parallel layout.
         step: Optimizer steps done so far.
-        tensors: The weights, and what belongs to them.
-        shares_prefixes: True where its attention computes once what rows share.
+        tensors: Weights, gradients and optimizer state of the rank.
+        shares_prefixes: True if attention computes shared prefixes of rows once.
     """
 
     def __init__(self, plan: ModelPlan, *, device: torch.device | None = None) -> None:
         """Build this rank's part.
 
         Args:
-            plan: What to build.
-            device: Where; None for this process's GPU, or the CPU where there is none.
+            plan: The model to build.
+            device: Device of the model; None for this process's GPU, or the CPU if there is none.
 
         Raises:
-            DataError: A file or tensor of the policy's folder is missing or torn.
-            SettingsError: The products or kernels that were chosen cannot be computed here.
+            DataError: A file or tensor of the policy's folder is missing or incomplete.
+            SettingsError: The requested matrix products or kernels are not available here.
         """
         self.plan = plan
         chosen_products(plan.options.products)
@@ -83,8 +83,8 @@ class RankModel:
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
             chunk.config.grad_scale_func = None
-            # Between two stages, megatron's interleaved schedule mixes up the lengths of what goes forth and back: it
-            # sends none, and every micro-batch of a step is padded to the longest.
+            # Megatron's interleaved schedule confuses the lengths that stages send forward and backward. With several
+            # chunks no lengths are sent, and every micro-batch of a step is padded to the longest.
             chunk.config.variable_seq_lengths = len(self._chunks) == 1
 
     def score(
@@ -96,20 +96,21 @@ class RankModel:
         has_hidden: bool = False,
         is_base: bool = False,
     ) -> dict[str, NDArray[Any]] | None:
-        """Logprobs of the share's tokens, or a critic's values, in its order; None on ranks that do not answer.
+        """Return logprobs of the share's tokens, or a critic's values, in its order; None on ranks that do not report.
 
         Args:
-            share: Of the batch.
-            temperature: Divides the logits.
-            top_k: Also so many likeliest tokens, as "logprobs" and "ids" [T, K + 1], the token itself before them.
-            has_hidden: Also the last hidden states, "hidden" [T, H].
-            is_base: Without the adapter.
+            share: The rank's rows of the batch.
+            temperature: Divisor of the logits.
+            top_k: Also return the logprobs and ids of the K most probable tokens, as "logprobs" and "ids" [T, K + 1]
+                with the token itself first.
+            has_hidden: Also return the last hidden states, "hidden" [T, H].
+            is_base: Compute without the adapter.
         """
         packs = share.packs()
 
         def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[int, dict[str, Tensor]]:
             named = {"values": scores.values.float(), **scores.others}
-            # Into pinned memory, while a GPU continues the next pack.
+            # Copies to pinned memory while the GPU computes the next pack.
             return index, {name: placed.spread(of).to("cpu", non_blocking=True) for name, of in named.items()}
 
         wanted = Wanted(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
@@ -131,7 +132,7 @@ class RankModel:
         with_entropy: bool = False,
         with_tokens: bool = False,
     ) -> StepShare | None:
-        """One optimizer step; None on ranks that do not answer. A step that is not finite changes nothing."""
+        """Take one optimizer step; None on ranks that do not report. A step that is not finite changes nothing."""
         gathered = Gathered()
 
         def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
@@ -144,7 +145,7 @@ class RankModel:
                 micro_batch = with_measures(placed.pack.micro_batch, measured)
                 loss, sums = objective(values, entropy if with_entropy else None, micro_batch)
                 if not loss.requires_grad:
-                    raise DataError("the objective's loss has no gradient; make it from the logprobs, not detached.")
+                    raise DataError("the objective's loss has no gradient. Do not detach the logprobs.")
                 scored = {"policy_logprobs": values} | ({} if entropy is None else {"entropy": entropy})
                 gathered.add(placed.pack, values + measured.get(LOSSES, 0.0), loss, sums, scored=scored)
             else:
@@ -177,9 +178,10 @@ class RankModel:
         )
 
     def _routing(self, packs: Sequence[Pack]) -> dict[str, tuple[float, float]]:
-        """(weighted sum, weight) of what the metrics say of replayed experts; every rank calls it together.
+        """Return the routing metrics of replayed experts as (weighted sum, weight); every rank calls it together.
 
-        The router counts rows over all ranks, and the first share reports them; each share reports its tokens.
+        The routers count rows over all ranks, and the first share reports those counts. Each share reports its own
+        tokens.
         """
         replayed, rerouted = (_total(float(count)) for count in self._routed)
         layers = [
@@ -189,7 +191,7 @@ class RankModel:
         return totals if self.place.data else {"router/rerouted_share": (rerouted, replayed), **totals}
 
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
-        """Read this rank's slices of the teachers' output matrices, in the order of their index."""
+        """Read this rank's vocabulary slices of the teachers' output matrices, in the order of their index."""
         shard = self._shards[-1]
         if shard.has_head:
             self._teacher_heads = read_heads(
@@ -202,7 +204,7 @@ class RankModel:
             )
 
     def _dropping(self) -> AbstractContextManager[None]:
-        """What the adapter leaves out, drawn by the step alone, so that a step that is done again draws the same."""
+        """Return the context of the adapter's dropout, seeded by the step so that a repeated step drops the same."""
         if not self.plan.lora.dropout:
             return nullcontext()
         groups = (
@@ -217,7 +219,7 @@ class RankModel:
         self._trained().zero_grad()
 
     def _update(self, loss: float, *, learning_rate: float) -> tuple[float, bool]:
-        """Norm of the gradients, and whether the optimizer took them: not where something is not finite."""
+        """Apply the optimizer if loss and gradient norm are finite; return the norm and whether it was applied."""
         adam = self._trained()
         grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
         is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
@@ -228,10 +230,9 @@ class RankModel:
         return grad_norm, is_applied
 
     def offload(self) -> int:
-        """Free what the model needs only while it works; the next call brings it back. Gives the bytes freed.
+        """Free memory until the next call, which restores everything; return the bytes freed.
 
-        On a GPU parameters, gradients and the optimizer's state go; on a CPU, which has no other memory, the
-        gradients alone.
+        On a GPU, parameters, gradients and optimizer state move to host memory. On a CPU only the gradients are freed.
         """
         if self._offloaded is None:
             self.sender.withdraw()
@@ -243,29 +244,29 @@ class RankModel:
         return self._offloaded.num_bytes
 
     def keep_optimizer_on_host(self) -> None:
-        """From now on, keep the optimizer's state in the host's memory between its steps."""
+        """Keep the optimizer's state in host memory between steps from now on."""
         self._trained().keep_on_host()
 
     def reload(self) -> None:
-        """Bring back what `offload` freed."""
+        """Restore what `offload` freed."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
 
     def offer(self, options: SenderOptions, *, version: int) -> RankOffer:
-        """Send this rank's weights to engines that ask, until they change: see `RankSender.offer`."""
+        """Let engines fetch this rank's weights until they change; see `RankSender.offer`."""
         return self.sender.offer(self.tensors.held(), options, version=version)
 
     def gather_weights(self) -> None:
-        """Gather all weights of the last step on every rank, for readers outside a pass."""
+        """Gather all weights of the last step on every rank, for code that reads them outside a forward pass."""
         gather_weights(self._chunks)
 
     def memory(self) -> RankMemory:
-        """See `RankTensors.memory`."""
+        """Return the bytes that the model keeps on this rank; see `RankTensors.memory`."""
         return self.tensors.memory()
 
     def load_state(self, states: States, *, step: int) -> None:
-        """Continue from what was read into `RankTensors.empty_state`."""
+        """Continue from the state loaded into `RankTensors.empty_state`."""
         self.sender.withdraw()
         self.tensors.load_state(states, step=step)
         self.step = step
@@ -278,7 +279,7 @@ class RankModel:
 
     def _trained(self) -> MegatronAdam:
         if self._adam is None:
-            raise TypeError("a frozen model does not train")
+            raise TypeError("a frozen model has no optimizer")
         return self._adam
 
     def _run(
@@ -290,10 +291,10 @@ class RankModel:
         mask: str | None,
         with_gradients: bool,
     ) -> list[Any]:
-        """megatron's schedule over the packs; `evaluate` sees the scores of each, where they come out.
+        """Run Megatron's schedule over the packs and call `evaluate` with the scores of each pack on the last stage.
 
         Returns:
-            What `evaluate` gave for each pack, without gradients; with them, nothing of use.
+            The results of `evaluate` without gradients; with gradients, the list is not meaningful.
         """
         placed: dict[int, PlacedPack] = {}
         is_virtual = len(self._chunks) > 1
@@ -351,20 +352,20 @@ def _call_evaluate(
     index: int,
     placed: PlacedPack,
     scores: Scored,
-    non_loss_data: bool = False,  # noqa: ARG001 - megatron passes it
+    non_loss_data: bool = False,  # noqa: ARG001 - passed by megatron
 ) -> Any:
     return evaluate(index, placed, scores)
 
 
 def _total(value: float) -> float:
-    """Sum of a number over all ranks; NaN and infinity reach every rank."""
+    """Return the sum of a number over all ranks; NaN and infinity propagate to every rank."""
     if dist.get_world_size() == 1:
-        return value  # an engine that shares the process may have set up no way to sum on a CPU
+        return value  # the process group of an engine in this process may not support CPU tensors
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total)
 
 
 def _finalize_without_division(model: list[Any], _num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Sum gradients over ranks; loss_weights already normalise over the global batch."""
+    """Sum gradients over ranks without dividing, because `loss_weights` already normalizes over the global batch."""
     finalize_model_grads(model, None, **kwargs)

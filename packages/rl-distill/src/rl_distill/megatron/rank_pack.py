@@ -1,4 +1,4 @@
-"""A micro-batch as one rank sees it: padded for the ranks that share its tokens, and this rank's stretch of it."""
+"""A micro-batch as one rank processes it: padded so that ranks can share its tokens, and cut to this rank's slice."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -20,15 +20,15 @@ from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How the ranks share the tokens of a micro-batch.
+    """How ranks divide the tokens of a micro-batch.
 
     Attributes:
-        context_group: Ranks that each hold a stretch; None where there is one.
-        context_rank: Which stretch.
-        context_size: Number of stretches.
-        sequence_size: Parts that each stretch is cut into between the matrices.
-        head_counts: Heads of queries and of keys for which this rank attends by buckets; None for flash attention.
-        frequencies: [rotated channels / 2] of the rotary embedding, in the host's memory.
+        context_group: Process group of the ranks that hold slices of the sequence; None if there is one slice.
+        context_rank: Index of this rank's slice.
+        context_size: Number of slices.
+        sequence_size: Parts that sequence parallelism cuts each slice into, outside the matrix products.
+        head_counts: Query and key heads for which this rank computes attention in buckets; None for flash attention.
+        frequencies: [rotated channels / 2] of the rotary embedding, in host memory.
     """
 
     context_group: Any
@@ -41,19 +41,19 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedPack:
-    """A pack and this rank's stretch [start, stop) of the tokens that are computed for it, padded.
+    """A pack and this rank's slice [start, stop) of its computed tokens, padded.
 
     Attributes:
         pack: The pack as the objective sees it: whole rows without padding.
         input_ids: [stop - start] int64.
         position_ids: [stop - start] int64.
-        layout: Of all tokens that are computed, with tables and experts of the stretch.
-        kept: [K] int64 indices within the stretch whose hidden states are scored.
-        expand: [M] int64 of those, the hidden state of each token to score; None where they are as many.
+        layout: Layout of all computed tokens, with the rotary tables and experts of the slice.
+        kept: [K] int64 indices within the slice of hidden states that are scored.
+        expand: [M] int64 index into `kept` of each token to score; None if M equals K.
         targets: [M] int64 ids of the tokens to score.
-        scored: [N] int64 indices within the pack of the tokens that get a score.
-        given: [N] int64 which of the M scores each one gets; None where they are as many.
-        sharing: How tokens are shared.
+        scored: [N] int64 indices within the pack of the tokens that receive a score.
+        given: [N] int64 index among the M scores of each receiving token; None if N equals M.
+        sharing: How ranks divide the tokens.
     """
 
     pack: Pack
@@ -69,28 +69,28 @@ class PlacedPack:
 
     @property
     def teacher(self) -> TeacherTokens:
-        """What teachers said of the scored tokens.
+        """Teachers' results for the scored tokens.
 
         Raises:
-            DataError: The batch lacks a column of theirs.
+            DataError: The batch lacks a teacher column.
         """
         return teacher_tokens(self.pack.micro_batch, self.scored)
 
     @property
     def loss_weights(self) -> Tensor:
-        """[M] of the scored tokens.
+        """[N] loss weights of the scored tokens.
 
         Raises:
-            DataError: The batch has none.
+            DataError: The batch has no loss_weights.
         """
         return needed_column(self.pack.micro_batch, "loss_weights", who="a comparison with teachers")[self.scored]
 
     def to_score(self, hidden: Tensor) -> Tensor:
-        """[M, ...] hidden states of the tokens to score, from the kept ones [K, ...]."""
+        """Return the hidden states [M, ...] of the tokens to score from the kept ones [K, ...]."""
         return hidden if self.expand is None else hidden.index_select(0, self.expand)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[T, ...] of the whole pack, without padding, from this rank's [M, ...]; 0 where nothing was scored."""
+        """Return [T, ...] values of the whole pack, without padding, from this rank's [M, ...]; 0 if not scored."""
         shape = (len(self.pack.micro_batch.input_ids), *values.shape[1:])
         out = torch.zeros(shape, dtype=values.dtype, device=values.device)
         values = values if self.given is None else values.index_select(0, self.given)
@@ -98,27 +98,27 @@ class PlacedPack:
 
 
 def padded_length(pack: Pack, sharing: Sharing) -> int:
-    """Tokens that are computed for a pack, with padding that lets ranks share them equally."""
+    """Return the number of computed tokens of a pack, padded so that ranks can divide them equally."""
     multiple = sharing.context_size * sharing.sequence_size
     return max(1, -(-pack.forest.num_computed // multiple)) * multiple
 
 
 def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, each_row: bool = False) -> PlacedPack:
-    """See a pack as this rank does.
+    """Lay out a pack for this rank.
 
     Args:
         pack: Whole trajectories; may be empty.
-        scored: [N] int64 tokens of the pack to score, none the first of its trajectory.
-        sharing: How tokens are shared.
-        length: Tokens to pad to; at least `padded_length`, and a multiple of what it is one of.
-        each_row: Score a token of several rows for each of them, as where teachers may say different things of it.
+        scored: [N] int64 indices of the tokens to score, none the first of its trajectory.
+        sharing: How ranks divide the tokens.
+        length: Number of tokens after padding: at least `padded_length`, and a multiple of the same number.
+        each_row: Score a token that several rows share once per row, because teachers may score it differently in each.
     """
     forest, micro_batch = pack.forest, pack.micro_batch
     num_padding = length - forest.num_computed
     places = torch.from_numpy(forest.places).to(scored.device)
     ids, positions = (_computed(x, places, forest) for x in (micro_batch.input_ids, micro_batch.position_ids))
     offsets = forest.offsets
-    if num_padding:  # a trajectory of its own, which nobody reads
+    if num_padding:  # padding is a separate trajectory whose output is unused
         ids = torch.cat([ids, ids.new_zeros(num_padding)])
         positions = torch.cat([positions, torch.arange(num_padding, device=positions.device)])
         offsets = offsets_of([*np.diff(offsets), num_padding])
@@ -159,17 +159,17 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
 
 
 def on_device(placed: PlacedPack, device: torch.device) -> PlacedPack:
-    """A pack that was placed in the host's memory, where the model is; the host does not wait for a GPU."""
+    """Move a pack from host memory to the model's device without blocking the host."""
     if device.type == "cpu":
         return placed
     if "teacher_ids" in placed.pack.micro_batch.columns:
-        _ = placed.teacher  # checks its values, which no GPU is stopped for
+        _ = placed.teacher  # checks the values on the host, without synchronizing the GPU
     moved: PlacedPack = _moved(placed, device)
     return replace(moved, sharing=placed.sharing)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A tensor, or a record, mapping or tuple of such, on a device."""
+    """Move a tensor, or each tensor in a record, mapping or tuple, to a device."""
     if torch.is_tensor(value):
         value = value.pin_memory() if device.type == "cuda" else value
         return value.to(device, non_blocking=True)
@@ -183,16 +183,17 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _computed(column: Tensor, places: Tensor, forest: PrefixForest) -> Tensor:
-    """[C, ...] of the tokens that are computed, from the rows' [T, ...], which agree where they share a token."""
+    """Return [C, ...] values of the computed tokens from the rows' [T, ...], which agree on shared tokens."""
     if not forest.is_shared:
         return column
     return column.new_empty((forest.num_computed, *column.shape[1:])).index_copy_(0, places, column)
 
 
 def unknown_experts(packs: Sequence[Pack], layers: Sequence[int]) -> tuple[float, float]:
-    """Computed tokens that lack an expert in one of these layers, and how many there are.
+    """Return the number of tokens that lack an expert in one of these layers, and the number of tokens counted.
 
-    They count where a trained token follows in their row: the last one never ran through the engine's model.
+    A computed token counts if a trained token follows it in a row. The last token of a row never passed through the
+    engine's model.
     """
     num_unknown = num_tokens = 0
     for pack in packs:
@@ -208,7 +209,7 @@ def unknown_experts(packs: Sequence[Pack], layers: Sequence[int]) -> tuple[float
 
 
 def _own_experts(pack: Pack, places: Tensor, num_tokens: int, sharing: Sharing) -> Tensor | None:
-    """[T of the stretch, layers, top_k] experts that the engine chose; -1 in the padding."""
+    """Return the [T of the slice, layers, top_k] experts that the engine chose; -1 in the padding."""
     experts = pack.micro_batch.columns.get(ROUTED_EXPERTS)
     if experts is None:
         return None

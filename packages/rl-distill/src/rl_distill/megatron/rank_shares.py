@@ -1,4 +1,4 @@
-"""A data-parallel rank's part of a batch, and what a step gave on it."""
+"""A data-parallel rank's share of a batch, and the share's results of an optimizer step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,13 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """A data-parallel rank's part of a batch.
+    """A data-parallel rank's share of a batch.
 
     Attributes:
-        batch: Its rows, in the order of the micro-batches.
-        sizes: Rows of each micro-batch.
-        min_shared: Fewest tokens with which rows of a prompt begin alike that are computed once; 0 for none.
+        batch: The share's rows, in micro-batch order.
+        sizes: Number of rows of each micro-batch.
+        min_shared: Minimum length of a common prefix, in tokens, that rows of a prompt compute once; 0 disables
+            sharing.
     """
 
     batch: Batch
@@ -31,7 +32,7 @@ class RankShare:
     min_shared: int = 0
 
     def packs(self) -> list[Pack]:
-        """The micro-batches, in the host's memory."""
+        """Return the micro-batches in host memory."""
         stops = np.cumsum(self.sizes, dtype=np.int64)
         rows = [np.arange(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True)]
         return [pack_rows(self.batch, of_pack, device=_HOST, min_shared=self.min_shared) for of_pack in rows]
@@ -39,17 +40,17 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShare:
-    """What an optimizer step gave on one data-parallel rank; loss and norm are those of the whole batch.
+    """Results of an optimizer step on one data-parallel rank. Loss and norm are those of the global batch.
 
     Attributes:
-        loss: Of the global batch.
-        grad_norm: Before clipping; NaN where the loss was not finite.
-        learning_rate: Of this step.
-        metrics: (weighted sum, weight) of each metric over the rank's rows.
-        broken_rows: Rows of the share in which something is not finite, where the step was not applied.
-        is_applied: False where loss or gradient norm is not finite; the weights are as before.
-        tokens: `StepResult.tokens` of the share's rows, in their order, where they were asked for.
-        computed_tokens: Tokens that were computed for the share.
+        loss: Loss of the global batch.
+        grad_norm: Global norm before clipping; NaN if the loss is not finite.
+        learning_rate: Learning rate of this step.
+        metrics: (weighted sum, weight) of each metric over the share's rows.
+        broken_rows: Rows of the share with a value that is not finite, if the step was skipped.
+        is_applied: False if the loss or gradient norm is not finite; the weights are then unchanged.
+        tokens: `StepResult.tokens` of the share's rows, in their order; empty unless requested.
+        computed_tokens: Number of tokens computed for the share.
     """
 
     loss: float
@@ -64,7 +65,7 @@ class StepShare:
 
 @dataclass(slots=True)
 class Gathered:
-    """What the micro-batches of a step gave; tensors stay on the device until all are done."""
+    """Results of a step's micro-batches. Tensors stay on the device until the step ends."""
 
     losses: list[Tensor] = field(default_factory=list)
     metrics: list[MetricSums] = field(default_factory=list)
@@ -72,14 +73,14 @@ class Gathered:
     scored: list[dict[str, Tensor]] = field(default_factory=list)
 
     def add(self, pack: Pack, values: Tensor, loss: Tensor, sums: MetricSums, *, scored: Mapping[str, Tensor]) -> None:
-        """Keep what one micro-batch gave.
+        """Add the results of one micro-batch.
 
         Args:
             pack: The micro-batch.
-            values: [T] of its tokens, all finite.
-            loss: Summed.
-            sums: Of the objective.
-            scored: Requested values of its tokens by name, [T] each.
+            values: [T] values of its tokens; one that is not finite marks its row as broken.
+            loss: Loss summed over the micro-batch.
+            sums: Metric sums of the objective.
+            scored: Requested [T] values of its tokens by name.
         """
         self.losses.append(loss.detach())
         self.metrics.append(sums)
@@ -87,7 +88,7 @@ class Gathered:
         self.scored.append({name: of.detach() for name, of in scored.items()})
 
     def totals(self) -> tuple[float, dict[str, tuple[float, float]]]:
-        """The loss, and (weighted sum, weight) of each metric; a GPU is waited for once."""
+        """Return the loss, and (weighted sum, weight) of each metric, with one GPU synchronization."""
         pairs = [pair for of_pack in self.metrics for pair in of_pack.values()]
         numbers = iter(_numbers([*self.losses, *(number for pair in pairs for number in pair)]))
         loss = sum(next(numbers) for _ in self.losses)
@@ -95,18 +96,18 @@ class Gathered:
         return loss, metric_totals(totals)
 
     def tokens(self, batch: Batch) -> dict[str, NDArray[np.float32]]:
-        """What was scored, in the order of the share's rows."""
+        """Return the scored values by name, in the order of the share's rows."""
         found = unpack_trained([pack for pack, _ in self.values], self.scored, batch)
         return {name: of.values for name, of in found.items()}
 
     def broken_rows(self) -> tuple[int, ...]:
-        """Rows in which something is not finite."""
+        """Return the rows with a value that is not finite."""
         return tuple(int(row) for pack, values in self.values for row in pack.rows[_broken(pack, values)])
 
 
 @torch.no_grad()
 def _numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """Scalars of a device, and those that an objective made elsewhere, in one transfer."""
+    """Return scalar tensors, on the first one's device or elsewhere, as floats in a single transfer."""
     if not scalars:
         return []
     device = scalars[0].device
@@ -115,13 +116,13 @@ def _numbers(scalars: Sequence[Tensor]) -> list[float]:
 
 
 def _broken(pack: Pack, values: Tensor) -> NDArray[np.bool_]:
-    """[S] True where a trajectory has something that is not finite."""
+    """Return [S] bools, True for a trajectory with a value that is not finite."""
     micro_batch = pack.micro_batch
     is_broken = ~values.detach().isfinite()
     for column in micro_batch.columns.values():
         if column.is_floating_point():
             is_broken |= ~column.isfinite().flatten(1).all(1) if column.ndim > 1 else ~column.isfinite()
     if "loss_mask" in micro_batch.columns and bool((is_broken & micro_batch.columns["loss_mask"]).any()):
-        is_broken &= micro_batch.columns["loss_mask"]  # else it came in through a token that does not train
+        is_broken &= micro_batch.columns["loss_mask"]  # otherwise an untrained token caused it
     counts = np.add.reduceat(is_broken.cpu().numpy().astype(np.int64), pack.offsets[:-1])
     return np.asarray(counts > 0)

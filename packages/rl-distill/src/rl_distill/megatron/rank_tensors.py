@@ -1,4 +1,4 @@
-"""A rank's tensors by Hugging Face name: those that it exports, those that a checkpoint has, and what they take."""
+"""A rank's tensors by Hugging Face name: for export, for checkpoints, and for memory accounting."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,10 +21,10 @@ from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.megatron.setup import ModelPlan, chunk_blocks
 
 States = Mapping[str, Sequence[Mapping[str, Tensor]]]
-"""float32 weights and moments: by kind, for each chunk of the rank's model, by megatron's name."""
+"""float32 weights and moments: by kind, one mapping per model chunk of the rank, by Megatron's name."""
 
 Exported = Literal["weights", "base", "adapter"]
-"""What is exported: the weights, an adapter merged into them; the weights under it; its A and scaled B."""
+"""Tensors to export: the weights with an adapter merged, the base weights, or an adapter's A and scaled B."""
 
 
 class RankTensors:
@@ -39,24 +39,24 @@ class RankTensors:
         *,
         gather: Callable[[], None],
     ) -> None:
-        """Take what was built.
+        """Wrap the built model.
 
         Args:
-            plan: What it was built from.
-            chunks: The rank's.
-            shards: One for each chunk.
-            adam: Their optimizer; None where nothing trains.
-            gather: Has every weight of the last step on this rank.
+            plan: The plan that the model was built from.
+            chunks: The rank's model chunks.
+            shards: One shard per chunk.
+            adam: Optimizer of the chunks; None for a frozen model.
+            gather: Gathers all weights of the last step on this rank.
         """
         self._plan, self._chunks, self._shards, self._adam = plan, chunks, shards, adam
         self._gather = gather
 
     def memory(self) -> RankMemory:
-        """What the model keeps between calls, as `rank_memory` foretells it."""
+        """Return the bytes that the model keeps between calls, which `rank_memory` predicts."""
         return RankMemory(*(sum(tensor.nbytes for tensor in tensors) for tensors in self.kept()))
 
     def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Weights, gradients and the optimizer's state."""
+        """Return the weights, the gradients and the optimizer's state."""
         weights = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
         if self._adam is None:
             return weights, [], []
@@ -64,17 +64,17 @@ class RankTensors:
         return weights, [buffer.grad_data for buffer in buffers], list(self._adam.tensors())
 
     def num_parameters(self) -> int:
-        """Number of policy elements whose primary copy is on this rank; without an adapter's."""
+        """Return the number of policy elements whose primary copy is on this rank, without an adapter's."""
         return sum(int(np.prod(block.sizes)) for block in self._own(self._blocks(self._base())))
 
     def export(self, what: Exported, *, on_host: bool) -> list[Piece]:
-        """What this rank gives out: views of its tensors, or copies.
+        """Return this rank's exported pieces: views of its tensors, or copies.
 
-        A and B have peft's names, and B is scaled. Merging is in float32, and leaves the base as it is.
+        A and B have peft's names, and B is scaled. Merging is computed in float32 and does not change the base.
 
         Args:
-            what: Is given out.
-            on_host: On the CPU, for another process; False leaves it on the rank's device.
+            what: Tensors to export.
+            on_host: True to copy to the CPU for another process; False to leave tensors on the rank's device.
         """
         pieces = self._exported(what)
         return [replace(piece, tensor=piece.tensor.cpu()) for piece in pieces] if on_host else pieces
@@ -89,9 +89,9 @@ class RankTensors:
         return [_piece(block, _merged(block, added, scaling)) for block in self._own(self._blocks(self._base()))]
 
     def held(self) -> list[HeldRectangle]:
-        """What this rank gives out of the weights, an adapter merged into them, in the order of the tensors.
+        """Return this rank's rectangles of the weights, with an adapter merged, in the order of the tensors.
 
-        Each is read when it is asked for, where it is: until then it is as the weights are.
+        A rectangle is read on its device when it is requested, so its values are those of the weights at that time.
         """
         adapter, scaling = self._blocks(self._adapter()), self._plan.lora.scaling if self._plan.lora.rank else 1.0
         added = {block.name: block for block in adapter}
@@ -106,7 +106,7 @@ class RankTensors:
         ]
 
     def state_pieces(self) -> list[Piece]:
-        """Copies of this rank's part of what a checkpoint has: float32 weights and Adam's moments, or an adapter's."""
+        """Return copies of this rank's checkpoint state: float32 weights (or the adapter) and Adam's moments."""
         with self._trained().on_device():
             return self._state_pieces()
 
@@ -122,7 +122,7 @@ class RankTensors:
         ]
 
     def empty_state(self) -> tuple[States, dict[str, list[Block]]]:
-        """float32 tensors to read a checkpoint into, by megatron name for each chunk, and their blocks."""
+        """Return float32 tensors to load a checkpoint into, by Megatron's name per chunk, and their blocks."""
         of_kind: dict[str, Sequence[Mapping[str, Tensor]]]
         of_kind = {"weights": self._saved(), "exp_avg": self._parameters(), "exp_avg_sq": self._parameters()}
         states = {
@@ -132,7 +132,7 @@ class RankTensors:
         return states, {name: self._blocks(state) for name, state in states.items()}
 
     def load_state(self, states: States, *, step: int) -> None:
-        """Continue from what was read into `empty_state`."""
+        """Continue from the state loaded into `empty_state`."""
         adam = self._trained()
         is_bf16 = self._plan.dtype != torch.float32
         with torch.no_grad(), adam.on_device():
@@ -145,11 +145,11 @@ class RankTensors:
 
     def _trained(self) -> MegatronAdam:
         if self._adam is None:
-            raise TypeError("a frozen model does not train")
+            raise TypeError("a frozen model has no optimizer")
         return self._adam
 
     def _own(self, blocks: Sequence[Block]) -> list[Block]:
-        """Blocks that this rank gives out: of the copies on data-parallel ranks, each gives its share."""
+        """Return the blocks that this rank exports; data-parallel copies divide the blocks among themselves."""
 
         def gives(number: int, block: Block) -> bool:
             group = group_of_copies(of_experts=block.is_expert)
@@ -158,19 +158,19 @@ class RankTensors:
         return [b for number, b in enumerate(blocks) if b.is_primary and 0 not in b.sizes and gives(number, b)]
 
     def _parameters(self) -> list[Parameters]:
-        """What is trained, by megatron's name."""
+        """Return the trained parameters by Megatron's name."""
         return [{n: p for n, p in chunk.items() if p.requires_grad} for chunk in self._named()]
 
     def _base(self) -> list[Mapping[str, Tensor]]:
-        """All that a policy's folder has, by megatron's name: also a router's bias, which is not trained."""
+        """Return all tensors in a policy's folder by Megatron's name, including a router's untrained bias."""
         return [{n: p.detach() for n, p in chunk.items() if PARAMETER not in n} for chunk in self._named()]
 
     def _adapter(self) -> list[Mapping[str, Tensor]]:
-        """A and B, by megatron's name."""
+        """Return A and B by Megatron's name."""
         return [{n: p.detach() for n, p in chunk.items() if PARAMETER in n} for chunk in self._named()]
 
     def _saved(self) -> list[Mapping[str, Tensor]]:
-        """Weights that a checkpoint has."""
+        """Return the weights that a checkpoint saves."""
         return self._adapter() if self._plan.lora.rank else self._base()
 
     def _named(self) -> list[Parameters]:
@@ -190,13 +190,13 @@ def _piece(block: Block, tensor: Tensor, *, name: str | None = None) -> Piece:
 
 
 def _scaled(block: Block, scaling: float) -> Tensor:
-    """A as it is, B times the scaling."""
+    """Return A unchanged, or B times the scaling."""
     tensor = block.read()
     return tensor.float().mul(scaling).to(tensor.dtype) if block.name.endswith(LORA_B) else tensor
 
 
 def _merged(block: Block, adapter: Mapping[str, Block], scaling: float) -> Tensor:
-    """A rectangle of the base, plus the same rectangle of scaling * B @ A where there is an adapter for it."""
+    """Return a rectangle of the base plus, if the matrix has an adapter, the same rectangle of scaling * B @ A."""
     base, module = block.read(), block.name.removesuffix(".weight")
     if module + LORA_A not in adapter:
         return base

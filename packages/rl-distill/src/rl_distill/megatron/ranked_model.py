@@ -1,4 +1,4 @@
-"""Models over a learner's ranks: what policies, critics, references and teachers have in common."""
+"""Models distributed over a learner's ranks: the base of policies, critics, references and teachers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -44,14 +44,14 @@ from rl_distill.token_checks import check_tokens
 
 
 class RankedModel:
-    """A model over a learner's ranks: what policies, critics and references have in common.
+    """A model distributed over a learner's ranks: the base of policies, critics, references and teachers.
 
     Attributes:
-        kind: Its name on the ranks, unless another is given.
-        head: What comes out.
-        trains: False keeps neither gradients nor an optimizer.
-        replays: True takes the experts of the column `routed_experts`, which the policy's engine used; the routers of
-            other models choose by themselves.
+        kind: Default name of the model on the ranks.
+        head: Output of the model: token scores or values.
+        trains: True if the model has gradients and an optimizer.
+        replays: True to route tokens to the experts in the column `routed_experts`, which the rollout engine used;
+            otherwise the routers choose.
         step: Optimizer steps done so far.
     """
 
@@ -72,14 +72,14 @@ class RankedModel:
         """Build the model on every rank.
 
         Args:
-            policy: A Hugging Face folder with safetensors, or a config.json's content for random weights.
-            options: How to train.
-            ranks: Where; None for this process alone.
-            name: Of the model on its ranks; None for what it is.
+            policy: Hugging Face folder with safetensors, or the content of a config.json for random weights.
+            options: Learner options.
+            ranks: Ranks that hold the model; None to use this process alone.
+            name: Name of the model on its ranks; None uses `kind`.
 
         Raises:
             SettingsError: The architecture, a setting or the layout is not supported.
-            DataError: A file or tensor of the folder is missing or torn.
+            DataError: A file or tensor of the folder is missing or incomplete.
             MissingExtraError: megatron-core is not installed.
         """
         options.check()
@@ -111,26 +111,25 @@ class RankedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model; a tied head counts once."""
+        """Number of parameters of the model; a tied head counts once."""
         check_open(self._is_open)
         return self._num_parameters
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Names served from another tensor."""
+        """Names of tied tensors, each mapped to the tensor whose values it shares."""
         return self._source.config.tied
 
     def offload(self) -> int:
-        """Free what the model needs only while it works; its next call brings it back. Gives the bytes freed.
+        """Free memory until the next call, which restores everything; return the bytes freed over all ranks.
 
-        On GPUs parameters, gradients and the optimizer's state go to the host's memory. On CPUs there is no other
-        memory, so only the gradients are freed.
+        On GPUs, parameters, gradients and optimizer state move to host memory. On CPUs only the gradients are freed.
         """
         check_open(self._is_open)
         return sum(self._ranks.call_all("offload", self._name))
 
     def close(self) -> None:
-        """Free the model; ranks that were given stay. Can be called twice."""
+        """Free the model, and the ranks if this model created them. Can be called twice."""
         if self._is_open:
             self._is_open = False
             if self._owns_ranks:
@@ -139,7 +138,7 @@ class RankedModel:
                 self._ranks.call_all("drop", self._name)
 
     def _score(self, batch: Batch, *, temperature: float = 1.0, is_base: bool = False) -> Ragged:
-        """A float32 for each token, in the batch's row order."""
+        """Compute one float32 per token, in the batch's row order."""
         check_open(self._is_open)
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
@@ -170,7 +169,7 @@ class RankedModel:
         )
 
     def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
-        """Each data-parallel rank's rows in the order of its micro-batches, and which rows these are."""
+        """Return each data-parallel rank's share of the batch in micro-batch order, and the row indices of each."""
         if not self.replays:
             batch = batch.only(batch.names - {ROUTED_EXPERTS})
         check_tokens(batch, self._source.config)
@@ -190,7 +189,7 @@ class RankedModel:
         return shares, rows
 
     def _call_shares(self, method: str, shares: Sequence[RankShare], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of the model with each rank's share; gives the answers in the order of the shares."""
+        """Call a method of the model on every rank with its share; return the results in the order of the shares."""
         calls = [(self._name, method, (shares[place.data], *args), kwargs) for place in self._ranks.places]
         answers = self._ranks.call_each("run", calls)
         pairs = zip(self._ranks.places, answers, strict=True)
@@ -198,14 +197,14 @@ class RankedModel:
         return [by_share[number] for number in range(len(shares))]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the model by Hugging Face name."""
+        """Return the shape of every tensor of the model by Hugging Face name."""
         return tensor_shapes(self._source.config)
 
 
 def _in_batch_order(
     batch: Batch, rows: Sequence[Rows], found: Sequence[Mapping[str, NDArray[np.float32]]]
 ) -> dict[str, Ragged]:
-    """Values of tokens by name, float32, from what each data-parallel rank gave for its rows; {} of none."""
+    """Merge the shares' float32 token values into the batch's row order, by name; empty if there are none."""
     ids = batch.ragged("input_ids")
     out = {name: np.zeros(len(ids.values), dtype=np.float32) for of_rank in found for name in of_rank}
     for of_rank, named in zip(rows, found, strict=True):
@@ -215,36 +214,37 @@ def _in_batch_order(
 
 
 class TrainedModel(RankedModel):
-    """A model with an optimizer: its weights leave it, and it is saved and loaded."""
+    """A model with an optimizer, whose weights can be exported, saved and loaded."""
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """All weights by Hugging Face name: views where this process has them, on their device, until the next step.
+        """Return all weights by Hugging Face name.
 
-        Those of ranks in other processes are copies on the CPU.
+        Weights on ranks in this process are views on their device, valid until the next step; those in other processes
+        are copied to the CPU.
         """
         return self._export("weights", self._shapes())
 
     def offer_weights(self, options: SenderOptions, *, version: int) -> WeightUpdate:
-        """Have every rank send what it holds to engines that ask, until the weights change.
+        """Let engines fetch each rank's part of the weights until the weights change.
 
         Args:
-            options: How; a rank on a GPU sends by NCCL, and all share the bytes of a bucket.
-            version: What they are called.
+            options: How to send. Ranks with a GPU send over NCCL, and the ranks share the bytes of a bucket.
+            version: Policy version of the weights.
 
         Raises:
-            WeightProofError: What the ranks hold does not make up a tensor; the message names it.
+            WeightProofError: The ranks' parts do not make up a whole tensor; the message names it.
         """
         check_open(self._is_open)
         offers = self._ranks.call_all("offer", self._name, options, version=version)
         return join_offers(offers, self._shapes(), version=version, tied=self.tied)
 
     def expect_engines(self, num_receivers: int) -> None:
-        """Change how many engines the ranks expect; for any thread."""
+        """Set how many engines the ranks expect. Thread-safe."""
         check_open(self._is_open)
         self._ranks.expect_engines(self._name, num_receivers)
 
     def _export(self, what: Exported, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors in the order of their names, from what the ranks have of them."""
+        """Assemble whole tensors from the ranks' pieces, in the order of their names."""
         check_open(self._is_open)
         found: list[list[Piece]] = self._ranks.call_all("export", self._name, what, on_host=not self._ranks.is_inline)
         pieces = [piece for of_rank in found for piece in of_rank]
@@ -262,7 +262,7 @@ class TrainedModel(RankedModel):
 
     @converts_arguments
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
-        """Write a checkpoint into an empty directory: see `rl_distill.learner.Learner`."""
+        """Write a checkpoint into an empty directory; see `rl_distill.learner.Learner.save`."""
         check_open(self._is_open)
         require_empty(directory)
         self._ranks.call_all("begin_save", self._name, directory / STATE_FOLDER)
@@ -273,10 +273,10 @@ class TrainedModel(RankedModel):
 
     @converts_arguments
     def load(self, directory: Path) -> None:
-        """Continue from `save`, under whatever layout it was written.
+        """Continue from `save`, whatever the parallel layout it was written with.
 
         Raises:
-            CheckpointError: Missing, torn, or of another model; the learner is unchanged.
+            CheckpointError: The checkpoint is missing, incomplete or of another model; the learner is unchanged.
         """
         check_open(self._is_open)
         adapter = self._trained_adapter()
@@ -290,15 +290,15 @@ class TrainedModel(RankedModel):
         self.step = step
 
     def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor whose float32 values a checkpoint has: an adapter's, or all weights."""
+        """Return the shape of every tensor in a checkpoint: the adapter's, or all weights."""
         return self._shapes()
 
     def _trained_adapter(self) -> TrainedAdapter | None:
-        """The adapter that trains in the place of the weights; None where these train."""
+        """Return the adapter that trains instead of the weights; None if the weights train."""
         return None
 
     def _finish_save(self, directory: Path, *, step: int, adapter: TrainedAdapter | None) -> None:
-        """Wait for the ranks, and write what names their files; the header last."""
+        """Wait for the ranks to write their files, then write the index files and finally the header."""
         written, names = self._ranks.finish_save(directory / STATE_FOLDER), list(self._saved_shapes())
         source, options = self._source, self._options
         finish_checkpoint(directory, written, source=source, names=names, options=options, step=step, adapter=adapter)

@@ -1,4 +1,4 @@
-"""The ranks of a learner as one: started together, met, called together, and ended together."""
+"""Start, connect, call and stop all ranks of a learner as one."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ ROLE = "learner"
 
 
 class LearnerRanks:
-    """Where the models of a learner live; several models can share them."""
+    """The ranks that hold a learner's models; several models can share them."""
 
     def __init__(
         self,
@@ -30,21 +30,21 @@ class LearnerRanks:
         deadline_s: float = 900.0,
         call_deadline_s: float = 3600.0,
     ) -> None:
-        """Start the ranks, and let them meet.
+        """Start the ranks and connect them.
 
         Args:
-            parallel: The layout.
-            cluster: Where ranks run; None is one rank in this process.
-            pool: What they may use.
-            name: Of their role, in logs and errors.
+            parallel: Parallel layout of the ranks.
+            cluster: Where ranks run; None runs a single rank in this process and several in processes of this machine.
+            pool: Resources that the ranks may use.
+            name: Name of the ranks' role in logs and errors.
             num_threads: Threads of each CPU rank; None leaves torch's setting.
-            deadline_s: Longest wait for all of them to be there.
-            call_deadline_s: Longest wait for any answer of theirs, such as that of an optimizer step.
+            deadline_s: Maximum wait for all ranks to start, in seconds.
+            call_deadline_s: Maximum wait for a call such as an optimizer step, in seconds.
 
         Raises:
-            SettingsError: The layout cannot be, or there are too few CPUs or GPUs.
-            DeadlineError: They were not there in time.
-            RoleError: One died.
+            SettingsError: The layout is impossible, or there are too few CPUs or GPUs.
+            DeadlineError: The ranks did not start in time.
+            RoleError: A rank died.
         """
         is_inline = _runs_inline(parallel, cluster)
         self.parallel = parallel
@@ -75,78 +75,78 @@ class LearnerRanks:
 
     @property
     def is_inline(self) -> bool:
-        """True where the one rank is in this process, so that what it gives needs no journey."""
+        """True if the only rank is in this process, so results need no transfer."""
         return self._host is not None
 
     @property
     def is_alive(self) -> bool:
-        """False once they were ended, or one died."""
+        """True until the ranks are stopped or one of them dies."""
         return self._host is not None or (self._group is not None and self._group.is_alive)
 
     def rearrange(self, parallel: ParallelOptions) -> None:
-        """Use the same ranks in another layout; the models on them are gone.
+        """Switch the ranks to another layout; their models are freed.
 
         Raises:
-            SettingsError: The layout cannot be, or has another number of ranks.
+            SettingsError: The layout is impossible, or has another number of ranks.
         """
         check_ranks(parallel)
         if parallel.ranks != self.parallel.ranks:
-            raise SettingsError(f"there are {self.parallel.ranks} ranks; found a layout of {parallel.ranks}.")
+            raise SettingsError(f"the new layout must have {self.parallel.ranks} ranks; found {parallel.ranks}.")
         self.places = self.call_all("rearrange", parallel)
         self.parallel = parallel
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every rank's host.
 
-        Where a rank raises or dies, the others may wait for it in a collective: all of them are ended.
+        If a rank raises or dies, all ranks are stopped, because the others may be waiting for it in a collective.
 
         Raises:
-            RoleError: A rank died; the message says which, and how.
-            DeadlineError: They did not answer in time.
-            Exception: What the first rank raised, with its name and traceback.
+            RoleError: A rank died; the message names it and the cause.
+            DeadlineError: The ranks did not answer in time.
+            Exception: The first rank's exception, with its name and traceback.
         """
         if self._host is not None:
             return [getattr(self._host, method)(*args, **kwargs)]
         return self._together(lambda ranks: ranks.call_all(method, *args, deadline_s=self._call_deadline_s, **kwargs))
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of every rank's host, each with its own arguments; errors as `call_all`."""
+        """Call a method of every rank's host, each with its own arguments. Raises the errors of `call_all`."""
         if self._host is not None:
             return [getattr(self._host, method)(*arguments[0])]
         return self._together(lambda ranks: ranks.call_each(method, arguments, deadline_s=self._call_deadline_s))
 
     @converts_arguments
     def finish_save(self, directory: Path) -> list[Written]:
-        """What each rank wrote into a directory, when it has; training goes on meanwhile."""
+        """Wait until every rank has written its part of a checkpoint; return what each wrote. Training can continue."""
         if self._host is not None:
             return [self._host.finish_save(directory)]
         deadline_s = self._call_deadline_s
         return self._together(lambda ranks: ranks.call_all("wait_for_save", directory, deadline_s=deadline_s))
 
     def expect_engines(self, name: str, num_receivers: int) -> None:
-        """Have every rank's sender of a model expect so many engines; for any thread, also while another one waits."""
+        """Set how many engines every rank's sender of a model expects. Thread-safe, even while another call waits."""
         if self._host is None:
             deadline_s = self._call_deadline_s
             self._together(lambda ranks: ranks.call_all("expect_engines", name, num_receivers, deadline_s=deadline_s))
 
     def look(self) -> None:
-        """Detect the death of a rank that nobody has called since; errors as `call_all`."""
+        """Check that every rank is alive. Raises the errors of `call_all`."""
         self.call_all("look")
 
     def stacks(self, *, deadline_s: float) -> list[str]:
-        """What each rank does right now; for any thread, also while another one waits for a call.
+        """Return each rank's current stack. Thread-safe, even while another call waits.
 
-        Nothing is raised: of a rank that is dead or does not answer, the text says so.
+        Raises nothing: the text of a rank that is dead or does not answer reports that.
         """
         group = self._group
         if self._host is not None:
-            return [f"The learner's one rank is in this process.\n{process_stacks()}"]
+            return [f"The learner's only rank is in this process.\n{process_stacks()}"]
         if group is None:
-            return [f"The ranks of the learner were ended{self._ended_by}."]
+            return [f"The ranks of the learner were stopped{self._ended_by}."]
         return group.stacks(deadline_s=deadline_s)
 
     def close(self) -> None:
-        """End every rank. Can be called twice."""
+        """Stop every rank. Can be called twice."""
         group, self._group = self._group, None
         if self._host is not None:
             self._host.close()
@@ -155,7 +155,7 @@ class LearnerRanks:
 
     def _together(self, call: Callable[[BlockingGroup], list[Any]]) -> list[Any]:
         if self._group is None:
-            raise NotReadyError(f"the ranks of the learner were ended{self._ended_by}; make new ones.")
+            raise NotReadyError(f"the ranks of the learner were stopped{self._ended_by}. Start new ones.")
         try:
             return call(self._group)
         except BaseException as error:
@@ -165,23 +165,23 @@ class LearnerRanks:
 
 
 def _runs_inline(parallel: ParallelOptions, cluster: ClusterOptions | None) -> bool:
-    """True for one rank in this process.
+    """Return whether the layout is one rank in this process.
 
     Raises:
-        SettingsError: The layout is impossible, or several ranks would share a process.
+        SettingsError: The layout is impossible, or would put several ranks in one process.
     """
     check_ranks(parallel)
     is_inline = cluster is not None and cluster.kind == "inline"
     if is_inline and parallel.ranks > 1:
         raise SettingsError(
-            f"{parallel.ranks} ranks wait for one another, and one process cannot; set the cluster's kind to "
-            '"process" or "ray", found "inline".'
+            f"a cluster of kind 'inline' must have one rank; found {parallel.ranks}. Set its kind to "
+            '"process" or "ray".'
         )
     return is_inline or (cluster is None and parallel.ranks == 1)
 
 
 def _environment(num_threads: int | None) -> dict[str, str]:
-    """Variables of a rank's process, before anything is imported."""
+    """Return environment variables that a rank's process needs before any import."""
     threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    # megatron overlaps a GPU's collectives with its products only where they are started in order.
+    # Megatron overlaps a GPU's collectives with its matrix products only if kernels start in order.
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **threads}

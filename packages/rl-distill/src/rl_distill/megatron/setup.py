@@ -1,4 +1,4 @@
-"""Build this rank's part of a model: chunks, weights, and megatron's data parallelism around them."""
+"""Build this rank's part of a model: chunks, weights, and Megatron's data parallelism around them."""
 
 import hashlib
 import math
@@ -28,20 +28,20 @@ from rl_distill.megatron.parallel import undisturbed_random_numbers
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 VALUE_HEAD = {"value_head.weight": "score.weight", "value_head.bias": "score.bias"}
-"""A critic's head: megatron's names, and those of a Hugging Face token classifier with one label."""
+"""Tensors of a critic's head: Megatron's name to the name in a Hugging Face token classifier with one label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """What to build on every rank.
+    """A model to build on every rank.
 
     Attributes:
-        source: Where weights and configuration come from.
-        options: dtype, seed and recomputation count here.
-        parallel: The layout.
-        head: What comes out.
+        source: Source of the weights and the configuration.
+        options: Learner options; dtype, seed, kernels, recomputation and parallelism settings are used here.
+        parallel: Parallel layout of the ranks.
+        head: Output of the model: token scores or values.
         trains: False builds neither gradients nor an optimizer.
-        lora: The adapter that trains in the place of the weights; rank 0 has none.
+        lora: Adapter that trains instead of the weights; rank 0 for none.
     """
 
     source: PolicySource
@@ -53,31 +53,32 @@ class ModelPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Dtype of the parameters."""
         return DTYPES[self.options.dtype]
 
 
 def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) -> list[Any]:
-    """This rank's model chunks with their weights.
+    """Build this rank's model chunks and load their weights.
 
     Args:
-        plan: What to build.
-        shards: One for each chunk.
-        device: Where the chunks go.
+        plan: The model to build.
+        shards: One shard per chunk.
+        device: Device of the chunks.
 
     Returns:
-        For each chunk megatron's DistributedDataParallel around a PolicyModel, or the model where nothing trains.
+        One entry per chunk: Megatron's DistributedDataParallel around a PolicyModel, or the model itself if it is
+        frozen.
 
     Raises:
-        DataError: A file or tensor is missing, torn or of another shape.
-        SettingsError: There are no such kernels here.
+        DataError: A file or tensor is missing, incomplete or of the wrong shape.
+        SettingsError: The requested kernels are not available on the device.
     """
     config = _configuration(plan, device=device)
     is_virtual = len(shards) > 1
     chunks = []
     for index, shard in enumerate(shards):
         with undisturbed_random_numbers(), warnings.catch_warnings(), device:
-            warnings.simplefilter("ignore", DeprecationWarning)  # megatron's, about its own calls of itself
+            warnings.simplefilter("ignore", DeprecationWarning)  # about Megatron's calls of its own functions
             model: Any = PolicyModel(
                 plan.source.config,
                 config,
@@ -89,7 +90,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
         with torch.no_grad():
             fill_weights(model, plan, shard)
             fill_adapter(model, plan, shard)
-        model = model.to(device)  # what ignores the context, such as Transformer Engine's layers
+        model = model.to(device)  # for layers that ignore the device context, such as Transformer Engine's
         if plan.dtype != torch.float32:
             model = Float16Module(config, model)
         chunks.append(model)
@@ -109,7 +110,7 @@ def _configuration(plan: ModelPlan, *, device: torch.device) -> PolicyTransforme
     if kernels.attention == "varlen" and device.type == "cuda":
         use_newest_kernels(device, dtype=plan.dtype, head_dim=head_dim)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "If you are using transformer_engine")  # about core_attn, without it
+        warnings.filterwarnings("ignore", "If you are using transformer_engine")  # about core_attn
         return transformer_config(
             plan.source.config,
             dtype=plan.dtype,
@@ -122,12 +123,12 @@ def _configuration(plan: ModelPlan, *, device: torch.device) -> PolicyTransforme
 
 
 def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
-    """Fill a chunk's parameters from the policy's folder, or with random numbers that no layout changes."""
+    """Fill a chunk's parameters from the policy's folder, or with random numbers that are the same in every layout."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if PARAMETER not in name}
     folder = plan.source.policy_dir
     tensors = None if folder is None else PolicyTensors(folder, plan.source.config, optional=_optional(plan))
     for parameter in parameters.values():
-        parameter.zero_()  # rows that pad the vocabulary stay zeros
+        parameter.zero_()  # rows that pad the vocabulary stay zero
     for block in chunk_blocks(parameters, plan, shard):
         if tensors is not None and (block.name in tensors or block.name not in VALUE_HEAD.values()):
             block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=block.view.dtype))
@@ -137,7 +138,7 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
 
 
 def fill_adapter(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
-    """Fill a chunk's A and B, which alone train: from the folder that there is, else as peft begins with B zeros."""
+    """Fill a chunk's A and B, the only trained tensors, from the adapter's folder; without one, B is 0 as in peft."""
     if not plan.lora.rank:
         return
     parameters = dict(model.named_parameters())
@@ -153,7 +154,7 @@ def fill_adapter(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
 
 
 def _first_adapter(block: Block, plan: ModelPlan) -> Tensor:
-    """A whole A, uniform as a torch.nn.Linear's weight, float32, by its name and the seed alone; or B, zeros."""
+    """Return a whole float32 adapter matrix: A as torch.nn.Linear's weight, from its name and the seed; B zero."""
     if block.name.endswith(LORA_B):
         return torch.zeros(block.shape)
     bound = 1.0 / math.sqrt(block.shape[1])
@@ -161,16 +162,16 @@ def _first_adapter(block: Block, plan: ModelPlan) -> Tensor:
 
 
 def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> list[Block]:
-    """Blocks of a chunk's tensors by megatron name, those of a critic's head among them."""
+    """Return the blocks of a chunk's tensors, including those of a critic's head."""
     policy = {name: tensor for name, tensor in state.items() if name not in VALUE_HEAD}
     blocks = blocks_of(policy, plan.source.config, shard)
-    for name in (name for name in VALUE_HEAD if name in state):  # a set's order is another in each process
+    for name in (name for name in VALUE_HEAD if name in state):  # the order of a set differs between processes
         blocks.append(whole_block(VALUE_HEAD[name], state[name], is_primary=shard.tensor_rank == 0))
     return blocks
 
 
 def random_tensor(name: str, shape: tuple[int, ...], plan: ModelPlan) -> Tensor:
-    """A whole random weight, float32: it depends on its name and the seed alone."""
+    """Return a whole float32 random weight that depends only on its name and the seed."""
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     return torch.empty(shape).normal_(0.0, plan.source.config.initializer_range, generator=_generator(name, plan))
@@ -182,10 +183,10 @@ def _generator(name: str, plan: ModelPlan) -> torch.Generator:
 
 
 def _optional(plan: ModelPlan) -> frozenset[str]:
-    """Tensors that a folder may lack, because this model has no use for them."""
+    """Return the tensors that a folder may lack because this model does not use them."""
     return frozenset({"lm_head.weight"}) if plan.head == "value" else frozenset()
 
 
 def _keep(tensor: Tensor) -> Tensor:
-    """Leave a weight as it is, because it is filled next."""
+    """Skip Megatron's initialization, because the weight is filled afterwards."""
     return tensor

@@ -1,4 +1,4 @@
-"""A teacher as a frozen megatron model: what it thinks likeliest at each token, and its hidden states."""
+"""A teacher as a frozen Megatron model that scores tokens and returns its top tokens and hidden states."""
 
 from typing import Any
 
@@ -13,40 +13,40 @@ from rl_distill.stepping import check_open, check_temperature
 
 
 class MegatronTeacherModel(RankedModel):
-    """A policy that never trains, and says what it thinks of every token."""
+    """A frozen policy that scores tokens for distillation."""
 
     kind, trains = "teacher", False
 
     @property
     def config(self) -> PolicyConfig:
-        """Of the model."""
+        """The model's configuration."""
         return self._source.config
 
     def score(
         self, batch: Batch, *, top_k: int, temperature: float = 1.0, has_hidden: bool = False
     ) -> tuple[Ragged, Ragged, Ragged | None]:
-        """What it says of each token, given those before it.
+        """Score each token given the tokens before it.
 
         Args:
-            batch: Has `input_ids`.
-            top_k: Likeliest tokens to give.
-            temperature: Divides the logits.
-            has_hidden: Also give the hidden states.
+            batch: Batch with `input_ids`.
+            top_k: Number of most probable tokens to return.
+            temperature: Divisor of the logits.
+            has_hidden: True to return the hidden states.
 
         Returns:
-            float32 logprobs and int32 ids [K + 1] for each token, the token itself first and then the likeliest; 0 and
-            -1 at the first token of each trajectory. float32 hidden states [H] from which each token is predicted, or
+            float32 logprobs and int32 ids [K + 1] per token, with the token itself first and then the most probable
+            ones; 0 and -1 at the first token of each trajectory. float32 hidden states [H] that predict each token, or
             None.
 
         Raises:
-            SettingsError: There are not so many tokens, or the temperature is impossible.
-            ShapeError: A token is not in the vocabulary, or a trajectory is too long.
+            SettingsError: top_k exceeds the vocabulary, or the temperature is out of range.
+            ShapeError: A token is outside the vocabulary, or a trajectory is too long.
         """
         check_open(self._is_open)
         check_temperature(temperature)
         most = self.config.vocab_size
         if not 0 <= top_k <= most:
-            raise SettingsError(f"top_k must be from 0 to the teacher's {most} tokens; found {top_k}.")
+            raise SettingsError(f"top_k must be from 0 to {most}, the size of the teacher's vocabulary; found {top_k}.")
         shares, rows = self._shares(batch.only({"input_ids"}))
         options = {"temperature": temperature, "top_k": top_k, "has_hidden": has_hidden}
         found: list[dict[str, NDArray[Any]]] = self._call_shares("score", shares, **options)

@@ -1,7 +1,7 @@
-"""Objectives as pure functions on tensors, importable with torch alone.
+"""Objectives as pure functions on tensors; need only torch.
 
-This module exports what your own programs need. `registry` holds everything that a setting can name; each family of
-functions has its own file.
+This module exports the functions for your own programs. `registry` lists the functions that settings can name; each
+family of functions has its own file.
 """
 
 from rl_distill.objectives.advantages import dr_grpo_advantages, grpo_advantages

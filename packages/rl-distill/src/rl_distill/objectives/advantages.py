@@ -1,7 +1,7 @@
 """Advantages from rewards compared within the group of one prompt.
 
-Each advantage is a function of sessions, (rewards [S], group [S]) -> [S], with an estimator that spreads it to tokens.
-A session alone in its group gets 0.
+Each advantage is a function of sessions, (rewards [S], group [S]) -> [S], with an estimator that spreads its result to
+tokens. A session alone in its group gets 0.
 
 Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783; RLOO,
 Ahmadian et al. 2024, arXiv:2402.14740; OPO, Hao et al. 2025, arXiv:2505.23585; GPG, Chu et al. 2025,
@@ -20,32 +20,32 @@ from rl_distill.objectives.shapes import check_rows
 
 @checked
 def grpo(rows: RewardedRows, *, eps: Addend = 1e-6) -> dict[str, Tensor]:
-    """GRPO: `grpo_advantages` of each session, on all of its trained tokens."""
+    """GRPO: apply `grpo_advantages` to sessions; each trained token gets its session's advantage."""
     return {"advantages": session_advantages(rows, lambda rewards, group: grpo_advantages(rewards, group, eps=eps))}
 
 
 @converts_arguments
 def dr_grpo(rows: RewardedRows) -> dict[str, Tensor]:
-    """Dr. GRPO: `dr_grpo_advantages` of each session, on all of its trained tokens."""
+    """Dr. GRPO: apply `dr_grpo_advantages` to sessions; each trained token gets its session's advantage."""
     return {"advantages": session_advantages(rows, dr_grpo_advantages)}
 
 
 @converts_arguments
 def rloo(rows: RewardedRows) -> dict[str, Tensor]:
-    """RLOO: `rloo_advantages` of each session, on all of its trained tokens."""
+    """RLOO: apply `rloo_advantages` to sessions; each trained token gets its session's advantage."""
     return {"advantages": session_advantages(rows, rloo_advantages)}
 
 
 @converts_arguments
 def opo(rows: RewardedRows) -> dict[str, Tensor]:
-    """OPO: `opo_advantages` of each session, on all of its trained tokens."""
+    """OPO: apply `opo_advantages` to sessions; each trained token gets its session's advantage."""
     units = units_of(rows)
     return {"advantages": spread_units(rows, units, opo_advantages(units.rewards, units.group, units.num_tokens))}
 
 
 @checked
 def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: Addend = 1e-6) -> dict[str, Tensor]:
-    """GPG: `gpg_advantages` of each session, on all of its trained tokens."""
+    """GPG: apply `gpg_advantages` to sessions; each trained token gets its session's advantage."""
 
     def estimate(rewards: Tensor, group: Tensor) -> Tensor:
         return gpg_advantages(rewards, group, divide_by_std=divide_by_std, eps=eps)
@@ -55,7 +55,7 @@ def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: Addend = 1e-6) 
 
 @checked
 def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: Addend = 1e-6) -> dict[str, Tensor]:
-    """GRPO for pass@k: `passk_advantages` of each session, on all of its trained tokens."""
+    """GRPO for pass@k: apply `passk_advantages` to sessions; each trained token gets its session's advantage."""
 
     def estimate(rewards: Tensor, group: Tensor) -> Tensor:
         return passk_advantages(rewards, group, divide_by_std=divide_by_std, eps=eps)
@@ -65,7 +65,7 @@ def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: Addend = 
 
 @checked
 def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Tensor:
-    """Centre rewards within their group, and divide them by its standard deviation.
+    """Center rewards within their group and divide them by its standard deviation.
 
     Args:
         rewards: [S] float, one for each session.
@@ -77,7 +77,7 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Te
         session gets zeros.
 
     Raises:
-        ShapeError: The two are not [S], or group is of floats.
+        ShapeError: An argument is not [S], or group has a float dtype.
         SettingsError: eps is below 0.
     """
     centered, index = _centered(rewards, group)
@@ -86,7 +86,7 @@ def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Te
 
 @converts_arguments
 def dr_grpo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
-    """Centre rewards within their group; see `grpo_advantages` for arguments and result."""
+    """Center rewards within their group; see `grpo_advantages` for arguments and result."""
     return _centered(rewards, group)[0].to(_dtype(rewards))
 
 
@@ -101,7 +101,7 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
 
 @converts_arguments
 def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor:
-    """Subtract the group's length-weighted mean, the minimum-variance baseline if gradients grow with length.
+    """Subtract the group's length-weighted mean reward, the minimum-variance baseline if gradients grow with length.
 
     Args:
         rewards: [S] float, one for each session.
@@ -119,14 +119,14 @@ def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor
     weights = num_tokens.double()
     totals = weights.new_zeros(int(index.max()) + 1 if len(index) else 0)
     lengths = totals.index_add(0, index, weights).clamp(min=1)
-    # Weighing what is centered already keeps the zeros of equal rewards exact.
+    # Averaging centered rewards keeps the zeros of equal rewards exact.
     baselines = totals.index_add(0, index, weights * centered) / lengths
     return (centered - baselines[index]).to(_dtype(rewards))
 
 
 @checked
 def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = False, eps: Addend = 1e-6) -> Tensor:
-    """Centre rewards within their group, scaled up to make up for groups with equal rewards.
+    """Center rewards within their group, and scale them up to make up for groups with equal rewards.
 
     Args:
         rewards: [S] float, one for each session.
@@ -135,10 +135,11 @@ def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Fals
         eps: Added to the standard deviation.
 
     Returns:
-        [S] advantages in the rewards' dtype, times the number of sessions over those in groups with unequal rewards.
+        [S] advantages in the rewards' dtype. The scale is the number of all sessions divided by the number of those in
+        groups with unequal rewards.
 
     Raises:
-        ShapeError: The two are not [S], or group is of floats.
+        ShapeError: An argument is not [S], or group has a float dtype.
         SettingsError: eps is below 0.
     """
     centered, index = _centered(rewards, group)
@@ -151,7 +152,7 @@ def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Fals
 
 @checked
 def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = True, eps: Addend = 1e-6) -> Tensor:
-    """Give the best session of a group its lead over the second best, and the others 0.
+    """Give the best session of a group its lead over the second best, and all others 0.
 
     Args:
         rewards: [S] float, one for each session.
@@ -160,10 +161,10 @@ def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Tr
         eps: Added to the standard deviation.
 
     Returns:
-        [S] advantages in the rewards' dtype. A lone session, and the best of a tie, get 0.
+        [S] advantages in the rewards' dtype. A session alone in its group gets 0, and so do all if the best is tied.
 
     Raises:
-        ShapeError: The two are not [S], or group is of floats.
+        ShapeError: An argument is not [S], or group has a float dtype.
         SettingsError: eps is below 0.
     """
     centered, index = _centered(rewards, group)
@@ -179,7 +180,7 @@ def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Tr
 
 
 def _dtype(rewards: Tensor) -> torch.dtype:
-    """Return the rewards' dtype, or torch's default for integers and booleans."""
+    """Return the rewards' dtype; torch's default dtype for integers and booleans."""
     return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
 
 
@@ -187,14 +188,17 @@ def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Return [S] float64 rewards minus their group's mean, and [S] dense group indices."""
     check_rows({"rewards": rewards, "group": group})
     if len(group) and group.is_floating_point():
-        raise ShapeError(f"group must be integers, the prompt of each session; found {group.dtype}. Are they swapped?")
+        raise ShapeError(
+            f"group must be integer prompt indices, one per session; found {group.dtype}. Are rewards and group "
+            "swapped?"
+        )
     _, index = torch.unique(group, return_inverse=True)
     values, sizes = rewards.double(), torch.bincount(index)
     zeros = values.new_zeros(len(sizes))
     means = zeros.index_add(0, index, values) / sizes
     lowest = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, index, values, "amax", include_self=False)
-    # The mean of equal rewards may differ from them by rounding, which eps alone would blow up.
+    # The mean of equal rewards can differ from them by rounding, which a division by eps would amplify.
     is_equal = (lowest == highest)[index]
     return torch.where(is_equal, torch.zeros_like(values), values - means[index]), index
 

@@ -1,7 +1,7 @@
-"""Aggregations of token losses as token weights over the global batch.
+"""Aggregations of token losses, expressed as token weights over the global batch.
 
 The loss is the sum over t of weight[t] * loss[t]. Weights are computed once over the global batch, before it is split
-into ranks and micro-batches, so every split has the same loss and gradient.
+into ranks and micro-batches, so the split changes neither loss nor gradient.
 
 Source: token-mean is DAPO's (Yu et al. 2025, arXiv:2503.14476, section 3.3), seq-mean-token-mean GRPO's
 (Shao et al. 2024, arXiv:2402.03300), seq-mean-token-sum-norm Dr. GRPO's (Liu et al. 2025, arXiv:2503.20783).
@@ -21,11 +21,12 @@ from rl_distill.objectives.ragged import padded_offsets, row_counts, spread_rows
 from rl_distill.objectives.shapes import as_mask, check_mask, check_offsets, check_padded, check_tokens
 
 Horizon = Annotated[int | None, whole_number(at_least=1).or_none()]
-"""Constant length that some aggregations divide by."""
+"""Constant length by which some aggregations divide."""
 
 RowWeights = Callable[[Tensor, int | None], Tensor]
-"""([N] float64 trained tokens of each row, horizon) -> [N] weight of each trained token of that row. A row without
-trained tokens may get any finite value, and counts in no mean.
+"""([N] float64 trained tokens of each row, horizon) -> [N] weight of each trained token of that row.
+
+A row without trained tokens may get any finite value; it is ignored.
 """
 
 
@@ -35,26 +36,26 @@ def token_mean(token_counts: Tensor, _horizon: int | None) -> Tensor:
 
 
 def seq_mean_token_sum(token_counts: Tensor, _horizon: int | None) -> Tensor:
-    """Sum in each trajectory, mean over trajectories."""
+    """Sum over each trajectory, mean over trajectories."""
     return torch.ones_like(token_counts) / (token_counts > 0).sum().clamp(min=1)
 
 
 def seq_mean_token_sum_norm(token_counts: Tensor, horizon: int | None) -> Tensor:
-    """Sum in each trajectory divided by a constant length, mean over trajectories.
+    """Sum over each trajectory divided by a constant length, mean over trajectories.
 
     Raises:
-        SettingsError: No horizon.
+        SettingsError: horizon is None.
     """
     if horizon is None:
         raise SettingsError(
-            f"aggregation seq-mean-token-sum-norm needs horizon >= 1; found {horizon}. "
-            "Set it to the largest response length, which stays the same from batch to batch."
+            f"aggregation seq-mean-token-sum-norm needs horizon >= 1; found {horizon}. Set it to the maximum response "
+            "length, a constant over all batches."
         )
     return seq_mean_token_sum(token_counts, None) / horizon
 
 
 def seq_mean_token_mean(token_counts: Tensor, horizon: int | None) -> Tensor:
-    """Mean in each trajectory, mean over trajectories."""
+    """Mean over each trajectory, mean over trajectories."""
     return seq_mean_token_sum(token_counts, horizon) / token_counts.clamp(min=1)
 
 
@@ -75,18 +76,18 @@ def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights
     """Return the weight of each token in the loss of the global batch.
 
     Args:
-        loss_mask: [T] bool of the global batch, True where a token trains.
-        offsets: [N + 1] int64 rows of the mask.
-        row_weights: An aggregation of `AGGREGATIONS`, or your own.
-        horizon: Constant length that seq-mean-token-sum-norm divides by.
+        loss_mask: [T] bool mask of the global batch, True at trained tokens.
+        offsets: [N + 1] int64 row offsets of the mask.
+        row_weights: An aggregation from `AGGREGATIONS`, or a function of your own.
+        horizon: Constant length by which seq-mean-token-sum-norm divides.
 
     Returns:
-        [T] float32, 0 where masked. Trajectories without a trained token count in no mean. The weights sum to 1 for
+        [T] float32 weights, 0 where masked. Trajectories without a trained token are ignored. The weights sum to 1 for
         token-mean and seq-mean-token-mean, to the mean number of trained tokens for seq-mean-token-sum, and to this
         number divided by `horizon` for seq-mean-token-sum-norm.
 
     Raises:
-        ShapeError: loss_mask is not [T] bool, or offsets do not match it.
+        ShapeError: loss_mask is not [T] bool, or the offsets do not match it.
         SettingsError: The aggregation needs a horizon, or the horizon is below 1.
     """
     num_tokens = check_tokens({"loss_mask": loss_mask})
@@ -105,14 +106,14 @@ def aggregate(
     horizon: Horizon = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Reduce token values, such as losses or a KL, to one number.
+    """Reduce token values, such as losses or a KL, to a scalar.
 
     Args:
-        values: [B, T] padded, or packed [T] with `offsets`. Masked values are ignored, even NaN.
-        loss_mask: Mask of the same shape: bool, or, if padded, integers that are 0 where a token does not train.
+        values: Padded [B, T], or packed [T] with `offsets`. Masked values are ignored, even NaN.
+        loss_mask: Mask of the same shape: bool, or, if padded, integers that are nonzero at trained tokens.
         aggregation: Name in `AGGREGATIONS`.
-        horizon: Constant length that seq-mean-token-sum-norm divides by.
-        offsets: [N + 1] int64 rows of packed values.
+        horizon: Constant length by which seq-mean-token-sum-norm divides.
+        offsets: [N + 1] int64 row offsets of packed values.
 
     Raises:
         ShapeError: The shapes do not match, or the mask is not bool.

@@ -22,10 +22,10 @@ def gae(
     Untrained tokens are skipped: the next trained token is the next step.
 
     Args:
-        rows: The batch with the token column `values`: values[t] is the critic's value of the state before token t.
+        rows: The batch with the token column `values`; values[t] is the critic's value of the state before token t.
             Each trajectory is an episode that ends with its session's reward.
-        gamma: Discount for each trained token, in [0, 1].
-        lam: Lambda, in [0, 1]; 0 trusts only the next value, 1 only the rewards.
+        gamma: Discount per trained token, in [0, 1].
+        lam: GAE's lambda, in [0, 1]: 0 bootstraps from the next value, 1 uses only the rewards.
         whiten: Whiten the advantages, but not the returns, over the batch.
 
     Returns:
@@ -50,7 +50,7 @@ def remax(rows: RewardedRows) -> dict[str, Tensor]:
     """ReMax: the reward minus the reward of a greedy response to the same prompt.
 
     Args:
-        rows: The batch with the row column `reward_baseline`, the reward of the prompt's greedy response.
+        rows: The batch with the row column `reward_baseline`, the reward of a greedy response to the prompt.
 
     Raises:
         DataError: `reward_baseline` is missing or not finite.

@@ -1,4 +1,4 @@
-"""Columns that a learner trains on, computed over the global batch before it is split."""
+"""Functions that add training columns to the global batch, before it is split."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -22,21 +22,21 @@ from rl_distill.objectives.weight_metrics import weight_metrics
 from rl_distill.objectives.whitened_advantages import COMPONENT
 
 SampledLogprobs = Literal["old_logprobs", "rollout_logprobs"]
-"""Column of the sampling policy's logprobs: from the learner before the update, or from the engine."""
+"""Column with the sampling policy's logprobs: the learner's before the update, or the engine's."""
 
 
 @converts_arguments
 def with_advantages(
     batch: Batch, *, advantage: str = "grpo", options: Mapping[str, Any] | None = None, session_rule: str = "last"
 ) -> Batch:
-    """Add `advantages`, and `returns` if the estimator computes them.
+    """Add the column `advantages`, and `returns` if the estimator computes them.
 
     Args:
-        batch: The global batch with `reward` and `loss_mask`, grouped by its keys. Optional columns: `token_rewards`
-            for every estimator, `values` for gae, `reward_baseline` for remax, `reward/NAME` for gdpo.
-        advantage: Name in the registry of advantages.
+        batch: The global batch with `reward` and `loss_mask`; its keys define the groups. Optional columns:
+            `token_rewards` for every estimator, `values` for gae, `reward_baseline` for remax, `reward/NAME` for gdpo.
+        advantage: Name in `ADVANTAGES`.
         options: Options of the estimator.
-        session_rule: Name in the registry of session rules, for sessions with several trajectories.
+        session_rule: Name in `SESSION_RULES`, for sessions with several trajectories.
 
     Raises:
         SettingsError: The advantage, an option or the session rule is unknown.
@@ -61,24 +61,24 @@ def with_advantages(
 
 @converts_arguments
 def with_reward_components(batch: Batch, components: Sequence[Mapping[str, float]]) -> Batch:
-    """Add a row column `reward/NAME` for each named component of the reward, as GDPO needs them.
+    """Add a row column `reward/NAME` for each reward component; GDPO needs them.
 
     Args:
         batch: Any batch.
-        components: Components of each row, with the same names in all rows.
+        components: Reward components of each row; all rows have the same names.
 
     Raises:
-        DataError: Their number is not that of the rows, or the rows have different names.
+        DataError: The number of components is not the number of rows, or the rows have different names.
     """
     if len(components) != len(batch):
-        raise DataError(f"components must have one entry for each of {len(batch)} rows; found {len(components)}.")
+        raise DataError(f"components must have one entry per row ({len(batch)} rows); found {len(components)}.")
     names = sorted({name for row in components for name in row})
     for index, row in enumerate(components):
         lacking = sorted(set(names) - row.keys())
         if lacking:
             raise DataError(
-                f"row {index} lacks the reward component {lacking[0]!r}, which others have; the reward function must "
-                f"return {', '.join(names)} for every trajectory."
+                f"row {index} lacks the reward component {lacking[0]!r}, which other rows have; the reward function "
+                f"must return {', '.join(names)} for every trajectory."
             )
     component_columns(names)
     values = {name: np.asarray([row[name] for row in components], dtype=np.float32) for name in names}
@@ -103,13 +103,13 @@ def with_kl_in_reward(
     estimator: str = "k1",
     policy_logprobs: SampledLogprobs = "old_logprobs",
 ) -> Batch:
-    """Add `token_rewards`: a KL penalty to the reference at each sampled token, which advantages include.
+    """Add `token_rewards`, a penalty for the KL to the reference at each sampled token; advantages include it.
 
     Args:
-        batch: The global batch with `reference_logprobs` and the sampling policy's.
+        batch: The global batch with `reference_logprobs` and the sampling policy's logprobs.
         coefficient: Weight of the penalty.
-        estimator: Name in the registry of KL estimators.
-        policy_logprobs: Column of the sampling policy's logprobs.
+        estimator: Name in `KL_ESTIMATORS`.
+        policy_logprobs: Column with the sampling policy's logprobs.
 
     Raises:
         SettingsError: The estimator is unknown, or the coefficient is below 0.
@@ -137,7 +137,7 @@ def with_token_selection(
     Args:
         batch: The global batch with `advantages` and the sampling policy's logprobs.
         select: `BoundPolicyLoss.select`.
-        policy_logprobs: Column of the sampling policy's logprobs.
+        policy_logprobs: Column with the sampling policy's logprobs.
     """
     selected = select(batch.tensor(policy_logprobs), batch.tensor("advantages"), batch.tensor("loss_mask"))
     mask = batch.ragged("loss_mask")
@@ -146,7 +146,7 @@ def with_token_selection(
 
 @checked
 def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon: Horizon = None) -> Batch:
-    """Add `loss_weights`; see `token_weights`, but the aggregation is a name.
+    """Add `loss_weights`; see `token_weights`.
 
     Raises:
         SettingsError: The aggregation is unknown or needs a horizon.
@@ -165,13 +165,13 @@ def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon:
 def with_correction_weights(
     batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: WeightFloor | None = None
 ) -> Batch:
-    """Add `correction_weights` of `old_logprobs` over `rollout_logprobs`.
+    """Add `correction_weights`, the importance weights of `old_logprobs` over `rollout_logprobs`.
 
     Args:
-        batch: The global batch with both.
-        level: "token" or "sequence".
-        cap: Maximum weight; larger weights become `cap`, or 0 if there is a floor.
-        floor: Minimum weight; smaller weights become 0 (`banded_weights`). None only truncates from above.
+        batch: The global batch with both columns.
+        level: "token", or "sequence" for one weight per trajectory.
+        cap: Maximum weight. Larger weights become `cap`, or 0 if `floor` is set.
+        floor: Minimum weight; smaller weights become 0 (see `banded_weights`). None only truncates from above.
 
     Raises:
         SettingsError: The level is unknown, or the bounds are invalid.
@@ -205,13 +205,14 @@ def correction_weight_metrics(
 
 @converts_arguments
 def with_rejection(batch: Batch, *, bounds: Mapping[str, Bound]) -> tuple[Batch, dict[str, float]]:
-    """Remove tokens on which engine and learner differ too much from `loss_mask`.
+    """Remove tokens from `loss_mask` where engine and learner differ too much.
 
-    Call it after the advantages and before the loss weights: a rejected token counts as sampled, but does not train.
+    Call it after computing the advantages and before the loss weights: the advantages then still include rejected
+    tokens, which do not train.
 
     Args:
         batch: The global batch with `old_logprobs` and `rollout_logprobs`.
-        bounds: Bound of each criterion by name.
+        bounds: Bound of each criterion, by its name in `REJECTION_CRITERIA`.
 
     Returns:
         The batch with the reduced `loss_mask`, and the metrics of `rejection_mask`.
@@ -235,15 +236,15 @@ def _log_ratio(batch: Batch) -> torch.Tensor:
 
 
 def _reference_kl(batch: Batch, *, estimator: str, policy_logprobs: SampledLogprobs) -> torch.Tensor:
-    """Return [T] estimates, 0 where masked."""
+    """Return [T] KL estimates, 0 where masked."""
     kl = KL_ESTIMATORS.get(estimator)(batch.tensor(policy_logprobs), batch.tensor("reference_logprobs"))
     return torch.where(batch.tensor("loss_mask"), kl, torch.zeros_like(kl))
 
 
 def _is_of_numbers(column: Column) -> bool:
-    """True if a column has one number per token or row."""
+    """Whether a column has one number per token or row."""
     return not column.element_shape if isinstance(column, Ragged) else column.ndim == 1
 
 
 def _ragged_like(mask: Ragged, values: torch.Tensor) -> Ragged:
-    return Ragged(values, mask.offsets)  # converted where it becomes a column
+    return Ragged(values, mask.offsets)  # cast to the column's dtype by `with_columns`

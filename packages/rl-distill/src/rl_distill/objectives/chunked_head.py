@@ -1,4 +1,4 @@
-"""The output matrix and a divergence fused over chunks of tokens, without a whole [T, V] array.
+"""Output matrix and divergence fused over chunks of tokens, without materializing the [T, V] logits.
 
 Gradients are computed in the forward pass, while a chunk's logits exist, so nothing is computed twice.
 
@@ -22,20 +22,20 @@ from rl_distill.objectives.teacher_tokens import TeacherTokens, check_sampled_to
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 
 CHUNK_LOGITS = 2**26
-"""Default number of logits in a chunk. A chunk is one array, or several for whole distributions."""
+"""Default number of logits per chunk. A chunk needs one array of this size, or several for full distributions."""
 TARGETS_AT_ONCE = 16
-"""Chunk for CPUs, which fits their cache. GPUs use `GPU_TARGETS_AT_ONCE`, since each chunk costs kernel launches."""
+"""Tokens per chunk on CPUs, sized for their cache. GPUs use `GPU_TARGETS_AT_ONCE`, since each chunk costs launches."""
 GPU_TARGETS_AT_ONCE = 1024
 
 
 class HeadResult(NamedTuple):
-    """The head's results at each of M tokens.
+    """Results of the head at M tokens.
 
     Attributes:
-        weighted: [M] losses times their weights, with gradient; sum them for the loss.
-        comparison: The measures, without gradient.
-        logprobs: [M] the student's logprobs of the tokens, without gradient; None without targets.
-        entropy: [M] the student's entropy, without gradient; None without targets.
+        weighted: [M] losses times their weights, with gradient; sum them to get the loss.
+        comparison: Measures of the comparison, without gradient.
+        logprobs: [M] student logprobs of the targets, without gradient; None without targets.
+        entropy: [M] student entropy, without gradient; None without targets.
     """
 
     weighted: Tensor
@@ -45,7 +45,7 @@ class HeadResult(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Arguments that are not tensors with a gradient."""
+    """Arguments of the head that need no gradient."""
 
     weights: Tensor
     teacher: TeacherTokens
@@ -63,7 +63,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
         grad_weight = None if not needs_weight or len(hidden) else torch.zeros_like(weight, dtype=exact)
-        # One buffer for all chunks: fresh memory is slow, on a CPU as slow as the arithmetic on it.
+        # Reuse one buffer for all chunks: on a CPU, touching fresh memory costs as much as the arithmetic on it.
         buffer = weight.new_empty(min(work.chunk, len(hidden)), weight.shape[0])
         weighted = []
         for start in range(0, len(hidden), work.chunk):
@@ -83,7 +83,7 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,) = grads
         if ctx.grads is None:
-            raise NotReadyError("the chunked head gives its gradients once; call it again for another backward pass.")
+            raise NotReadyError("the chunked head can run backward only once; call it again for another backward pass.")
         made, ctx.grads = ctx.grads, None
         factor = _common_factor(grad)
         of_hidden, of_weight = (one if one is None or factor is None else one.mul_(factor) for one in made)
@@ -91,9 +91,9 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _common_factor(grad: Tensor) -> Tensor | None:
-    """Return the common factor of all losses; None for 1.
+    """Return the factor that all gradients share; None for 1.
 
-    On a GPU, checking for different factors would wait, so they become NaN, and no step is applied.
+    On a GPU, checking for different factors would synchronize, so they become NaN instead, and the step is skipped.
     """
     if not len(grad):
         return None
@@ -102,21 +102,21 @@ def _common_factor(grad: Tensor) -> Tensor | None:
         return torch.where(is_common, grad[0], torch.nan)
     if not bool(is_common):
         raise ShapeError(
-            "the chunked head gives losses that are weighted already: sum them, times one number at most. Give the "
-            "weights of tokens as `weights`."
+            "the chunked head returns losses that are already weighted: sum them, and at most scale the sum. Pass "
+            "token weights as `weights`."
         )
     return None if float(grad[0]) == 1.0 else grad[0]
 
 
 def added_product(total: Tensor | None, left: Tensor, right: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Add left @ right to the total in place; None starts a total of the dtype."""
+    """Add left @ right to the total in place; None starts a new total in the dtype."""
     if total is None:
         return torch.mm(left, right).to(dtype)
     return total.addmm_(left, right) if left.dtype == dtype else total.add_(left @ right)
 
 
 def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a chunk's weighted losses and their gradient to its logits."""
+    """Return a chunk's weighted losses and their gradient with respect to its logits."""
     logits = torch.mm(hidden, weight.T, out=buffer[: len(hidden)])
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     logprobs = entropy = None
@@ -155,17 +155,17 @@ def chunked_head_divergence(
 
     Args:
         hidden: [M, H] the student's last hidden states.
-        weight: [V / ranks, H] the student's output matrix, this rank's slice of the vocabulary.
-        weights: [M] constant weights of the tokens in the loss.
-        teacher: Teacher data of the same tokens.
-        divergence: The divergence to compute.
-        targets: [M] int64 sampled tokens, for their logprobs and the entropy.
-        temperature: Temperature of these logprobs and the entropy.
-        chunk_logits: Number of logits in a chunk.
+        weight: [V / ranks, H] this rank's vocabulary slice of the student's output matrix.
+        weights: [M] weights of the tokens in the loss, without gradient.
+        teacher: The teachers' data for the same tokens.
+        divergence: Divergence to compute.
+        targets: [M] int64 sampled tokens; if set, their logprobs and the entropy are computed too.
+        temperature: Temperature of the logprobs and the entropy.
+        chunk_logits: Number of logits per chunk.
 
     Raises:
-        DataError: The teacher's first column has other tokens than `targets`.
-        ShapeError: In the backward pass, if the losses were weighted again one by one.
+        DataError: The first column of the teacher's ids differs from `targets`.
+        ShapeError: In the backward pass, the losses' gradients differ: the losses were weighted again.
         NotReadyError: In a second backward pass.
     """
     if targets is not None:

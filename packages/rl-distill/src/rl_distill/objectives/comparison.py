@@ -1,8 +1,4 @@
-"""The interface by which an objective requests a comparison with teachers and reads its results.
-
-An objective with an attribute `comparison` receives the measures of `TokenComparison` [T] as columns of the
-micro-batch: `distillation/losses`, `distillation/student_mass` and so on. Logits never leave the model.
-"""
+"""Interface through which an objective requests a comparison with teachers and reads its results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,21 +10,21 @@ from rl_distill.learner import MicroBatch
 from rl_distill.objectives.divergences import DivergenceOptions
 
 MEASURED = "distillation/"
-"""Prefix of the measures' names."""
+"""Prefix of the measures' column names."""
 LOSSES = MEASURED + "losses"
-"""Divergence of each token, with gradient unless the comparison is alone."""
+"""Column with each token's divergence; it has a gradient unless the comparison is alone."""
 WEIGHTED = MEASURED + "weighted"
-"""Losses times the column `loss_weights`, with gradient, to sum; only if the comparison is alone."""
+"""Column with losses times `loss_weights`, with gradient, to be summed; present only if the comparison is alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Computations on the logits.
+    """The comparison that an objective requests.
 
     Attributes:
-        options: The divergence.
-        is_alone: The loss has no other part: logprobs and entropy have no gradient, and the divergence is computed in
-            one pass that neither stores whole logits nor computes them twice.
+        options: Options of the divergence.
+        is_alone: The loss has no other term. Logprobs and entropy then need no gradient, and the divergence is computed
+            in one pass that neither stores all logits nor computes them twice.
     """
 
     options: DivergenceOptions
@@ -41,5 +37,5 @@ def comparison_of(objective: Any) -> Comparison | None:
 
 
 def with_measures(micro: MicroBatch, measured: Mapping[str, Tensor]) -> MicroBatch:
-    """A micro-batch with more columns."""
+    """Return a micro-batch with these columns added."""
     return replace(micro, columns={**micro.columns, **measured}) if measured else micro

@@ -16,7 +16,7 @@ from rl_distill.objectives.ragged import row_sums, spread_rows
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
 
 CorrectionLevel = Literal["token", "sequence"]
-"""Scope of an importance ratio: a token (biased, low variance) or a trajectory (unbiased, high variance)."""
+"""Scope of an importance ratio: token (biased, low variance) or trajectory (unbiased, high variance)."""
 
 WeightCap = Annotated[float, number(above=0.0, can_be_inf=True)]
 """Maximum importance weight."""
@@ -41,9 +41,9 @@ def truncated_weights(
     """Return importance weights old / rollout, truncated from above.
 
     Args:
-        log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
+        log_ratio: [T] old_logprobs - rollout_logprobs; masked values are ignored.
         loss_mask: [T] bool.
-        offsets: [N + 1] int64 rows.
+        offsets: [N + 1] int64 row offsets.
         level: "token", or "sequence" for the product over each trajectory's trained tokens.
         cap: Maximum weight.
 
@@ -64,19 +64,19 @@ def banded_weights(
     """Return importance weights old / rollout, 0 outside a band (IcePop).
 
     Args:
-        log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
+        log_ratio: [T] old_logprobs - rollout_logprobs; masked values are ignored.
         loss_mask: [T] bool.
-        offsets: [N + 1] int64 rows.
+        offsets: [N + 1] int64 row offsets.
         level: "token", or "sequence" for the product over each trajectory's trained tokens.
-        band: Minimum and maximum weight; weights outside become 0.
+        band: (minimum, maximum) weight; weights outside become 0.
 
     Returns:
-        [T] weights without gradient, 0 where masked. The loss weights do not change: tokens outside the band count as
-        0.
+        [T] weights without gradient, 0 where masked. Loss weights stay unchanged, so tokens outside the band still
+        count in means.
 
     Raises:
         ShapeError: The shapes or dtypes do not match.
-        SettingsError: The level is unknown, or not 0 < floor <= cap.
+        SettingsError: The level is unknown, or the band is not 0 < floor <= cap.
     """
     floor, cap = band
     weights = importance_ratios(log_ratio, loss_mask, offsets, level=level)
@@ -85,7 +85,7 @@ def banded_weights(
 
 @checked
 def importance_ratios(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel) -> Tensor:
-    """Return [T] importance ratios old / rollout without bounds; see `truncated_weights`."""
+    """Return [T] unbounded importance ratios old / rollout; see `truncated_weights`."""
     log_ratio = blank_masked(log_ratio, loss_mask, offsets)
     if level == "sequence":
         log_ratio = spread_rows(row_sums(log_ratio, offsets), offsets, num_tokens=len(log_ratio))
@@ -94,7 +94,7 @@ def importance_ratios(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, 
 
 
 def blank_masked(values: Tensor, loss_mask: Tensor, offsets: Tensor) -> Tensor:
-    """Return [T] checked values without gradient, 0 where masked.
+    """Check values [T], and return them without gradient, 0 where masked.
 
     Raises:
         ShapeError: The values are not [T], or the mask or offsets do not match.

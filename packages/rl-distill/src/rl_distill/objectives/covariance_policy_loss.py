@@ -1,9 +1,10 @@
-"""Policy losses that treat the few tokens that cost the most entropy differently: Clip-Cov and KL-Cov.
+"""Policy losses with special treatment of the few tokens that reduce entropy most: Clip-Cov and KL-Cov.
 
-Both advantage and logprob of these tokens are far above the mean, so that their product, a token's share of the
+At these tokens, both advantage and logprob are far above the mean, so their product, the token's share of the
 covariance, is large. Tokens are selected once over the global batch from the old policy's logprobs; the selection is
-the bool column `token_selection`. Every micro-batch and every update on the batch thus treats a token alike. (The paper
-selects in each micro-batch from the logprobs of the policy in training, which equal the old ones in the first update.)
+the bool column `token_selection`. A token is thus treated alike in every micro-batch and every update on the batch.
+(The paper selects in each micro-batch from the logprobs of the policy in training, which equal the old ones in the
+first update.)
 
 Source: Cui et al. 2025, arXiv:2505.22617, section 4.
 """
@@ -27,8 +28,8 @@ def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tens
     """Return each token's share of the covariance of advantage and logprob over the global batch.
 
     Args:
-        logprobs: [T] float, the old policy's; anything where masked.
-        advantages: [T] float; anything where masked.
+        logprobs: [T] float logprobs under the old policy; masked values are ignored.
+        advantages: [T] float; masked values are ignored.
         loss_mask: [T] bool.
 
     Returns:
@@ -60,16 +61,16 @@ def select_band(
     """Select tokens at random among those whose covariance is within a band.
 
     Args:
-        logprobs: [T] of the old policy.
-        advantages: [T].
+        logprobs: [T] float logprobs under the old policy.
+        advantages: [T] float.
         loss_mask: [T] bool.
         share: Selected share of the trained tokens; at least one token if the band has any.
         low: Lower bound of the covariance.
         high: Upper bound of the covariance.
-        seed: Random seed; the same batch gets the same selection.
+        seed: Random seed; equal batches get equal selections.
 
     Returns:
-        [T] bool.
+        [T] bool, True at selected tokens.
 
     Raises:
         SettingsError: share is not in (0, 1], or the band is empty.
@@ -85,13 +86,13 @@ def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share
     """Select the tokens with the largest covariance.
 
     Args:
-        logprobs: [T] of the old policy.
-        advantages: [T].
+        logprobs: [T] float logprobs under the old policy.
+        advantages: [T] float.
         loss_mask: [T] bool.
-        share: Selected share of the trained tokens; at least one token if any trains.
+        share: Selected share of the trained tokens; at least one token if any is trained.
 
     Returns:
-        [T] bool; ties select the earlier tokens.
+        [T] bool, True at selected tokens; ties go to the earlier tokens.
 
     Raises:
         SettingsError: share is not in (0, 1].
@@ -109,7 +110,7 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHi
 
     Args:
         tokens: Packed tokens with the selection of `select_band`.
-        clip_low: See `ppo_clip`; there is no dual clip.
+        clip_low: See `ppo_clip`. There is no dual clip.
         clip_high: See `ppo_clip`.
 
     Returns:
@@ -130,7 +131,7 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHi
 @selects_with(select_top)
 @checked
 def kl_cov(tokens: PolicyTokens, *, kl_to_old_coefficient: Annotated[float, number(at_least=0.0)] = 1.0) -> TokenLosses:
-    """KL-Cov: the ratio without clip, and a penalty towards the old policy for the selected tokens.
+    """KL-Cov: the ratio without clipping, and a penalty towards the old policy at the selected tokens.
 
     Args:
         tokens: Packed tokens with the selection of `select_top`.
@@ -154,7 +155,7 @@ def _selection(tokens: PolicyTokens) -> Tensor:
     if tokens.selection is None:
         raise DataError(
             "clip_cov and kl_cov need the column 'token_selection'; the batch has none. Add it to the global batch "
-            "with `with_token_selection` before it is cut into micro-batches."
+            "with `with_token_selection` before splitting it into micro-batches."
         )
     return tokens.selection
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student learns the teachers' probabilities on the tokens that it sampled.
+"""On-policy distillation: the student learns the teachers' probabilities on tokens that it sampled itself.
 
 Sources: on-policy distillation, Agarwal et al. 2023, arXiv:2306.13649, and Gu et al. 2023, arXiv:2306.08543; per-token
 estimates as a reward, Lu and Thinking Machines Lab 2025, thinkingmachines.ai/blog/on-policy-distillation.
@@ -33,11 +33,11 @@ from rl_distill.objectives.teacher_tokens import check_sampled_tokens
 DistillationLoss = Literal["forward_kl", "reverse_kl", "js", "uld", "k1", "abs", "k2", "k3", "nll"]
 
 WHO = "distillation"
-"""In messages."""
+"""Owner of the options in messages."""
 NAME = "actor/distillation/"
 """Prefix of the metrics' names."""
 OF_SAMPLED = ("loss", "student_mass", "teacher_mass", "tail_mass", "clamped_fraction")
-"""Measures that need only the logprob of one token."""
+"""Measures that need only one token's logprob."""
 
 
 def k3(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
@@ -51,25 +51,25 @@ ESTIMATORS: dict[str, KLEstimator] = {
     "k2": k2,
     "k3": k3,
 }
-"""Estimators for losses. The gradients of k1 and abs are meaningless there (see `kl`), so they use k2's."""
+"""Estimators as losses. The plain gradients of k1 and abs do not minimize the KL (see `kl`), so they use k2's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationObjectiveOptions:
-    """What the student learns from teachers.
+    """Options of the distillation objective.
 
     Attributes:
-        loss: A divergence of distributions, "forward_kl", "reverse_kl", "js" or "uld"; an estimate of KL(student ||
-            teacher) from the sampled token, "k1", "abs", "k2" or "k3"; or "nll", the cross entropy of the tokens
+        loss: A divergence of distributions ("forward_kl", "reverse_kl", "js" or "uld"); an estimate of KL(student ||
+            teacher) from the sampled token ("k1", "abs", "k2" or "k3"); or "nll", the cross entropy of the tokens
             themselves, for texts that a teacher wrote.
-        distribution: As `DivergenceOptions`.
-        tail: As `DivergenceOptions`.
-        beta: As `DivergenceOptions`.
-        temperature: As `DivergenceOptions`.
-        max_loss: As `DivergenceOptions`.
-        min_logprob: As `DivergenceOptions`.
-        coefficient: Weight of it in the loss.
-        teachers: Their names, by the column `teacher_index`, for metrics of each.
+        distribution: See `DivergenceOptions`.
+        tail: See `DivergenceOptions`.
+        beta: See `DivergenceOptions`.
+        temperature: See `DivergenceOptions`.
+        max_loss: See `DivergenceOptions`.
+        min_logprob: See `DivergenceOptions`.
+        coefficient: Weight of the distillation term in the loss.
+        teachers: Names of the teachers, indexed by the column `teacher_index`; each gets its own metrics.
     """
 
     loss: DistillationLoss = "forward_kl"
@@ -89,7 +89,7 @@ class DistillationObjectiveOptions:
             SettingsError: An option is invalid; the message has its name, valid values and its value.
         """
         check_fields(self, owner=WHO)
-        self.divergence  # noqa: B018 - checks the rest
+        self.divergence  # noqa: B018 - building it checks the remaining options
 
     @property
     def divergence(self) -> DivergenceOptions:
@@ -99,7 +99,7 @@ class DistillationObjectiveOptions:
 
     @property
     def is_divergence(self) -> bool:
-        """True if whole distributions or their top k are compared."""
+        """Whether the loss compares full or top-k distributions."""
         return self.loss in get_args(DivergenceKind)
 
 
@@ -116,7 +116,7 @@ class DistillationObjective:
     `actor/distillation/aligned_fraction` is the share of trained tokens that a teacher scored.
 
     Attributes:
-        options: As given.
+        options: Options of the distillation term.
         policy: Objective of rewarded tasks; None for pure distillation.
     """
 
@@ -125,7 +125,7 @@ class DistillationObjective:
 
     @property
     def comparison(self) -> Comparison | None:
-        """The comparison that learners make on the logits."""
+        """The comparison that the learner makes on the logits; None if the loss needs only logprobs."""
         if not self.options.is_divergence:
             return None
         return Comparison(options=self.options.divergence, is_alone=self.policy is None)
@@ -160,7 +160,7 @@ class DistillationObjective:
         needed_column(micro, LOSSES, who=f"{WHO} by {self.options.loss}")
         measured = {name: micro.columns[MEASURED + name] for name in MEASURES}
         measured["loss"] = measured.pop("losses")
-        if self.options.loss == "uld":  # of two vocabularies
+        if self.options.loss == "uld":  # the vocabularies differ
             return {name: measured[name] for name in OF_SAMPLED}
         return measured
 
@@ -176,27 +176,27 @@ class DistillationObjective:
 def distillation_objective(
     options: DistillationObjectiveOptions, policy: PolicyObjective | None = None
 ) -> DistillationObjective:
-    """Return the objective of the options, alone or added to that of rewarded tasks."""
+    """Return the objective, alone or added to the objective of rewarded tasks."""
     return DistillationObjective(options=options, policy=policy)
 
 
 def estimate(
     policy_logprobs: Tensor, teacher_logprobs: Tensor, is_scored: Tensor, *, options: DistillationObjectiveOptions
 ) -> dict[str, Tensor]:
-    """Estimate KL(student || teacher) at each token as "loss", and return it with its measures.
+    """Estimate KL(student || teacher) at each token; return it as "loss", with further measures.
 
     Args:
-        policy_logprobs: [T] the student's logprobs of the tokens; the loss has a gradient to them.
-        teacher_logprobs: [T] or [T, K + 1] the teacher's logprobs, the sampled token's first.
+        policy_logprobs: [T] student logprobs of the tokens; the loss is differentiable with respect to them.
+        teacher_logprobs: [T] teacher logprobs, or [T, K + 1] with the sampled token's first.
         is_scored: [T] bool, True where a teacher scored the token.
-        options: The estimate and its clamps.
+        options: Selects the estimator and its clamps.
 
     Raises:
-        SettingsError: The loss is not an estimate.
+        SettingsError: The loss is not an estimator.
     """
     if options.loss not in ESTIMATORS:
         raise SettingsError(
-            f"loss must be one of {', '.join(ESTIMATORS)}, which need the sampled token alone; found {options.loss!r}."
+            f"loss must be one of {', '.join(ESTIMATORS)}, which need only the sampled token; found {options.loss!r}."
         )
     teacher = teacher_logprobs if teacher_logprobs.ndim == 1 else teacher_logprobs[:, 0]
     teacher = masked(teacher, is_scored, name="teacher_logprobs")
@@ -219,13 +219,14 @@ def estimate(
 def distillation_sums(
     measured: Mapping[str, Tensor], index: Tensor, mask: Tensor, *, teachers: Sequence[str] = ()
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (sum over tokens, their number) of each metric, in total and per teacher, and the loss's extremes.
+    """Return (sum over tokens, number of tokens) of each metric, in total and per teacher, and the loss's extremes.
 
     Args:
-        measured: [T] values by name, 0 where no teacher scored; the absolute value of "loss" becomes "abs_loss".
+        measured: [T] values by name, 0 where no teacher scored; must include "loss", whose absolute value is added as
+            "abs_loss".
         index: [T] index of the teacher that scored the token; -1 for none.
-        mask: [T] bool, tokens that train.
-        teachers: The teachers' names, by index.
+        mask: [T] bool, True at trained tokens.
+        teachers: Names of the teachers, by index.
     """
     is_scored = (index >= 0) & mask
     measured = {**measured, "abs_loss": measured["loss"].abs()}
@@ -248,19 +249,19 @@ def with_distillation_advantages(
     policy_logprobs: SampledLogprobs = "rollout_logprobs",
     keep_advantages: bool = False,
 ) -> tuple[Batch, dict[str, float]]:
-    """Use teachers as a reward: a token's advantage is minus coefficient times its KL estimate.
+    """Use teachers as a reward: set each token's advantage to -coefficient times its KL estimate.
 
     Args:
-        batch: The global batch, with the teachers' columns and the sampling policy's logprobs.
-        options: The estimate, its clamps and its coefficient.
-        policy_logprobs: Column of the sampling policy's logprobs.
+        batch: The global batch with the teachers' columns and the sampling policy's logprobs.
+        options: Selects the estimator, its clamps and coefficient.
+        policy_logprobs: Column with the sampling policy's logprobs.
         keep_advantages: Add to the batch's advantages instead of replacing them.
 
     Returns:
-        The batch with `advantages`, and metrics.
+        The batch with the column `advantages`, and its metrics.
 
     Raises:
-        SettingsError: The loss is not an estimate from the sampled token.
+        SettingsError: The loss is not an estimator on the sampled token.
         DataError: A column is missing.
     """
     index, mask = batch.tensor("teacher_index"), batch.tensor("loss_mask")
@@ -276,7 +277,7 @@ def with_distillation_advantages(
 def _policy_sums(
     policy_logprobs: Tensor, entropy: Tensor | None, weights: Tensor, micro: MicroBatch
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return metrics of the policy for pure distillation."""
+    """Return the entropy and mismatch metrics that `PolicyObjective` reports otherwise."""
     mask = micro.columns["loss_mask"]
     sums: dict[str, tuple[Tensor, Tensor]] = {}
     if entropy is not None:

@@ -19,25 +19,26 @@ DivergenceKind = Literal["forward_kl", "reverse_kl", "js", "uld"]
 Tail = Literal["bucket", "drop", "renormalise"]
 
 LOWEST_LOGPROB = -1e4
-"""Replaces -inf, so that a token impossible for both sides adds 0 instead of NaN; its probability is 0."""
+"""Replaces -inf, so that a token impossible on both sides adds 0 instead of NaN; its probability rounds to 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceOptions:
-    """Which divergence, and over what.
+    """Options of a divergence.
 
     Attributes:
         kind: "forward_kl", KL(p || q); "reverse_kl", KL(q || p); "js", beta KL(p || m) + (1 - beta) KL(q || m) with
             m = beta p + (1 - beta) q; or "uld", the sum of |p - q| over probabilities sorted by size, which needs no
             common vocabulary.
-        distribution: "top_k" compares the teacher's most likely tokens, "full" on all.
-        tail: How to treat the mass outside the top k. "bucket" adds it as one entry, so that the sum is a divergence of
-            two distributions, and 0 only where they agree. "drop" leaves it out: the sum may be negative, and at q = p
-            its gradient still moves the student's mass into the top k. "renormalise" scales both to 1 within the top k.
+        distribution: "top_k" compares the teacher's most likely tokens, "full" all tokens.
+        tail: Treatment of the probability outside the top k. "bucket" adds it as one entry, so that the sum is a
+            divergence of two distributions, and 0 only where they agree. "drop" leaves it out: the sum may be negative,
+            and at q = p its gradient still moves the student's mass into the top k. "renormalise" scales both to 1
+            within the top k.
         beta: Weight of the teacher in "js".
         temperature: Divides both sides' logits.
-        max_loss: Maximum loss of a token; larger values are clamped, without a gradient. None disables it.
-        min_logprob: Minimum logprob of either side; smaller ones are clamped, without a gradient. None disables it.
+        max_loss: Maximum loss of a token; larger values are clamped and get no gradient. None disables it.
+        min_logprob: Minimum logprob on either side; smaller ones are clamped and get no gradient. None disables it.
     """
 
     kind: DivergenceKind = "forward_kl"
@@ -58,7 +59,7 @@ class DivergenceOptions:
 
 
 TokenDivergence = tuple[Tensor, Tensor]
-"""[M] divergence at each token, with gradient to the student's logprobs; [M] bool, True where clamped."""
+"""[M] divergence of each token, differentiable with respect to the student's logprobs; [M] bool, True where clamped."""
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, options: DivergenceOptions) -> Tensor:
@@ -67,7 +68,7 @@ def divergence_terms(log_p: Tensor, log_q: Tensor, options: DivergenceOptions) -
     Args:
         log_p: [..., N] the teacher's logprobs.
         log_q: [..., N] the student's logprobs.
-        options: Which divergence.
+        options: Selects the divergence.
     """
     floor = LOWEST_LOGPROB if options.min_logprob is None else options.min_logprob
     log_p, log_q = log_p.clamp_min(floor), log_q.clamp_min(floor)
@@ -86,15 +87,15 @@ def divergence_terms(log_p: Tensor, log_q: Tensor, options: DivergenceOptions) -
 def top_k_divergence(
     log_p: Tensor, log_q: Tensor, log_q_tail: Tensor, *, is_given: Tensor, num_tokens: int, options: DivergenceOptions
 ) -> TokenDivergence:
-    """Return the divergence on K entries; the options determine how the mass outside counts.
+    """Return the divergence on K entries; the options set how the mass outside counts.
 
     Args:
         log_p: [M, K] the teacher's logprobs.
         log_q: [M, K] the student's logprobs of the same entries.
-        log_q_tail: [M] log of the student's mass outside.
-        is_given: [M, K] bool, False for entries to ignore.
+        log_q_tail: [M] log of the student's mass outside these entries.
+        is_given: [M, K] bool, False at entries to ignore.
         num_tokens: Size of the vocabulary; a row with as many entries has no mass outside.
-        options: Which divergence.
+        options: Selects the divergence and the treatment of the tail.
 
     Raises:
         ShapeError: The shapes do not match.
@@ -119,20 +120,20 @@ def top_k_divergence(
 
 
 def log_tail(log_p: Tensor) -> Tensor:
-    """Return [M] log of the mass outside [M, K] entries, at least their rounding error."""
+    """Return [M] log of the mass outside the entries [M, K], bounded below by their rounding error."""
     mass = 1.0 - log_p.double().exp().sum(-1)
     return mass.clamp_min(torch.finfo(log_p.dtype).eps).log().to(log_p.dtype)
 
 
 def clamped(losses: Tensor, is_bitten: Tensor, options: DivergenceOptions) -> TokenDivergence:
-    """Return [M] losses clamped to max_loss, and [M] bool, True where either clamp applied."""
+    """Clamp losses [M] to max_loss; also return [M] bool, True where either clamp applied."""
     if options.max_loss is None:
         return losses, is_bitten
     return losses.clamp(max=options.max_loss), is_bitten | (losses.detach() > options.max_loss)
 
 
 def _bites(log_p: Tensor, log_q: Tensor, is_given: Tensor, options: DivergenceOptions) -> Tensor:
-    """Return [M] bool, True where min_logprob changes an entry that counts."""
+    """Return [M] bool, True where min_logprob changes a counted entry."""
     if options.min_logprob is None:
         return torch.zeros(len(log_p), dtype=torch.bool, device=log_p.device)
     return (((log_p < options.min_logprob) | (log_q.detach() < options.min_logprob)) & is_given).any(-1)

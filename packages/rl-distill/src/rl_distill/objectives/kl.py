@@ -1,12 +1,12 @@
 """Estimators of KL(policy || reference) from the logprobs of sampled tokens.
 
-All take policy_logprobs and reference_logprobs, [T] float, and return [T] estimates for tokens that the policy sampled.
-The reference gets no gradient. As a reward or metric, k1 and k3 are unbiased. As a loss, their expected gradients
-differ: k1's is 0 (only noise), k2's is that of KL(policy || reference), k3's is that of the forward KL(reference ||
-policy).
+Each is a function of policy_logprobs and reference_logprobs, [T] float, that returns [T] estimates for tokens sampled
+from the policy. The reference gets no gradient. As a reward or metric, k1 and k3 are unbiased. As a loss, their
+expected gradients differ: k1's is 0 (only noise), k2's is that of KL(policy || reference), k3's is that of the forward
+KL(reference || policy).
 
 A name with "+" is a straight-through form: the estimator's value with k2's gradient. "k3+" thus reports an unbiased,
-non-negative KL, and minimises KL(policy || reference).
+non-negative KL, and minimizes KL(policy || reference).
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients, Tang and Munos 2025, arXiv:2506.09477.
 """
@@ -31,35 +31,35 @@ K3_BOUND = 10.0
 
 @converts_arguments
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """log(policy / reference): unbiased, of either sign."""
+    """Log ratio log(policy / reference): unbiased, of either sign."""
     reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return policy_logprobs - reference_logprobs
 
 
 @converts_arguments
 def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """|log(policy / reference)|: a distance, not an estimate of the KL."""
+    """Absolute log ratio |log(policy / reference)|: a distance, not an estimate of the KL."""
     reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return (policy_logprobs - reference_logprobs).abs()
 
 
 @converts_arguments
 def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Half the squared log ratio: biased, its gradient is the KL's."""
+    """Half the squared log ratio: biased, but with the gradient of the KL."""
     reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return 0.5 * (policy_logprobs - reference_logprobs).square()
 
 
 @converts_arguments
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """r - 1 - log r with r = reference / policy: unbiased, never negative, at most `K3_BOUND`."""
+    """Return r - 1 - log r with r = reference / policy: unbiased, never negative, at most `K3_BOUND`."""
     reference_logprobs = _constant(policy_logprobs, reference_logprobs)
     return excess(bounded(reference_logprobs - policy_logprobs)).clamp(max=K3_BOUND)
 
 
 @converts_arguments
 def straight_through(policy_logprobs: Tensor, reference_logprobs: Tensor, *, estimator: KLEstimator) -> Tensor:
-    """Return an estimator's value with the gradient of k2."""
+    """Combine an estimator's value with the gradient of k2."""
     gradient = k2(policy_logprobs, reference_logprobs)
     return estimator(policy_logprobs, reference_logprobs).detach() + gradient - gradient.detach()
 
@@ -80,14 +80,15 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
 
 
 def _constant(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Detach the reference, in case the caller did not."""
-    if policy_logprobs.shape != reference_logprobs.shape:  # packed, or padded
+    """Check the shapes, and detach the reference in case the caller did not."""
+    if policy_logprobs.shape != reference_logprobs.shape:  # either packed or padded
         raise ShapeError(
-            f"reference_logprobs must have shape {list(policy_logprobs.shape)}, as policy_logprobs has; found "
+            f"reference_logprobs must have the shape {list(policy_logprobs.shape)} of policy_logprobs; found "
             f"{list(reference_logprobs.shape)}. Score the same tokens."
         )
     if reference_logprobs.requires_grad and not policy_logprobs.requires_grad and torch.is_grad_enabled():
         raise DataError(
-            "reference_logprobs have a gradient, and policy_logprobs have none; nothing would train. Are they swapped?"
+            "reference_logprobs require a gradient but policy_logprobs do not, so nothing would train. Are they "
+            "swapped?"
         )
     return reference_logprobs.detach()

@@ -1,4 +1,4 @@
-"""The coefficient of the KL to the reference: fixed, or adapted to hold the KL at a target.
+"""Coefficient of the KL to the reference: fixed, or adapted to keep the KL at a target.
 
 Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
 """
@@ -12,12 +12,12 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_distill.objectives.option_rules import check_fields, checked, number, whole_number
 
 ERROR_BOUND = 0.2
-"""Maximum relative error that counts in one update."""
+"""Maximum relative error that one update takes into account."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveKL:
-    """A KL coefficient and its control; immutable, so that a repeated step adapts only once.
+    """A KL coefficient and its controller; immutable, so that a repeated step adapts only once.
 
     Attributes:
         coefficient: Current coefficient.
@@ -39,13 +39,13 @@ class AdaptiveKL:
         check_fields(self, owner="the KL control")
         if self.target is not None and self.coefficient == 0.0:
             raise SettingsError(
-                "coefficient of the KL control must be above 0 with a target, since it is changed by factors; found "
-                f"0 with target = {self.target}. Set a start, or target = None."
+                "coefficient of the KL control must be above 0 if there is a target, since adapting multiplies it; "
+                f"found 0 with target = {self.target}. Set a positive coefficient, or target = None."
             )
 
     @checked
     def adapted(self, kl: float, *, num_trajectories: Annotated[int, whole_number(at_least=0)]) -> "AdaptiveKL":
-        """Return the control after a batch.
+        """Return the controller after a batch.
 
         Args:
             kl: Mean KL to the reference on the batch, in nats per token; a non-finite value changes nothing.
@@ -61,11 +61,11 @@ class AdaptiveKL:
         return replace(self, coefficient=self.coefficient * factor)
 
     def state(self) -> dict[str, float]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"coefficient": self.coefficient}
 
     def restored(self, state: Mapping[str, float]) -> "AdaptiveKL":
-        """Return the control with a `state`'s coefficient; a fixed control keeps its own, in case the user changed it.
+        """Restore the coefficient from a `state`; a fixed coefficient is kept, so that the user's settings apply.
 
         Raises:
             CheckpointError: The state has no usable coefficient.

@@ -1,4 +1,4 @@
-"""Log ratios of two policies' probabilities, [T] or [N]: their bound and the k3 estimate."""
+"""Log ratios of two policies' probabilities, of any shape: their bound, and the k3 estimate."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Divergence between a student's logits and its teachers at each token."""
+"""Divergence between a student's logits and its teachers' distributions at each token."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from rl_distill.objectives.vocabulary_parts import (
 
 
 class TokenComparison(NamedTuple):
-    """Measures of M tokens; only `losses` has a gradient; all are 0 where no teacher scored.
+    """Measures of M tokens, all 0 where no teacher scored. Only `losses` has a gradient.
 
     Attributes:
         losses: Divergence of each token.
@@ -36,7 +36,7 @@ class TokenComparison(NamedTuple):
         teacher_mass: The teacher's total probability of its top K tokens.
         tail_mass: The teacher's probability outside its top K.
         overlap_ratio: Share of the teacher's top K tokens that are in the student's top K.
-        agreement: 1 where both have the same most likely token.
+        agreement: 1 where student and teacher have the same most likely token.
         clamped_fraction: 1 where a clamp applied.
     """
 
@@ -59,19 +59,19 @@ class TokenComparison(NamedTuple):
 
 
 OVERLAP_OF_ALL = 64
-"""Number of top tokens whose overlap is measured when whole distributions are compared; half of a small vocabulary."""
+"""Number of top tokens used for the overlap of full distributions; at most half the vocabulary."""
 
 MEASURES = TokenComparison._fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitDivergence:
-    """A divergence that compares logits with teachers.
+    """Divergence between a student's logits and its teachers.
 
     Attributes:
         options: Options of the divergence.
         part: Slice of the vocabulary that the logits cover.
-        heads: The teachers' output matrices [V of the slice, H] by teacher index, for whole distributions.
+        heads: The teachers' output matrices [V of the slice, H] by teacher index; needed only for full distributions.
     """
 
     options: DivergenceOptions
@@ -84,12 +84,12 @@ class LogitDivergence:
 
         Args:
             logits: [M, V / ranks] the student's logits.
-            teacher: Of the same tokens.
+            teacher: The teachers' data for the same tokens.
 
         Raises:
             DataError: Needed top tokens or hidden states of the teachers are missing; or, on a CPU, a token is outside
                 the vocabulary.
-            ShapeError: The shapes do not fit.
+            ShapeError: The shapes do not match.
         """
         best = self._checked(logits, teacher)
         if self.options.distribution == "full":
@@ -100,15 +100,15 @@ class LogitDivergence:
 
     @converts_arguments
     def with_gradient(self, logits: Tensor, teacher: TeacherTokens, weights: Tensor) -> tuple[TokenComparison, Tensor]:
-        """Compare, and differentiate the sum of weights * losses, in place of the logits if possible.
+        """Compare, and compute the gradient of the sum of weights * losses, in the memory of the logits if possible.
 
         Args:
             logits: [M, V / ranks] float32 or float64; may be overwritten.
-            teacher: Of the same tokens.
+            teacher: The teachers' data for the same tokens.
             weights: [M] weights of the tokens.
 
         Returns:
-            The comparison, and the gradient [M, V / ranks].
+            The comparison, and the gradient [M, V / ranks] with respect to the logits.
 
         Raises:
             DataError: See `__call__`.
@@ -134,17 +134,17 @@ class LogitDivergence:
             for values, grad in ((log_q, of_logprobs), (log_tail, of_tail))
         )
         num_tokens = taken.gradient(*of_both, in_place=True).shape[-1]
-        logits[:, num_tokens:] = 0.0  # what pads the slice
+        logits[:, num_tokens:] = 0.0  # padding columns of the slice
         return comparison.detached(), logits
 
     def _checked(self, logits: Tensor, teacher: TeacherTokens) -> Tensor:
-        """Check the inputs and return [M, K] the student's most likely tokens."""
+        """Check the inputs, and return the student's most likely tokens [M, K]."""
         if logits.ndim != 2 or len(logits) != len(teacher):
             raise ShapeError(
-                f"logits must be [M, V] of the teacher's M = {len(teacher)} tokens; found {list(logits.shape)}. "
-                "Of padded rows give those of the mask, `logits[mask]`."
+                f"logits must be [M, V] for the teacher's M = {len(teacher)} tokens; found {list(logits.shape)}. For "
+                "padded rows, pass `logits[mask]`."
             )
-        if self.options.kind != "uld" and logits.device.type == "cpu":  # on a GPU it would stop the device
+        if self.options.kind != "uld" and logits.device.type == "cpu":  # on a GPU this would synchronize
             refuse_top_k_alone(teacher)
             if self.options.distribution == "top_k":
                 _refuse_unknown_tokens(teacher, self.part.size)
@@ -152,8 +152,8 @@ class LogitDivergence:
         k = min(OVERLAP_OF_ALL, max(1, self.part.size // 2)) if is_full else teacher.ids.shape[1] - 1
         if not k:
             raise DataError(
-                f"{self.options.kind} needs the teacher's likeliest tokens; the column teacher_ids has the sampled "
-                "token alone. Score with top_k of at least 1."
+                f"{self.options.kind} needs the teacher's most likely tokens; the column teacher_ids has only the "
+                "sampled token. Score with top_k >= 1."
             )
         return likeliest(logits, min(k, self.part.size), part=self.part)[1]
 
@@ -189,15 +189,15 @@ class LogitDivergence:
 
     @torch.no_grad()
     def _teacher_logits(self, teacher: TeacherTokens) -> Tensor:
-        """Return [M, V / ranks] teacher logits from the hidden states; 0 where no teacher scored."""
+        """Compute the teachers' logits [M, V / ranks] from their hidden states; 0 where no teacher scored."""
         hidden = teacher.hidden
         if hidden is None or not self.heads:
             raise DataError(
-                'distribution = "full" needs the teachers\' hidden states (the column teacher_hidden) and their output '
-                f"matrices on the learner; found {'no' if hidden is None else 'the'} hidden states and "
-                f"{len(self.heads)} matrices. Call load_teacher_heads of the learner, with Megatron teachers."
+                'distribution = "full" needs the teachers\' hidden states (the column teacher_hidden) and their '
+                f"output matrices on the learner; found {'no' if hidden is None else 'the'} hidden states and "
+                f"{len(self.heads)} matrices. Use Megatron teachers, and call the learner's load_teacher_heads."
             )
-        if len(self.heads) == 1:  # rows are not selected, for which a GPU would be waited for
+        if len(self.heads) == 1:  # selecting rows would synchronize a GPU
             head = self.heads[0]
             logits = (hidden[:, : head.shape[1]].to(head.dtype) @ head.T).to(hidden.dtype)
             return logits.masked_fill_((teacher.index != 0).unsqueeze(-1), 0.0)
@@ -214,13 +214,14 @@ def _refuse_unknown_tokens(teacher: TeacherTokens, num_tokens: int) -> None:
     if bool(is_wrong.any()):
         at = int(is_wrong.nonzero()[0])
         raise DataError(
-            f"a teacher's ids must be below {num_tokens}, the student's vocabulary; found {int(teacher.ids[at].max())} "
-            f'at token {at}, and {int(is_wrong.sum())} such tokens. For another vocabulary there is kind = "uld".'
+            f"a teacher's ids must be below {num_tokens}, the student's vocabulary size; found "
+            f"{int(teacher.ids[at].max())} at token {at} ({int(is_wrong.sum())} such tokens in total). For teachers "
+            'with another vocabulary, use kind = "uld".'
         )
 
 
 def _is_among(ids: Tensor, others: Tensor) -> Tensor:
-    """Return [M, K] bool, True where an id is among the others of its row."""
+    """Return [M, K] bool, True where an id occurs among the others of its row."""
     if not ids.shape[-1] or not others.shape[-1]:
         return torch.zeros_like(ids, dtype=torch.bool)
     ordered = others.sort(-1).values
@@ -238,12 +239,12 @@ def _masses(log_q: Tensor, teacher: TeacherTokens) -> tuple[Tensor, Tensor]:
 
 
 def _measured_on_top_k(found: TokenDivergence, log_q: Tensor, teacher: TeacherTokens, best: Tensor) -> TokenComparison:
-    """The losses with their measures.
+    """Return losses with their measures; see `_measured`.
 
     Args:
-        found: The losses.
+        found: The losses, and where they are clamped.
         log_q: [M, K] the student's logprobs of the compared tokens.
-        teacher: Of the same tokens.
+        teacher: The teachers' data for the same tokens.
         best: [M, K] the student's most likely tokens.
     """
     return _measured(found, _masses(log_q.detach(), teacher), teacher.ids[:, 1:], best, is_scored=teacher.index >= 0)
@@ -255,8 +256,8 @@ def _measured(
     """Return the losses with their measures, 0 where no teacher scored.
 
     Args:
-        found: The losses.
-        masses: [M] the student's and the teacher's probability of the compared tokens.
+        found: The losses, and where they are clamped.
+        masses: [M] probability of the compared tokens under student and teacher.
         ids: [M, K] the teacher's most likely tokens, -1 for none.
         best: [M, K] the student's most likely tokens.
         is_scored: [M] bool, True where a teacher scored.

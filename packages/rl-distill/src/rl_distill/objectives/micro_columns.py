@@ -1,4 +1,4 @@
-"""Access to a micro-batch's columns for objectives."""
+"""Access of objectives to a micro-batch's columns."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from rl_distill.objectives.shapes import check_tokens
 
 
 def needed_column(micro: MicroBatch, name: str, *, who: str) -> Tensor:
-    """Return the [T] column of a name.
+    """Return a column of the micro-batch.
 
     Args:
         micro: The micro-batch.
         name: Name of the column.
-        who: The column's user, for the message.
+        who: User of the column, for the message.
 
     Raises:
         DataError: The column is missing.
@@ -27,10 +27,10 @@ def needed_column(micro: MicroBatch, name: str, *, who: str) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor, *, name: str) -> Tensor:
-    """Return [T] values, 0 where the mask [T] is False, so that neither NaN nor a gradient passes.
+    """Return values [T], 0 where the mask [T] is False, so that neither NaN nor a gradient passes.
 
     Raises:
-        ShapeError: The values are not [T]; the message has their name.
+        ShapeError: The values are not [T]; the message has `name`.
     """
     check_tokens({"loss_mask": mask, name: values})
     return torch.where(mask, values, torch.zeros_like(values))

@@ -14,13 +14,13 @@ from rl_distill.objectives.ragged import row_counts, row_sums
 def mismatch_sums(
     old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, offsets: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Measure how the engine's logprobs differ from the learner's, as sums over micro-batches and ranks.
+    """Measure how the engine's logprobs differ from the learner's, as sums over tokens and trajectories.
 
     Args:
         old_logprobs: [T] the learner's logprobs.
         rollout_logprobs: [T] the engine's logprobs.
         loss_mask: [T] bool.
-        offsets: [N + 1] int64 rows.
+        offsets: [N + 1] int64 row offsets.
 
     Returns:
         (weighted sum, weight) by metric name. Over tokens: `training/rollout_probs_diff_mean`, `rollout_corr/kl` (of

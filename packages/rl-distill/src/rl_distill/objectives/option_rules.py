@@ -32,8 +32,8 @@ class OptionRule:
     """The valid values of an option.
 
     Attributes:
-        expected: Text after "must be" in messages: "a number in (0, 1]".
-        allows: Returns whether a value is valid.
+        expected: Text that follows "must be" in messages, e.g. "a number in (0, 1]".
+        allows: Whether a value is valid.
     """
 
     expected: str
@@ -46,7 +46,7 @@ class OptionRule:
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """A rule, next to another, that a number is below another option.
+    """Marker, used together with a rule: the option must be below another option.
 
     Attributes:
         option: Name of the other option.
@@ -63,7 +63,7 @@ def number(
     below: float | None = None,
     can_be_inf: bool = False,
 ) -> OptionRule:
-    """Return the rule for a number within bounds, never NaN, and finite unless `can_be_inf`.
+    """Return the rule for a number within bounds; never NaN, and finite unless `can_be_inf`.
 
     Args:
         at_least: Inclusive lower bound.
@@ -87,7 +87,7 @@ def number(
 
 
 def whole_number(*, at_least: int | None = None) -> OptionRule:
-    """Return the rule for an integer with a minimum."""
+    """Return the rule for an integer, optionally with a minimum."""
     return OptionRule(
         "a whole number" + ("" if at_least is None else f" of at least {at_least}"),
         lambda value: _is_whole(value) and (at_least is None or value >= at_least),
@@ -95,7 +95,7 @@ def whole_number(*, at_least: int | None = None) -> OptionRule:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a real number other than a bool."""
+    """Whether a value is a real number and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -107,10 +107,10 @@ PLAIN_RULES: dict[object, OptionRule] = {
     float: number(can_be_inf=True),
     int: whole_number(),
     bool: OptionRule("True or False", lambda value: isinstance(value, bool)),
-    str: OptionRule("a text", lambda value: isinstance(value, str)),
-    Mapping: OptionRule("values by name", lambda value: isinstance(value, Mapping)),
+    str: OptionRule("a string", lambda value: isinstance(value, str)),
+    Mapping: OptionRule("a mapping of names to values", lambda value: isinstance(value, Mapping)),
 }
-"""Rules of annotations without their own rule."""
+"""Rules for annotations that have no rule of their own."""
 
 UnitInterval = Annotated[float, number(at_least=0.0, at_most=1.0)]
 """A number in [0, 1], such as a discount."""
@@ -124,9 +124,9 @@ class DeclaredOptions:
     """The options of a function or a dataclass.
 
     Attributes:
-        annotations: Annotations by option name.
-        defaults: Default values of optional options.
-        takes_any: True for a function with `**options`.
+        annotations: Annotation of each option by name.
+        defaults: Default value of each optional option by name.
+        takes_any: Whether the function accepts `**options`.
     """
 
     annotations: Mapping[str, Any]
@@ -138,7 +138,7 @@ class DeclaredOptions:
 
         Args:
             values: Values by name; unknown names are ignored.
-            owner: Owner of the options, for the message.
+            owner: Owner of the options, for messages.
 
         Raises:
             SettingsError: An option is invalid; the message has its name, valid values and its value.
@@ -161,7 +161,7 @@ def declared_options(function: Callable[..., Any]) -> DeclaredOptions:
     """Return the keyword-only parameters of a function."""
     try:
         signature = inspect.signature(function, eval_str=True)
-    except (NameError, AttributeError, TypeError):  # an annotation that names what is imported for type checks alone
+    except (NameError, AttributeError, TypeError):  # an annotation uses a name that is imported only for type checking
         signature = inspect.signature(function)
     parameters = signature.parameters.values()
     options = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -173,7 +173,7 @@ def declared_options(function: Callable[..., Any]) -> DeclaredOptions:
 
 
 def checked(function: FunctionT) -> FunctionT:
-    """Decorate a function to check its options at every call and to convert its other arguments."""
+    """Decorate a function so that every call checks its options and converts its other arguments."""
     declared, name = declared_options(function), function.__name__
     converting = converts_arguments(function)
 
@@ -186,10 +186,10 @@ def checked(function: FunctionT) -> FunctionT:
 
 
 def check_fields(instance: Any, *, owner: str) -> None:
-    """Check the fields of a dataclass, in its `__post_init__`.
+    """Check the fields of a dataclass; call it in `__post_init__`.
 
     Raises:
-        SettingsError: A field is invalid; the message has its name, its valid values and its value.
+        SettingsError: A field is invalid; the message has its name, valid values and its value.
     """
     declared = DeclaredOptions(annotations=get_type_hints(type(instance), include_extras=True), defaults={})
     declared.check({name: getattr(instance, name) for name in declared.annotations}, owner=owner)

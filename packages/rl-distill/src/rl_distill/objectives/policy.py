@@ -1,4 +1,4 @@
-"""The policy's objective: policy loss, KL to the reference and entropy, on one micro-batch.
+"""The policy's objective on a micro-batch: policy loss, KL to the reference and entropy.
 
 Source: Shao et al. 2024, arXiv:2402.03300, equation 3, with the parts in `policy_loss`, `kl` and `correction`.
 """
@@ -24,33 +24,33 @@ from rl_distill.objectives.registry import BoundPolicyLoss, policy_loss_with_opt
 from rl_distill.objectives.try_out import try_policy_loss
 
 Term = tuple[float, Tensor]
-"""Factor and [T] values of a term in the loss."""
+"""(factor, [T] values) of a term in the loss."""
 
 WHO = "the objective"
-"""In messages."""
+"""Owner of the columns in messages."""
 
 CLIP_OPTIONS = ("clip_low", "clip_high", "dual_clip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjectiveOptions:
-    """What the policy is trained for.
+    """Options of the policy's objective.
 
     Attributes:
-        old_logprobs: Column of the ratio's denominator: "old_logprobs" (the learner's, before the update) or
+        old_logprobs: Column for the ratio's denominator: "old_logprobs" (the learner's, before the update) or
             "rollout_logprobs" (the engine's).
-        policy_loss: Name in the registry of policy losses.
-        clip_low: Clip range below; None takes the policy loss's own (ppo_clip: 0.2).
-        clip_high: Clip range above; None takes the policy loss's own (ppo_clip: 0.2).
-        dual_clip: Bound of the loss at negative advantages; None takes the policy loss's own (ppo_clip: 3), inf is
-            off.
-        policy_loss_options: Further options of the policy loss by name, those of its selection of tokens included.
-        kl_coefficient: Weight of the KL to the reference in the loss; not 0 needs `reference_logprobs`.
-        kl_estimator: "k1", "abs", "k2", "k3", or with k2's gradient "k1+", "abs+", "k3+".
-        entropy_coefficient: Weight of the entropy that is subtracted from the loss.
-        correction: Truncated importance sampling for the engine's mismatch, by "token" or "sequence"; needs
-            `rollout_logprobs`.
-        correction_cap: Largest importance weight.
+        policy_loss: Name in `POLICY_LOSSES`.
+        clip_low: Lower clip range; None uses the policy loss's default (ppo_clip: 0.2).
+        clip_high: Upper clip range; None uses the policy loss's default (ppo_clip: 0.2).
+        dual_clip: Bound of the loss at negative advantages; None uses the policy loss's default (ppo_clip: 3), inf
+            disables it.
+        policy_loss_options: Further options of the policy loss and of its token selection, by name.
+        kl_coefficient: Weight of the KL to the reference in the loss; a nonzero weight needs `reference_logprobs`.
+        kl_estimator: "k1", "abs", "k2" or "k3"; "k1+", "abs+" and "k3+" use the gradient of k2.
+        entropy_coefficient: Weight of the entropy, which is subtracted from the loss.
+        correction: Level of truncated importance sampling against the engine's mismatch: "none", "token" or "sequence".
+            Needs `rollout_logprobs`.
+        correction_cap: Maximum importance weight.
     """
 
     old_logprobs: Literal["old_logprobs", "rollout_logprobs"] = "old_logprobs"
@@ -76,24 +76,24 @@ class PolicyObjectiveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective:
-    """An `Objective`: call it with policy_logprobs [T], entropy [T] or None, and the micro-batch.
+    """An `Objective`; call it with policy_logprobs [T], entropy [T] or None, and the micro-batch.
 
     The loss of a token is correction weight * policy loss + kl_coefficient * KL - entropy_coefficient * entropy. The
-    loss of the micro-batch is the sum of these, weighted with `loss_weights`. Tokens outside `loss_mask` are ignored.
+    loss of the micro-batch is their sum weighted by `loss_weights`. Tokens outside `loss_mask` are ignored.
 
-    Columns: `loss_mask`, `loss_weights` and `advantages` are required. Without `old_logprobs` the policy is its own old
-    policy (ratio 1, gradient kept), which is exact for one update per batch and wrong for several. The KL needs
-    `reference_logprobs`, the mismatch metrics `rollout_logprobs`, Clip-Cov and KL-Cov `token_selection`.
+    Columns: `loss_mask`, `loss_weights` and `advantages` are required. Without `old_logprobs`, the current policy is
+    used as the old one (ratio 1, gradient kept), which is exact for one update per batch and wrong for several. The KL
+    needs `reference_logprobs`, the mismatch metrics `rollout_logprobs`, Clip-Cov and KL-Cov `token_selection`.
     `correction_weights`, if present, replace `options.correction`. The mismatch metrics compare the engine's logprobs
-    with `old_logprobs` or, without these, with the policy's own.
+    with `old_logprobs` or, without these, with the current policy's.
 
-    Metrics: `actor/pg_loss`, `actor/kl_loss` and `actor/entropy` are means weighted with `loss_weights`. The policy
+    Metrics: `actor/pg_loss`, `actor/kl_loss` and `actor/entropy` are means weighted by `loss_weights`. The policy
     loss's diagnostics are means over trained tokens.
 
     Attributes:
-        options: As given.
-        policy_loss: Policy loss with its options bound.
-        kl: KL estimator.
+        options: Options of the objective.
+        policy_loss: The policy loss with its options bound.
+        kl: The KL estimator.
     """
 
     options: PolicyObjectiveOptions
@@ -106,7 +106,7 @@ class PolicyObjective:
         Raises:
             ShapeError: A tensor is not [T].
             DataError: A needed column is missing.
-            SettingsError: A coefficient is set for a term whose input the learner or the batch lacks.
+            SettingsError: A coefficient is nonzero, but the learner or the batch lacks the input of its term.
         """
         mask = needed_column(micro, "loss_mask", who=WHO)
         weights = masked(needed_column(micro, "loss_weights", who=WHO), mask, name="loss_weights")
@@ -126,7 +126,7 @@ class PolicyObjective:
         terms = {"actor/pg_loss": (1.0, losses if correction is None else losses * correction)}
         terms |= self._kl_term(tokens, micro) | self._entropy_term(entropy, mask)
         totals = {name: (weights * values).sum() for name, (_, values) in terms.items()}
-        # A term that is only a metric is left out, so that not even 0 * inf reaches the loss.
+        # Leave out terms that are only metrics, so that not even 0 * inf reaches the loss.
         loss = torch.stack([factor * totals[name] for name, (factor, _) in terms.items() if factor]).sum()
         metrics = {name: (total.detach(), weights.sum()) for name, total in totals.items()}
         metrics |= _diagnostic_sums(computed, mask)
@@ -135,11 +135,11 @@ class PolicyObjective:
         return loss, metrics
 
     def with_kl_coefficient(self, kl_coefficient: float) -> "PolicyObjective":
-        """Return the objective with another KL coefficient, such as that of an `AdaptiveKL`."""
+        """Return the objective with another KL coefficient, e.g. that of an `AdaptiveKL`."""
         return replace(self, options=replace(self.options, kl_coefficient=kl_coefficient))
 
     def _correction_weights(self, tokens: PolicyTokens, micro: MicroBatch) -> Tensor | None:
-        """Return [T] importance weights, or None."""
+        """Return [T] importance weights; None without correction."""
         if "correction_weights" in micro.columns:
             return masked(micro.columns["correction_weights"], tokens.loss_mask, name="correction_weights")
         if self.options.correction == "none":
@@ -150,23 +150,23 @@ class PolicyObjective:
         )
 
     def _kl_term(self, tokens: PolicyTokens, micro: MicroBatch) -> dict[str, Term]:
-        """Return the KL term, or nothing without a reference."""
+        """Return the KL term; nothing without a reference."""
         if "reference_logprobs" not in micro.columns:
             if self.options.kl_coefficient:
                 raise SettingsError(
-                    f"kl_coefficient is {self.options.kl_coefficient}, but the batch has no reference_logprobs. "
-                    "Score the batch with the reference first, or set kl_coefficient = 0."
+                    f"kl_coefficient is {self.options.kl_coefficient}, but the batch has no reference_logprobs. Score "
+                    "the batch with the reference first, or set kl_coefficient = 0."
                 )
             return {}
         reference = masked(micro.columns["reference_logprobs"], tokens.loss_mask, name="reference_logprobs")
         return {"actor/kl_loss": (self.options.kl_coefficient, self.kl(tokens.policy_logprobs, reference))}
 
     def _entropy_term(self, entropy: Tensor | None, mask: Tensor) -> dict[str, Term]:
-        """Return the entropy term, or nothing without entropies."""
+        """Return the entropy term; nothing without entropies."""
         if entropy is None:
             if self.options.entropy_coefficient:
                 raise SettingsError(
-                    f"entropy_coefficient is {self.options.entropy_coefficient}, but the learner gave no entropy. "
+                    f"entropy_coefficient is {self.options.entropy_coefficient}, but the learner passed no entropy. "
                     "Call train_step with with_entropy=True, or set entropy_coefficient = 0."
                 )
             return {}
@@ -174,10 +174,10 @@ class PolicyObjective:
 
 
 def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
-    """Return the objective of the options.
+    """Build the objective, and test its policy loss on one token.
 
     Raises:
-        SettingsError: A name or option is unknown (the message suggests the nearest), or a value is invalid.
+        SettingsError: A name or option is unknown (the message suggests the closest one), or a value is invalid.
     """
     bound = bound_policy_loss(options)
     objective = PolicyObjective(options=options, policy_loss=bound.loss, kl=KL_ESTIMATORS.get(options.kl_estimator))
@@ -186,15 +186,15 @@ def policy_objective(options: PolicyObjectiveOptions) -> PolicyObjective:
 
 
 def bound_policy_loss(options: PolicyObjectiveOptions) -> BoundPolicyLoss:
-    """Return the policy loss of the options with its token selection.
+    """Return the policy loss and its token selection, with their options bound.
 
     Raises:
-        SettingsError: A name or option is unknown (the message suggests the nearest), or an option is set twice.
+        SettingsError: A name or option is unknown (the message suggests the closest one), or an option is set twice.
     """
     clips = {name: getattr(options, name) for name in CLIP_OPTIONS if getattr(options, name) is not None}
     twice = sorted(clips.keys() & options.policy_loss_options.keys())
     if twice:
-        raise SettingsError(f"{twice[0]} is set twice, the second time in policy_loss_options; keep one.")
+        raise SettingsError(f"{twice[0]} is set both as an option and in policy_loss_options; remove one.")
     return policy_loss_with_options(options.policy_loss, {**clips, **options.policy_loss_options})
 
 
@@ -207,20 +207,20 @@ def compute_policy_loss(
     horizon: Horizon = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the policy loss of a whole batch in your own loop; call `backward` on it.
+    """Compute the policy loss of a whole batch in your own training loop; call `backward` on the result.
 
     Args:
-        tokens: The whole batch; separate micro-batches would each be averaged on their own.
+        tokens: The whole batch; each of several micro-batches would be averaged separately.
         policy_loss: Name in `POLICY_LOSSES`.
         aggregation: Name in `AGGREGATIONS`.
-        horizon: Constant length that seq-mean-token-sum-norm divides by.
+        horizon: Constant length by which seq-mean-token-sum-norm divides.
         options: Options of the policy loss and of its token selection.
 
     Returns:
         The loss and its diagnostics, each a mean over trained tokens.
 
     Raises:
-        SettingsError: A name or option is unknown (the message suggests the nearest), or a value is invalid.
+        SettingsError: A name or option is unknown (the message suggests the closest one), or a value is invalid.
     """
     bound = policy_loss_with_options(policy_loss, options)
     if bound.select is not None and tokens.selection is None:
@@ -235,7 +235,7 @@ def compute_policy_loss(
 
 
 def _diagnostic_sums(computed: TokenLosses, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (sum over trained tokens, their number) of each diagnostic."""
+    """Return (sum over trained tokens, number of trained tokens) of each diagnostic."""
     count = mask.sum()
     return {
         name: (masked(values.detach(), mask, name=name).sum(), count.to(values.dtype))

@@ -27,27 +27,27 @@ from rl_distill.objectives.shapes import (
 )
 
 ClipLow = Annotated[float, number(at_least=0.0, below=1.0)]
-"""Clip range below: ratios stay above 1 - clip_low, which must be above 0."""
+"""Lower clip range: ratios are clipped at 1 - clip_low, which must be above 0."""
 
 ClipHigh = Annotated[float, number(at_least=0.0, can_be_inf=True)]
-"""Clip range above: ratios stay below 1 + clip_high."""
+"""Upper clip range: ratios are clipped at 1 + clip_high."""
 
 
 @record
 class PolicyTokens:
-    """Inputs of a policy loss: whole trajectories packed end to end.
+    """Inputs of a policy loss: complete trajectories packed end to end.
 
     The three float tensors are set to 0 outside loss_mask, so that neither values nor gradients pass. Only
     policy_logprobs keep their gradient.
 
     Attributes:
         policy_logprobs: [T] float.
-        old_logprobs: [T] float, from the policy before this batch's updates.
+        old_logprobs: [T] float logprobs under the policy before this batch's updates.
         advantages: [T] float.
         loss_mask: [T] bool.
-        offsets: [N + 1] int64 rows.
-        selection: [T] bool, tokens that the loss treats separately; None if the batch has no selection. It is made over
-            the global batch (`covariance_policy_loss`), independent of micro-batches.
+        offsets: [N + 1] int64 row offsets.
+        selection: [T] bool, True at tokens that the loss treats separately; None without a selection. It is computed
+            over the global batch (see `covariance_policy_loss`), so it does not depend on micro-batches.
     """
 
     policy_logprobs: Tensor
@@ -86,14 +86,14 @@ class PolicyTokens:
 
         Args:
             policy_logprobs: [B, T] float, with gradient.
-            loss_mask: [B, T] bool, or integers that are 0 where a token does not train.
-            advantages: [B, T], or [B] for all tokens of a row.
+            loss_mask: [B, T] bool, or integers that are nonzero at trained tokens.
+            advantages: [B, T], or [B] with one value for all tokens of a row.
             old_logprobs: [B, T]; None uses policy_logprobs without gradient, for the first update on a batch.
-            selection: [B, T] bool.
+            selection: [B, T] bool, see `PolicyTokens.selection`.
 
         Raises:
             ShapeError: A tensor is not [B, T], or the mask is a float tensor.
-            DataError: On a CPU: a logprob of a trained token is above 0.
+            DataError: A logprob of a trained token is above 0 (checked on CPUs only).
         """
         loss_mask = as_mask(loss_mask)
         padded = {
@@ -111,11 +111,11 @@ class PolicyTokens:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return len(self.loss_mask)
 
     def log_ratio(self) -> Tensor:
-        """[T] log(policy / old), within `LOG_RATIO_BOUND`."""
+        """Return [T] log(policy / old), clamped to `LOG_RATIO_BOUND`."""
         return bounded(self.policy_logprobs - self.old_logprobs)
 
 
@@ -124,8 +124,8 @@ class TokenLosses:
     """Result of a policy loss.
 
     Attributes:
-        losses: [T] losses, to sum with the tokens' weights; values outside loss_mask are ignored.
-        diagnostics: [T] values by metric name, without gradient, to average over trained tokens.
+        losses: [T] losses, to be summed with the tokens' weights; values outside loss_mask are ignored.
+        diagnostics: [T] values by metric name, without gradient, to be averaged over trained tokens.
     """
 
     losses: Tensor
@@ -133,8 +133,9 @@ class TokenLosses:
 
 
 PolicyLoss = Callable[..., TokenLosses]
-"""(PolicyTokens, **options) -> TokenLosses. A token's loss may depend on its own trajectory but on no other, so that
-micro-batches add up.
+"""(PolicyTokens, **options) -> TokenLosses.
+
+A token's loss may depend on its own trajectory, but on no other, so that the losses of micro-batches add up.
 """
 
 
@@ -152,7 +153,7 @@ def ppo_clip(
         tokens: Packed tokens.
         clip_low: Ratios below 1 - clip_low get no gradient where the advantage is negative.
         clip_high: Ratios above 1 + clip_high get no gradient where the advantage is positive.
-        dual_clip: Bound of the loss at negative advantages, dual_clip * |advantage|; math.inf disables it.
+        dual_clip: The loss at negative advantages is at most dual_clip * |advantage|; math.inf disables this bound.
 
     Returns:
         Losses and `actor/pg_clipfrac`, `actor/pg_clipfrac_lower` (dual clip), `actor/ppo_kl` (k1 from old to policy).
@@ -176,7 +177,7 @@ def ppo_clip(
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Return PPO's loss of ratios [T], and [T] 1 where the clip removed the gradient, else 0."""
+    """Return PPO's loss [T] for ratios [T], and [T] 1 where the clip removed the gradient, else 0."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(plain, bounded), (bounded > plain).to(plain.dtype)

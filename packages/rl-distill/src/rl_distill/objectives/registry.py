@@ -1,6 +1,6 @@
-"""Registries of advantages and policy losses; other packages add to them through entry points.
+"""Registries of advantages and policy losses; other packages can add to them through entry points.
 
-Registries of aggregations, KL estimators, session rules and rejection criteria are in their own modules.
+The registries of aggregations, KL estimators, session rules and rejection criteria are in their own modules.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -75,7 +75,7 @@ class BoundPolicyLoss:
 
 
 def policy_loss_with_options(name: str, options: Mapping[str, Any]) -> BoundPolicyLoss:
-    """Return the policy loss of a name and its token selection, each with its own options bound.
+    """Look up a policy loss and its token selection, and bind each one's options.
 
     Raises:
         SettingsError: The loss or an option is unknown, or an option's value is invalid.
@@ -93,7 +93,7 @@ def policy_loss_with_options(name: str, options: Mapping[str, Any]) -> BoundPoli
 
 
 def function_with_options(registry: Registry[FunctionT], name: str, options: Mapping[str, Any]) -> FunctionT:
-    """Return the function of a name with keyword options bound.
+    """Look up a function by name, and bind its keyword options.
 
     Raises:
         SettingsError: The function or an option is unknown, or an option's value is invalid.

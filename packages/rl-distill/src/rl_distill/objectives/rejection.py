@@ -1,7 +1,7 @@
 """Rejection of tokens or trajectories on which engine and learner differ too much.
 
-A criterion is a statistic of token estimates of KL(rollout || old): k1 = log(rollout / old), k2 = k1^2 / 2 and k3 = old
-/ rollout - 1 - log(old / rollout). It uses the token's own estimate, or its trajectory's sum, mean or maximum.
+A criterion is a statistic of per-token estimates of KL(rollout || old): k1 = log(rollout / old), k2 = k1^2 / 2 and k3 =
+old / rollout - 1 - log(old / rollout). It uses a token's own estimate, or the sum, mean or maximum over its trajectory.
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; Liu et al. 2025, "When speed kills stability",
 https://richardli.xyz/rl-collapse; criterion names follow verl.
@@ -22,15 +22,17 @@ from rl_distill.objectives.option_rules import is_number
 from rl_distill.objectives.ragged import row_counts, row_maxima, row_means, row_sums, spread_rows
 
 Bound = float | tuple[float, float]
-"""For k1 criteria, (low, high) limits of exp(statistic); one number x means (1 / x, x). For k2 and k3 criteria, the
-maximum statistic.
+"""Limits of a criterion.
+
+For k1 criteria, (low, high) limits of exp(statistic), where one number x stands for (1 / x, x). For k2 and k3 criteria,
+the maximum of the statistic.
 """
 
 TokenStatistic = Callable[[Tensor], Tensor]
 """log(old / rollout) [T] -> estimates [T]."""
 
 RowStatistic = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(estimates [T], mask [T], offsets [N + 1]) -> [N]."""
+"""(estimates [T], mask [T], offsets [N + 1]) -> statistic [N]."""
 
 
 def _k1(log_ratio: Tensor) -> Tensor:
@@ -47,12 +49,12 @@ def _sums(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criterion:
-    """A statistic that accepts or rejects a token or a trajectory.
+    """A statistic by which tokens or trajectories are rejected.
 
     Attributes:
         of_token: Computes each token's estimate.
-        of_row: Computes each trajectory's statistic from its tokens' estimates; None judges tokens one by one.
-        is_signed: True for k1, which has bounds on both sides.
+        of_row: Computes each trajectory's statistic from its tokens' estimates; None to judge each token separately.
+        is_signed: Whether the statistic has either sign (k1), and thus two limits.
     """
 
     of_token: TokenStatistic
@@ -76,15 +78,16 @@ REJECTION_CRITERIA: Registry[Criterion] = Registry(
     },
     group="rl_distill.rejection_criteria",
 )
-"""token_k1, token_k2, token_k3, and each as seq_sum_*, seq_mean_* and seq_max_*; except seq_max_k1, which would only
-see one sign.
+"""token_k1, token_k2 and token_k3, and the same for seq_sum, seq_mean and seq_max.
+
+There is no seq_max_k1, since a maximum would see only one sign.
 """
 
 
 def _judge(
     log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, criterion: Criterion, bound: Bound
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Apply one criterion; return the tokens [T] that pass, and its metrics."""
+    """Apply one criterion; return a mask [T] of the tokens that pass, and its metrics."""
     low, high = rejection_limits(bound, is_signed=criterion.is_signed)
     values = criterion.of_token(bounded(blank_masked(log_ratio, loss_mask, offsets)))
     values = torch.where(loss_mask, values, torch.zeros_like(values))
@@ -100,7 +103,7 @@ def _judge(
 
 
 def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, float]:
-    """Return the minimum and maximum statistic that pass.
+    """Return the minimum and maximum of the statistic that pass; the minimum is None for k2 and k3.
 
     Raises:
         SettingsError: A limit is not above 0, low is above high, or a k2 or k3 criterion has two limits.
@@ -109,14 +112,14 @@ def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, fl
     is_positive = all(is_number(part) and part > 0 for part in parts)
     if not is_signed:
         if len(parts) != 1 or not is_positive:
-            raise SettingsError(f"a k2 or k3 criterion has one bound above 0; found {bound!r}.")
+            raise SettingsError(f"the bound of a k2 or k3 criterion must be one number above 0; found {bound!r}.")
         return None, float(parts[0])
     if is_positive and len(parts) == 1:
         parts = (1.0 / parts[0], parts[0])
     if not is_positive or len(parts) != 2 or not 0.0 < parts[0] <= parts[1] < math.inf:
         raise SettingsError(
-            "a k1 criterion has bounds 0 < low <= high < inf of rollout / old, or one of at least 1 for its inverse "
-            f"and itself; found {bound!r}."
+            "the bound of a k1 criterion must be (low, high) on rollout / old with 0 < low <= high < inf, or one "
+            f"number x >= 1 for (1 / x, x); found {bound!r}."
         )
     return math.log(parts[0]), math.log(parts[1])
 
@@ -128,13 +131,13 @@ def rejection_mask(
     *,
     bounds: Mapping[str, Bound],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the tokens that pass all criteria, and their metrics.
+    """Return a mask of the tokens that pass all criteria, and metrics.
 
     Args:
-        log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
+        log_ratio: [T] old_logprobs - rollout_logprobs; masked values are ignored.
         loss_mask: [T] bool of the global batch.
-        offsets: [N + 1] int64 rows.
-        bounds: Bound of each criterion by name; all must pass.
+        offsets: [N + 1] int64 row offsets.
+        bounds: Bound of each criterion by its name in `REJECTION_CRITERIA`.
 
     Returns:
         [T] bool mask, True only where loss_mask is; and scalars by name, `rollout_corr/rollout_rs_{criterion}_*` and
@@ -159,7 +162,7 @@ def rejection_mask(
 def _statistics(
     of_tokens: Tensor, of_rows: Tensor, judged: Tensor, *, low: float | None, high: float
 ) -> dict[str, Tensor]:
-    """Return metrics of a statistic over trained tokens and trajectories; `judged` is the one that it judges."""
+    """Return metrics of a statistic over trained tokens and trajectories; `judged` is the level that is rejected."""
     clamped = of_tokens.clamp(min=0.0 if low is None else low, max=high)
     statistics = {
         "mean": of_tokens.mean(),
@@ -179,7 +182,7 @@ def _statistics(
 
 
 def _share(is_outside: Tensor) -> Tensor:
-    """Return the share of True in [K]."""
+    """Return the share of True values in [K]."""
     return is_outside.float().mean()
 
 
@@ -189,7 +192,7 @@ def _share_below(values: Tensor, low: float | None) -> Tensor:
 
 
 def _masked_fractions(prefix: str, keep: Tensor, loss_mask: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-    """Return the share of rejected tokens, and of trajectories with a rejected token."""
+    """Return the shares of rejected tokens, and of trajectories with a rejected token."""
     if not bool(loss_mask.any()):
         return {}
     rejected = row_counts(loss_mask & ~keep, offsets)[row_counts(loss_mask, offsets) > 0]

@@ -1,4 +1,4 @@
-"""Inputs of advantage estimators, and their two forms: by session or by token."""
+"""Inputs of advantage estimators, by session or by token."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ from rl_distill.objectives.sessions import SessionCredit, SessionRows, SessionRu
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_rows, check_tokens
 
 EXTRA_REWARDS = "token_rewards"
-"""Token column of rewards added to the trajectory's own, such as a KL penalty."""
+"""Token column of rewards that are added to the trajectory's reward, such as a KL penalty."""
 
 SessionEstimate = Callable[[Tensor, Tensor], Tensor]
-"""(rewards [S], group [S] int64) of sessions -> [S] advantages."""
+"""(rewards [S], group [S] int64) of sessions -> advantages [S]."""
 
 
 @record
@@ -24,15 +24,15 @@ class RewardedRows:
     """Inputs of advantage estimators: the packed trajectories of a global batch.
 
     Attributes:
-        rewards: [N] float, finite.
-        group: [N] int64 prompt of each trajectory.
-        session: [N] int64 session of each trajectory within its group.
+        rewards: [N] float rewards, finite.
+        group: [N] int64 prompt index of each trajectory.
+        session: [N] int64 session index of each trajectory within its group.
         output: [N] int64 position of each trajectory in its session.
         loss_mask: [T] bool.
-        offsets: [N + 1] int64 rows of the token tensors.
-        columns: [T] further token columns by name, such as a critic's `values` and `token_rewards`.
-        row_columns: [N] further row columns by name, such as `reward_baseline` and `reward/COMPONENT`.
-        session_rule: Rule for sessions with several trajectories.
+        offsets: [N + 1] int64 row offsets of the token tensors.
+        columns: Further token columns [T] by name, e.g. a critic's `values`, or `token_rewards`.
+        row_columns: Further row columns [N] by name, e.g. `reward_baseline` or `reward/COMPONENT`.
+        session_rule: Rule for sessions with several trajectories, see `SESSION_RULES`.
     """
 
     rewards: Tensor
@@ -56,8 +56,8 @@ class RewardedRows:
         missing = torch.nonzero(~self.rewards.isfinite()).flatten().tolist()
         if missing:
             raise DataError(
-                f"rewards must be finite; rows {missing[:8]} of {len(self.rewards)} are not. "
-                "Score every trajectory, or drop those whose session failed."
+                f"rewards must be finite; rows {missing[:8]} of {len(self.rewards)} are not. Score every trajectory, "
+                "or drop those whose session failed."
             )
 
     def column(self, name: str) -> Tensor:
@@ -77,11 +77,11 @@ class RewardedRows:
         """
         values = _needed(name, self.row_columns)
         if not bool(values.isfinite().all()):
-            raise DataError(f"column {name!r} must be finite; some rows are not. Give every trajectory a value.")
+            raise DataError(f"column {name!r} must be finite; some rows are not. Provide a value for every trajectory.")
         return values
 
     def total_rewards(self) -> Tensor:
-        """Return [N] each trajectory's reward plus the sum of its `token_rewards`."""
+        """Return [N] rewards plus the sum of each trajectory's `token_rewards`."""
         if EXTRA_REWARDS not in self.columns:
             return self.rewards
         added = row_sums(self.column(EXTRA_REWARDS).double(), self.offsets)
@@ -101,21 +101,22 @@ class RewardedRows:
 
 
 AdvantageEstimator = Callable[..., Mapping[str, Tensor]]
-"""(RewardedRows, **options) -> token columns [T] by name, 0 where masked: `advantages`, and `returns` if a critic
-trains.
+"""(RewardedRows, **options) -> token columns [T] by name, 0 where masked.
+
+The columns are `advantages`, and `returns` if a critic is trained.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """The items compared within a group: sessions by default, or those of the session rule.
+    """The items compared within a group: sessions, unless the session rule defines others.
 
     Attributes:
-        rewards: [U] float.
-        group: [U] int64.
-        num_tokens: [U] int64 trained tokens.
-        of_row: [N] int64 unit of each row.
-        share: [N] float factor of the unit's advantage for each row.
+        rewards: [U] float rewards.
+        group: [U] int64 prompt indices.
+        num_tokens: [U] int64 numbers of trained tokens.
+        of_row: [N] int64 unit index of each row.
+        share: [N] float factor that multiplies the unit's advantage for each row.
     """
 
     rewards: Tensor
@@ -126,7 +127,7 @@ class Units:
 
 
 def units_of(rows: RewardedRows, rewards: Tensor | None = None) -> Units:
-    """Return the units of a batch, with their rewards by the session rule.
+    """Return the units of a batch; the session rule determines their rewards.
 
     Args:
         rows: The batch.
@@ -151,7 +152,7 @@ def spread_units(rows: RewardedRows, units: Units, advantages: Tensor) -> Tensor
 
 
 def session_advantages(rows: RewardedRows, estimate: SessionEstimate) -> Tensor:
-    """Return advantages of sessions, spread to the trained tokens of their trajectories.
+    """Compute advantages of sessions, and spread them to the trained tokens of their trajectories.
 
     By default, a session's reward is that of its last trajectory, and all of its trajectories get the advantage. A
     session without trajectories is absent from its group.
@@ -164,11 +165,11 @@ def session_advantages(rows: RewardedRows, estimate: SessionEstimate) -> Tensor:
 
 
 def episodes_of(rows: RewardedRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return only the trained tokens, each trajectory as an episode that ends with its session's reward.
+    """Return the trained tokens only, with each trajectory as an episode that ends with its session's reward.
 
     Returns:
-        [M] float64 rewards: `token_rewards`, and at each trajectory's last trained token its session's reward;
-        [N + 1] int64 rows of the trained tokens; [M] float64 share of the trajectory in its session's advantage.
+        [M] float64 rewards: `token_rewards`, plus the session's reward at each trajectory's last trained token; [N + 1]
+        int64 row offsets of the trained tokens; [M] float64 share of the session's advantage that each token gets.
     """
     credit = rows.credit(rows.rewards)
     counts = row_counts(rows.loss_mask, rows.offsets)
@@ -184,7 +185,7 @@ def episodes_of(rows: RewardedRows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unmasked(values: Tensor, rows: RewardedRows) -> Tensor:
-    """Return [T] in the rewards' dtype from values of the trained tokens [M], 0 where masked."""
+    """Return values of the trained tokens [M] as [T] in the rewards' dtype, 0 where masked."""
     empty = torch.zeros(len(rows.loss_mask), dtype=rows.rewards.dtype, device=values.device)
     return empty.masked_scatter(rows.loss_mask, values.to(rows.rewards.dtype))
 

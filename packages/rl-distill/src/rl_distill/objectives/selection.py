@@ -1,4 +1,4 @@
-"""Link between a policy loss and the function that selects its tokens over the global batch."""
+"""Links a policy loss to the function that selects its tokens over the global batch."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,6 +25,6 @@ def selects_with(select: TokenSelection) -> Callable[[LossT], LossT]:
 
 
 def selection_of(loss: Callable[..., Any]) -> TokenSelection | None:
-    """Return the function that selects tokens for a policy loss, or None."""
+    """Return the function that selects tokens for a policy loss; None if it has none."""
     found: TokenSelection | None = getattr(loss, "selection", None)
     return found

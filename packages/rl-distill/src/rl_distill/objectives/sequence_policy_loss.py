@@ -1,7 +1,7 @@
 """Policy losses on the ratio of the whole response: GSPO and GMPO.
 
-Both use the geometric mean of the tokens' ratios, which does not explode with length. Their papers weight all
-trajectories equally: aggregate with seq-mean-token-mean.
+Both use the geometric mean of the tokens' ratios, which does not grow with length. Their papers weight all trajectories
+equally: aggregate with seq-mean-token-mean.
 
 Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, section 4.3 (its token form); GMPO, Zhao et al. 2025,
 arXiv:2507.20673.
@@ -28,8 +28,7 @@ LogRatioBound = Annotated[float, number(at_least=0.0, can_be_inf=True)]
 def gspo(tokens: PolicyTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> TokenLosses:
     """Group sequence policy optimization: PPO's clip on the response's ratio.
 
-    A token's gradient is that of its own logprob times the response's ratio; GSPO thus allows advantages that differ
-    between tokens.
+    A token's gradient is that of its own logprob times the response's ratio, so advantages may differ between tokens.
 
     Args:
         tokens: Packed tokens.
@@ -71,7 +70,7 @@ def geo_mean(tokens: PolicyTokens, *, clip_low: LogRatioBound = 0.4, clip_high: 
     log_ratio, advantages = tokens.log_ratio(), tokens.advantages
     held = log_ratio.clamp(-clip_low, clip_high)
     sign = advantages.sign()
-    # Pessimistic, as PPO's clip: whichever of the two gains less.
+    # Pessimistic like PPO's clip: take the one of the two with the smaller gain.
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * held)
     ratio = _sequence_means(pessimistic, tokens).exp()
     was_clipped = log_ratio.detach() != held.detach()

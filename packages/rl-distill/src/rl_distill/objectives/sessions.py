@@ -1,4 +1,4 @@
-"""Session rules: the reward of a session with several trajectories, and which of these get the advantage.
+"""Session rules: the reward of a session with several trajectories, and which of them get the advantage.
 
 A rule forms *units*, the items that an advantage estimator compares within the group of a prompt, and sets the share of
 a unit's advantage that each of its trajectories gets.
@@ -34,9 +34,9 @@ class SessionCredit:
     """Result of a session rule.
 
     Attributes:
-        unit: [N] int64 unit of each row, from 0 without gaps; the rows of a unit are compared as one item.
+        unit: [N] int64 unit index of each row, from 0 without gaps; the rows of a unit are compared as one item.
         rewards: [N] float reward of each row's unit.
-        share: [N] float factor of the unit's advantage for each row.
+        share: [N] float factor that multiplies the unit's advantage for each row.
     """
 
     unit: Tensor

@@ -1,4 +1,4 @@
-"""Checks of the objectives' inputs: shapes and dtypes."""
+"""Checks of shapes and dtypes of the objectives' inputs."""
 
 from collections.abc import Mapping
 
@@ -7,14 +7,14 @@ import torch
 from rl_core.errors import DataError, ShapeError
 
 AGREEMENT = 1e-2
-"""Tolerance for rounding: of a logprob above 0, and between two logprobs of one token."""
+"""Rounding tolerance: for a logprob above 0, and between two logprobs of one token."""
 
 
 def check_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Check that token tensors are 1-D and equally long.
+    """Check that token tensors are 1-D and have the same length.
 
     Args:
-        tensors: Pairs of name and [T] tensor; the first determines T.
+        tensors: [T] tensors by name; the first determines T.
 
     Returns:
         T.
@@ -28,27 +28,27 @@ def check_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
     for name, tensor in tensors.items():
         if tensor.shape != reference.shape:
             raise ShapeError(
-                f"{name} must have shape [T] with T = {len(reference)}, as {first} has; found {list(tensor.shape)}. "
-                "Pack every token tensor with the same offsets."
+                f"{name} must have shape [T] with T = {len(reference)} like {first}; found {list(tensor.shape)}. Pack "
+                "every token tensor with the same offsets."
             )
     return len(reference)
 
 
 def check_padded(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that padded tensors are 2-D and of the first one's shape.
+    """Check that padded tensors are 2-D and have the same shape.
 
     Raises:
         ShapeError: A tensor is not [B, T].
     """
-    _check_alike(tensors, "[B, T]", "Give rows that are padded to one length.")
+    _check_alike(tensors, "[B, T]", "Pass rows padded to one length.")
 
 
 def refuse_probabilities(logprobs: torch.Tensor, mask: torch.Tensor, name: str) -> None:
-    """Check that logprobs are not above 0; skipped on a GPU, to avoid waiting for it.
+    """Check that logprobs are not above 0; skipped on GPUs, where reading values synchronizes.
 
     Args:
         logprobs: [B, T] logprobs to check.
-        mask: [B, T] bool, tokens that count.
+        mask: [B, T], nonzero at the tokens to check.
         name: Name of the logprobs, for the message.
 
     Raises:
@@ -56,16 +56,16 @@ def refuse_probabilities(logprobs: torch.Tensor, mask: torch.Tensor, name: str) 
     """
     if logprobs.device.type == "cpu" and bool((logprobs.detach().gt(AGREEMENT) & (mask != 0)).any()):
         found = float(logprobs.detach()[mask != 0].max())
-        raise DataError(f"{name} must be at most 0; found {found:.4g}. Give `log_softmax` of the logits.")
+        raise DataError(f"{name} must be at most 0; found {found:.4g}. Pass `log_softmax` of the logits.")
 
 
 def check_rows(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Check that row tensors are 1-D and equally long, and return their length N.
+    """Check that row tensors are 1-D and have the same length; return this length N.
 
     Raises:
         ShapeError: A tensor is not [N].
     """
-    return _check_alike(tensors, "[N]", "Give one value for each trajectory.")
+    return _check_alike(tensors, "[N]", "Pass one value per trajectory.")
 
 
 def _check_alike(tensors: Mapping[str, torch.Tensor], axes: str, advice: str) -> int:
@@ -75,34 +75,34 @@ def _check_alike(tensors: Mapping[str, torch.Tensor], axes: str, advice: str) ->
     for name, tensor in tensors.items():
         if tensor.shape != reference.shape:
             raise ShapeError(
-                f"{name} must have shape {axes}, as {first} has; found {list(tensor.shape)} beside "
-                f"{list(reference.shape)}. {advice}"
+                f"{name} must have shape {axes} like {first}; found {list(tensor.shape)} and {list(reference.shape)}. "
+                f"{advice}"
             )
     return len(reference)
 
 
 def check_mask(loss_mask: torch.Tensor) -> None:
-    """Check that a mask is bool.
+    """Check that a mask has dtype bool.
 
     Raises:
-        ShapeError: The mask has another dtype; a float mask would silently weight tokens.
+        ShapeError: The mask has another dtype. A float mask would silently weight tokens.
     """
     if loss_mask.dtype != torch.bool:
         raise ShapeError(f"loss_mask must have dtype torch.bool; found {loss_mask.dtype}. Convert with `mask > 0`.")
 
 
 def as_mask(padded: torch.Tensor) -> torch.Tensor:
-    """Convert an integer mask to bool; a float mask is unchanged, and `check_mask` rejects it."""
+    """Convert an integer mask to bool; a float mask is returned unchanged, for `check_mask` to reject."""
     return padded if padded.is_floating_point() else padded != 0
 
 
 def check_offsets(offsets: torch.Tensor, *, num_tokens: int) -> None:
     """Check that offsets run from 0 to `num_tokens`.
 
-    On a GPU, only the shape and dtype are checked, since reading values would wait for the device.
+    On a GPU, only shape and dtype are checked, since reading values would synchronize.
 
     Raises:
-        ShapeError: The offsets are not [N + 1] int64, or have other ends.
+        ShapeError: The offsets are not [N + 1] int64, decrease, or do not run from 0 to `num_tokens`.
     """
     if offsets.ndim != 1 or len(offsets) < 1 or offsets.dtype != torch.int64:
         raise ShapeError(f"offsets must be [N + 1] int64; found {list(offsets.shape)} {offsets.dtype}.")
@@ -110,6 +110,6 @@ def check_offsets(offsets: torch.Tensor, *, num_tokens: int) -> None:
         return
     if int(offsets[0]) != 0 or int(offsets[-1]) != num_tokens or bool((offsets.diff() < 0).any()):
         raise ShapeError(
-            f"offsets must run from 0 to T = {num_tokens} and never fall; found {int(offsets[0])} to "
-            f"{int(offsets[-1])}. Use the offsets of the tensor that was packed."
+            f"offsets must run from 0 to T = {num_tokens} and never decrease; found {int(offsets[0])} to "
+            f"{int(offsets[-1])}. Use the offsets of the packed tensor."
         )

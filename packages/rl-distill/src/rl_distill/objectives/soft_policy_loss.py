@@ -1,4 +1,4 @@
-"""Policy losses that fade a token's gradient instead of clipping it: SAPO.
+"""Policy losses that fade out a token's gradient instead of clipping it: SAPO.
 
 Source: SAPO, Gao et al. 2025, arXiv:2511.20347, equations 3 to 6.
 """
@@ -11,22 +11,22 @@ from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
 
 Steepness = Annotated[float, number(above=0.0)]
-"""Steepness of a sigmoid; higher fades earlier."""
+"""Steepness of a sigmoid; a higher value fades earlier."""
 
 
 @checked
 def sapo(tokens: PolicyTokens, *, tau_positive: Steepness = 1.0, tau_negative: Steepness = 1.05) -> TokenLosses:
-    """Soft adaptive policy optimization: a sigmoid of the ratio in place of the clip.
+    """Soft adaptive policy optimization: a sigmoid of the ratio instead of the clip.
 
     The paper weights all trajectories equally: aggregate with seq-mean-token-mean.
 
     Args:
         tokens: Packed tokens.
-        tau_positive: Steepness where the advantage is positive; higher fades earlier.
-        tau_negative: Steepness elsewhere.
+        tau_positive: Steepness at positive advantages; a higher value fades earlier.
+        tau_negative: Steepness at all other advantages.
 
     Returns:
-        Losses -advantage * 4 / tau * sigmoid(tau * (ratio - 1)), whose on-policy gradient is that of -advantage *
+        Losses -advantage * 4 / tau * sigmoid(tau * (ratio - 1)), whose gradient at ratio 1 is that of -advantage *
         ratio, and `actor/ppo_kl`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Teachers' logprobs and ids of tokens, checked on creation, as divergences use them."""
+"""Teachers' logprobs and ids of tokens for divergences, checked on creation."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ from rl_distill.objectives.micro_columns import needed_column
 from rl_distill.objectives.shapes import AGREEMENT
 
 MAX_MASS = 1.05
-"""Maximum sum of probabilities from bfloat16 logprobs."""
+"""Maximum sum of probabilities; above 1, since bfloat16 logprobs are rounded."""
 
-BUILD = "Give the top K without it to `TeacherTokens.from_top_k`, or score the tokens themselves too."
-TAKE_LOGS = "Give `log_softmax` of its logits, not logits or probabilities."
-PACK = "Of padded rows give those of the tokens that train, `ids[mask]` and `logprobs[mask]`."
-"""In messages."""
+BUILD = "Pass only the top K to `TeacherTokens.from_top_k`, or score the sampled tokens too."
+TAKE_LOGS = "Pass `log_softmax` of its logits, not logits or probabilities."
+PACK = "For padded rows, pass only the trained tokens, `ids[mask]` and `logprobs[mask]`."
+"""Remedies used in messages."""
 
 
 @record
@@ -23,10 +23,11 @@ class TeacherTokens:
     """Teachers' data of M tokens, without gradient.
 
     Attributes:
-        logprobs: [M, K + 1] logprobs of the sampled token and, descending, of the teacher's K most likely tokens.
-        ids: [M, K + 1] token ids of the logprobs; -1 for none. Stored as int64.
-        index: [M] integer index of the teacher; -1 where none scored the token, which is then ignored.
-        hidden: [M, H] the teacher's hidden states, for whole distributions; else None.
+        logprobs: [M, K + 1] logprobs of the sampled token and of the teacher's K most likely tokens, in descending
+            order.
+        ids: [M, K + 1] token ids of these logprobs; -1 for none. Stored as int64.
+        index: [M] integer index of the teacher that scored the token; -1 for none, and the token is then ignored.
+        hidden: [M, H] the teacher's hidden states, for full distributions; else None.
     """
 
     logprobs: Tensor
@@ -35,17 +36,17 @@ class TeacherTokens:
     hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check shapes and dtypes and, on a CPU only, the values in a few passes over [M, K + 1].
+        """Check shapes and dtypes; on a CPU also the values, in a few passes over [M, K + 1].
 
         Raises:
             ShapeError: The shapes or dtypes do not match.
-            DataError: At a scored token: NaN, probabilities or logits instead of logprobs, or an id below -1.
+            DataError: A scored token has NaN, probabilities or logits instead of logprobs, or an id below -1.
         """
         shape = self.ids.shape
         dtypes = [one.dtype for one in (self.ids, self.logprobs, self.index)]
         if [one.is_floating_point for one in dtypes] != [False, True, False] or torch.bool in dtypes:
             raise ShapeError(
-                "a teacher's ids and index must be integers, and its logprobs floats; found ids of "
+                "a teacher's ids and index must have integer dtypes, its logprobs a float dtype; found ids of "
                 f"{dtypes[0]}, logprobs of {dtypes[1]}, index of {dtypes[2]}. Are two of them swapped?"
             )
         object.__setattr__(self, "ids", self.ids.long())
@@ -69,14 +70,14 @@ class TeacherTokens:
         index: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> "TeacherTokens":
-        """Create it from the K most likely tokens and, separately, the sampled token.
+        """Create the tokens from the K most likely ones and, separately, the sampled one.
 
-        Select the trained tokens of padded rows [B, T, K] first: `ids[mask]`, `logprobs[mask]`.
+        From padded rows [B, T, K], first select the trained tokens: `ids[mask]`, `logprobs[mask]`.
 
         Args:
             ids: [M, K] token ids, the most likely first.
             logprobs: [M, K] logprobs of these tokens.
-            sampled: [M] sampled tokens, and [M] the teacher's logprobs of them; divergences need neither.
+            sampled: ([M] sampled tokens, [M] the teacher's logprobs of them); divergences need neither.
             index: [M] index of the teacher; None if a single teacher scored all tokens.
             hidden: [M, H] the teacher's hidden states.
 
@@ -111,10 +112,10 @@ def _check_values(teacher: TeacherTokens) -> None:
     logprobs = logprobs.float().masked_fill(teacher.ids < 0, -torch.inf)
     masses = logprobs[:, 1:].exp().sum(-1)
     faults = (
-        ("logprobs must not be NaN", logprobs.isnan().any(-1), logprobs, "Look at its logits."),
+        ("logprobs must not be NaN", logprobs.isnan().any(-1), logprobs, "Check its logits."),
         ("logprobs must be at most 0", (logprobs > AGREEMENT).any(-1), logprobs, TAKE_LOGS),
-        ("likeliest tokens must have probabilities that sum to at most 1", masses > MAX_MASS, masses, TAKE_LOGS),
-        ("ids must be tokens, or -1 for none", (teacher.ids < -1).any(-1), teacher.ids, "Mask other tokens."),
+        ("most likely tokens must have probabilities that sum to at most 1", masses > MAX_MASS, masses, TAKE_LOGS),
+        ("ids must be token ids, or -1 for none", (teacher.ids < -1).any(-1), teacher.ids, "Mask other tokens."),
     )
     for expected, is_wrong, values, advice in faults:
         is_wrong = is_wrong & is_scored
@@ -122,16 +123,17 @@ def _check_values(teacher: TeacherTokens) -> None:
             at = int(is_wrong.nonzero()[0])
             found = values[at].tolist() if values.ndim == 1 else values[at, :8].tolist()
             raise DataError(
-                f"a teacher's {expected}; found {found} at token {at}, and {int(is_wrong.sum())} such tokens. {advice}"
+                f"a teacher's {expected}; found {found} at token {at} ({int(is_wrong.sum())} such tokens in total). "
+                f"{advice}"
             )
 
 
 def teacher_tokens(micro: MicroBatch, tokens: Tensor | None = None) -> TeacherTokens:
-    """Return the teachers' data of tokens of a micro-batch.
+    """Return the teachers' data for tokens of a micro-batch.
 
     Args:
         micro: Micro-batch with the teachers' columns.
-        tokens: [M] int64 indices of tokens; None for all.
+        tokens: [M] int64 token indices; None for all tokens.
 
     Raises:
         DataError: A column is missing.
@@ -147,12 +149,12 @@ def teacher_tokens(micro: MicroBatch, tokens: Tensor | None = None) -> TeacherTo
 
 
 def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> None:
-    """Check that a teacher scored the sampled tokens; skipped on a GPU, to avoid waiting for it.
+    """Check that a teacher scored the sampled tokens; skipped on GPUs, where reading values synchronizes.
 
     Args:
         ids: [M] token ids of the teacher's first column.
         sampled: [M] sampled tokens.
-        is_scored: [M] bool, True where the teacher is compared.
+        is_scored: [M] bool, True at tokens that are compared.
 
     Raises:
         DataError: The tokens differ.
@@ -161,13 +163,14 @@ def check_sampled_tokens(ids: Tensor, sampled: Tensor, is_scored: Tensor) -> Non
     if ids.device.type == "cpu" and bool(is_wrong.any()):
         at = int(is_wrong.nonzero()[0])
         raise DataError(
-            f"the first column of a teacher's ids must be the sampled token, with the K likeliest behind it; found id "
-            f"{int(ids[at])} at token {at}, which is {int(sampled[at])}, and {int(is_wrong.sum())} such tokens. {BUILD}"
+            "the first column of a teacher's ids must be the sampled token, followed by the K most likely ones; "
+            f"found id {int(ids[at])} instead of {int(sampled[at])} at token {at} ({int(is_wrong.sum())} such tokens "
+            f"in total). {BUILD}"
         )
 
 
 def refuse_top_k_alone(teacher: TeacherTokens) -> None:
-    """Reject a top K without the sampled token, whose first column is the most likely token itself."""
+    """Reject a top K without the sampled token in the first column."""
     if teacher.ids.shape[1] < 2:
         return
     ids, logprobs = teacher.ids, teacher.logprobs
@@ -176,7 +179,7 @@ def refuse_top_k_alone(teacher: TeacherTokens) -> None:
     if bool(is_wrong.any()):
         at = int(is_wrong.nonzero()[0])
         raise DataError(
-            "the first column of a teacher's logprobs must be the sampled token's, with the K likeliest behind it; "
-            f"found at token {at} first id {int(ids[at, 0])}, with {float(logprobs[at, 0]):.3g} likelier than the "
-            f"likeliest, id {int(ids[at, 1])} with {float(logprobs[at, 1]):.3g}. {BUILD}"
+            "the first column of a teacher's logprobs must be the sampled token's, followed by the K most likely "
+            f"ones; found at token {at} id {int(ids[at, 0])} with {float(logprobs[at, 0]):.3g}, more likely than the "
+            f"most likely one, id {int(ids[at, 1])} with {float(logprobs[at, 1]):.3g}. {BUILD}"
         )

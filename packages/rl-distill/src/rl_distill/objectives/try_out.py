@@ -1,4 +1,4 @@
-"""Trial runs of estimators and policy losses on a tiny batch, so that bad options fail before a run starts."""
+"""Test runs of estimators and policy losses on a tiny batch, so that invalid options fail before a run starts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from rl_distill.objectives.whitened_advantages import COMPONENT
 
 
 def try_advantage(name: str, options: Mapping[str, Any]) -> None:
-    """Run an estimator on two one-token trajectories with every column that built-in estimators read.
+    """Run an estimator on two one-token trajectories that have every column the built-in estimators read.
 
     Raises:
         SettingsError: The estimator or an option is unknown, or an option's value is invalid.
@@ -34,8 +34,8 @@ def try_advantage(name: str, options: Mapping[str, Any]) -> None:
     )
     try:
         estimator(rows)
-    except (TypeError, AttributeError) as error:  # such as a text for a number
-        raise SettingsError(f"advantage {name!r} cannot work with {dict(options)}: {error}.") from error
+    except (TypeError, AttributeError) as error:  # e.g. a string for a number
+        raise SettingsError(f"advantage {name!r} fails with the options {dict(options)}: {error}.") from error
 
 
 def try_policy_loss(bound: BoundPolicyLoss) -> None:
@@ -56,5 +56,5 @@ def try_policy_loss(bound: BoundPolicyLoss) -> None:
                 selection=None if bound.select is None else bound.select(zero, zero, zero == 0),
             )
         )
-    except (TypeError, AttributeError) as error:  # such as a text for a number
-        raise SettingsError(f"the policy loss cannot work with its options: {error}.") from error
+    except (TypeError, AttributeError) as error:  # e.g. a string for a number
+        raise SettingsError(f"the policy loss fails with its options: {error}.") from error

@@ -1,4 +1,4 @@
-"""The critic's objective: squared error to the returns, with clipping.
+"""The critic's objective: squared error to the returns, with value clipping.
 
 Source: Schulman et al. 2017, arXiv:1707.06347; clipped value loss as in OpenAI Baselines' ppo2.
 """
@@ -16,20 +16,20 @@ from rl_distill.objectives.option_rules import check_fields, checked, number
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
 ValueClip = Annotated[float, number(above=0.0, can_be_inf=True)]
-"""Maximum distance from the old values that counts."""
+"""Maximum distance of the values from the old ones; values beyond are clipped."""
 
 
 @checked
 def value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, *, clip: ValueClip = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """Return half the squared error of the values, or of the values clipped near the old ones if that is larger.
+    """Return half the larger of two squared errors: of the values, and of the values clipped around the old ones.
 
     Args:
-        values: [T] float, from the critic in training.
-        old_values: [T] float, from the critic before this batch's updates.
+        values: [T] float values of the critic in training.
+        old_values: [T] float values of the critic before this batch's updates.
         returns: [T] float targets.
-        clip: Maximum distance from the old values that counts; math.inf disables the clip.
+        clip: Maximum distance from the old values; math.inf disables the clip.
 
     Returns:
         [T] losses, and [T] 1 where the clip removed the gradient, else 0.
@@ -46,14 +46,14 @@ def value_losses(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueObjective:
-    """A `ValueLoss`: call it with values [T] of the critic in training, and the micro-batch.
+    """A `ValueLoss`; call it with values [T] of the critic in training, and the micro-batch.
 
     values[t] is the value of the state before token t, as in the column `values`.
 
-    Columns: `values` (from the critic before this batch's updates), `returns`, `loss_mask` and `loss_weights`. Tokens
+    Columns: `values` (of the critic before this batch's updates), `returns`, `loss_mask` and `loss_weights`. Tokens
     outside `loss_mask` are ignored.
 
-    Metrics: `critic/vf_loss` is a mean weighted with `loss_weights`; `critic/vf_clipfrac` and `critic/vpred_mean` are
+    Metrics: `critic/vf_loss` is a mean weighted by `loss_weights`; `critic/vf_clipfrac` and `critic/vpred_mean` are
     means over trained tokens.
 
     Attributes:
@@ -97,7 +97,7 @@ def value_objective(*, clip: float = 0.2) -> ValueObjective:
     """Return the critic's objective.
 
     Args:
-        clip: Maximum distance from the old values that counts; math.inf disables the clip.
+        clip: Maximum distance from the old values; math.inf disables the clip.
 
     Raises:
         SettingsError: clip is not above 0.

@@ -1,4 +1,4 @@
-"""Logprobs and entropy from logits, which may be split over the vocabulary."""
+"""Logprobs and entropy from logits, which may be sharded over the vocabulary."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from rl_distill.objectives.vocabulary_parts import VocabularyPart
 
 
 class _VocabularyLogprobs(torch.autograd.Function):
-    """Keeps only the probabilities for the backward pass."""
+    """Computes logprobs and entropy, and saves only the probabilities for the backward pass."""
 
     @staticmethod
     def forward(
@@ -30,7 +30,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         local = local.masked_fill(~is_local, 0).unsqueeze(-1)
         chosen = scaled.gather(-1, local).squeeze(-1).masked_fill_(~is_local, 0.0)
         logprobs = part.summed(chosen) - log_total
-        # scaled is 0 at least at the largest logit and finite or -inf elsewhere; 0 * -inf must count as 0.
+        # scaled is 0 at the largest logit and finite or -inf elsewhere; clamp it, so that 0 * -inf counts as 0.
         expected = (probabilities * scaled.clamp_min_(torch.finfo(scaled.dtype).min)).sum(-1)
         entropy = log_total - part.summed(expected)
         ctx.save_for_backward(probabilities, local, is_local, entropy)
@@ -65,11 +65,11 @@ def vocabulary_logprobs(
     """Return the logprobs of targets, and the entropy of their distributions.
 
     Args:
-        logits: [M, V / ranks], this rank's slice of the vocabulary.
+        logits: [M, V / ranks] logits of this rank's slice of the vocabulary.
         targets: [M] int64 token ids.
         temperature: Divides the logits.
-        part: How the vocabulary is split; None if it is not. Padding columns beyond the vocabulary have probability 0
-            and get no gradient.
+        part: This rank's slice; None if the vocabulary is not sharded. Padding columns beyond the vocabulary have
+            probability 0 and get no gradient.
 
     Returns:
         Logprobs [M] and entropy [M], float32; the same on every rank.

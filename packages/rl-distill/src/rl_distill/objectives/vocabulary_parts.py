@@ -1,6 +1,6 @@
-"""Logprobs of chosen, all or the most likely tokens, from logits that may be split over ranks by vocabulary.
+"""Logprobs of selected tokens, all tokens or the most likely ones, from logits that may be sharded by vocabulary.
 
-Every function returns the same on every rank, except for slices of the vocabulary.
+Every function returns the same result on every rank, except for slices of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class VocabularyPart:
 
     Attributes:
         size: Size of the whole vocabulary; padding columns beyond it are ignored.
-        group: Ranks that each have a slice of equal length; None if this rank has all.
+        group: Process group whose ranks each have a slice of equal length; None if this rank has the whole vocabulary.
     """
 
     size: int
@@ -31,11 +31,11 @@ class VocabularyPart:
         return 1 if self.group is None else int(self.group.size())
 
     def first(self, width: int) -> int:
-        """Return the token of the first column of this rank's slice of a width."""
+        """Return the token id of the first column of this rank's slice, given the slice's width."""
         return 0 if self.group is None else int(self.group.rank()) * width
 
     def without_padding(self, logits: Tensor) -> Tensor:
-        """Return the columns [M, V] that are tokens.
+        """Return the columns [M, V] that stand for tokens, without padding.
 
         Raises:
             ShapeError: The logits are not [M, V / ranks].
@@ -63,7 +63,7 @@ class VocabularyPart:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks; the gradient of a part is that of the sum."""
+    """Sum over ranks; each rank's part gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:  # noqa: ARG004 - torch's signature
@@ -77,14 +77,14 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(values: Tensor, *, group: Any) -> Tensor:
-    """Return the sum over ranks, with gradient to this rank's part; the values themselves without several ranks."""
+    """Return the sum over ranks, with gradient for this rank's part; the values themselves if there is one rank."""
     if group is None or group.size() == 1:
         return values
     return _SumOverRanks.apply(values, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_place: bool = False) -> Tensor:
-    """Return float logits divided by the temperature, shifted to a maximum of 0, without padding; new or in place."""
+    """Return float logits without padding, divided by the temperature, shifted to a maximum of 0; new or in place."""
     scaled = part.without_padding(logits)
     if in_place:
         scaled = scaled.div_(temperature) if temperature != 1.0 else scaled
@@ -96,15 +96,15 @@ def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_pla
 
 
 class TopKLogprobs(NamedTuple):
-    """Logprobs of a few tokens, and the state for their gradient to the logits.
+    """Logprobs of K tokens, and the state needed for their gradient with respect to the logits.
 
     Attributes:
-        logprobs: [M, K] logprobs, 0 where there is no token.
-        log_tail: [M] log of the mass of all other tokens.
+        logprobs: [M, K] logprobs; 0 where the id is -1.
+        log_tail: [M] log of the total probability of all other tokens.
         exponentials: [M, V of this rank] exponentials of the shifted logits, 0 at the K tokens; the only wide tensor.
         tail: [M] sum of the exponentials over ranks.
-        total: [M] this sum plus the exponentials of the K tokens.
-        is_given: [M, K] bool, False where there is no token.
+        total: [M] `tail` plus the exponentials of the K tokens.
+        is_given: [M, K] bool, False where the id is -1.
         columns: [M, K] int64 columns of the K tokens in this rank's slice, 0 for tokens of other slices.
         is_own: [M, K] bool, True for tokens of this rank's slice.
     """
@@ -120,15 +120,15 @@ class TopKLogprobs(NamedTuple):
 
     @staticmethod
     def of(scaled: Tensor, ids: Tensor, *, first: int, part: VocabularyPart) -> "TopKLogprobs":
-        """Compute the logprobs from shifted logits [M, V of this rank], which become the exponentials in place."""
+        """Compute the logprobs from shifted logits [M, V of this rank], which are overwritten with the exponentials."""
         is_given = ids >= 0
         is_own = is_given & (ids >= first) & (ids < first + scaled.shape[-1])
         columns, chosen = (ids - first).masked_fill(~is_own, 0), scaled.new_zeros(ids.shape)
-        has_columns = scaled.shape[-1] > 0  # a slice may be padding alone
+        has_columns = scaled.shape[-1] > 0  # a slice may consist of padding only
         if has_columns:
             chosen = scaled.gather(-1, columns).masked_fill(~is_own, 0.0)
         exponentials = scaled.exp_()
-        if has_columns:  # all that is there is at least 0; entries of other slices must leave column 0 as it is
+        if has_columns:  # exponentials are >= 0; entries of other slices must leave column 0 unchanged
             zeros = torch.zeros_like(chosen).masked_fill_(~is_own, torch.inf)
             exponentials.scatter_reduce_(-1, columns, zeros, "amin")
         sums = part.summed(torch.cat([chosen, exponentials.sum(-1, keepdim=True)], -1))
@@ -146,7 +146,7 @@ class TopKLogprobs(NamedTuple):
         )
 
     def gradient(self, grad_logprobs: Tensor, grad_tail: Tensor, *, in_place: bool = False) -> Tensor:
-        """Return the gradient [M, V of this rank] to the shifted logits; new, or in place of the exponentials."""
+        """Return the gradient [M, V of this rank] for the shifted logits; new, or in place of the exponentials."""
         grad_logprobs = grad_logprobs * self.is_given
         has_tail = self.tail > torch.finfo(self.tail.dtype).tiny
         grad_tail = torch.where(has_tail, grad_tail, 0.0)
@@ -156,7 +156,7 @@ class TopKLogprobs(NamedTuple):
         if not grad.shape[-1]:
             return grad
         chosen = grad_logprobs - self.logprobs.exp() * summed.unsqueeze(-1)
-        # The K tokens have 0 there, for their exponentials are; so does column 0 gain 0 from other slices' entries.
+        # The K tokens' entries are still 0, since their exponentials are; other slices' entries add 0 to column 0.
         return grad.scatter_add_(-1, self.columns, chosen.masked_fill(~self.is_own, 0.0))
 
 
@@ -183,27 +183,28 @@ class _TopKLogprobs(torch.autograd.Function):
 def top_k_logprobs(
     logits: Tensor, ids: Tensor, *, part: VocabularyPart, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return logprobs of a few tokens, and of all others together.
+    """Return logprobs of K tokens, and of all other tokens together.
 
     Args:
-        logits: [M, V / ranks] this rank's slice.
+        logits: [M, V / ranks] logits of this rank's slice.
         ids: [M, K] int64 tokens, distinct within a row; -1 for none.
-        part: Which slice.
+        part: This rank's slice of the vocabulary.
         temperature: Divides the logits.
 
     Returns:
-        [M, K] logprobs, 0 where there is no token, and [M] log of the mass outside; float32, or float64 from float64.
+        [M, K] logprobs, 0 where the id is -1, and [M] log of the probability outside; float32, or float64 for float64
+        logits.
     """
     return _TopKLogprobs.apply(logits, ids, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def take_top_k(logits: Tensor, ids: Tensor, *, part: VocabularyPart, temperature: float = 1.0) -> TopKLogprobs:
-    """Compute `top_k_logprobs` in place of the logits; `gradient` can reuse their memory too.
+    """Compute `top_k_logprobs` in the memory of the logits; `gradient` can reuse it too.
 
     Args:
         logits: [M, V / ranks] float32 or float64; overwritten.
         ids: [M, K] int64 tokens.
-        part: Which slice.
+        part: This rank's slice of the vocabulary.
         temperature: Divides the logits.
     """
     scaled = _shifted(logits, temperature, part, in_place=True)
@@ -211,7 +212,7 @@ def take_top_k(logits: Tensor, ids: Tensor, *, part: VocabularyPart, temperature
 
 
 class _AllLogprobs(torch.autograd.Function):
-    """A log-softmax over all slices."""
+    """Log-softmax over all slices."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperature: float, part: VocabularyPart) -> Tensor:
@@ -239,13 +240,13 @@ def all_logprobs(logits: Tensor, *, part: VocabularyPart, temperature: float = 1
 
 
 def likeliest(logits: Tensor, k: int, *, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Return the K largest logits [M, K] over all slices, descending, and their int64 tokens; without gradient.
+    """Return the k largest logits [M, k] over all slices, in descending order, and their int64 tokens; no gradient.
 
     Raises:
         ShapeError: The vocabulary has fewer than k tokens.
     """
     if not 0 <= k <= part.size:
-        raise ShapeError(f"k must be from 0 to the vocabulary's {part.size} tokens; found {k}.")
+        raise ShapeError(f"k must be in [0, {part.size}], the size of the vocabulary; found {k}.")
     first = part.first(logits.shape[-1])
     own = part.without_padding(logits.detach())
     values, ids = own.topk(min(k, own.shape[-1]), dim=-1)

@@ -24,13 +24,13 @@ def weight_metrics(
     """Return statistics of the weights of a global batch.
 
     Args:
-        weights: [T] from `truncated_weights` or `banded_weights`.
-        log_ratio: [T] old_logprobs - rollout_logprobs; anything where masked.
+        weights: [T] weights from `truncated_weights` or `banded_weights`.
+        log_ratio: [T] old_logprobs - rollout_logprobs; masked values are ignored.
         loss_mask: [T] bool.
-        offsets: [N + 1] int64 rows.
+        offsets: [N + 1] int64 row offsets.
         level: Scope of a ratio, "token" or "sequence".
-        cap: Upper bound.
-        floor: Lower bound of banded weights. None only truncates from above, and counts ratios below 1 / cap as low.
+        cap: Upper bound of the weights.
+        floor: Lower bound of banded weights. None for truncated ones; ratios below 1 / cap then count as low.
 
     Returns:
         `rollout_corr/rollout_is_*` by name: mean, std, min, max and effective sample share of the weights, and the
@@ -72,12 +72,12 @@ def _of_rows(weights: Tensor) -> dict[str, Tensor]:
 
 
 def _effective_share(weights: Tensor) -> Tensor:
-    """Return the share of equally weighted samples with the same variance, in [0, 1]; 0 if all weights are 0."""
+    """Return the effective sample size as a share of the samples, in [0, 1]; 0 if all weights are 0."""
     return weights.mean().square() / weights.square().mean() if bool(weights.any()) else weights.new_zeros(())
 
 
 def _spread(values: Tensor, *, correction: int = 0) -> dict[str, Tensor]:
-    """Return mean, standard deviation (0 for too few values) and extremes of values [K]."""
+    """Return mean, standard deviation (0 for too few values), minimum and maximum of values [K]."""
     has_spread = len(values) > correction
     return {
         "mean": values.mean(),
@@ -88,7 +88,7 @@ def _spread(values: Tensor, *, correction: int = 0) -> dict[str, Tensor]:
 
 
 def _outside(ratios: Tensor, low: float, high: float, *, stem: str) -> dict[str, Tensor]:
-    """Return the shares of ratios [K] beyond the bounds."""
+    """Return the shares of ratios [K] outside the bounds."""
     return {
         f"{stem}fraction_high": (ratios > high).double().mean(),
         f"{stem}fraction_low": (ratios < low).double().mean(),

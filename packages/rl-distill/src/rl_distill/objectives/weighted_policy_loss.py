@@ -1,6 +1,6 @@
-"""Policy losses whose gradient is the logprob's, times a weight without gradient.
+"""Policy losses whose gradient is that of the logprob, times a weight without gradient.
 
-Only their gradient is meaningful; their value is no surrogate of the reward.
+Only the gradient is meaningful; the value is not a surrogate of the reward.
 
 Source: GPG, Chu et al. 2025, arXiv:2504.02546; CISPO, MiniMax 2025, arXiv:2506.13585, section 3.1; DPPO, 2026,
 arXiv:2602.04879.
@@ -40,7 +40,7 @@ def cispo(
     clip_low: Annotated[float, number(at_least=0.0, at_most=1.0)] = 0.2,
     clip_high: ClipHigh = 0.28,
 ) -> TokenLosses:
-    """Clipped importance sampling: clips the weight, so that no token loses its gradient.
+    """Clipped importance sampling: clips the weight, so that every token keeps its gradient.
 
     Args:
         tokens: Packed tokens.
@@ -70,16 +70,16 @@ def dppo_tv(
     clip_high: ProbabilityChange = 0.2,
     ratio_cap: RatioCap = 20.0,
 ) -> TokenLosses:
-    """Divergence PPO by total variation: a token trains while its probability is close to the old one.
+    """Divergence PPO by total variation: a token is trained while its probability is close to the old one.
 
     Args:
         tokens: Packed tokens.
-        clip_low: With a negative advantage, a token stops once its probability fell by more than this.
-        clip_high: With a positive advantage, a token stops once its probability rose by more than this.
+        clip_low: At negative advantages, a token is no longer trained once its probability fell by more than this.
+        clip_high: At positive advantages, a token is no longer trained once its probability rose by more than this.
         ratio_cap: Maximum importance weight.
 
     Returns:
-        Losses and `actor/pg_clipfrac` (stopped), `actor/pg_clipfrac_lower` (capped), `actor/ppo_kl`.
+        Losses and `actor/pg_clipfrac` (tokens not trained), `actor/pg_clipfrac_lower` (capped weights), `actor/ppo_kl`.
 
     Raises:
         SettingsError: A bound is outside [0, 1], or ratio_cap below 1.
@@ -93,12 +93,12 @@ def dppo_tv(
 def dppo_kl(
     tokens: PolicyTokens, *, clip_low: Nats = 0.05, clip_high: Nats = 0.05, ratio_cap: RatioCap = 20.0
 ) -> TokenLosses:
-    """Divergence PPO by the KL of two outcomes: this token or any other.
+    """Divergence PPO by the KL of a binary outcome: this token, or any other.
 
     Args:
         tokens: Packed tokens.
-        clip_low: With a negative advantage, a token whose probability fell stops at a larger KL (nats).
-        clip_high: With a positive advantage, a token whose probability rose stops at a larger KL (nats).
+        clip_low: At negative advantages, a token whose probability fell is no longer trained beyond this KL, in nats.
+        clip_high: At positive advantages, a token whose probability rose is no longer trained beyond this KL, in nats.
         ratio_cap: Maximum importance weight.
 
     Returns:
@@ -130,5 +130,5 @@ def _trust_region_losses(tokens: PolicyTokens, is_near: Tensor, *, ratio_cap: fl
 
 
 def _complement(logprobs: Tensor) -> Tensor:
-    """Return [T] probability of all other tokens, bounded away from 0."""
+    """Return [T] total probability of all other tokens, bounded away from 0."""
     return (-torch.expm1(logprobs)).clamp(min=COMPLEMENT_FLOOR)

@@ -1,6 +1,6 @@
-"""Advantages whitened over the tokens of the global batch: REINFORCE++, its baseline form, GDPO.
+"""Advantages whitened over the tokens of the global batch: REINFORCE++, its baseline variant, GDPO.
 
-The last step subtracts a batch-wide mean, so compute these advantages before the batch is split.
+The last step subtracts a mean over the batch, so compute these advantages before the batch is split.
 
 Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262; GDPO, Liu et al. 2026, arXiv:2601.05242.
 """
@@ -21,7 +21,7 @@ from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, units
 from rl_distill.objectives.whitening import masked_whiten
 
 COMPONENT = "reward/"
-"""Row columns `reward/NAME` are the named components of the reward."""
+"""Prefix of the row columns `reward/NAME`, the named components of the reward."""
 
 
 def _are_weights(weights: Any) -> bool:
@@ -31,7 +31,7 @@ def _are_weights(weights: Any) -> bool:
 
 ComponentWeights = Annotated[
     Mapping[str, float] | None,
-    OptionRule("a finite number by component, such as {style = 0.5}", _are_weights).or_none(),
+    OptionRule("a finite number per component, e.g. {style = 0.5}", _are_weights).or_none(),
 ]
 """Weight of each component of the reward."""
 
@@ -42,7 +42,7 @@ def reinforce_plus_plus(rows: RewardedRows, *, gamma: UnitInterval = 1.0) -> dic
 
     Args:
         rows: The batch; each trajectory is an episode that ends with its session's reward.
-        gamma: Discount for each trained token, in [0, 1].
+        gamma: Discount per trained token, in [0, 1].
 
     Returns:
         `advantages` and `returns` [T].
@@ -58,7 +58,7 @@ def reinforce_plus_plus(rows: RewardedRows, *, gamma: UnitInterval = 1.0) -> dic
 
 @converts_arguments
 def reinforce_plus_plus_baseline(rows: RewardedRows) -> dict[str, Tensor]:
-    """REINFORCE++ with the group mean as baseline, whitened over the batch."""
+    """REINFORCE++ with the group's mean as baseline, whitened over the batch."""
     units = units_of(rows)
     return {"advantages": _whitened_by_session(rows, dr_grpo_advantages(units.rewards, units.group))}
 
@@ -68,8 +68,8 @@ def gdpo(rows: RewardedRows, *, weights: ComponentWeights = None, eps: Addend = 
     """GDPO: the weighted sum of each reward component's GRPO advantages, whitened over the batch.
 
     Args:
-        rows: The batch with a row column `reward/NAME` for each component.
-        weights: Weight of each component to include; None includes all of the batch with weight 1.
+        rows: The batch with a row column `reward/NAME` per component.
+        weights: Weight of each component to include; None includes all components with weight 1.
         eps: Added to a group's standard deviation.
 
     Raises:
@@ -81,8 +81,8 @@ def gdpo(rows: RewardedRows, *, weights: ComponentWeights = None, eps: Addend = 
         weights = {name.removeprefix(COMPONENT): 1.0 for name in found}
     if not weights:
         raise DataError(
-            "gdpo needs the components of the reward as row columns 'reward/NAME'; the batch has none. Let the reward "
-            'function return them by name, or set advantage = "grpo".'
+            "gdpo needs the components of the reward as row columns 'reward/NAME'; the batch has none. Return them "
+            'by name from the reward function, or set advantage = "grpo".'
         )
     parts = []
     for name, weight in weights.items():
@@ -92,7 +92,7 @@ def gdpo(rows: RewardedRows, *, weights: ComponentWeights = None, eps: Addend = 
 
 
 def _whitened_by_session(rows: RewardedRows, advantages: Tensor) -> Tensor:
-    """Spread advantages of units [U] to tokens [T], whitened over trained tokens before the shares apply."""
+    """Spread advantages of units [U] to tokens [T], and whiten them over trained tokens before the shares apply."""
     units = units_of(rows)
     of_tokens = spread_rows(advantages.double()[units.of_row], rows.offsets, num_tokens=len(rows.loss_mask))
     share = spread_rows(units.share.double(), rows.offsets, num_tokens=len(rows.loss_mask))

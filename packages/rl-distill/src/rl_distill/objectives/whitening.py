@@ -9,10 +9,10 @@ from rl_distill.objectives.shapes import check_mask, check_tokens
 
 @checked
 def masked_whiten(values: Tensor, mask: Tensor, *, eps: Addend = 1e-8) -> Tensor:
-    """Normalize values to mean 0 and variance 1 over the tokens of the mask.
+    """Normalize values to mean 0 and variance 1 over the tokens in the mask.
 
     Args:
-        values: [T] float of a whole global batch; anything where masked.
+        values: [T] float over the whole global batch; masked values are ignored.
         mask: [T] bool.
         eps: Added to the unbiased variance.
 
@@ -28,7 +28,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, eps: Addend = 1e-8) -> Tensor
     kept = values[mask].double()
     if len(kept) == 0:
         return torch.zeros_like(values)
-    # The mean of equal values may differ from them by rounding, which eps would blow up.
+    # The mean of equal values can differ from them by rounding, which eps would amplify.
     is_equal = kept.min() == kept.max()
     centered = kept - kept.mean()
     variance = centered.square().sum() / max(len(kept) - 1, 1)

@@ -1,6 +1,6 @@
-"""Teachers: routing of trajectories, scoring, and checks of the scores before training.
+"""Teachers: routing of prompts, scoring of trajectories, and checks of the scores before training.
 
-`options`, `routing`, `scores`, `protocol` and `service` import without torch; `megatron_teacher` loads it.
+Everything except `megatron_teacher` imports without torch.
 """
 
 from rl_distill.teacher.aligned import SpanMode, TeacherAligner, read_pieces

@@ -1,7 +1,8 @@
-"""Scores of a teacher with another tokenizer, which reads the student's text in its own tokens; spans map them back.
+"""Scores from a teacher with another tokenizer, which reads the student's text in its own tokens.
 
-The text is the student's, including its chat template; each side uses its own token for the end of a sequence. Prompt,
-responses and tool outputs are encoded one by one, so that no span of a response crosses into another part.
+Spans of equal text map the scores back to the student's tokens. The text is the student's, including its chat template;
+each side uses its own token for the end of a sequence. Prompt, responses and tool outputs are encoded one by one, so
+that no span of a response extends into another part.
 
 Sources: see `alignment`.
 """
@@ -25,7 +26,7 @@ from rl_distill.teacher.tokenizer_rules import token_bytes
 from rl_distill.teacher.vocabulary import TOKENIZER, read_vocabulary
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
-"""Return the token ids of each text, without special tokens around them."""
+"""Returns the token ids of each text, without special tokens around it."""
 SpanMode = Literal["sampled", "top_k", "uld"]
 END = "end"
 REPLACEMENT = "\ufffd"
@@ -36,9 +37,9 @@ class TokenPieces:
     """Text of a tokenizer's tokens.
 
     Attributes:
-        pieces: Bytes of the text, or `END`, by id.
-        end_ids: Tokens that end a sequence; the first stands for the other tokenizer's end tokens.
-        begin_ids: Tokens before every text.
+        pieces: Bytes of each token's text, or `END`, by token id.
+        end_ids: Tokens that end a sequence; the first one stands for the other tokenizer's end tokens.
+        begin_ids: Tokens that precede every text.
     """
 
     pieces: dict[int, Piece]
@@ -48,7 +49,7 @@ class TokenPieces:
 
 @converts_arguments
 def read_pieces(folder: Path, *, end_ids: Sequence[int], begin_ids: Sequence[int] = ()) -> TokenPieces:
-    """Read the text of each token of a model folder's tokenizer.
+    """Read the text of each token from the tokenizer in a model folder.
 
     Args:
         folder: Folder with `tokenizer.json`.
@@ -56,7 +57,7 @@ def read_pieces(folder: Path, *, end_ids: Sequence[int], begin_ids: Sequence[int
         begin_ids: See `TokenPieces.begin_ids`.
 
     Raises:
-        SettingsError: The file is missing, or has tokens without bytes of their own.
+        SettingsError: The file is missing, or its decoder does not define the bytes of each token.
     """
     found = read_vocabulary(folder)
     octets = token_bytes(found.tokens, added=found.added, decoder=found.decoder, where=str(folder / TOKENIZER))
@@ -69,7 +70,7 @@ class Translation(NamedTuple):
     """A trajectory in the teacher's tokens.
 
     Attributes:
-        row: The teacher's tokens; loss_mask is True where a trained span of the student needs them.
+        row: The teacher's tokens; loss_mask is True where trained spans of the student need a score.
         spans: [S, 4] int64 trained spans, with the fields of `Span`.
     """
 
@@ -78,26 +79,26 @@ class Translation(NamedTuple):
 
 
 class TeacherAligner:
-    """Translates the student's text to a teacher's tokens, and the teacher's scores to the student's tokens."""
+    """Translates the student's text to the teacher's tokens, and the teacher's scores to the student's tokens."""
 
     def __init__(self, student: TokenPieces, teacher: TokenPieces, encode: Encode, *, mode: SpanMode) -> None:
         """Compare the two vocabularies' texts.
 
         Args:
-            student: The policy's tokens.
-            teacher: The teacher's tokens.
-            encode: The teacher's tokenizer.
+            student: Tokens of the policy.
+            teacher: Tokens of the teacher.
+            encode: Encodes texts with the teacher's tokenizer.
             mode: Use of the scores: "sampled" (estimators of a span's log ratio), "top_k" (divergences, at spans of one
                 token on each side), or "uld" (sorted probabilities at each span's first token).
         """
         self._student, self._teacher = student, teacher
         self._encode = encode
         self._mode = mode
-        self._lock = Lock()  # tokenizers may not be used by two threads at once
+        self._lock = Lock()  # tokenizers may not be thread-safe
         self._student_ids = _student_ids(student, teacher)
 
     def to_teacher(self, row: TeacherRow) -> Translation:
-        """Translate a trajectory to the teacher's tokens, without tokens unknown to the student's tokenizer."""
+        """Translate a trajectory to the teacher's tokens, ignoring tokens without a known text."""
         skipped = len(self._student.begin_ids)
         begins = tuple(row.input_ids[:skipped].tolist()) == self._student.begin_ids
         pieces = [self._student.pieces.get(token) for token in row.input_ids.tolist()]
@@ -112,7 +113,7 @@ class TeacherAligner:
                 spans += self._spans(run, own, len(ids))
             ids += own
         table = np.asarray(spans, dtype=np.int64).reshape(-1, 4)
-        table = table[table[:, 2] > 0]  # nobody predicts the first token
+        table = table[table[:, 2] > 0]  # the first token has no prediction
         mask = np.zeros(len(ids), dtype=np.bool_)
         for _, _, start, stop in table.tolist():
             mask[start:stop] = True
@@ -122,17 +123,17 @@ class TeacherAligner:
     def to_student(
         self, scores: TeacherScores, row: TeacherRow, translation: Translation, *, rollout_logprobs: FloatArray
     ) -> TeacherScores:
-        """Return scores at the student's tokens; logprobs 0 and ids -1 at tokens without a score.
+        """Map scores to the student's tokens; tokens without a score get logprob 0 and id -1.
 
         Args:
             scores: [T', K + 1] scores of the translated row.
             row: The student's trajectory.
             translation: Result of `to_teacher`.
-            rollout_logprobs: [T] the student's logprobs, for the log ratio of a span.
+            rollout_logprobs: [T] the student's logprobs, used for the log ratio of a span.
 
         Returns:
-            [T, K + 1]. Mode "sampled" returns the student's logprobs plus an equal share of the span's log ratio, which
-            may be above 0. Mode "uld" returns the teacher's ids.
+            [T, K + 1] scores. In mode "sampled", logprobs are the student's plus an equal share of the span's log
+            ratio, and may be above 0. In mode "uld", ids are the teacher's.
 
         Raises:
             ShapeError: The scores do not match the translated row.
@@ -142,8 +143,9 @@ class TeacherAligner:
             or rollout_logprobs.shape != row.input_ids.shape
         ):
             raise ShapeError(
-                f"scores must be of the {len(translation.row.input_ids)} translated tokens, and rollout_logprobs of "
-                f"the {len(row.input_ids)} own; found {list(scores.logprobs.shape)} and {list(rollout_logprobs.shape)}."
+                f"scores must have {len(translation.row.input_ids)} rows, one per translated token, and "
+                f"rollout_logprobs {len(row.input_ids)}, one per token; found {list(scores.logprobs.shape)} and "
+                f"{list(rollout_logprobs.shape)}."
             )
         size = (len(row.input_ids), scores.logprobs.shape[1])
         found = TeacherScores(
@@ -162,14 +164,16 @@ class TeacherAligner:
     def _put_likeliest(
         self, found: TeacherScores, scores: TeacherScores, row: TeacherRow, *, spans: NDArray[np.int64]
     ) -> None:
-        """Set the teacher's most likely tokens, in the student's ids, at spans of one token on each side."""
+        """Copy the teacher's most likely tokens, as the student's ids, at spans of one token on each side."""
         spans = spans[(spans[:, 1] - spans[:, 0] == 1) & (spans[:, 3] - spans[:, 2] == 1)]
         own, other = spans[:, 0], spans[:, 2]
         tokens = row.input_ids[own][:, None]
         ids, logprobs = scores.token_ids[other], scores.logprobs[other]
         is_own = ids[:, 1:] == ids[:, :1]
         mapped = self._student_ids[np.where(ids[:, 1:] < len(self._student_ids), ids[:, 1:], NO_TOKEN)]
-        mapped = np.where(mapped == tokens, NO_TOKEN, mapped)  # another token of the same text: the token is there once
+        mapped = np.where(
+            mapped == tokens, NO_TOKEN, mapped
+        )  # another token with the same text; the token itself is already listed
         mapped = np.where(is_own, tokens, mapped)
         order = np.argsort(mapped == NO_TOKEN, axis=1, kind="stable")
         mapped = np.take_along_axis(mapped, order, axis=1)
@@ -178,12 +182,12 @@ class TeacherAligner:
         found.logprobs[own] = np.concatenate([logprobs[:, :1], top], axis=1)
 
     def _spans(self, run: "_Run", ids: Sequence[int], place: int) -> list[Span]:
-        """Return a run's spans, positioned in both trajectories; none if the teacher's tokenizer rewrites the text."""
+        """Return a run's spans, positioned in both trajectories; none if the teacher's tokenizer changes the text."""
         other: list[Piece] = [self._teacher.pieces.get(token, b"") for token in ids]
         if run.text is not None and other and isinstance(other[0], bytes) and isinstance(run.pieces[0], bytes):
             total = sum(len(piece) for piece in run.pieces)
             if other[0][:1] == b" " and sum(len(piece) for piece in other) == total + 1:
-                other[0] = other[0][1:]  # some tokenizers put a space before every text
+                other[0] = other[0][1:]  # some tokenizers add a space before every text
         try:
             spans = align_spans(run.pieces, other)
         except DataError:
@@ -200,10 +204,10 @@ class _Run(NamedTuple):
 
     Attributes:
         start: Index of the first token.
-        pieces: Text of the tokens; invalid bytes are those that the replacement character stands for.
-        is_text: For each piece, whether it is unchanged in the text.
-        text: Text of all pieces; None for an end token.
-        trains: Whether the tokens train.
+        pieces: Text of each token; bytes that are not valid UTF-8 are those of the replacement character.
+        is_text: For each token, whether its text is known and unchanged in `text`.
+        text: Text of all tokens; None for an end token.
+        trains: Whether all tokens of the run are trained.
     """
 
     start: int
@@ -214,7 +218,7 @@ class _Run(NamedTuple):
 
 
 def _runs(pieces: Sequence[Piece | None], mask: BoolArray, *, start: int) -> list[_Run]:
-    """Split a trajectory where training begins or ends, and around end tokens."""
+    """Split a trajectory where the loss mask changes, and around end tokens."""
     is_role = np.asarray([isinstance(piece, str) for piece in pieces], dtype=np.bool_)
     cuts = {start, len(pieces), *(np.flatnonzero(np.diff(mask)) + 1).tolist()}
     for place in np.flatnonzero(is_role).tolist():
@@ -233,11 +237,11 @@ def _runs(pieces: Sequence[Piece | None], mask: BoolArray, *, start: int) -> lis
 
 
 def _readable(pieces: Sequence[bytes]) -> tuple[list[Piece], list[bool], str]:
-    """Return pieces as text; invalid bytes become a replacement character and are recorded."""
+    """Return the pieces, whether each is unchanged, and their text; invalid bytes become the replacement character."""
     raw = b"".join(pieces)
     ends = np.cumsum([0, *(len(piece) for piece in pieces)]).tolist()
     text, places, is_text = "", list[int](), np.ones(len(raw) + 1, dtype=np.bool_)
-    at = size = 0  # bytes read, and bytes written
+    at = size = 0  # bytes read and written so far
     while at < len(raw):
         try:
             good, bad = raw[at:].decode(), 0
@@ -265,7 +269,7 @@ def _put_ratios(
     spans: NDArray[np.int64],
     rollout_logprobs: FloatArray,
 ) -> None:
-    """Set the student's logprob plus an equal share of the span's log ratio at each token of a span."""
+    """Set each token of a span to the student's logprob plus an equal share of the span's log ratio."""
     sums = [
         np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
         for values in (rollout_logprobs, scores.logprobs[:, 0])
@@ -280,7 +284,7 @@ def _put_ratios(
 
 
 def _student_ids(student: TokenPieces, teacher: TokenPieces) -> IntArray:
-    """Return [teacher's ids + 1] the student's token of the same text; -1 for none and for the teacher's -1."""
+    """Return [teacher's ids + 1] the student's token with the same text; -1 for none, and for the teacher's id -1."""
     own = {piece: index for index, piece in sorted(student.pieces.items(), reverse=True) if piece and piece != END}
     size = max(teacher.pieces, default=0) + 2
     table = np.full(size, NO_TOKEN, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Alignment of two tokenizers' tokens over one text, as pure functions.
+"""Alignment of two tokenizers' tokens over the same text, as pure functions.
 
 Source: Boizard et al. 2024, arXiv:2402.12030 (ULD); Patiño et al. 2025, Hugging Face, "Unlocking on-policy distillation
 for any model family" (GOLD), which aligns by spans of equal text.
@@ -14,11 +14,11 @@ from rl_core.errors import DataError
 from rl_core.files import shown
 
 Piece: TypeAlias = bytes | str
-"""Meaning of a token: bytes of the text, or the role of a special token, such as "end"."""
+"""Content of a token: bytes of text, or the role of a special token, e.g. "end"."""
 
 
 class Span(NamedTuple):
-    """Tokens of both sides that cover the same part of the text.
+    """Tokens on both sides that cover the same part of the text.
 
     Attributes:
         student_start: First token of the student.
@@ -34,14 +34,14 @@ class Span(NamedTuple):
 
 
 def align_spans(student: Sequence[Piece], teacher: Sequence[Piece]) -> list[Span]:
-    """Return the smallest spans of tokens with equal text on both sides; in order, covering every token once.
+    """Split both sides into the smallest spans of tokens with equal text; in order, covering every token once.
 
     Text is compared by bytes, so a character that one side splits into several tokens ends at its last byte. Roles
-    align with equal roles, and no span crosses one. A token without bytes belongs to the previous span, or to the first
-    one at the start.
+    align with equal roles, and no span crosses one. A token without bytes belongs to the previous span, or at the start
+    to the first one.
 
     Raises:
-        DataError: The two sides have different texts.
+        DataError: The texts of the two sides differ.
     """
     student_ends, teacher_ends = _ends(student), _ends(teacher)
     _check_equal(student, teacher)
@@ -59,26 +59,25 @@ def align_spans(student: Sequence[Piece], teacher: Sequence[Piece]) -> list[Span
 
 
 def _ends(pieces: Sequence[Piece]) -> NDArray[np.int64]:
-    """Return [number of pieces] the end of each piece; a role counts as one byte."""
+    """Return the end of each piece in bytes, [number of pieces]; a role counts as one byte."""
     return np.cumsum([len(piece) if isinstance(piece, bytes) else 1 for piece in pieces], dtype=np.int64)
 
 
 def _check_equal(student: Sequence[Piece], teacher: Sequence[Piece]) -> None:
-    """Check that two texts are equal."""
+    """Check that both sides have the same text."""
     own, other = _parts(student), _parts(teacher)
     if own == other:
         return
     at = next((place for place, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), None)
     place = min(len(own), len(other)) if at is None else at
     raise DataError(
-        "student and teacher must have the same text, to be aligned; they differ at part "
-        f"{place}: student {_shown(own, place)}, teacher {_shown(other, place)}. A tokenizer that rewrites text "
-        "cannot be aligned."
+        f"student and teacher must have the same text to be aligned; they differ at part {place}: student "
+        f"{_shown(own, place)}, teacher {_shown(other, place)}. A tokenizer that changes the text cannot be aligned."
     )
 
 
 def _parts(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the text between roles, and the roles."""
+    """Split pieces into roles and the text between them."""
     parts: list[Piece] = []
     text: list[bytes] = []
     for piece in pieces:

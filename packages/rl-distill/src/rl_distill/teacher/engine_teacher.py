@@ -1,4 +1,4 @@
-"""A teacher's replica on any engine that returns top-k logprobs, such as vLLM with prompt logprobs."""
+"""A teacher's replica on any engine that returns top-k logprobs, e.g. vLLM with prompt logprobs."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,15 +8,15 @@ from rl_core.errors import TeacherError
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 AT_ONCE = 2
-"""Concurrent calls to an engine, so that it has work while a result is sent; the engine does its own batching."""
+"""Concurrent calls to an engine, which keep it busy while results are transferred; the engine itself batches."""
 
 
 class ScoringEngine(Protocol):
-    """The part of an engine that a teacher needs; `rl_rollout.engines` has implementations."""
+    """The methods of an engine that a teacher needs; `rl_rollout.engines` has implementations."""
 
     @property
     def traits(self) -> Any:
-        """Traits with max_model_len, vocab_size, can_sleep and max_top_k."""
+        """Traits of the engine: max_model_len, vocab_size, can_sleep and max_top_k."""
         ...
 
     async def start(self) -> None:
@@ -24,10 +24,10 @@ class ScoringEngine(Protocol):
         ...
 
     async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> Sequence[Any]:
-        """Return the most likely tokens at each position of sequences, the actual token first.
+        """Return the most likely tokens at each position of the sequences, the actual token first.
 
-        Each result has token_ids [T, K + 1] int32, -1 in row 0, and logprobs [T, K + 1] float32 at temperature 1, 0 in
-        row 0.
+        Each result has token_ids [T, K + 1] int32 and logprobs [T, K + 1] float32 at temperature 1. In row 0, ids are
+        -1 and logprobs 0.
         """
         ...
 
@@ -36,16 +36,16 @@ class ScoringEngine(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Restore the memory."""
+        """Restore the freed memory."""
         ...
 
     async def close(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
         ...
 
 
 class EngineReplica:
-    """A `TeacherReplica` on an engine, without hidden states and only for temperature 1."""
+    """A `TeacherReplica` on an engine; supports no hidden states, and only temperature 1."""
 
     hidden_size = None
     at_once = AT_ONCE
@@ -86,7 +86,7 @@ class EngineReplica:
             TeacherError: Hidden states are requested.
         """
         if with_hidden:
-            raise TeacherError('an engine gives no hidden states; use a teacher with engine = "megatron".')
+            raise TeacherError('an engine returns no hidden states; use a teacher with engine = "megatron".')
         found = await self._engine.score_top_k([row.input_ids for row in sequences], top_k=top_k)
         return [TeacherScores(logprobs=one.logprobs, token_ids=one.token_ids) for one in found]
 

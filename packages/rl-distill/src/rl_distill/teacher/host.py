@@ -1,4 +1,4 @@
-"""Teachers as a role: they lease trajectories from a queue, score them, and ack."""
+"""Role that runs the teachers: they lease trajectories from a queue, score them, and ack."""
 
 import asyncio
 import time
@@ -12,17 +12,17 @@ from rl_distill.teacher.step_report import ServiceReport
 
 
 class TeacherHost:
-    """Holds a teacher service, which a subclass sets before the start.
+    """Runs a teacher service, which a subclass sets before the start.
 
     Attributes:
         service: The service; None until it is created.
     """
 
     def __init__(self, queue: TransferQueue) -> None:
-        """Store the queue without starting anything.
+        """Store the queue; nothing is started.
 
         Args:
-            queue: Queue with the trajectories to score.
+            queue: Queue of the trajectories to score.
         """
         self._queue = queue
         self.service: TeacherService | None = None
@@ -43,16 +43,16 @@ class TeacherHost:
         """Score arriving trajectories until cancelled.
 
         Raises:
-            TeacherError: A teacher returns invalid scores, or no replica is left.
+            TeacherError: A teacher returned invalid scores, or has no replica left.
         """
         await self._started.serve_while(self._queue, asyncio.Event().wait())
 
     async def issued(self) -> None:
-        """Announce that prompts were issued, so that a lease may be possible."""
+        """Signal that prompts were issued, so that a lease may be possible."""
         await self._started.issued()
 
     def take_window(self) -> tuple[ServiceReport, list[dict[str, Any]], float]:
-        """Return the work since the last call, its events, and the seconds since then."""
+        """Return the report since the last call, its events, and the elapsed seconds."""
         report, now = self._started.take_report(), time.monotonic()
         elapsed_s, self._window_began = now - self._window_began, now
         events, self._events = self._events, []
@@ -77,7 +77,7 @@ class TeacherHost:
         )
 
     async def close(self) -> None:
-        """End every teacher. Can be called twice."""
+        """Stop every teacher. Can be called twice."""
         service, self.service = self.service, None
         if service is not None:
             await service.close()
@@ -89,5 +89,5 @@ class TeacherHost:
     @property
     def _started(self) -> TeacherService:
         if self.service is None:
-            raise NotReadyError("the teachers have not been started.")
+            raise NotReadyError("the teachers have not started.")
         return self.service

@@ -1,4 +1,4 @@
-"""Leases for an event loop: a thread waits for the queue, and releases leases that arrive too late."""
+"""Leases for an event loop: a thread waits on the queue, and releases leases that arrive too late."""
 
 import asyncio
 from concurrent.futures import Future
@@ -12,9 +12,9 @@ from rl_distill.daemon_thread import in_daemon_thread
 
 
 async def lease_group(queue: TransferQueue, task: str, *, deadline_s: float, lease_s: float) -> Lease:
-    """Lease one group, without blocking the event loop.
+    """Lease one group without blocking the event loop.
 
-    If this call is cancelled, its thread keeps waiting; it releases a late lease at once, so that the queue delivers
+    If this call is cancelled, its thread keeps waiting. It releases a late lease at once, so that the queue delivers
     the group again.
 
     Raises:
@@ -32,7 +32,7 @@ async def lease_group(queue: TransferQueue, task: str, *, deadline_s: float, lea
 
 
 def _release(queue: TransferQueue, ended: Future[Lease]) -> None:
-    """Release a lease without a waiter: in its thread, or at once if it has arrived."""
+    """Release a lease that no caller waits for, as soon as it arrives."""
     if ended.exception() is None:
         with suppress(NotReadyError):
             queue.release(ended.result())

@@ -26,16 +26,16 @@ class MegatronPlace:
     """Placement and limits of a replica's ranks.
 
     Attributes:
-        tensor: Ranks that share each matrix, and the experts of a mixture; see `teacher_layout`.
-        cluster: Processes on this machine, or Ray actors.
-        pool: Resources of the ranks; None shares the machine's.
+        tensor: Number of ranks that share each matrix, and the experts of a mixture; see `teacher_layout`.
+        cluster: Where ranks run: processes on this machine, or Ray actors.
+        pool: Resources of the ranks; None shares those of the machine.
         dtype: Computation dtype.
-        max_batch_tokens: Maximum tokens of a micro-batch.
-        max_tokens: Maximum trajectory length; None uses the model's.
-        num_threads: Threads of each CPU rank.
-        temperature: Divides the logits.
+        max_batch_tokens: Maximum tokens per micro-batch.
+        max_tokens: Maximum trajectory length in tokens; None uses the model's.
+        num_threads: CPU threads of each rank; None keeps torch's setting.
+        temperature: Temperature of the distribution; divides the logits.
         start_deadline_s: Maximum seconds for the ranks to start.
-        call_deadline_s: Maximum seconds for a call of the ranks.
+        call_deadline_s: Maximum seconds for a call to the ranks.
     """
 
     tensor: int = 1
@@ -51,7 +51,7 @@ class MegatronPlace:
 
 
 class MegatronReplica:
-    """A `TeacherReplica` whose model runs on ranks in separate processes; see the protocol."""
+    """A `TeacherReplica` whose model runs on ranks in separate processes."""
 
     at_once = 1
     can_sleep = True
@@ -113,18 +113,18 @@ class MegatronReplica:
         await self._in_thread(self._started().offload)
 
     async def close(self) -> None:
-        """See `TeacherReplica.close`; a running call fails."""
+        """See `TeacherReplica.close`; a call in progress fails."""
         self._is_closed = True
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             await asyncio.to_thread(ranks.close)
         self._thread.shutdown(wait=False)
 
-    # -- inside
+    # -- internal
 
     def _started(self) -> MegatronTeacherModel:
         if self._model is None:
-            raise NotReadyError("the teacher's model is not loaded; start it first.")
+            raise NotReadyError("the teacher's model is not loaded; call start first.")
         return self._model
 
     def _load(self) -> None:
@@ -152,9 +152,9 @@ class MegatronReplica:
             raise
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        """Call the ranks in the thread; if the call ended them, the replica is dead.
+        """Call the ranks in the thread; if the call ended them, report the replica as dead.
 
-        An error on one rank ends the others, which may wait for it, so no rank is left.
+        An error on one rank ends all ranks, since the others may wait for it.
         """
         loop = asyncio.get_running_loop()
         try:

@@ -1,4 +1,4 @@
-"""Fingerprint of a model folder that identifies a teacher without reading all of its weights."""
+"""Fingerprint of a model folder, which identifies a teacher without reading all of its weights."""
 
 import hashlib
 import json
@@ -15,10 +15,10 @@ MAX_CONFIG_BYTES = 1 << 26
 
 @converts_arguments
 def model_fingerprint(folder: Path) -> str:
-    """Return a hex digest of a model folder's configuration and each tensor's name, shape and three byte samples.
+    """Return a hex digest of a folder's config.json and of each tensor's name, dtype, shape and three byte samples.
 
-    Training changes each tensor everywhere, so samples of its beginning, middle and end suffice; reading a whole 70B
-    model would take minutes at every start. File names and times are not included: a copy is the same teacher.
+    Training changes all of a tensor, so samples from its beginning, middle and end suffice; reading a 70B model in full
+    would take minutes at every start. File names and times are not included, so a copy is the same teacher.
 
     Raises:
         SettingsError: The folder has no config.json or no readable safetensors.
@@ -35,7 +35,8 @@ def model_fingerprint(folder: Path) -> str:
             tensors |= _tensors(file)
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(
-            f"{folder} must be a model folder with config.json and safetensors, to find its stored scores: {error}"
+            f"{folder} must be a model folder with config.json and safetensors, so that its cached scores can be "
+            f"found: {error}"
         ) from None
     for name in sorted(tensors):
         digest.update(hashlib.sha256(name.encode(errors="surrogatepass")).digest() + tensors[name])
@@ -43,7 +44,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _tensors(file: Path) -> dict[str, bytes]:
-    """Return a 32-byte digest of each tensor of a file, by name."""
+    """Return a 32-byte digest of each tensor in a file, by name."""
     found = {}
     header = read_safetensors_header(file)
     with open_plain(file) as (stream, _):
@@ -59,7 +60,7 @@ def _tensors(file: Path) -> dict[str, bytes]:
 
 @converts_arguments
 def model_traits(folder: Path) -> TeacherTraits:
-    """Read the model's traits from a folder's `config.json`.
+    """Read a model's traits from the `config.json` of its folder.
 
     Raises:
         SettingsError: The file is unreadable or lacks one of the traits.
@@ -72,7 +73,7 @@ def model_traits(folder: Path) -> TeacherTraits:
             raise ValueError(f"they must be whole numbers of at least 1; found {found}")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise SettingsError(
-            f"{folder / 'config.json'} must say {', '.join(names.values())} of a teacher with stored scores "
-            f"({type(error).__name__}: {error})."
+            f"{folder / 'config.json'} must have {', '.join(names.values())}, which a teacher with cached scores "
+            f"needs ({type(error).__name__}: {error})."
         ) from None
     return TeacherTraits(**found)

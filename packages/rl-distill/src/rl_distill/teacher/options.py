@@ -15,7 +15,7 @@ LossName: TypeAlias = Literal["forward_kl", "reverse_kl", "js", "k1", "abs", "k2
 DIVERGENCES = ("forward_kl", "reverse_kl", "js")
 """Losses that compare distributions."""
 ESTIMATORS = ("k1", "abs", "k2", "k3")
-"""Losses on only the sampled token."""
+"""Losses that use only the sampled token."""
 LOSSES = (*DIVERGENCES, *ESTIMATORS, "uld", "nll")
 LARGEST_TOP_K = 1000
 
@@ -35,7 +35,7 @@ class ResourceOptions:
     gpus: float | None = None
 
     def problems(self) -> Iterator[str]:
-        """What cannot be."""
+        """Yield a message for each invalid option."""
         yield from not_numbers(self, ("cpus",), at_least=0.0)
         if self.gpus is not None:
             yield from not_numbers(self, ("gpus",), at_least=0.0)
@@ -43,7 +43,7 @@ class ResourceOptions:
 
 @settings_record
 class TeacherOptions:
-    """One teacher.
+    """Options of a teacher.
 
     Attributes:
         model: Hugging Face folder with configuration, tokenizer and safetensors weights.
@@ -84,7 +84,7 @@ class TeacherOptions:
     restarts: int = 3
 
     def problems(self) -> Iterator[str]:
-        """What cannot be: each names the option, what it must be, and what it is."""
+        """Yield a message for each invalid option, with the option, its allowed values and its value."""
         yield from not_among(self, {"engine": ("vllm", "megatron"), "placement": ("process", "ray"), "dtype": DTYPES})
         yield from not_whole(self, {"replicas": 1, "tensor": 1, "max_batch_tokens": 1, "restarts": 0})
         yield from not_whole(self, {"max_model_len": 1, "num_threads": 1}, or_none=True)
@@ -95,12 +95,12 @@ class TeacherOptions:
             yield from not_numbers(self, ("kv_cache_gib",), above=0.0)
         yield from (f"resources.{problem}" for problem in self.resources.problems())
         if not all(self.data_sources):
-            yield f"data_sources must be names, none of them empty; found {list(self.data_sources)}."
+            yield f"data_sources must be names that are not empty; found {list(self.data_sources)}."
 
 
 @settings_record
 class DistillationOptions:
-    """What the policy learns from teachers. Off unless there is a teacher or a column of texts.
+    """Distillation from teachers; off unless a teacher or a column of texts is set.
 
     Attributes:
         teachers: One table per teacher, `[distillation.teachers.NAME]`, with the options below.
@@ -151,21 +151,21 @@ class DistillationOptions:
 
     @property
     def is_on(self) -> bool:
-        """True if the policy learns from teachers or their texts."""
+        """Whether the policy learns from teachers or from their texts."""
         return bool(self.teachers) or self.texts is not None
 
     @property
     def needs_hidden(self) -> bool:
-        """True if teachers return hidden states, from which the learner computes the whole distribution."""
+        """Whether teachers return hidden states, from which the learner computes the full distribution."""
         return self.loss in DIVERGENCES and self.distribution == "full"
 
     @property
     def num_top(self) -> int:
-        """K of the columns: tokens that a teacher returns besides the sampled one."""
+        """K of the score columns: number of tokens that a teacher returns in addition to the sampled one."""
         return 0 if self.loss in (*ESTIMATORS, "nll") or self.needs_hidden else self.top_k
 
     def problems(self) -> Iterator[str]:
-        """What cannot be: each names the option, what it must be, and what it is."""
+        """Yield a message for each invalid option or combination."""
         if not self.is_on:
             yield from self._unused()
             return
@@ -174,23 +174,23 @@ class DistillationOptions:
         for name, teacher in self.teachers.items():
             if not _TEACHER_NAME.fullmatch(name):
                 yield (
-                    f"teachers: {name!r} cannot be a teacher's name, which stands in metrics and files. Use letters, "
-                    "digits, _ and -, and begin with one of the first three."
+                    f"teachers: {name!r} is not a valid teacher name, which is also used in metrics and files. Use "
+                    "letters, digits, _ and -, and start with a letter, digit or _."
                 )
                 continue
             yield from (f"teachers.{name}.{problem}" for problem in teacher.problems())
             yield from self._teacher_problems(name, teacher)
 
     def _unused(self) -> Iterator[str]:
-        """Return the problems of settings that have no effect because distillation is off."""
+        """Yield a message for each option that has no effect because distillation is off."""
         if self.loss == "nll":
-            yield 'loss = "nll" imitates texts of a teacher: name their column in texts; found none.'
+            yield 'loss = "nll" imitates a teacher\'s texts; set texts to their column, found none.'
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name != "teachers" and value != one.default and (one.name, value) != ("loss", "nll"):
                 yield (
-                    f"{one.name} = {str(value)!r} is of distillation, which is off: add [distillation.teachers.NAME], "
-                    "or leave it out."
+                    f"{one.name} = {str(value)!r} has no effect, since distillation is off. Add "
+                    "[distillation.teachers.NAME], or omit it."
                 )
 
     def _values(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ class DistillationOptions:
         yield from not_numbers(self, ("coefficient", "temperature", "deadline_s", "start_deadline_s"), above=0.0)
         yield from not_numbers(self, ("beta",), above=0.0)
         if self.beta >= 1:
-            yield f"beta must be above 0 and below 1; found {self.beta:g}. At its ends js is a KL: use that."
+            yield f"beta must be above 0 and below 1; found {self.beta:g}. At 0 and 1, js is a KL: use that loss."
         if self.max_loss is not None:
             yield from not_numbers(self, ("max_loss",), above=0.0)
         if self.min_logprob is not None and not self.min_logprob < 0:
@@ -211,37 +211,37 @@ class DistillationOptions:
 
     def _combinations(self) -> Iterator[str]:
         if self.loss == "nll" and self.texts is None:
-            yield 'loss = "nll" imitates texts of a teacher: name their column in texts; found none.'
+            yield 'loss = "nll" imitates a teacher\'s texts; set texts to their column, found none.'
         if self.loss == "nll" and self.teachers:
-            yield 'loss = "nll" imitates texts without a teacher; leave teachers out, or choose another loss.'
+            yield 'loss = "nll" imitates texts and needs no teacher; omit teachers, or choose another loss.'
         if not self.teachers and self.loss != "nll":
             yield (
-                f'loss = "{self.loss}" compares with a teacher: add [distillation.teachers.NAME], or set loss = "nll".'
+                f'loss = "{self.loss}" compares with a teacher; add [distillation.teachers.NAME], or set loss = "nll".'
             )
         if self.used_as == "reward" and self.loss not in ESTIMATORS:
             yield (
-                f'used_as = "reward" needs a loss of the sampled token alone: {", ".join(ESTIMATORS)}; '
-                f'found "{self.loss}".'
+                f'used_as = "reward" needs a loss that uses only the sampled token: {", ".join(ESTIMATORS)}; found '
+                f'"{self.loss}".'
             )
         if self.distribution == "full" and self.loss not in DIVERGENCES:
             yield (
-                f'distribution = "full" is for {", ".join(DIVERGENCES)}; loss = "{self.loss}" does not look at the '
-                'whole distribution. Leave it at "top_k".'
+                f'distribution = "full" needs one of {", ".join(DIVERGENCES)}; loss = "{self.loss}" does not use full '
+                'distributions. Leave it at "top_k".'
             )
         if self.other_tokenizer == "align" and self.distribution == "full":
-            yield 'other_tokenizer = "align" has no whole distribution to compare; set distribution = "top_k".'
+            yield 'other_tokenizer = "align" cannot compare full distributions; set distribution = "top_k".'
 
     def _teacher_problems(self, name: str, teacher: TeacherOptions) -> Iterator[str]:
-        """Return the problems of what is requested from one teacher."""
+        """Yield a message for each request that a teacher does not support."""
         if teacher.engine == "vllm" and self.temperature != 1:
             yield (
-                f"temperature = {self.temperature:g} needs Megatron teachers, but teachers.{name}.engine = "
-                '"vllm" gives logprobs at temperature 1 alone.'
+                f'temperature = {self.temperature:g} needs Megatron teachers, but teachers.{name}.engine = "vllm" '
+                "returns logprobs only at temperature 1."
             )
         if teacher.engine == "vllm" and self.needs_hidden:
             yield (
-                f'distribution = "full" needs Megatron teachers, which give hidden states; teachers.{name}.engine = '
-                '"vllm".'
+                'distribution = "full" needs Megatron teachers, which return hidden states; found '
+                f'teachers.{name}.engine = "vllm".'
             )
 
 

@@ -1,4 +1,4 @@
-"""The protocol of teachers' replicas, and what is requested from teachers."""
+"""Protocol of a teacher's replicas, and the requests to teachers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,17 +9,17 @@ from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 @settings_record
 class TeacherPlan:
-    """The request to a teacher, and its deadlines.
+    """Requests to a teacher, and their deadlines.
 
     Attributes:
         name: Name of the teacher.
         num_replicas: Number of replicas.
-        top_k: Number of most likely tokens to return besides the sampled one.
+        top_k: Number of most likely tokens to return in addition to the sampled one.
         with_hidden: Also return hidden states.
         restarts: Maximum restarts of each replica.
         dtype: Computation dtype.
-        sleeps: Free the memory after use, if the replica can.
-        deadline_s: Maximum seconds for scores.
+        sleeps: Free the replica's memory after use, if it can.
+        deadline_s: Maximum seconds for a request's scores.
         start_deadline_s: Maximum seconds for a replica to start or wake.
     """
 
@@ -36,12 +36,12 @@ class TeacherPlan:
 
 @record
 class TeacherTraits:
-    """Traits of all replicas of a teacher.
+    """Properties that all replicas of a teacher share.
 
     Attributes:
         vocab_size: Exclusive upper bound of token ids.
         hidden_size: Width of the hidden states; None without them.
-        max_tokens: Maximum trajectory length.
+        max_tokens: Maximum trajectory length in tokens.
     """
 
     vocab_size: int
@@ -50,14 +50,14 @@ class TeacherTraits:
 
 
 class TeacherReplica(Protocol):
-    """One copy of a teacher's model; used by one event loop.
+    """One copy of a teacher's model; used from one event loop.
 
-    Any call raises EngineDiedError once it finds the replica dead; no call works after that.
+    Any call raises EngineDiedError if the replica is dead; no call works after that.
     """
 
     @property
     def max_tokens(self) -> int:
-        """Maximum trajectory length."""
+        """Maximum trajectory length in tokens."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class TeacherReplica(Protocol):
 
     @property
     def at_once(self) -> int:
-        """Number of useful concurrent calls of `score`."""
+        """Number of concurrent calls of `score` that keep the replica busy."""
         ...
 
     @property
@@ -86,15 +86,15 @@ class TeacherReplica(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the model, which is slow."""
+        """Load the model; slow."""
         ...
 
     async def score(self, sequences: Sequence[TeacherRow], *, top_k: int, with_hidden: bool) -> list[TeacherScores]:
-        """Return unchecked scores of every token of trajectories, in order."""
+        """Score every token of trajectories; the scores are returned in order, unchecked."""
         ...
 
     async def wake(self) -> None:
-        """Restore the memory; no effect when awake."""
+        """Restore the freed memory; no effect if awake."""
         ...
 
     async def sleep(self) -> None:
@@ -102,5 +102,5 @@ class TeacherReplica(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the replica and everything it started. Can be called twice."""
+        """Stop the replica and everything it started. Can be called twice."""
         ...

@@ -1,4 +1,4 @@
-"""A teacher with several equal replicas: idle ones score, dead ones are restarted."""
+"""A teacher with several identical replicas; dead ones are restarted."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 MakeReplica = Callable[[int], TeacherReplica]
-"""Creates the replica of a number without starting it; called again after each death."""
+"""Creates the replica with a given index, without starting it; called again after each death."""
 
 
 class _Place:
@@ -35,16 +35,16 @@ class _Place:
 
 
 class ReplicatedTeacher:
-    """A teacher over replicas; used by one event loop.
+    """A teacher with replicas; used from one event loop.
 
-    A dead replica is restarted up to `restarts` times while the others continue. Its caller gets EngineDiedError, so
-    that the lease can be returned. The next caller waits for a serving replica.
+    A dead replica is restarted up to `restarts` times while the others continue. Its caller gets EngineDiedError, and
+    can release its lease. The next caller waits for a serving replica.
 
-    A teacher with known traits may start on demand, at the first `score` that needs it; if all scores are stored, no
-    process of it ever runs.
+    A teacher with known traits can start on demand, at the first `score`. If all scores are cached, none of its
+    processes ever runs.
 
     Attributes:
-        is_started: True once the model was loaded.
+        is_started: Whether the model was loaded.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class ReplicatedTeacher:
         """Create the replicas; `start` starts them.
 
         Args:
-            plan: Request to the replicas.
-            make: Creates a replica by its number, again after each death.
-            traits: Traits known before the start; `score` then starts and wakes the teacher, instead of `start` and
-                `wake`.
+            plan: Requests to the replicas.
+            make: Creates a replica by its index, and again after each death.
+            traits: Traits known before the start. If set, `score` starts and wakes the teacher, and `start` and `wake`
+                do nothing.
             say: Receives events, such as deaths and restarts, with their fields.
         """
         self._plan = plan
@@ -88,12 +88,12 @@ class ReplicatedTeacher:
 
     @property
     def at_once(self) -> int:
-        """Number of useful concurrent calls of `score`."""
+        """Number of concurrent calls of `score` that keep the replicas busy."""
         return sum(place.replica.at_once for place in self._places)
 
     @property
     def max_tokens(self) -> int:
-        """Maximum trajectory length."""
+        """Maximum trajectory length in tokens."""
         return self._known().max_tokens
 
     @property
@@ -114,16 +114,16 @@ class ReplicatedTeacher:
 
     @property
     def busy_s(self) -> float:
-        """Scoring time so far in seconds, summed over replicas."""
+        """Seconds of scoring so far, summed over replicas."""
         now = time.monotonic()
         return self._busy_s + sum(now - place.busy_since for place in self._places if place.num_calls)
 
     async def start(self) -> None:
-        """Load the model, unless it starts on demand; if a replica cannot start, all are closed.
+        """Load the model, unless it starts on demand; if a replica cannot start, close all of them.
 
         Raises:
             TeacherError: A replica cannot start, or does not support the request.
-            DeadlineError: It took too long.
+            DeadlineError: A replica did not start in time.
         """
         if not self._is_on_demand:
             await self._start_all()
@@ -137,12 +137,12 @@ class ReplicatedTeacher:
         self.is_started = self._is_awake = True
 
     async def score(self, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
-        """Return unchecked scores of trajectories, in order.
+        """Score trajectories; the scores are returned in order, unchecked.
 
         Raises:
-            EngineDiedError: The scoring replica died; another one can score the trajectories.
-            TeacherError: The teacher cannot score them, or no replica is left.
-            DeadlineError: It took too long.
+            EngineDiedError: The replica died while scoring; another one can score the trajectories.
+            TeacherError: The teacher cannot score the trajectories, or has no replica left.
+            DeadlineError: The scores did not arrive in time.
         """
         plan = self._plan
         if self._is_on_demand:
@@ -156,10 +156,10 @@ class ReplicatedTeacher:
         return await self._within(plan.deadline_s, self._score(rows), what=what)
 
     async def wake(self) -> None:
-        """Restore the memory, and restart replicas that return other scores than before.
+        """Restore the freed memory, and restart replicas whose scores changed.
 
         Raises:
-            DeadlineError: It took too long.
+            DeadlineError: A replica did not wake in time.
         """
         if not self._is_on_demand:
             await self._wake_all()
@@ -176,7 +176,7 @@ class ReplicatedTeacher:
                 await asyncio.gather(*(self._sleep(place) for place in self._places if place.is_serving))
 
     async def close(self) -> None:
-        """End every replica, then raise the first error. Can be called twice."""
+        """Stop every replica, then raise the first error. Can be called twice."""
         self._is_closed = True
         restarts = [place.restarting for place in self._places if place.restarting is not None]
         for restart in restarts:
@@ -189,7 +189,7 @@ class ReplicatedTeacher:
             if isinstance(error, BaseException):
                 raise error
 
-    # -- inside
+    # -- internal
 
     async def _score(self, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
         place = await self._idle()
@@ -213,13 +213,13 @@ class ReplicatedTeacher:
             raise TeacherError(f"teacher {plan.name!r} cannot score: {error}", teacher=plan.name) from error
         if len(scores) != len(rows):
             raise TeacherError(
-                f"teacher {plan.name!r} must give the scores of {len(rows)} trajectories; found {len(scores)}.",
+                f"teacher {plan.name!r} must return scores of {len(rows)} trajectories; found {len(scores)}.",
                 teacher=plan.name,
             )
         return scores
 
     async def _idle(self) -> _Place:
-        """Return the serving replica with the fewest calls; wait for a free or restarting one."""
+        """Return the serving replica with the fewest calls; wait until one is free or restarted."""
         async with self._changed:
             while True:
                 if not any(place.is_serving or place.restarting for place in self._places):
@@ -242,7 +242,7 @@ class ReplicatedTeacher:
             self._changed.notify_all()
 
     def _bury(self, place: _Place, replica: TeacherReplica, error: BaseException) -> None:
-        """Record a death and begin the restart, once for several callers."""
+        """Record a death and start the restart; only the first of several callers has an effect."""
         if replica is not place.replica or not place.is_serving or self._is_closed:
             return
         place.is_serving, place.death = False, error
@@ -254,7 +254,7 @@ class ReplicatedTeacher:
             place.restarting = asyncio.get_running_loop().create_task(self._restart(place))
 
     async def _restart(self, place: _Place) -> None:
-        """Start a replica in a dead one's place, within the remaining restarts."""
+        """Replace a dead replica by a new one, as long as restarts remain."""
         try:
             while place.num_restarts < self._plan.restarts and not place.is_serving:
                 place.num_restarts += 1
@@ -272,7 +272,7 @@ class ReplicatedTeacher:
                 self._changed.notify_all()
 
     async def _start(self, place: _Place) -> None:
-        """Start a replica, and check its scores against those of another or earlier replica."""
+        """Start a replica, and compare its scores with those of another or an earlier replica."""
         try:
             await self._within(self._plan.start_deadline_s, place.replica.start(), what=f"replica {place.index}")
             self._learn_traits(place.replica)
@@ -303,7 +303,7 @@ class ReplicatedTeacher:
             self._bury(place, place.replica, error)
 
     async def _prove(self, place: _Place, *, what: str) -> None:
-        """Let a replica score a short sequence, and compare with the first answer of any replica."""
+        """Let a replica score a short sequence, and compare the result with the first answer of any replica."""
         row = probe_row(place.replica.vocab_size)
         asked = f"replica {place.index} to score {PROBE_TOKENS} tokens {what}"
         (answer,) = await self._within(self._plan.start_deadline_s, self._ask(place.replica, [row]), what=asked)
@@ -323,33 +323,33 @@ class ReplicatedTeacher:
                 raise
             states = ", ".join(f"replica {place.index} {_state(place)}" for place in self._places)
             raise DeadlineError(
-                f"teacher {self.name!r}: waited {deadline_s:g} s, since {since}, for {what}; {states}. Give it longer "
-                "(distillation.deadline_s, distillation.start_deadline_s), or more replicas."
+                f"teacher {self.name!r}: waited {deadline_s:g} s, since {since}, for {what}; {states}. Raise "
+                "distillation.deadline_s or distillation.start_deadline_s, or add replicas."
             ) from None
 
     def _check_lengths(self, rows: Sequence[TeacherRow]) -> None:
-        """Check that trajectories are within the teacher's maximum length."""
+        """Check that trajectories do not exceed the teacher's maximum length."""
         for row in rows:
             if len(row.input_ids) > self.max_tokens:
                 uid, session, output = row.key
                 raise TeacherError(
                     f"teacher {self.name!r} scores at most {self.max_tokens} tokens; prompt {uid!r}, session "
-                    f"{session}, output {output} has {len(row.input_ids)}. Raise its max_model_len, take a teacher "
+                    f"{session}, output {output} has {len(row.input_ids)}. Raise its max_model_len, use a teacher "
                     "with more positions, or shorten prompts and responses.",
                     teacher=self.name,
                 )
 
     def _learn_traits(self, replica: TeacherReplica) -> None:
-        """Check that the teacher supports the request, and store its traits."""
+        """Check that a replica supports the request, and store its traits."""
         if self._plan.top_k > replica.most_top_k:
             raise TeacherError(
-                f"teacher {self.name!r} gives at most {replica.most_top_k} likeliest tokens; distillation.top_k = "
-                f"{self._plan.top_k}. Lower it.",
+                f"teacher {self.name!r} returns at most {replica.most_top_k} most likely tokens; found "
+                f"distillation.top_k = {self._plan.top_k}. Lower it.",
                 teacher=self.name,
             )
         if self._plan.with_hidden and replica.hidden_size is None:
             raise TeacherError(
-                f'teacher {self.name!r} gives no hidden states, which distribution = "full" needs; use engine = '
+                f'teacher {self.name!r} returns no hidden states, which distribution = "full" needs; use engine = '
                 '"megatron".',
                 teacher=self.name,
             )
@@ -359,7 +359,7 @@ class ReplicatedTeacher:
 
     def _known(self) -> TeacherTraits:
         if self._traits is None:
-            raise NotReadyError(f"teacher {self.name!r} has not been started.")
+            raise NotReadyError(f"teacher {self.name!r} has not started.")
         return self._traits
 
     def _nobody_left(self) -> TeacherError:
@@ -368,8 +368,8 @@ class ReplicatedTeacher:
             for place in self._places
         )
         return TeacherError(
-            f"teacher {self.name!r} has no replica left that could score. {deaths}. What ended it is in its log; "
-            f"distillation.teachers.{self.name}.restarts allows more restarts.",
+            f"teacher {self.name!r} has no replica left to score. {deaths}. Its log has the cause; raise "
+            f"distillation.teachers.{self.name}.restarts to allow more restarts.",
             teacher=self.name,
         )
 
@@ -378,5 +378,5 @@ def _state(place: _Place) -> str:
     if place.is_serving:
         return "serves"
     if place.restarting is not None:
-        return f"is being started again (died: {place.death})"
+        return f"is being restarted (died: {place.death})"
     return f"is not serving (died: {place.death})" if place.death is not None else "is not serving"

@@ -12,9 +12,9 @@ DATA_SOURCE = "data_source"
 
 
 class TeacherRouter:
-    """Selects the teacher of a prompt by its data source or a column.
+    """Selects the teacher of a prompt by its data source or another column.
 
-    Values other than text are converted with `str`: 3 in the column `level` is "3".
+    Values that are not strings are converted with `str`: 3 in the column `level` becomes "3".
     """
 
     def __init__(self, options: DistillationOptions) -> None:
@@ -29,7 +29,7 @@ class TeacherRouter:
         self._teachers = {source: name for name, teacher in options.teachers.items() for source in teacher.data_sources}
 
     def value_of(self, prompt: Prompt) -> str:
-        """Return the routing value of a prompt.
+        """Return the value by which a prompt is routed.
 
         Raises:
             DataError: The column is missing or empty.
@@ -57,16 +57,17 @@ class TeacherRouter:
         name = self._teachers.get(value, self._options.default_teacher)
         if name is None:
             raise DataError(
-                f"no teacher answers for prompt {prompt.uid!r}, whose {self._options.route_by} is {value!r}; "
-                f"{self._describe()}. Add {value!r} to the data_sources of one, or set distillation.default_teacher."
+                f"no teacher scores prompt {prompt.uid!r}, whose {self._options.route_by} is {value!r}; "
+                f"{self._describe()}. Add {value!r} to the data_sources of a teacher, or set "
+                "distillation.default_teacher."
             )
         return name
 
     def problems(self, prompts: Iterable[Prompt]) -> Iterator[str]:
-        """Return problems of the routes for the training prompts, each once with all of its values.
+        """Yield the problems of the routes for these training prompts, each once with all of its values.
 
-        A teacher without prompts and a value without prompts are problems: with a default teacher, a misspelt value
-        would silently send prompts to the wrong teacher.
+        A teacher or a value without prompts is a problem: with a default teacher, a misspelt value would silently send
+        prompts to the wrong teacher.
         """
         counts: Counter[str] = Counter()
         try:
@@ -79,49 +80,49 @@ class TeacherRouter:
         unknown = [value for value in counts if value not in self._teachers]
         if unknown and default is None:
             yield (
-                f"no teacher answers for prompts whose {route_by} is {_listed(unknown)}; {self._describe()}. Add them "
-                "to the data_sources of one, or set distillation.default_teacher."
+                f"no teacher scores prompts whose {route_by} is {_listed(unknown)}; {self._describe()}. Add these "
+                "values to the data_sources of a teacher, or set distillation.default_teacher."
             )
         for source, name in self._teachers.items():
             if source not in counts:
                 yield (
-                    f"distillation.teachers.{name}.data_sources names {source!r}, but no prompt has it as its "
+                    f"distillation.teachers.{name}.data_sources has {source!r}, but no prompt has it as its "
                     f"{route_by}; found {_listed(counts)}.{nearest_name(source, counts)}"
                 )
         if default is not None and not unknown and default not in self._teachers.values():
             yield (
-                f"distillation.default_teacher = {default!r} would score nothing: the others answer for every "
-                f"{route_by} of the prompts, {_listed(counts)}. Leave it out."
+                f"distillation.default_teacher = {default!r} would score nothing, since the other teachers score "
+                f"every {route_by} of the prompts, {_listed(counts)}. Omit it."
             )
 
     def _describe(self) -> str:
         return "; ".join(
-            f"{name!r} answers for {_listed(teacher.data_sources)}" for name, teacher in self._options.teachers.items()
+            f"{name!r} scores {_listed(teacher.data_sources)}" for name, teacher in self._options.teachers.items()
         )
 
 
 def route_problems(options: DistillationOptions) -> Iterator[str]:
-    """Return problems of the routes: a value of two teachers, a teacher without values, an unknown default."""
+    """Yield the problems of the routes: a value with two teachers, a teacher without values, an unknown default."""
     owners: dict[str, str] = {}
     for name, teacher in options.teachers.items():
         for source in teacher.data_sources:
             owner = owners.setdefault(source, name)
             if owner != name:
                 yield (
-                    f"distillation.teachers.{owner} and distillation.teachers.{name} both answer for {source!r}. Leave "
-                    "it in the data_sources of one."
+                    f"distillation.teachers.{owner} and distillation.teachers.{name} both score {source!r}. Keep it "
+                    "in the data_sources of one."
                 )
         doubled = sorted(source for source, count in Counter(teacher.data_sources).items() if count > 1)
         if doubled:
-            yield f"distillation.teachers.{name}.data_sources names {_listed(doubled)} twice."
+            yield f"distillation.teachers.{name}.data_sources has {_listed(doubled)} twice."
         if not teacher.data_sources and name != options.default_teacher:
             yield (
-                f"distillation.teachers.{name} answers for nothing: give it data_sources, or set "
-                f"distillation.default_teacher = {name!r}."
+                f"distillation.teachers.{name} scores nothing: set its data_sources, or distillation.default_teacher "
+                f"= {name!r}."
             )
     if options.default_teacher is not None and options.default_teacher not in options.teachers:
         yield (
-            f"distillation.default_teacher = {options.default_teacher!r} is no teacher; teachers: "
+            f"distillation.default_teacher = {options.default_teacher!r} is not a teacher; teachers: "
             f"{_listed(options.teachers)}.{nearest_name(options.default_teacher, options.teachers)}"
         )
 

@@ -28,17 +28,17 @@ from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_BYTES = 1 << 26
-"""About 250 trajectories of 512 tokens with the top 64 tokens each."""
+"""Space for about 250 trajectories of 512 tokens with the top 64 tokens each."""
 
 
 @record
 class ScoreKind:
-    """Properties that interchangeable scores share.
+    """Properties that scores must share to be interchangeable.
 
     Attributes:
         teacher: Fingerprint of the teacher's weights; see `model_fingerprint`.
         dtype: Computation dtype.
-        top_k: Number of most likely tokens besides the sampled one.
+        top_k: Number of most likely tokens in addition to the sampled one.
         temperature: Temperature of the distribution.
         with_hidden: Whether hidden states are stored.
     """
@@ -56,23 +56,23 @@ class ScoreKind:
 
 
 class ScoreCache:
-    """Scores of one teacher in a folder, which several threads and processes may share.
+    """Scores of one teacher in a folder; several threads and processes may share it.
 
-    Stored scores are kept in memory until they fill an entry; `flush` writes the rest.
+    New scores stay in memory until they fill an entry; `flush` writes the rest.
 
     Attributes:
         folder: Folder of the entries.
-        failure: Why nothing is stored any more; None while it is.
+        failure: The error after which scores are no longer stored; None if there was none.
     """
 
     @converts_arguments
     def __init__(self, directory: Path, kind: ScoreKind, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
-        """Open the folder, or create it.
+        """Open the folder; create it if missing.
 
         Args:
-            directory: Folder of all teachers' scores, with a folder for each kind.
+            directory: Folder of all teachers' scores, with a subfolder per kind.
             kind: Kind of the scores.
-            max_pending_bytes: Bytes kept in memory before an entry is written.
+            max_pending_bytes: Size of new scores in memory at which an entry is written.
 
         Raises:
             CacheError: The folder cannot be created or read.
@@ -96,9 +96,9 @@ class ScoreCache:
             return len(self._places.keys() | self._pending.keys())
 
     def lookup(self, rows: Sequence[TeacherRow]) -> list[TeacherScores | None]:
-        """Return the stored scores of each trajectory, or None.
+        """Return the cached scores of each trajectory; None for unknown ones.
 
-        A damaged entry is set aside with a warning, and its trajectories are None.
+        A damaged entry is moved aside with a warning, and its trajectories become unknown.
 
         Raises:
             CacheError: The folder cannot be read.
@@ -114,7 +114,7 @@ class ScoreCache:
         ]
 
     def store(self, rows: Sequence[TeacherRow], scores: Sequence[TeacherScores]) -> None:
-        """Store scores of trajectories; if the disk fails, log a warning and store nothing more.
+        """Store scores of trajectories. If the disk fails, log a warning and store nothing more.
 
         Args:
             rows: The trajectories.
@@ -133,7 +133,7 @@ class ScoreCache:
                     self.flush()
 
     def flush(self) -> None:
-        """Write the scores kept in memory."""
+        """Write the new scores that are in memory."""
         with self._lock:
             if not self._pending:
                 return
@@ -146,24 +146,24 @@ class ScoreCache:
             else:
                 self._open(name)
 
-    # -- inside
+    # -- internal
 
     def _prepare(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not (self.folder / "kind.json").exists():  # for people
-                part = self.folder / f".kind-{secrets.token_hex(8)}"  # each writer's own: several may begin at once
+            if not (self.folder / "kind.json").exists():  # for human readers
+                part = self.folder / f".kind-{secrets.token_hex(8)}"  # one per writer, since several may start at once
                 part.write_text(json.dumps(asdict(self._kind), indent=1))
                 part.replace(self.folder / "kind.json")
         except OSError as error:
             raise CacheError(
-                f"distillation.cache: {self.folder} must be a folder that can be made and written: {error}."
+                f"distillation.cache: cannot create or write the folder {self.folder}: {error}."
             ) from error
         remove_unlocked_folders(self.folder.glob(f"{WRITING}*"))
         self._find_entries()
 
     def _find_entries(self) -> None:
-        """Open entries that others have stored since."""
+        """Open entries that other processes have stored since."""
         for name in entry_names(self.folder):
             if name not in self._entries:
                 self._open(name)
@@ -179,7 +179,7 @@ class ScoreCache:
             self._places.setdefault(key, (name, number))
 
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, TeacherScores]:
-        """Return known scores of keys, entry by entry, without those of damaged entries."""
+        """Return the known scores of keys, entry by entry; those of damaged entries are missing."""
         found = {key: self._pending[key] for key in keys if key in self._pending}
         wanted: defaultdict[str, list[bytes]] = defaultdict(list)
         for key in dict.fromkeys(keys):
@@ -196,25 +196,25 @@ class ScoreCache:
         return found
 
     def _drop(self, name: str, error: BrokenEntryError) -> None:
-        """Drop a damaged or missing entry, and move it aside."""
+        """Forget a damaged or missing entry, and move it aside."""
         self._entries[name] = None
         self._places = {key: place for key, place in self._places.items() if place[0] != name}
         path = self.folder / name
         try:
             target = set_aside(path)
-        except CacheError as refusal:  # on a disk that may be read alone, it stays where it is
+        except CacheError as refusal:  # a read-only disk: leave it in place
             log.warning("teacher_scores_broken", entry=str(path), error=str(error), refusal=str(refusal))
         else:
             if target is not None:
                 log.warning("teacher_scores_set_aside", entry=str(path), now=str(target), error=str(error))
 
     def _packed(self, scores: TeacherScores, row: TeacherRow) -> TeacherScores:
-        """Return the trained tokens' scores."""
+        """Return the scores at trained tokens."""
         width = self._kind.top_k + 1
         if scores.logprobs.shape != (len(row.input_ids), width) or (scores.hidden is None) is self._kind.with_hidden:
             raise CacheError(
-                f"scores to be stored must have shape [{len(row.input_ids)}, {width}]"
-                f"{' and hidden states' if self._kind.with_hidden else ' and no hidden states'}; found "
+                f"scores to store must have shape [{len(row.input_ids)}, "
+                f"{width}]{' and hidden states' if self._kind.with_hidden else ' and no hidden states'}; found "
                 f"{list(scores.logprobs.shape)}{'' if scores.hidden is None else ' and hidden states'}."
             )
         mask = row.loss_mask
@@ -223,7 +223,7 @@ class ScoreCache:
 
 
 def score_key(kind: ScoreKind, row: TeacherRow) -> bytes:
-    """Return the 32-byte key of a trajectory's scores, from its tokens, loss mask and the scores' kind."""
+    """Return the 32-byte key of a trajectory's scores: a digest of its tokens, its loss mask and the scores' kind."""
     digest = hashlib.sha256(kind.digest)
     digest.update(len(row.input_ids).to_bytes(8, "little"))
     digest.update(row.input_ids.astype("<i4").tobytes())
@@ -232,7 +232,7 @@ def score_key(kind: ScoreKind, row: TeacherRow) -> bytes:
 
 
 def _unpacked(stored: TeacherScores, row: TeacherRow) -> TeacherScores | None:
-    """Return the scores at their tokens; None if they do not match this trajectory despite their key."""
+    """Spread stored scores to their tokens; None if they do not match the trajectory despite their key."""
     mask = row.loss_mask
     own = row.input_ids[mask]
     if len(stored.logprobs) != len(own) or not np.array_equal(stored.token_ids[:, 0], own):

@@ -1,7 +1,7 @@
-"""Entries of a score cache on disk: zarr arrays of many trajectories, written whole, read in parts and verified.
+"""Entries of a score cache on disk: zarr arrays of many trajectories, written atomically, read in parts and verified.
 
 An entry is a folder: `manifest.json` with the checksum of every file, and one-dimensional arrays. `keys` has 32 bytes
-per trajectory and `counts` the number of its trained tokens; `logprobs`, `token_ids` and `hidden` concatenate the
+per trajectory, and `counts` the number of its trained tokens; `logprobs`, `token_ids` and `hidden` concatenate the
 trained tokens of all trajectories.
 """
 
@@ -40,7 +40,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 1 << 24, 1 << 20
 MAX_ENTRY_BYTES = 1 << 32
 CHUNK_BYTES = 1 << 19
-"""Chunk size of arrays read in parts; 512 tokens with the top 64 tokens each have 133 KB per array."""
+"""Chunk size of arrays that are read in parts; 512 tokens with the top 64 tokens each have 133 KB per array."""
 KEY_BYTES = 32
 DTYPES = {"keys": "uint8", "counts": "int32", "logprobs": "float32", "token_ids": "int32", "hidden": "float32"}
 NAME = re.compile(r"scores-[0-9a-f]{16}")
@@ -58,7 +58,7 @@ class EntryManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         num_rows: Number of trajectories.
         width: K + 1.
         hidden_size: H; 0 without hidden states.
-        arrays: Arrays by name.
+        arrays: Specification of each array by name.
     """
 
     format: str
@@ -87,14 +87,14 @@ class ScoreEntry:
         self._starts = np.concatenate([[0], np.cumsum(counts)])
         is_possible = int(counts.min(initial=0)) >= 0
         if not is_possible or self._starts[-1] * manifest.width != self._length("logprobs"):
-            raise BrokenEntryError(str(path), "its counts of tokens are not those of its logprobs")
+            raise BrokenEntryError(str(path), "its token counts do not match its logprobs")
         for name in self._parts:
             where = f"{path}/{name}"
             content = _read(path / name / METADATA, manifest.arrays[name].metadata.size_bytes)
             check_metadata(bytes(content), manifest.arrays[name], path=where)
 
     def read(self, rows: Sequence[int]) -> list[TeacherScores]:
-        """Return scores of the trained tokens of trajectories by their numbers; reads each chunk once.
+        """Return the scores of the trajectories with these indices, at their trained tokens; each chunk is read once.
 
         Raises:
             BrokenEntryError: A file is missing or invalid.
@@ -108,7 +108,7 @@ class ScoreEntry:
 
     @property
     def _parts(self) -> Mapping[str, int]:
-        """Numbers per token in the arrays that are read in parts."""
+        """Values per token in each array that is read in parts."""
         manifest = self._manifest
         parts = {"logprobs": manifest.width, "token_ids": manifest.width}
         return parts | ({"hidden": manifest.hidden_size} if manifest.hidden_size else {})
@@ -142,7 +142,7 @@ class ScoreEntry:
 
 
 def require_library() -> None:
-    """Check at the start that the library of zarr's codecs is installed.
+    """Check early that the library of zarr's codecs is installed.
 
     Raises:
         MissingExtraError: It is not installed.
@@ -152,32 +152,32 @@ def require_library() -> None:
         encode_array(sample, plan_array(sample, compress=True))
     except MissingExtraError as error:
         raise MissingExtraError(
-            "a cache of teachers' scores needs zarr's codecs. Install rl-distill[cache] as the README says."
+            "a cache of teachers' scores needs zarr's codecs. Install the extra rl-distill[cache]; see the README."
         ) from error
 
 
 def entry_names(folder: Path) -> list[str]:
     """Return the names of folders that look like entries."""
     try:
-        return sorted(name for name in os.listdir(folder) if NAME.fullmatch(name))  # noqa: PTH208 (names alone)
+        return sorted(name for name in os.listdir(folder) if NAME.fullmatch(name))  # noqa: PTH208 - only names are needed
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CacheError(f"{folder} must be a folder that can be read: {error.strerror}.") from error
+        raise CacheError(f"{folder} cannot be read: {error.strerror}.") from error
 
 
 def write_entry(folder: Path, rows: Mapping[bytes, TeacherScores]) -> str:
-    """Store trajectories as a new entry, built under a lock, flushed, and renamed into place.
+    """Write trajectories as a new entry: built under a lock, flushed, and renamed into place.
 
     Args:
         folder: Folder of the entries.
-        rows: Scores of trained tokens by key; at least one, all of the same width.
+        rows: Scores at trained tokens by key; at least one trajectory, all of the same width.
 
     Returns:
         The entry's name.
 
     Raises:
-        CacheError: The entry cannot be written; no part of it is left.
+        CacheError: The entry cannot be written; no part of it remains.
         MissingExtraError: The library of zarr's codecs is not installed.
     """
     token = secrets.token_hex(8)
@@ -191,14 +191,14 @@ def write_entry(folder: Path, rows: Mapping[bytes, TeacherScores]) -> str:
             sync_folder(folder)
     except OSError as error:
         raise CacheError(
-            f"scores of {len(rows)} trajectories could not be stored in {folder}: {error}. Make room, give another "
-            "distillation.cache, or leave it out."
+            f"cannot store the scores of {len(rows)} trajectories in {folder}: {error}. Free disk space, choose "
+            "another distillation.cache, or omit it."
         ) from error
     return f"scores-{token}"
 
 
 def set_aside(path: Path) -> Path | None:
-    """Move a broken entry into `broken`, and return its new path; None if it is gone."""
+    """Move a damaged entry into `broken`, and return its new path; None if it no longer exists."""
     target = path.parent / BROKEN / f"{path.name}-{secrets.token_hex(8)}"
     try:
         target.parent.mkdir(exist_ok=True)
@@ -206,7 +206,7 @@ def set_aside(path: Path) -> Path | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CacheError(f"{path} is broken, and cannot be moved to {target.parent}: {error}. Remove it.") from error
+        raise CacheError(f"{path} is damaged and cannot be moved to {target.parent}: {error}. Remove it.") from error
     return target
 
 
@@ -246,16 +246,16 @@ def _write(file: Path, *parts: bytes | memoryview) -> None:
 
 
 def _read(file: Path, size_bytes: int) -> memoryview:
-    """Read a whole file of a known size into writable memory."""
+    """Read a file of a known size into writable memory."""
     try:
         with open_plain(file) as (stream, size):
             if size != size_bytes:
                 raise BrokenEntryError(str(file), f"it must have {size_bytes} bytes; found {size}")
             content = np.empty(size_bytes, dtype=np.uint8).data
             if cast(BufferedReader, stream).readinto(content) != size_bytes:
-                raise BrokenEntryError(str(file), f"it must give {size_bytes} bytes")
+                raise BrokenEntryError(str(file), f"expected {size_bytes} bytes, but fewer could be read")
     except (CheckpointError, OSError) as error:
-        raise BrokenEntryError(str(file), f"it must be a plain file that can be read: {error}") from None
+        raise BrokenEntryError(str(file), f"it must be a readable regular file: {error}") from None
     return content
 
 
@@ -269,25 +269,26 @@ def _read_manifest(path: Path) -> EntryManifest:
     try:
         with open_plain(file) as (stream, size):
             if size > MAX_MANIFEST_BYTES:
-                raise BrokenEntryError(str(file), f"it has {size} bytes; at most {MAX_MANIFEST_BYTES} were expected")
+                raise BrokenEntryError(str(file), f"it must have at most {MAX_MANIFEST_BYTES} bytes; found {size}")
             raw = stream.read(size)
         document = load_json(raw, max_values=MAX_MANIFEST_VALUES)
         if set(document) != {"sha256", "manifest"} or document["sha256"] != _sha256(document["manifest"]):
-            raise BrokenEntryError(str(file), "its checksum is not that of its content")
+            raise BrokenEntryError(str(file), "its checksum does not match its content")
         manifest = msgspec.convert(document["manifest"], EntryManifest)
     except (CheckpointError, OSError, ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise BrokenEntryError(str(file), f"it is no manifest ({type(error).__name__}: {error})") from None
+        raise BrokenEntryError(str(file), f"it is not a manifest ({type(error).__name__}: {error})") from None
     _check(manifest, path)
     return manifest
 
 
 def _check(manifest: EntryManifest, path: Path) -> None:
-    """Check the form and size before anything is read."""
+    """Check the format and the sizes before any array is read."""
     expected = {name: dtype for name, dtype in DTYPES.items() if name != "hidden" or manifest.hidden_size}
     found = {name: spec.dtype for name, spec in manifest.arrays.items()}
     if (manifest.format, manifest.format_version, found) != (FORMAT, FORMAT_VERSION, expected) or manifest.width < 1:
         raise BrokenEntryError(
-            f"{path}/{MANIFEST}", f"it must be of format {FORMAT!r}, version {FORMAT_VERSION}, with {expected}"
+            f"{path}/{MANIFEST}",
+            f"it must have format {FORMAT!r}, version {FORMAT_VERSION}, with the arrays {expected}",
         )
     total = 0
     for name, spec in manifest.arrays.items():
@@ -304,7 +305,8 @@ def _check(manifest: EntryManifest, path: Path) -> None:
     wanted |= {"hidden": num_tokens * manifest.hidden_size} if manifest.hidden_size else {}
     if shapes != wanted or total > MAX_ENTRY_BYTES:
         raise BrokenEntryError(
-            str(path), f"its arrays have {shapes} values, {total} bytes; {wanted} and at most {MAX_ENTRY_BYTES} fit"
+            str(path),
+            f"its arrays have {shapes} values, {total} bytes; expected {wanted} and at most {MAX_ENTRY_BYTES} bytes",
         )
 
 

@@ -1,4 +1,4 @@
-"""A teacher's scores of one trajectory: checks, masks and columns."""
+"""A teacher's scores of a trajectory: checks, masking and columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,25 +12,25 @@ from rl_core.errors import TeacherError
 from rl_core.record_fields import Axes, record
 
 NO_TOKEN = -1
-"""Token id where a teacher returned none."""
+"""Token id where the teacher returned no token."""
 NO_TEACHER = -1
 """`teacher_index` of a token that no teacher scored."""
 TOLERANCE = 1e-4
-"""Rounding tolerance of float32 for a logprob above 0 or above the previous one."""
+"""Rounding tolerance of float32 logprobs: above 0, or above the previous one."""
 PADDING_LOGPROB = float(np.log(1e-3))
-"""Padding tokens of a vocabulary, which no tokenizer has, are less likely than this."""
+"""Padding tokens of a vocabulary, which no tokenizer produces, are less likely than this."""
 AGREEMENT = 1e-2
 """Tolerance between two logprobs of one token, and of a sum of probabilities above 1."""
 
 
 @record
 class TeacherRow:
-    """One trajectory for a teacher to score.
+    """A trajectory to be scored by a teacher.
 
     Attributes:
         key: Key of the trajectory.
-        input_ids: [T] int32 prompt and response.
-        loss_mask: [T] bool, True where the token trains.
+        input_ids: [T] int32 tokens of prompt and response.
+        loss_mask: [T] bool, True at trained tokens.
     """
 
     key: RowKey
@@ -40,12 +40,12 @@ class TeacherRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherScores:
-    """A teacher's logprobs of one trajectory; position t belongs to token t, predicted from the tokens before it.
+    """A teacher's scores of one trajectory; row t is the prediction of token t from the tokens before it.
 
     Attributes:
-        logprobs: [T, K + 1] float32 logprobs of the sampled token and, descending, of the K most likely tokens.
-        token_ids: [T, K + 1] int32 token ids of the logprobs; -1, with logprob 0, where the teacher returned fewer.
-        hidden: [T, H] float32 states from which the teacher predicts each token; None unless requested.
+        logprobs: [T, K + 1] float32 logprobs of the sampled token and of the K most likely tokens, in descending order.
+        token_ids: [T, K + 1] int32 token ids of these logprobs; -1, with logprob 0, where the teacher returned fewer.
+        hidden: [T, H] float32 hidden states that predict each token; None unless requested.
     """
 
     logprobs: FloatArray
@@ -60,13 +60,13 @@ class TeacherScores:
 
 @record
 class ScoreShape:
-    """Required shape of scores.
+    """Expected shape of scores.
 
     Attributes:
-        top_k: K.
-        vocab_size: Size of the student's vocabulary. A teacher with the same tokenizer but a padded vocabulary may
-            return unlikely ids above it, which count as not returned.
-        hidden_size: H of the teacher's states; None unless requested.
+        top_k: Number K of most likely tokens.
+        vocab_size: Exclusive upper bound of token ids. Unlikely ids above it, from a teacher with a padded vocabulary,
+            count as not returned; likely ones are an error.
+        hidden_size: Width H of the hidden states; None unless requested.
     """
 
     top_k: int
@@ -75,23 +75,24 @@ class ScoreShape:
 
 
 _Fault = tuple[BoolArray, str, NDArray[np.generic], str]
-"""[T] bool of invalid tokens, what was expected, what was found there, and what to do."""
+"""[T] bool of invalid tokens, expected value, found values, and remedy."""
 
 
 def check_scores(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape: ScoreShape) -> TeacherScores:
-    """Check scores and mask untrained tokens.
+    """Check scores, and mask untrained tokens.
 
     Args:
         scores: The teacher's scores.
         row: The scored trajectory.
         teacher: The teacher's name, for errors.
-        shape: Requested shape.
+        shape: Expected shape.
 
     Returns:
-        Scores with logprobs 0, ids -1 and states 0 where `loss_mask` is False; rounding errors above 0 are clamped.
+        Scores with logprobs 0, ids -1 and hidden states 0 where `loss_mask` is False; logprobs above 0 by rounding are
+        clamped.
 
     Raises:
-        TeacherError: Scores are invalid; the message names the trajectory, the first invalid token, and what to do.
+        TeacherError: The scores are invalid; the message names the trajectory, the first invalid token and the remedy.
     """
     _check_shapes(scores, row, teacher=teacher, shape=shape)
     scores, trains = _without_padding(scores, shape), row.loss_mask
@@ -102,8 +103,8 @@ def check_scores(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape:
                 row,
                 teacher,
                 f"token {at[0]} (id {row.input_ids[at[0]]}): expected {expected}; found "
-                f"{np.array2string(np.asarray(found[at[0]]), threshold=8)}. {len(at)} of "
-                f"{int(trains.sum())} trained tokens are so. {advice}",
+                f"{np.array2string(np.asarray(found[at[0]]), threshold=8)}, as at {len(at)} of {int(trains.sum())} "
+                f"trained tokens. {advice}",
             )
     kept = trains[:, None]
     hidden = scores.hidden
@@ -116,7 +117,7 @@ def check_scores(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape:
 
 
 def empty_scores(row: TeacherRow, shape: ScoreShape) -> TeacherScores:
-    """Return scores of a fully masked trajectory."""
+    """Return the scores of a trajectory without trained tokens."""
     size = (len(row.input_ids), shape.top_k + 1)
     hidden = None if shape.hidden_size is None else np.zeros((size[0], shape.hidden_size), dtype=np.float32)
     return TeacherScores(
@@ -131,13 +132,13 @@ def teacher_columns(
     offsets: Index,
     hidden_size: int | None = None,
 ) -> Mapping[str, Column]:
-    """Return columns of checked scores, aligned with `input_ids`.
+    """Build columns, aligned with `input_ids`, from checked scores.
 
     Args:
         scores: Scores of each row, in the batch's order.
-        indices: Index of each row's teacher.
+        indices: Teacher index of each row.
         offsets: [N + 1] offsets of the batch's `input_ids`.
-        hidden_size: Maximum width of all teachers' states, to which others are zero-padded; None omits states.
+        hidden_size: Maximum width of the teachers' hidden states; narrower ones are padded with zeros. None omits them.
     """
     numbers = [
         np.where(one.token_ids[:, 0] == NO_TOKEN, NO_TEACHER, index).astype(np.int16)
@@ -171,13 +172,13 @@ def _check_shapes(scores: TeacherScores, row: TeacherRow, *, teacher: str, shape
             raise _error(
                 row,
                 teacher,
-                f"{name} must have shape {_written(wanted)}, for {length} tokens and top_k = {shape.top_k}; found "
-                f"{_written(found)}. It did not score this trajectory as it was asked to: look at the teacher's log.",
+                f"{name} must have shape {_written(wanted)} for {length} tokens and top_k = {shape.top_k}; found "
+                f"{_written(found)}. The teacher did not score this trajectory as requested; check its log.",
             )
 
 
 def _without_padding(scores: TeacherScores, shape: ScoreShape) -> TeacherScores:
-    """Replace padding tokens of a larger vocabulary by id -1 and logprob 0, after the others."""
+    """Replace padding tokens of a larger vocabulary with id -1 and logprob 0, behind the other tokens."""
     ids, logprobs = scores.token_ids, scores.logprobs
     is_padding = (ids >= shape.vocab_size) & (logprobs < PADDING_LOGPROB)
     is_padding[:, 0] = False
@@ -200,11 +201,11 @@ def _faults(scores: TeacherScores, row: TeacherRow, shape: ScoreShape) -> Iterat
         _any(ids[:, :1] != row.input_ids[:, None]),
         "the token's own id first",
         ids[:, 0],
-        "The teacher answers for the wrong token ids: it got other tokens than it was sent, or counts them otherwise.",
+        "The teacher scored other token ids: it received different tokens, or shifts their positions.",
     )
     yield (
         _any((ids < NO_TOKEN) | (ids >= shape.vocab_size)),
-        f"token ids below {shape.vocab_size}, the student's vocabulary",
+        f"token ids below {shape.vocab_size}, the size of the vocabulary",
         ids,
         'Use a teacher with the student\'s vocabulary, or set distillation.other_tokenizer = "align".',
     )
@@ -212,44 +213,44 @@ def _faults(scores: TeacherScores, row: TeacherRow, shape: ScoreShape) -> Iterat
         _any(~np.isfinite(logprobs)),
         "finite logprobs",
         logprobs,
-        'Its weights or its arithmetic are broken: try dtype = "float32", and check the model\'s files.',
+        'Its weights or its arithmetic are faulty: try dtype = "float32", and check the model\'s files.',
     )
     yield (
         _any(logprobs > TOLERANCE),
-        "logprobs of at most 0",
+        "logprobs <= 0",
         logprobs,
-        "They are no logarithms of probabilities: the teacher's engine gives something else.",
+        "These are not logprobs; the teacher's engine returns other values.",
     )
     yield (
         _any((np.diff(top, axis=1) > TOLERANCE) & is_given[:, 1:]),
-        "the likeliest tokens first",
+        "the most likely tokens in descending order",
         top,
-        "The teacher's engine orders them otherwise.",
+        "The teacher's engine orders them differently.",
     )
     yield (
         _any((np.abs(top - logprobs[:, :1]) > AGREEMENT) & (top_ids == ids[:, :1])),
-        "one logprob for the token, by itself and among the likeliest",
+        "one logprob for the token, on its own and among the most likely tokens",
         logprobs,
         "The teacher's engine mixes up positions.",
     )
     mass = np.where(is_given, np.exp(np.minimum(top, 0.0)), 0.0).sum(axis=1)
     yield (
         _any(mass[:, None] > 1 + AGREEMENT),
-        "probabilities of distinct tokens, which sum up to at most 1",
+        "probabilities of distinct tokens, with a sum of at most 1",
         mass,
-        "The teacher's engine gives tokens twice, or no probabilities.",
+        "The teacher's engine returns tokens twice, or values that are not probabilities.",
     )
     if scores.hidden is not None:
         yield (
             _any(~np.isfinite(scores.hidden)),
             "finite hidden states",
             scores.hidden,
-            'Its weights or its arithmetic are broken: try dtype = "float32", and check the model\'s files.',
+            'Its weights or its arithmetic are faulty: try dtype = "float32", and check the model\'s files.',
         )
 
 
 def _any(is_wrong: Any) -> BoolArray:
-    """Return [T] True where any value of a token is wrong."""
+    """Return [T] True where any value of a token is invalid."""
     found: BoolArray = np.any(np.asarray(is_wrong), axis=1)
     return found
 

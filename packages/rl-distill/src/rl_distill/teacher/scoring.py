@@ -1,4 +1,4 @@
-"""Checked scores of one teacher, cached or computed, translated to its own tokens if these differ."""
+"""Checked scores of one teacher: cached or computed, and translated if its tokens differ from the student's."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ class ServedTeacher:
 
     Attributes:
         teacher: The teacher.
-        index: Its index in `teacher_index`.
-        cache: Its stored scores, in its own tokens; None without a cache.
+        index: Index of the teacher in the column `teacher_index`.
+        cache: Cache of its scores, in its own tokens; None without a cache.
         aligner: Translates tokens; None if the teacher has the student's tokens.
     """
 
@@ -31,16 +31,16 @@ class ServedTeacher:
     async def scores(
         self, rows: Sequence[TeacherRow], logprobs: Sequence[FloatArray], *, shape: ScoreShape, tally: Tally
     ) -> list[TeacherScores]:
-        """Return checked and masked scores of trajectories; fully masked ones are not scored.
+        """Return checked and masked scores of trajectories; fully masked trajectories are not sent to the teacher.
 
         Args:
             rows: The student's trajectories.
-            logprobs: [T] the student's logprobs of each trajectory; only an aligner uses them.
-            shape: Required shape of the scores.
+            logprobs: [T] student logprobs of each trajectory; only used by an aligner.
+            shape: Expected shape of the scores.
             tally: Counts the trajectories.
 
         Raises:
-            TeacherError: The teacher returns invalid scores.
+            TeacherError: The teacher returned invalid scores.
             EngineDiedError: The teacher's replica died.
         """
         trained = [at for at, row in enumerate(rows) if row.loss_mask.any()]
@@ -62,7 +62,7 @@ class ServedTeacher:
         shape: ScoreShape,
         tally: Tally,
     ) -> list[TeacherScores]:
-        """Score the text in the teacher's tokens, check, and translate to the student's tokens."""
+        """Score and check the text in the teacher's tokens, then translate the scores to the student's tokens."""
         own = ScoreShape(top_k=shape.top_k, vocab_size=self.teacher.vocab_size)
         translations = await asyncio.to_thread(lambda: [aligner.to_teacher(row) for row in rows])
         asked = [one.row for one in translations if one.row.loss_mask.any()]

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 TASK = "teacher"
 SPARE_LEASES = 32
-"""Groups leased beyond those being scored, so that no teacher waits for the queue or for a restarting replica."""
+"""Groups leased in addition to those being scored, so that no teacher waits for the queue or a replica's restart."""
 
 
 @settings_record
@@ -43,9 +43,9 @@ class ServiceOptions:
 
     Attributes:
         vocab_size: Size of the student's vocabulary.
-        top_k: Number of most likely tokens besides the sampled one.
+        top_k: Number of most likely tokens in addition to the sampled one.
         with_hidden: Also return hidden states.
-        deadline_s: Maximum seconds for teachers after the last rollout.
+        deadline_s: Maximum seconds for the remaining scores after the last rollout.
     """
 
     vocab_size: int
@@ -59,8 +59,8 @@ class Scoring:
     """A lease that is being scored.
 
     Attributes:
-        teachers: Teachers that score the lease.
-        prompt_uid: Its first prompt.
+        teachers: Names of the teachers that score it.
+        prompt_uid: Uid of its first prompt.
         since: Start of scoring, in seconds since the epoch.
     """
 
@@ -70,11 +70,11 @@ class Scoring:
 
 
 def teacher_task(*, with_hidden: bool = False, with_aligner: bool = False) -> TaskSpec:
-    """Return the queue task that the service serves.
+    """Return the specification of the queue task that the service serves.
 
     Args:
         with_hidden: Teachers also return hidden states.
-        with_aligner: Some teachers have another tokenizer, and need the student's logprobs.
+        with_aligner: Some teachers have another tokenizer, so the task also needs the student's logprobs.
     """
     hidden = {"teacher_hidden"} if with_hidden else set()
     own = {"rollout_logprobs"} if with_aligner else set()
@@ -87,10 +87,10 @@ def teacher_task(*, with_hidden: bool = False, with_aligner: bool = False) -> Ta
 
 
 class TeacherService:
-    """Leases groups as they arrive, has each prompt's teacher score them, checks the scores, and acks.
+    """Leases groups as they arrive, lets each prompt's teacher score them, checks the scores, and acks.
 
-    If a teacher dies while scoring a group, the queue delivers the group again. No group is acked without scores of
-    every trajectory of every session.
+    If a teacher dies while scoring a group, the lease is released and the queue delivers the group again. A group is
+    acked only with scores of every trajectory of every session.
 
     Attributes:
         report: Report of the last `serve_while`; empty before the first.
@@ -106,14 +106,14 @@ class TeacherService:
         aligners: Mapping[str, TeacherAligner] | None = None,
         say: Callable[..., None] | None = None,
     ) -> None:
-        """Combine teachers that are not started yet.
+        """Combine teachers; they must not be started yet.
 
         Args:
-            teachers: Teachers in the order of the settings and of `teacher_index`.
+            teachers: Teachers in the order of the settings, which defines `teacher_index`.
             router: Selects the teacher of a prompt.
             options: Requests to all teachers.
-            caches: Stored scores of teachers, by name.
-            aligners: Aligners of teachers with other tokens than the student's, by name.
+            caches: Score caches by teacher name.
+            aligners: Aligners by the name of teachers with another tokenizer.
             say: Receives events with their names and fields.
         """
         self._teachers = {teacher.name: teacher for teacher in teachers}
@@ -138,21 +138,21 @@ class TeacherService:
 
     @property
     def scoring(self) -> tuple[Scoring, ...]:
-        """Leases being scored, in order of their start."""
+        """Leases that are being scored, in order of their start."""
         return tuple(self._work.values())
 
     def take_report(self) -> ServiceReport:
-        """Return the report since the last call, or since `serve_while` began, while it runs, with no waiting time."""
+        """Return the work since the last call, or since `serve_while` started; its `waited_s` is 0."""
         return ServiceReport(
             waited_s=0.0, teachers={name: tally.take(self._teachers[name]) for name, tally in self._tallies.items()}
         )
 
     async def start(self) -> None:
-        """Start all teachers in parallel; if one cannot start, all are closed.
+        """Start all teachers in parallel; if one cannot start, close all of them.
 
         Raises:
             TeacherError: A teacher cannot start; the message names it.
-            DeadlineError: A teacher was too slow.
+            DeadlineError: A teacher did not start in time.
         """
         started = await asyncio.gather(*(t.start() for t in self._teachers.values()), return_exceptions=True)
         errors = [error for error in started if isinstance(error, BaseException)]
@@ -162,7 +162,7 @@ class TeacherService:
             raise errors[0]
 
     async def close(self) -> None:
-        """Write pending scores and end every teacher, then raise the first error."""
+        """Write pending scores and stop every teacher, then raise the first error."""
         await self._flush()
         closed = await asyncio.gather(*(t.close() for t in self._teachers.values()), return_exceptions=True)
         for error in closed:
@@ -170,20 +170,20 @@ class TeacherService:
                 raise error
 
     async def serve_while(self, queue: TransferQueue, work: Awaitable[Result]) -> Result:
-        """Score trajectories while work puts them into the queue, then the remaining ones.
+        """Score trajectories while `work` adds them to the queue, then the remaining ones.
 
-        The first failure or a cancellation ends the other side; the original error is raised.
+        If either side fails or is cancelled, the other one is cancelled, and the first error is raised.
 
         Args:
             queue: Queue with the task of `teacher_task`.
             work: Issues prompts, calls `issued`, and completes their sessions.
 
         Returns:
-            The result of the work.
+            The result of `work`.
 
         Raises:
-            TeacherError: A teacher returns invalid scores, or has no replica left.
-            DeadlineError: Teachers took too long after the last rollout.
+            TeacherError: A teacher returned invalid scores, or has no replica left.
+            DeadlineError: The remaining scores took too long after the last rollout.
         """
         self._is_over, self._num_issues = False, 0
         self._tallies = {name: Tally.begin(teacher) for name, teacher in self._teachers.items()}
@@ -192,7 +192,7 @@ class TeacherService:
         both: set[asyncio.Future[Any]] = {rollouts, serving}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():  # it ends by itself only when the work is over
+            if serving.done():  # it only ends on its own once the work is over
                 serving.result()
             result = await rollouts
             ended = time.monotonic()
@@ -209,13 +209,13 @@ class TeacherService:
         return result
 
     async def issued(self) -> None:
-        """Announce that prompts were issued, so that a lease may be possible."""
+        """Signal that prompts were issued, so that a lease may be possible."""
         await self._tell()
 
-    # -- inside
+    # -- internal
 
     async def _flush(self) -> None:
-        """Write pending scores."""
+        """Write pending scores to the caches."""
         for served in self._served.values():
             if served.cache is not None:
                 await asyncio.to_thread(served.cache.flush)
@@ -231,8 +231,8 @@ class TeacherService:
         await asyncio.wait({serving}, timeout=self._options.deadline_s)
         if not serving.done():
             raise DeadlineError(
-                f"waited {self._options.deadline_s:g} s (distillation.deadline_s) for teachers after the last rollout: "
-                f"{self._describe_work()}. Give them longer, or more replicas."
+                f"waited {self._options.deadline_s:g} s (distillation.deadline_s) for teachers after the last "
+                f"rollout: {self._describe_work()}. Raise the deadline, or add replicas."
             )
         serving.result()
 
@@ -260,13 +260,13 @@ class TeacherService:
                 if self._is_over:
                     return
                 await self._wait_for_news(seen)
-            except DeadlineError:  # rollouts have a deadline of their own
+            except DeadlineError:  # rollouts have their own deadline
                 room.release()
             else:
                 tasks.create_task(self._score_lease(queue, lease)).add_done_callback(lambda _: room.release())
 
     async def _wait_for_news(self, seen: int) -> None:
-        """Wait until prompts are issued after the count was read; the runner of the work ends it, with its deadline."""
+        """Wait until prompts are issued after `seen` was read, or the work is over; its runner sets the deadline."""
         async with self._news:
             await self._news.wait_for(lambda: self._num_issues > seen or self._is_over)
 
@@ -286,7 +286,7 @@ class TeacherService:
                 queue.release(lease)
 
     async def _columns(self, lease: Lease) -> Mapping[str, Column]:
-        """Return the columns of all rows of a lease."""
+        """Return the score columns for all rows of a lease."""
         names = {prompt.uid: self._router.teacher_of(prompt) for prompt in lease.prompts}
         rows, logprobs = _rows(lease.batch), _logprobs(lease.batch)
         of_rows = [names[row.key.prompt_uid] for row in rows]
@@ -310,7 +310,7 @@ class TeacherService:
         )
 
     def _shape(self, teacher: ReplicatedTeacher) -> ScoreShape:
-        """Return the required shape of a teacher's scores."""
+        """Return the expected shape of a teacher's scores."""
         return ScoreShape(
             top_k=self._options.top_k,
             vocab_size=self._options.vocab_size,
@@ -320,18 +320,20 @@ class TeacherService:
     def _widest(self) -> int:
         sizes = [teacher.hidden_size for teacher in self._teachers.values()]
         if None in sizes:
-            raise TeacherError('distribution = "full" needs teachers that give hidden states; use engine = "megatron".')
+            raise TeacherError(
+                'distribution = "full" needs teachers that return hidden states; use engine = "megatron".'
+            )
         return max(size for size in sizes if size is not None)
 
     def _describe_work(self) -> str:
-        """Describe what teachers are scoring, and since when."""
+        """Describe which prompts the teachers are scoring, and since when."""
         return (
             "; ".join(
-                f"teacher {', '.join(map(repr, work.teachers))} has prompt {work.prompt_uid!r} since "
+                f"teacher {', '.join(map(repr, work.teachers))} has been scoring prompt {work.prompt_uid!r} since "
                 f"{time.strftime('%H:%M:%S', time.localtime(work.since))}"
                 for work in self._work.values()
             )
-            or f"none of {', '.join(map(repr, self._teachers))} has work, and the queue has groups left"
+            or f"no teacher of {', '.join(map(repr, self._teachers))} is scoring, but the queue has groups left"
         )
 
 
@@ -343,7 +345,7 @@ def _rows(batch: Batch) -> list[TeacherRow]:
 
 
 def _logprobs(batch: Batch) -> list[FloatArray]:
-    """Return [T] the student's logprobs of each row; zeros if they are missing."""
+    """Return the student's logprobs [T] of each row; zeros if the column is missing."""
     if "rollout_logprobs" in batch:
         return list(batch.ragged("rollout_logprobs"))
     return [np.zeros(len(ids), dtype=np.float32) for ids in batch.ragged("input_ids")]

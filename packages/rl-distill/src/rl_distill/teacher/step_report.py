@@ -1,4 +1,4 @@
-"""Reports of the teachers' work and time."""
+"""Reports on the teachers' work and time."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from rl_distill.teacher.scores import TeacherRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherReport:
-    """One teacher's work from a step's first issue until all is scored.
+    """One teacher's work in a step, from its first issued prompt until all trajectories are scored.
 
     Attributes:
-        score_s: Scoring time in seconds, summed over replicas.
-        idle_share: Share of the time in which replicas were idle.
+        score_s: Seconds of scoring, summed over replicas.
+        idle_share: Share of the replicas' time in which they were idle, in [0, 1].
         num_trajectories: Number of scored trajectories.
-        num_tokens: Tokens of these, including prompts.
-        num_stored: Trajectories with cached scores.
-        num_restarts: Number of restarted replicas.
+        num_tokens: Number of tokens in scored trajectories, including prompts.
+        num_stored: Number of trajectories whose scores were cached.
+        num_restarts: Number of replica restarts.
     """
 
     score_s: float
@@ -30,17 +30,17 @@ class TeacherReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of one replica; 0 if nothing was scored."""
+        """Tokens scored per second and replica; 0 if nothing was scored."""
         return self.num_tokens / self.score_s if self.score_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReport:
-    """All teachers of a step.
+    """Work of all teachers in a step.
 
     Attributes:
-        waited_s: Seconds from the last rollout until every trajectory had its scores.
-        teachers: Reports by teacher name.
+        waited_s: Seconds from the last rollout until every trajectory was scored.
+        teachers: Report of each teacher by name.
     """
 
     waited_s: float
@@ -49,7 +49,7 @@ class ServiceReport:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one teacher while a step runs."""
+    """Counters of one teacher during a step."""
 
     began: float
     busy_s: float
@@ -64,13 +64,13 @@ class Tally:
         return cls(began=time.monotonic(), busy_s=teacher.busy_s, num_restarts=teacher.num_restarts)
 
     def count(self, rows: Sequence[TeacherRow], *, num_stored: int) -> None:
-        """Count scored rows and cached rows."""
+        """Count scored trajectories and cached ones."""
         self.num_trajectories += len(rows)
         self.num_tokens += sum(len(row.input_ids) for row in rows)
         self.num_stored += num_stored
 
     def take(self, teacher: ReplicatedTeacher) -> TeacherReport:
-        """Return the report since the last call, and restart from zero."""
+        """Return the report since the last call, and reset the counters."""
         report, fresh = self.end(teacher), Tally.begin(teacher)
         self.began, self.busy_s, self.num_restarts = fresh.began, fresh.busy_s, fresh.num_restarts
         self.num_trajectories = self.num_tokens = self.num_stored = 0

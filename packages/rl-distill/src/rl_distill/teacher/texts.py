@@ -1,4 +1,4 @@
-"""Off-policy distillation: texts that a teacher wrote, stored with the prompts, become training trajectories."""
+"""Off-policy distillation: turns texts that a teacher wrote, stored with the prompts, into training trajectories."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -12,19 +12,19 @@ from rl_core.files import shown
 from rl_core.record_fields import settings_record
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
-"""Return the token ids of each text, without special tokens around them."""
+"""Returns the token ids of each text, without special tokens around it."""
 CHUNK_PROMPTS = 1024
 
 
 @settings_record
 class TextOptions:
-    """Conversion of texts to trajectories.
+    """How texts become trajectories.
 
     Attributes:
-        column: Column of the prompts with a text, or with a list of texts; each becomes a session.
-        end_token_id: Appended to a text that does not end with it; it also trains.
+        column: Column of the prompts with a text or a list of texts; each text becomes a session.
+        end_token_id: Appended to texts that do not end with it; it is trained as well.
         max_response_tokens: Maximum tokens of a text, including the end token.
-        overlong: Handling of longer texts: "error" or "drop".
+        overlong: What to do with longer texts: "error" or "drop".
     """
 
     column: str
@@ -36,27 +36,27 @@ class TextOptions:
         """Check the options.
 
         Raises:
-            SettingsError: The column has no name, or no text can fit.
+            SettingsError: The column has no name, or max_response_tokens is below 2.
         """
         if not self.column or self.max_response_tokens < 2:
             raise SettingsError(
-                "texts need the name of a column, and max_response_tokens of at least 2; found "
-                f"{self.column!r} and {self.max_response_tokens}."
+                f"texts need the name of a column and max_response_tokens >= 2; found {self.column!r} and "
+                f"{self.max_response_tokens}."
             )
 
 
 def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, encode: Encode) -> list[Trajectory]:
-    """Return a trajectory for each text, prompt by prompt; sessions of a prompt are numbered from 0.
+    """Return one trajectory per text, prompt by prompt; sessions of a prompt are numbered from 0.
 
-    No policy sampled these tokens: their rollout_logprobs are 0 and their policy_versions NO_VERSION.
+    No policy sampled these tokens, so rollout_logprobs are 0 and policy_versions NO_VERSION.
 
     Args:
-        prompts: Prompts with the column.
-        options: Conversion options.
-        encode: The student's tokenizer.
+        prompts: Prompts that have the column.
+        options: How texts become trajectories.
+        encode: Encodes texts with the student's tokenizer.
 
     Returns:
-        Trajectories without dropped texts; a prompt may have none.
+        Trajectories without those of dropped texts; a prompt may have none.
 
     Raises:
         DataError: A prompt's column is missing or empty, or a text is too long.
@@ -82,13 +82,13 @@ def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, 
 
 
 def count_texts(prompts: Iterable[Prompt], options: TextOptions, *, encode: Encode) -> tuple[int, int]:
-    """Check all texts before models are loaded.
+    """Check all texts before models are loaded, and count them.
 
     Returns:
-        The number of texts to train on, and of dropped texts.
+        The numbers of texts to train on and of dropped texts.
 
     Raises:
-        DataError: A text is missing or too long, or every text was dropped.
+        DataError: A text is missing or too long, or every text is dropped.
     """
     num_kept = num_texts = 0
     rest = iter(prompts)
@@ -104,21 +104,22 @@ def count_texts(prompts: Iterable[Prompt], options: TextOptions, *, encode: Enco
 
 
 def _texts_of(prompt: Prompt, column: str) -> Sequence[str]:
-    """Return the texts of a prompt: at least one, none empty."""
+    """Return the texts of a prompt: at least one, none of them empty."""
     if column not in prompt.columns:
         there = ", ".join(map(repr, sorted(prompt.columns))) or "none"
         raise DataError(
-            f"distillation.texts names the column {column!r}, which prompt {prompt.uid!r} lacks; its columns: {there}."
+            f"distillation.texts is the column {column!r}, which prompt {prompt.uid!r} does not have; its columns: "
+            f"{there}."
         )
     value = prompt.columns[column]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
         raise DataError(
-            f"prompt {prompt.uid!r}, column {column!r} must be a text, or a list of at least one; found "
+            f"prompt {prompt.uid!r}, column {column!r} must be a string, or a list of at least one; found "
             f"{shown(value, most=60)}."
         )
     if "" in texts:
-        raise DataError(f"prompt {prompt.uid!r}, column {column!r} has an empty text, which teaches nothing.")
+        raise DataError(f"prompt {prompt.uid!r}, column {column!r} has an empty text. Remove it.")
     return texts
 
 

@@ -1,4 +1,4 @@
-"""Rules in `tokenizer.json` besides its tokens: the ids of a text, and the bytes of a token."""
+"""Rules of a `tokenizer.json` other than its tokens: how text maps to ids, and the bytes of each token."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,13 +10,13 @@ from rl_core.errors import SettingsError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
-"""SentencePiece's space."""
+"""SentencePiece's symbol for a space."""
 
 
 def text_rules(document: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return the rules, besides the tokens, that determine a text's ids, in a form independent of notation.
+    """Return the rules other than tokens that determine a text's ids, independent of notation.
 
-    Decoders, padding, truncation and tokens around a text are not included.
+    Decoders, padding, truncation and special tokens around a text are not included.
     """
     model = document["model"]
     vocab, merges = model["vocab"], model.get("merges") or ()
@@ -34,7 +34,7 @@ def text_rules(document: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _plain(rule: Json) -> Json:
-    """Normalize a rule: absent, null, false and empty are the same, and old names become the new ones."""
+    """Normalize a rule: absent, null, false and empty values are equal, and old names become the new ones."""
     if isinstance(rule, list):
         return [_plain(item) for item in rule]
     if not isinstance(rule, dict):
@@ -55,13 +55,13 @@ def token_bytes(tokens: Mapping[int, str], *, added: frozenset[int], decoder: Js
     """Return the bytes that each token stands for within a text.
 
     Args:
-        tokens: Text of each id in the tokenizer's notation.
-        added: Ids whose text is literal, independent of the decoder.
+        tokens: Text of each id, in the tokenizer's notation.
+        added: Ids whose text is literal, whatever the decoder.
         decoder: The tokenizer's decoder, as JSON.
-        where: Source of the tokenizer, for messages.
+        where: Origin of the tokenizer, for messages.
 
     Raises:
-        SettingsError: Tokens of this decoder have no fixed bytes.
+        SettingsError: This decoder does not give tokens fixed bytes.
     """
     kinds = set(_decoder_kinds(decoder))
     of: Callable[[str], bytes]
@@ -74,15 +74,15 @@ def token_bytes(tokens: Mapping[int, str], *, added: frozenset[int], decoder: Js
         of = _as_it_is
     else:
         raise SettingsError(
-            f"{where} cannot be aligned with another tokenizer: its decoder must be ByteLevel, Metaspace, ByteFallback "
-            f"or Fuse, which say the bytes of each token; found {', '.join(sorted(kinds)) or 'none'}. Use a teacher "
-            "with the student's tokenizer."
+            f"{where} cannot be aligned with another tokenizer: its decoder must be ByteLevel, Metaspace, "
+            f"ByteFallback or Fuse, which define the bytes of each token; found {', '.join(sorted(kinds)) or 'none'}. "
+            "Use a teacher with the student's tokenizer."
         )
     return {index: _as_it_is(token) if index in added else of(token) for index, token in tokens.items()}
 
 
 def byte_letters() -> str:
-    """Return the letter of each byte in byte-level vocabularies, in the order of bytes.
+    """Return the letter that stands for each byte in byte-level vocabularies, in byte order.
 
     Source: Radford et al. 2019 (GPT-2), `bytes_to_unicode`.
     """
@@ -94,7 +94,7 @@ def byte_letters() -> str:
 
 
 def _byte_level(token: str, octets: Mapping[str, int]) -> bytes:
-    """Return the bytes of a token's letters; a token with other letters is literal."""
+    """Return the bytes that a token's letters stand for; a token with other letters is literal."""
     try:
         return bytes(octets[letter] for letter in token)
     except KeyError:
@@ -107,7 +107,7 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _as_it_is(token: str) -> bytes:
-    """Return a token's literal text; lone surrogates become bytes that no text has."""
+    """Return a token's literal text; lone surrogates become bytes that no text contains."""
     return token.encode(errors="surrogatepass")
 
 

@@ -1,7 +1,7 @@
 """Comparison of the vocabularies of student and teacher.
 
-A teacher that scores the student's token ids must have the same token for each id. The check reads `tokenizer.json` as
-JSON with a size limit: no tokenizer is loaded, and no code of the folder runs.
+A teacher that scores the student's token ids must have the same token at each id. The check reads `tokenizer.json` as
+JSON with a size limit: no tokenizer is loaded, and no code from the folder runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from rl_distill.teacher.tokenizer_rules import text_rules
 
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 1 << 26
-"""Gemma's `tokenizer.json`, with 262,144 tokens, has 33 MB."""
+"""Size limit of `tokenizer.json`; Gemma's, with 262,144 tokens, has 33 MB."""
 MAX_VALUES = 1 << 23
 MAX_ID = 1 << 24
 NUM_SHOWN = 5
@@ -29,9 +29,9 @@ class Vocabulary:
 
     Attributes:
         folder: Folder of the tokenizer.
-        tokens: Text of each id in the tokenizer's notation, such as `Ġa`, including added tokens. Embedding rows
-            without a token are not included.
-        added: Ids of tokens that match text literally, such as '<|im_end|>'.
+        tokens: Token of each id in the tokenizer's notation, e.g. `Ġa`, including added tokens. Embedding rows without
+            a token are not included.
+        added: Ids of tokens that match text literally, e.g. '<|im_end|>'.
         rules: Other rules that determine a text's ids, by name.
         decoder: The decoder from tokens to text, as JSON.
     """
@@ -45,14 +45,14 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyDifference:
-    """How a teacher's vocabulary differs from the student's.
+    """Differences of a teacher's vocabulary from the student's.
 
     Attributes:
-        num_ids: Number of the student's ids.
-        different: Ids with another or no token at the teacher: id, student's token, teacher's token or None.
-        only_in_student: Tokens that the teacher has at no id.
-        only_in_teacher: Tokens that the student has at no id; these alone are no difference.
-        rules: Descriptions of other rules that change a text's ids.
+        num_ids: Number of ids in the student's vocabulary.
+        different: Ids at which the teacher has another token or none: (id, student's token, teacher's token or None).
+        only_in_student: Tokens that the teacher's vocabulary lacks.
+        only_in_teacher: Tokens that the student's vocabulary lacks; on their own, they are not a difference.
+        rules: Descriptions of differing rules that change a text's ids.
     """
 
     num_ids: int
@@ -63,11 +63,11 @@ class VocabularyDifference:
 
     @property
     def is_same(self) -> bool:
-        """True if every id of the student has the same token at the teacher, and text gets the same ids."""
+        """Whether every id of the student has the same token in the teacher, and text maps to the same ids."""
         return not self.different and not self.rules
 
     def described(self) -> str:
-        """Descriptions of the differences, the first few of each kind."""
+        """Describe the differences, the first few of each kind."""
         parts = []
         if self.different:
             few = [
@@ -84,7 +84,7 @@ class VocabularyDifference:
 
 @converts_arguments
 def compare_vocabularies(student_folder: Path, teacher_folder: Path) -> VocabularyDifference:
-    """Compare the tokens of two model folders' tokenizers at each id of the first.
+    """Compare the tokens of two model folders' tokenizers at each id of the student's.
 
     Raises:
         SettingsError: A folder's `tokenizer.json` is missing or invalid.
@@ -112,7 +112,7 @@ def check_same_vocabulary(student: Path, teacher: Path, *, teacher_name: str) ->
     Args:
         student: The policy's model folder.
         teacher: The teacher's model folder.
-        teacher_name: For the message.
+        teacher_name: Name of the teacher, for messages.
 
     Raises:
         SettingsError: The ids differ (the message names tokens), or a folder has no tokenizer.
@@ -120,9 +120,9 @@ def check_same_vocabulary(student: Path, teacher: Path, *, teacher_name: str) ->
     difference = compare_vocabularies(student, teacher)
     if not difference.is_same:
         raise SettingsError(
-            f"distillation.teachers.{teacher_name} must have the student's vocabulary, as it scores the student's "
-            f"token ids, but {difference.described()}. Compared were {student / TOKENIZER} and {teacher / TOKENIZER}. "
-            'Give a teacher with the same tokenizer, or set distillation.other_tokenizer = "align".'
+            f"distillation.teachers.{teacher_name} must have the student's vocabulary, since it scores the student's "
+            f"token ids, but {difference.described()}. Compared {student / TOKENIZER} with {teacher / TOKENIZER}. Use "
+            'a teacher with the same tokenizer, or set distillation.other_tokenizer = "align".'
         )
 
 
@@ -141,8 +141,8 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         rules, decoder = text_rules(document), document.get("decoder")
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SettingsError(
-            f"{file} is no tokenizer that can be compared ({type(error).__name__}: {str(error)[:200]}). Expected an "
-            "object with model.vocab and added_tokens, as tokenizers writes it."
+            f"{file} is not a supported tokenizer ({type(error).__name__}: {str(error)[:200]}). Expected an object "
+            "with model.vocab and added_tokens, as the tokenizers library writes it."
         ) from None
     return Vocabulary(
         folder=folder,
@@ -154,11 +154,11 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 
 
 def _load(file: Path) -> dict[str, Json]:
-    """Load a folder's tokenizer; a file above the size limit is an error."""
+    """Load a folder's tokenizer, within the size limit."""
     if not file.is_file():
         raise SettingsError(
-            f"{file} is missing, so that the vocabularies of student and teacher cannot be compared. Save the "
-            "tokenizer in this form: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+            f"{file} is missing, so the vocabularies of student and teacher cannot be compared. Create it with "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
     document = read_json(file, max_bytes=MAX_BYTES, max_values=MAX_VALUES, error=SettingsError)
     if not isinstance(document, dict):
@@ -167,11 +167,11 @@ def _load(file: Path) -> dict[str, Json]:
 
 
 def _model_tokens(vocab: Json) -> Iterator[tuple[int, str]]:
-    """Yield ids and tokens from a table by token, or from a list of [token, score]."""
+    """Yield (id, token) from a mapping of tokens to ids, or from a list of [token, score]."""
     if isinstance(vocab, dict):
         ids = [_checked_id(index) for index in vocab.values()]
         if len(set(ids)) != len(ids):
-            raise ValueError("model.vocab has an id twice")
+            raise ValueError("model.vocab has two tokens with one id")
         yield from zip(ids, vocab, strict=True)
     else:
         for index, item in enumerate(vocab):
@@ -185,7 +185,7 @@ def _checked_id(value: object) -> int:
 
 
 def _different_rules(student: Mapping[str, Json], teacher: Mapping[str, Json]) -> Iterator[str]:
-    """Describe the differences of the other rules."""
+    """Describe the differences in the other rules."""
     for name in student.keys() | teacher.keys():
         own, other = student.get(name), teacher.get(name)
         if own == other:
@@ -193,7 +193,7 @@ def _different_rules(student: Mapping[str, Json], teacher: Mapping[str, Json]) -
         if isinstance(own, tuple) and isinstance(other, tuple):
             first = next((i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), None)
             place = min(len(own), len(other)) if first is None else first
-            where = f"from number {place} on: student {_item(own, place)}, teacher {_item(other, place)}"
+            where = f"at number {place}: student {_item(own, place)}, teacher {_item(other, place)}"
             yield f"the {name} differ ({len(own)} and {len(other)}; {where})"
         else:
             yield f"the {name} differs (student {shown(own, most=100)}, teacher {shown(other, most=100)})"

@@ -1,4 +1,4 @@
-"""For a user's tests: what every objective must fulfil (docs/guides/objectives.md), and a GPU's kernels on a CPU.
+"""Conformance checks for custom objectives (docs/guides/objectives.md), and GPU kernels on a CPU for tests.
 
 from rl_distill.testing import check_policy_loss
 

@@ -18,10 +18,12 @@ LENGTHS = (4, 2, 3, 6, 3, 7, 2, 4, 2, 5)
 
 
 def example_rows(*, seed: int = 0) -> RewardedRows:
-    """Random rewards in float64: three groups, one with a session of two trajectories; every column that ours read.
+    """Return random float64 rewards in three groups, one with a session of two trajectories.
+
+    They have every column that the built-in estimators read.
 
     Args:
-        seed: Of the numbers.
+        seed: Seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -52,19 +54,19 @@ def example_rows(*, seed: int = 0) -> RewardedRows:
 def check_advantage(estimator: AdvantageEstimator, *, is_batchwide: bool = False, seed: int = 0) -> None:
     """Check an advantage estimator.
 
-    - What it was given stays as it was.
-    - It gives `advantages`, and whatever else, as finite [T] tensors in the rewards' dtype, 0 where masked.
-    - Masked tokens do not count, be they NaN or infinite.
-    - The order of the rows does not matter, nor how groups and sessions are numbered.
-    - A group's rewards reach no other group.
+    - It does not change its inputs.
+    - It returns `advantages` and any other columns as finite [T] tensors in the rewards' dtype, 0 at masked tokens.
+    - Masked tokens do not affect the result, even if they are NaN or infinite.
+    - The result does not depend on the order of rows or the numbering of groups and sessions.
+    - A group's rewards do not affect other groups.
 
     Args:
-        estimator: Its options bound.
-        is_batchwide: True for estimators that whiten over the batch; leaves the last out.
-        seed: Of the example.
+        estimator: Estimator with its options bound.
+        is_batchwide: True for estimators that whiten over the batch; skips the check across groups.
+        seed: Seed of the example rows.
 
     Raises:
-        ConformanceError: A rule is broken.
+        ConformanceError: The estimator breaks a rule.
     """
     rows = example_rows(seed=seed)
     estimator = _watched(estimator)
@@ -73,7 +75,7 @@ def check_advantage(estimator: AdvantageEstimator, *, is_batchwide: bool = False
     _check_masked_tokens(estimator, rows, expected)
     _check_order(estimator, rows, expected)
     renamed = replace(rows, group=7 - 3 * rows.group, session=rows.session + 5, output=2 * rows.output)
-    _compare(expected, estimator(renamed), "the numbers of groups and sessions must not matter")
+    _compare(expected, estimator(renamed), "the numbering of groups and sessions must not matter")
     if not is_batchwide:
         _check_groups(estimator, rows, expected)
 
@@ -84,7 +86,7 @@ def _check_columns(found: Mapping[str, Tensor], rows: RewardedRows) -> None:
             f"an estimator must return tensors [T] by column, {{'advantages': ...}}; found {described(found)}."
         )
     if "advantages" not in found:
-        raise ConformanceError(f"an estimator must give 'advantages'; found {sorted(found)}.")
+        raise ConformanceError(f"an estimator must return 'advantages'; found {sorted(found)}.")
     for name, values in found.items():
         if not isinstance(values, Tensor):
             raise ConformanceError(f"{name} must be a tensor [T]; found {described(values)}.")
@@ -103,7 +105,7 @@ def _check_masked_tokens(estimator: AdvantageEstimator, rows: RewardedRows, expe
     for poison in POISONS:
         columns = {name: torch.where(rows.loss_mask, values, poison) for name, values in rows.columns.items()}
         found = estimator(replace(rows, columns=columns))
-        _compare(expected, found, f"masked tokens must not count; with {poison} in them")
+        _compare(expected, found, f"masked tokens must not affect the result; with {poison} there")
 
 
 def _check_order(estimator: AdvantageEstimator, rows: RewardedRows, expected: Mapping[str, Tensor]) -> None:
@@ -131,18 +133,18 @@ def _check_groups(estimator: AdvantageEstimator, rows: RewardedRows, expected: M
     kept = {name: torch.where(of_token, 0.0, values) for name, values in expected.items()}
     others = {name: torch.where(of_token, 0.0, values) for name, values in found.items()}
     _compare(
-        kept, others, "a group's rewards must reach no other (for whitening over the batch pass is_batchwide=True)"
+        kept, others, "a group's rewards must not affect others (for whitening over the batch, pass is_batchwide=True)"
     )
 
 
 def _compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], rule: str) -> None:
     if expected.keys() != found.keys():
-        raise ConformanceError(f"{rule}: columns {sorted(expected.keys() ^ found.keys())} come and go.")
+        raise ConformanceError(f"{rule}: columns {sorted(expected.keys() ^ found.keys())} differ between calls.")
     compare_tensors({name: (values, found[name]) for name, values in expected.items()}, rule)
 
 
 def _watched(estimator: AdvantageEstimator) -> AdvantageEstimator:
-    """The estimator, with what it leaves behind checked at every call."""
+    """Return the estimator with a check at every call that its inputs are unchanged."""
 
     def call(rows: RewardedRows) -> Mapping[str, Tensor]:
         copies = copies_of(_tensors_of(rows))

@@ -1,8 +1,8 @@
-"""Flash attention on a CPU, so that a test there takes the branches that a GPU takes.
+"""Flash attention kernels for a CPU, so that tests on a CPU cover the code paths of a GPU.
 
-The kernels are plain: one sequence after the other, in float32 or wider. They have the semantics of FlashAttention 2. A
-causal mask is aligned to the last query and the last key. A query that sees no key returns 0 and a log-sum-exp of
-infinity. The backward pass uses the output and log-sum-exp that it receives.
+The kernels are simple: they process one sequence after another in float32 or wider, with the semantics of
+FlashAttention 2. A causal mask is aligned to the last query and the last key. A query without visible keys returns 0
+and a log-sum-exp of infinity. The backward pass uses the output and log-sum-exp that it receives.
 """
 
 import math
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 Stretch = tuple[slice, slice, Tensor]
-"""Queries, keys, and their scores [groups, heads of a group, queries, keys], -inf where a query does not see a key."""
+"""Query slice, key slice, and scores [groups, heads of a group, queries, keys], -inf at masked keys."""
 
 
 def install_cpu_kernels() -> None:
-    """Let learners in this process take `kernels="fused"` on a CPU. Can be called again."""
+    """Enable `kernels="fused"` on a CPU for learners in this process. Can be called again."""
     from torch.nn.attention import varlen  # loads torch's compiler
 
     varlen._varlen_attn.register_kernel("cpu", _forward)
@@ -24,7 +24,7 @@ def install_cpu_kernels() -> None:
 
 
 def _by_group(x: Tensor, num_groups: int) -> Tensor:
-    """[L, heads, D] as [groups, heads of a group, L, D], in float32 or wider."""
+    """Return [L, heads, D] as [groups, heads of a group, L, D] in float32 or wider."""
     return torch.unflatten(x.to(_wide(x.dtype)).transpose(0, 1), 0, (num_groups, -1))
 
 
@@ -48,7 +48,7 @@ def _stretches(
 
 
 def _is_causal(window: Sequence[int] | None, *, is_causal: bool) -> bool:
-    """FlashAttention takes a window without later keys as a causal mask."""
+    """Return whether the mask is causal; FlashAttention treats a window without later keys as causal."""
     left, right = window or (-1, -1)
     if left != -1 or right not in (-1, 0):
         raise NotImplementedError(f"window_size must be [-1, -1] or [-1, 0] on a CPU; found {[left, right]}.")
@@ -61,14 +61,14 @@ def _forward(
     value: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
-    max_q: int,  # noqa: ARG001 - as torch's operator
+    max_q: int,  # noqa: ARG001 - signature of torch's operator
     max_k: int,  # noqa: ARG001
     is_causal: bool = False,
     scale: float | None = None,
     window_size: list[int] | None = None,
     *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [T, heads, D], log-sum-exps [heads, T], and an empty random state."""
+    """Return outputs [T, heads, D], log-sum-exps [heads, T], and an empty random state."""
     out, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1], dtype=_wide(query.dtype))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     is_causal = _is_causal(window_size, is_causal=is_causal)
@@ -88,14 +88,14 @@ def _backward(
     lse: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
-    max_q: int,  # noqa: ARG001 - as torch's operator
+    max_q: int,  # noqa: ARG001 - signature of torch's operator
     max_k: int,  # noqa: ARG001
     is_causal: bool,
     rng_state: Tensor,  # noqa: ARG001
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries [T, heads, D], keys and values [T, groups, D]."""
+    """Return gradients of queries [T, heads, D], keys and values [T, groups, D]."""
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (query, key, value))
     num_groups, scale = key.shape[1], query.shape[-1] ** -0.5 if scale is None else scale
     is_causal = _is_causal(window_size, is_causal=is_causal)

@@ -1,4 +1,4 @@
-"""A random global batch in float64, and parts of it."""
+"""A random global batch in float64, and selections of its rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from rl_distill.objectives.aggregation import AGGREGATIONS, token_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleBatch:
-    """A global batch for checks, in float64.
+    """A global batch for conformance checks, in float64.
 
     Attributes:
-        inputs: [T] each by name: `policy_logprobs` and `entropy` of the policy in training, `values` of the critic.
-        micro: All rows packed, with the columns that the objectives of policy and critic can read.
+        inputs: [T] tensors by name: `policy_logprobs` and `entropy` of the current policy, and `values` of the critic.
+        micro: All rows packed, with the columns that policy and critic objectives can read.
     """
 
     inputs: Mapping[str, Tensor]
@@ -24,21 +24,21 @@ class ExampleBatch:
 
     @property
     def policy_logprobs(self) -> Tensor:
-        """[T] of the policy in training."""
+        """[T] logprobs of the current policy."""
         return self.inputs["policy_logprobs"]
 
     @property
     def entropy(self) -> Tensor:
-        """[T] of the policy in training."""
+        """[T] entropy of the current policy."""
         return self.inputs["entropy"]
 
 
 def example_batch(*, lengths: Sequence[int] = (5, 3, 8, 1, 6), seed: int = 0) -> ExampleBatch:
-    """A random global batch: prompts and gaps are masked, advantages are of either sign.
+    """Return a random global batch with masked prompts and gaps, and advantages of either sign.
 
     Args:
-        lengths: Tokens of each trajectory; the first of each is masked, as a prompt is.
-        seed: Of the numbers.
+        lengths: Number of tokens of each trajectory; the first token is masked as a prompt.
+        seed: Seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -74,12 +74,12 @@ def example_batch(*, lengths: Sequence[int] = (5, 3, 8, 1, 6), seed: int = 0) ->
 
 
 def with_columns(micro: MicroBatch, columns: Mapping[str, Tensor]) -> MicroBatch:
-    """A micro-batch with these columns added or replaced."""
+    """Return a micro-batch with these columns added or replaced."""
     return replace(micro, columns={**micro.columns, **columns})
 
 
 def select_rows(example: ExampleBatch, rows: Sequence[int]) -> ExampleBatch:
-    """The batch of these rows, in this order; `tokens_of` says which tokens they are."""
+    """Return the batch of these rows, in this order; `tokens_of` returns their tokens."""
     tokens = tokens_of(example, rows)
     micro = example.micro
     lengths = micro.offsets.diff()[list(rows)]
@@ -95,5 +95,5 @@ def select_rows(example: ExampleBatch, rows: Sequence[int]) -> ExampleBatch:
 
 
 def tokens_of(example: ExampleBatch, rows: Sequence[int]) -> Tensor:
-    """Indices of the tokens of these rows, in their order."""
+    """Return the token indices of these rows, in their order."""
     return torch.cat([torch.arange(*example.micro.offsets[row : row + 2].tolist()) for row in rows])

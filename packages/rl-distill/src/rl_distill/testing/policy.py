@@ -1,4 +1,4 @@
-"""Checks of policy losses and of whole policy objectives."""
+"""Conformance checks of policy losses and policy objectives."""
 
 from dataclasses import fields, replace
 
@@ -25,16 +25,16 @@ from rl_distill.testing.rules import (
 )
 
 ZERO_ADVANTAGE = (
-    "zero advantages must give zero gradients (for an objective with a KL or entropy term pass is_regularized=True)"
+    "zero advantages must give zero gradients (for an objective with a KL or entropy term, pass is_regularized=True)"
 )
 
 SIGN = (
-    "raising the logprob of a token with a positive advantage must lower the loss, with a negative one it must not "
-    "(to leave this out pass follows_advantages=False)"
+    "raising a token's logprob must lower the loss if its advantage is positive, and must not if it is negative "
+    "(to skip this check, pass follows_advantages=False)"
 )
 
 SIGN_LENGTHS = (9, 7, 8, 9)
-"""Long enough that either sign has trained tokens that are selected, and others that are not."""
+"""Lengths at which tokens with either sign of the advantage include selected and unselected trained tokens."""
 
 
 def check_policy_loss(
@@ -45,22 +45,21 @@ def check_policy_loss(
     follows_advantages: bool = True,
     seed: int = 0,
 ) -> None:
-    """Check a policy loss as `policy_objective` uses it; `check_objective` says what is checked.
+    """Check a policy loss as used by `policy_objective`, with the rules of `check_objective`.
 
-    Besides, it must give `TokenLosses` with [T] tensors, and leave its `PolicyTokens` as they are.
-
-    A loss that reads `PolicyTokens.selection` finds a random one, made over the global batch.
+    In addition, the loss must return `TokenLosses` with [T] tensors and must not change its `PolicyTokens`.
+    `PolicyTokens.selection` is a random selection over the global batch.
 
     Args:
-        policy_loss: Its options bound.
-        has_stop_gradient: True for losses that detach a part on purpose (CISPO): the gradient then is no derivative of
-            the loss, and is not compared with finite differences.
+        policy_loss: Policy loss with its options bound.
+        has_stop_gradient: True for losses that detach a part on purpose (CISPO). Their gradient is not the derivative
+            of the loss, so it is not compared with finite differences.
         is_regularized: True for losses with a term that does not depend on the advantage (KL-Cov).
-        follows_advantages: False for losses whose gradient is meant to have another sign than the advantage's.
-        seed: Of the example.
+        follows_advantages: False for losses whose gradient intentionally has a different sign than the advantage.
+        seed: Seed of the example batch.
 
     Raises:
-        ConformanceError: A rule is broken.
+        ConformanceError: The loss breaks a rule.
     """
     objective = PolicyObjective(options=PolicyObjectiveOptions(), policy_loss=_watched(policy_loss), kl=k3)
     check_objective(
@@ -82,23 +81,23 @@ def check_objective(
 ) -> None:
     """Check an objective of the policy.
 
-    - It gives (loss, metric sums), and leaves what it was given as it was.
-    - The gradient is the loss's derivative, by finite differences in float64.
+    - It returns (loss, metric sums) and does not change its inputs.
+    - The gradient is the derivative of the loss, by finite differences in float64.
     - Zero advantages give zero gradients.
-    - Raising the logprob of a token with a positive advantage lowers the loss, with a negative one raises it: while
-      the policy is the old one, advantages are equal in each trajectory, and terms beside them are left out.
-    - Nothing outside loss_mask counts, be it NaN or infinite.
-    - Loss, gradients and metric sums add up over any micro-batches, in any order of rows.
+    - Raising a token's logprob lowers the loss if its advantage is positive and raises it if negative. This is checked
+      on-policy, with equal advantages within each trajectory, and without terms that do not depend on them.
+    - Tokens outside loss_mask do not affect the result, even if they are NaN or infinite.
+    - Loss, gradients and metric sums add up over any split into micro-batches, in any order of rows.
 
     Args:
-        objective: Called with an example's logprobs, entropy and micro-batches.
-        has_stop_gradient: Leaves the derivative out.
-        is_regularized: Leaves zero advantages out, for objectives with a KL or entropy term.
-        follows_advantages: False leaves the sign out.
-        seed: Of the example.
+        objective: Objective, called with logprobs, entropy and micro-batches of an example.
+        has_stop_gradient: True to skip the derivative check.
+        is_regularized: True to skip the zero-advantage check, for objectives with a KL or entropy term.
+        follows_advantages: False to skip the sign check.
+        seed: Seed of the example batch.
 
     Raises:
-        ConformanceError: A rule is broken.
+        ConformanceError: The objective breaks a rule.
     """
     subject, example = _subject(objective), example_batch(seed=seed)
     if not has_stop_gradient:
@@ -120,7 +119,7 @@ def _subject(objective: Objective) -> Subject:
 
 
 def _check_sign(subject: Subject, example: ExampleBatch) -> None:
-    """The gradient that advantages add has their sign, while the policy is still the old one."""
+    """Check that the gradient from advantages has their sign while the policy equals the old policy."""
     mask, offsets = example.micro.columns["loss_mask"], example.micro.offsets
     is_even = row_index(offsets, num_tokens=len(mask)) % 2 == 0
     advantages = torch.where(mask, torch.where(is_even, 1.0, -0.5), 0.0).double()
@@ -132,7 +131,7 @@ def _check_sign(subject: Subject, example: ExampleBatch) -> None:
 
 
 def _watched(policy_loss: PolicyLoss) -> PolicyLoss:
-    """The loss, with what it gives and leaves behind checked at every call."""
+    """Return the loss with a check of its result and inputs at every call."""
 
     def call(tokens: PolicyTokens) -> TokenLosses:
         copies = copies_of(_tensors_of(tokens))

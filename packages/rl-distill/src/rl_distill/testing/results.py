@@ -1,4 +1,4 @@
-"""What an objective returns and leaves behind: results of the right kind, inputs as they were."""
+"""Checks of an objective's results and of its inputs after the call."""
 
 from collections.abc import Mapping
 
@@ -19,14 +19,14 @@ POLICY_LOSS_RESULT = (
 
 
 class ConformanceError(RLError, AssertionError):
-    """An objective broke a rule that training relies on; the message names the rule and the difference."""
+    """An objective breaks a rule that training relies on; the message states the rule and the difference."""
 
 
 def check_objective_result(found: object) -> None:
-    """Refuse what is no (loss, metric sums).
+    """Check that a result is (loss, metric sums).
 
     Raises:
-        ConformanceError: Says what was expected and what was found.
+        ConformanceError: It is not; the message states what was expected and found.
     """
     if not isinstance(found, tuple) or len(found) != 2:
         raise ConformanceError(f"{OBJECTIVE_RESULT}; found {described(found)}.")
@@ -44,10 +44,10 @@ def check_objective_result(found: object) -> None:
 
 
 def check_token_losses(found: object, *, num_tokens: int) -> None:
-    """Refuse what is no `TokenLosses` of num_tokens tokens.
+    """Check that a result is `TokenLosses` of num_tokens tokens.
 
     Raises:
-        ConformanceError: Says what was expected and what was found.
+        ConformanceError: It is not; the message states what was expected and found.
     """
     if not isinstance(found, TokenLosses):
         raise ConformanceError(f"{POLICY_LOSS_RESULT}; found {described(found)}.")
@@ -63,7 +63,7 @@ def check_token_losses(found: object, *, num_tokens: int) -> None:
 
 
 def described(value: object) -> str:
-    """A value for a message: a tensor by shape and dtype, a tuple by its parts, anything else by its type."""
+    """Describe a value for a message: a tensor by shape and dtype, a tuple by its parts, others by type and value."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
     if isinstance(value, tuple | list):
@@ -72,29 +72,29 @@ def described(value: object) -> str:
 
 
 def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors by name, for `check_untouched`."""
+    """Return copies of tensors by name, for `check_untouched`."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def check_untouched(copies: Mapping[str, Tensor], after: Mapping[str, Tensor], *, who: str) -> None:
-    """Refuse inputs that are not what they were; others read them too.
+    """Check that a call did not change its inputs, which other code reads too.
 
     Args:
-        copies: Of the inputs before the call.
-        after: The inputs after it.
-        who: What was called, for the message.
+        copies: Copies of the inputs before the call.
+        after: Inputs after the call.
+        who: The callee, for the message.
 
     Raises:
-        ConformanceError: Names the first input that was changed, added or taken away.
+        ConformanceError: An input was changed, added or removed; the message names the first one.
     """
     for name in sorted(copies.keys() | after.keys()):
         if name not in copies or name not in after:
-            what = "added" if name in after else "took away"
-            raise ConformanceError(f"{who} must leave its inputs as they are; it {what} {name}.")
+            what = "added" if name in after else "removed"
+            raise ConformanceError(f"{who} must not change its inputs; it {what} {name}.")
         if not _is_same(copies[name], after[name]):
             raise ConformanceError(
-                f"{who} must leave its inputs as they are; it changed {name} in place. Work on a copy: "
-                f"`{name.split()[-1]}.clone()`, or operations whose name does not end in _."
+                f"{who} must not change its inputs; it changed {name} in place. Use a copy, "
+                f"`{name.split()[-1]}.clone()`, or operations without a trailing underscore in their name."
             )
 
 

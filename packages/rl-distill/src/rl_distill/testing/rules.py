@@ -1,4 +1,4 @@
-"""The rules that every objective keeps, of the policy or the critic: gradient, zero, sign, mask, micro-batches."""
+"""Rules for policy and critic objectives: gradient, zero, sign, mask and micro-batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from rl_distill.testing.examples import ExampleBatch, select_rows, tokens_of, wi
 from rl_distill.testing.results import ConformanceError, check_objective_result, check_untouched, copies_of
 
 TOLERANCE = 1e-10
-"""Largest difference, relative to the largest value, that float64 rounding explains."""
+"""Maximum difference, relative to the largest value, that float64 rounding explains."""
 
 POISONS = (float("nan"), float("inf"), float("-inf"), 1e30)
 
@@ -24,7 +24,7 @@ class Subject:
     """An objective under test.
 
     Attributes:
-        inputs: Names in `ExampleBatch.inputs` of what it takes a gradient by; the first must get one.
+        inputs: Names in `ExampleBatch.inputs` of the tensors to differentiate by; the first must receive a gradient.
         call: (inputs [T] each, micro-batch) -> (loss, metric sums).
     """
 
@@ -32,23 +32,23 @@ class Subject:
     call: Callable[[Inputs, MicroBatch], tuple[Tensor, MetricSums]]
 
     def leaves(self, example: ExampleBatch) -> Inputs:
-        """Fresh inputs that take a gradient."""
+        """Return fresh inputs that require gradients."""
         return tuple(example.inputs[name].detach().clone().requires_grad_() for name in self.inputs)
 
 
 Evaluation = tuple[Tensor, Tensor, MetricSums]
-"""Loss, gradients [number of inputs, T], metric sums."""
+"""(loss, gradients [number of inputs, T], metric sums)."""
 
 
 def evaluate(subject: Subject, example: ExampleBatch) -> Evaluation:
-    """The objective on a batch.
+    """Evaluate the objective on a batch.
 
     Raises:
-        ConformanceError: It changes its inputs, gives something other than (loss, metric sums), or a loss without
-            gradient, or a metric keeps the graph alive.
+        ConformanceError: The objective changes its inputs, does not return (loss, metric sums), returns a loss without
+            gradient, or returns metrics that keep the graph alive.
     """
     leaves = subject.leaves(example)
-    # As in training the inputs are no leaves: torch then allows to change them in place, which goes unnoticed there.
+    # As in training, the inputs are not leaves. torch allows in-place changes to them, which would go unnoticed.
     inputs, micro = tuple(leaf.clone() for leaf in leaves), example.micro
     copies = copies_of(_tensors_of(subject, inputs, micro))
     found = subject.call(inputs, micro)
@@ -56,9 +56,7 @@ def evaluate(subject: Subject, example: ExampleBatch) -> Evaluation:
     check_objective_result(found)
     loss, metrics = found
     if not loss.requires_grad:
-        raise ConformanceError(
-            f"the loss has no gradient; it must depend on {subject.inputs[0]} without detaching them."
-        )
+        raise ConformanceError(f"the loss has no gradient; it must depend on {subject.inputs[0]}. Do not detach them.")
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     attached = [name for name, pair in metrics.items() if any(value.requires_grad for value in pair)]
     if attached:
@@ -67,7 +65,7 @@ def evaluate(subject: Subject, example: ExampleBatch) -> Evaluation:
 
 
 def check_derivative(subject: Subject, example: ExampleBatch) -> None:
-    """The gradient is that of the loss, by finite differences in float64."""
+    """Check the gradient against finite differences of the loss in float64."""
     evaluate(subject, example)
     try:
         torch.autograd.gradcheck(lambda *inputs: subject.call(inputs, example.micro)[0], subject.leaves(example))
@@ -79,7 +77,7 @@ def check_derivative(subject: Subject, example: ExampleBatch) -> None:
 
 
 def check_zero_gradient(subject: Subject, example: ExampleBatch, *, rule: str) -> None:
-    """On this batch every gradient is 0."""
+    """Check that every gradient is 0 on this batch."""
     _, gradients, _ = evaluate(subject, example)
     largest = float(gradients.abs().max())
     if largest != 0.0:
@@ -87,12 +85,12 @@ def check_zero_gradient(subject: Subject, example: ExampleBatch, *, rule: str) -
 
 
 def check_direction(gradient: Tensor, wanted: Tensor, *, rule: str) -> None:
-    """A gradient points where it should, or is 0; where it should rise it does somewhere, and so where it should fall.
+    """Check that a gradient has the expected sign or is 0, and is not 0 at all tokens of either sign.
 
     Args:
-        gradient: [T] of the loss on the first input.
-        wanted: [T], whose sign is wanted; 0 where any will do.
-        rule: For the message.
+        gradient: [T] gradient of the loss by the first input.
+        wanted: [T] tensor with the expected sign; 0 where any sign is allowed.
+        rule: Rule for the message.
     """
     rounding = TOLERANCE * max(1.0, float(gradient.abs().max()))
     against = torch.where(wanted == 0, 0.0, -gradient * wanted.sign())
@@ -102,11 +100,11 @@ def check_direction(gradient: Tensor, wanted: Tensor, *, rule: str) -> None:
     for sign, name in ((-1.0, "negative"), (1.0, "positive")):
         here = wanted.sign() == sign
         if bool(here.any()) and float(gradient[here].abs().max()) <= rounding:
-            raise ConformanceError(f"{rule}; where the gradient must be {name} it is 0 for every token.")
+            raise ConformanceError(f"{rule}; where the gradient must be {name}, it is 0 at every token.")
 
 
 def check_masked_tokens(subject: Subject, example: ExampleBatch) -> None:
-    """Nothing outside loss_mask, NaN and infinity included, reaches loss, gradients or metrics."""
+    """Check that tokens outside loss_mask, even NaN or infinite, do not affect loss, gradients or metrics."""
     mask = example.micro.columns["loss_mask"]
     expected = evaluate(subject, example)
     for poison in POISONS:
@@ -117,14 +115,18 @@ def check_masked_tokens(subject: Subject, example: ExampleBatch) -> None:
         }
         inputs = {name: torch.where(mask, values, poison) for name, values in example.inputs.items()}
         poisoned = ExampleBatch(inputs=inputs, micro=with_columns(example.micro, columns))
-        compare(expected, evaluate(subject, poisoned), f"masked tokens must not count; with {poison} in them")
+        compare(
+            expected,
+            evaluate(subject, poisoned),
+            f"masked tokens must not affect the result; with {poison} there",
+        )
     outside = expected[1][:, ~mask].abs()
     if not bool((outside == 0).all()):
-        raise ConformanceError(f"masked tokens must get no gradient; the largest is {float(outside.max()):.3g}.")
+        raise ConformanceError(f"masked tokens must not receive a gradient; the largest is {float(outside.max()):.3g}.")
 
 
 def check_micro_batches(subject: Subject, example: ExampleBatch) -> None:
-    """Loss, gradients and metric sums add up to the same, however the rows are cut and ordered."""
+    """Check that loss, gradients and metric sums add up to the same, however rows are split and ordered."""
     expected = evaluate(subject, example)
     rows = list(range(len(example.micro.offsets) - 1))
     for cut in ([[row] for row in rows], [rows[:2], rows[2:]], [rows[::-1]], [rows[::2], rows[1::2]]):
@@ -134,22 +136,22 @@ def check_micro_batches(subject: Subject, example: ExampleBatch) -> None:
             loss = loss + part_loss
             gradients[:, tokens_of(example, part)] += part_gradients
             sums.append(part_sums)
-        compare(expected, (loss, gradients, _added(sums)), f"micro-batches must add up; cut into rows {cut}")
+        compare(expected, (loss, gradients, _added(sums)), f"micro-batches must add up; with rows {cut}")
 
 
 def _added(sums: Sequence[MetricSums]) -> MetricSums:
-    """Metric sums of micro-batches as learners add them up, extremes among them."""
+    """Add the metric sums of micro-batches as learners do, including extremes."""
     totals = metric_totals(sums)
     float64 = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in totals.items()}
     return {name: (pair[0], pair[1]) for name, pair in float64.items()}
 
 
 def compare(expected: Evaluation, found: Evaluation, rule: str) -> None:
-    """Refuse evaluations that differ by more than rounding."""
+    """Check that evaluations differ by no more than rounding."""
     if expected[2].keys() != found[2].keys():
-        raise ConformanceError(f"{rule}: metrics {sorted(expected[2].keys() ^ found[2].keys())} come and go.")
+        raise ConformanceError(f"{rule}: metrics {sorted(expected[2].keys() ^ found[2].keys())} differ between calls.")
     pairs = {"loss": (expected[0], found[0]), "gradient": (expected[1], found[1])}
-    found_sums = _added([found[2]])  # an extreme of no value may be any
+    found_sums = _added([found[2]])  # an extreme over no values may be anything
     for name, sums in _added([expected[2]]).items():
         pairs[f"sum of {name}"] = (sums[0], found_sums[name][0])
         pairs[f"weight of {name}"] = (sums[1], found_sums[name][1])
@@ -157,7 +159,7 @@ def compare(expected: Evaluation, found: Evaluation, rule: str) -> None:
 
 
 def compare_tensors(pairs: Mapping[str, tuple[Tensor, Tensor]], rule: str) -> None:
-    """Refuse (expected, found) tensors that differ by more than rounding."""
+    """Check that (expected, found) tensors differ by no more than rounding."""
     for name, (left, right) in pairs.items():
         if left.numel() == 0:
             continue
@@ -168,13 +170,13 @@ def compare_tensors(pairs: Mapping[str, tuple[Tensor, Tensor]], rule: str) -> No
 
 
 def with_zeros(example: ExampleBatch, column: str) -> ExampleBatch:
-    """The batch with a column of zeros."""
+    """Return the batch with a column set to zeros."""
     zeros = {column: torch.zeros(len(example.micro.input_ids), dtype=torch.float64)}
     return replace(example, micro=with_columns(example.micro, zeros))
 
 
 def _tensors_of(subject: Subject, inputs: Inputs, micro: MicroBatch) -> dict[str, Tensor]:
-    """Everything that an objective is given, by name."""
+    """Return all inputs of an objective by name."""
     return {
         **dict(zip(subject.inputs, inputs, strict=True)),
         **{name: getattr(micro, name) for name in ("input_ids", "position_ids", "offsets")},

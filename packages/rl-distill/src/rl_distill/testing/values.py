@@ -22,19 +22,19 @@ from rl_distill.testing.rules import (
 def check_value_loss(value_loss: ValueLoss, *, seed: int = 0) -> None:
     """Check an objective of the critic.
 
-    - It gives (loss, metric sums), and leaves what it was given as it was.
-    - The gradient is the loss's derivative, by finite differences in float64.
-    - A critic that predicts the returns gets no gradient.
-    - A value above its return falls, one below it rises, while the critic is the old one.
-    - Nothing outside loss_mask counts, be it NaN or infinite.
-    - Loss, gradients and metric sums add up over any micro-batches, in any order of rows.
+    - It returns (loss, metric sums) and does not change its inputs.
+    - The gradient is the derivative of the loss, by finite differences in float64.
+    - A critic that predicts the returns receives no gradient.
+    - While the critic equals the old critic, values above their return fall and values below it rise.
+    - Tokens outside loss_mask do not affect the result, even if they are NaN or infinite.
+    - Loss, gradients and metric sums add up over any split into micro-batches, in any order of rows.
 
     Args:
-        value_loss: Called with an example's values and micro-batches.
-        seed: Of the example.
+        value_loss: Critic objective, called with values and micro-batches of an example.
+        seed: Seed of the example batch.
 
     Raises:
-        ConformanceError: A rule is broken.
+        ConformanceError: The objective breaks a rule.
     """
 
     def call(inputs: Inputs, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
@@ -43,7 +43,7 @@ def check_value_loss(value_loss: ValueLoss, *, seed: int = 0) -> None:
     subject, example = Subject(inputs=("values",), call=call), example_batch(seed=seed)
     check_derivative(subject, example)
     perfect = replace(example, micro=with_columns(example.micro, {"returns": example.inputs["values"]}))
-    check_zero_gradient(subject, perfect, rule="a critic that predicts the returns must get no gradient")
+    check_zero_gradient(subject, perfect, rule="a critic that predicts the returns must receive no gradient")
     _check_sign(subject, example)
     check_masked_tokens(subject, example)
     check_micro_batches(subject, example)
@@ -54,4 +54,4 @@ def _check_sign(subject: Subject, example: ExampleBatch) -> None:
     mask = columns["loss_mask"]
     fresh = replace(example, micro=with_columns(example.micro, {"values": torch.where(mask, values, 0.0)}))
     above = torch.where(mask, values - columns["returns"], 0.0)
-    check_direction(evaluate(subject, fresh)[1][0], above, rule="a value must move to its return")
+    check_direction(evaluate(subject, fresh)[1][0], above, rule="a value must move toward its return")

@@ -19,24 +19,24 @@ MARKS: dict[Status, str] = {"ok": "ok", "warning": "WARNING", "critical": "CRITI
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add_parser(
-        "check", help="whether a run is healthy: exit status 0 when it is, 1 with findings, 2 when it cannot be read"
+        "check", help="judge a run's health: exit status 0 if healthy, 1 with findings, 2 if it cannot be read"
     )
     parser.add_argument("path", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     parser.add_argument(
         "--fail-on",
         choices=("warning", "critical"),
         default="warning",
-        help="least severity of a finding for exit status 1 (default: warning)",
+        help="minimum severity of a finding for exit status 1 (default: warning)",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="RULE.THRESHOLD=VALUE",
-        help="another threshold, such as kl_high.max=0.05; may be repeated; `rl-metrics rules` lists them",
+        help="override a threshold, such as kl_high.max=0.05; repeatable; `rl-metrics rules` lists them",
     )
-    parser.add_argument("--off", action="append", default=[], metavar="RULE", help="leave a rule out; may be repeated")
-    parser.add_argument("--json", action="store_true", help="the verdict as JSON")
+    parser.add_argument("--off", action="append", default=[], metavar="RULE", help="skip a rule; repeatable")
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.set_defaults(run=_run)
 
 
@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
     thresholds = dict(_setting(text) for text in arguments.set)
     record = opened_run(arguments.path)
     if not len(record.history.steps):
-        raise DataError(f"{arguments.path} has no step in its metrics.jsonl; there is nothing to judge yet.")
+        raise DataError(f"{arguments.path} has no step in its metrics.jsonl to judge; run at least one step first.")
     verdict = judge_run(record, thresholds=thresholds, off=arguments.off)
     if arguments.json:
         say_json(verdict.to_json())
@@ -63,14 +63,14 @@ def _setting(text: str) -> tuple[str, float]:
     except ValueError:
         value = math.nan
     if not equals or math.isnan(value):
-        raise SettingsError(f"--set takes RULE.THRESHOLD=VALUE, such as kl_high.max=0.05; found {text!r}.")
+        raise SettingsError(f"--set must be RULE.THRESHOLD=VALUE, such as kl_high.max=0.05; found {text!r}.")
     return name, value
 
 
 def _verdict_lines(verdict: Verdict, *, name: str) -> Iterator[str]:
-    """The checklist by side, then the findings."""
+    """Yield the lines of the checklist by side, then those of the findings."""
     known = sum(check.status != "unknown" for check in verdict.checks)
-    yield f"{name}: {verdict.status} at step {verdict.step} ({known} of {len(verdict.checks)} checks could be made)"
+    yield f"{name}: {verdict.status} at step {verdict.step} ({known} of {len(verdict.checks)} checks had enough data)"
     width = max((len(check.rule) for check in verdict.checks), default=0)
     for side, title in SIDE_TITLES.items():
         checks = [check for check in verdict.checks if check.side == side]
@@ -85,7 +85,7 @@ def _verdict_lines(verdict: Verdict, *, name: str) -> Iterator[str]:
 
 
 def _finding_lines(finding: Finding) -> Iterator[str]:
-    """What is wrong, on what evidence, why, and what to try."""
+    """Yield the lines of a finding: problem, evidence, causes and advice."""
     yield f"{finding.severity.upper()} {finding.rule}, since step {finding.since_step}: {finding.what}"
     for evidence in finding.evidence:
         yield f"  evidence: {evidence.text}"

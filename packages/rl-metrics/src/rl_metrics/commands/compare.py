@@ -18,18 +18,26 @@ from rl_metrics.trackers.text import plain_text
 MAX_NAME = 120
 COLUMNS = ("unit", "A", "B", "B - A", "95 % interval", "from")
 ROOMY = 100
-"""Characters of a line from which on units and origins are shown."""
+"""Minimum line width, in characters, to show units and origins."""
 SHOWN_NAMES = 20
 
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("compare", help="how two runs differ, with intervals; or several seeds of two")
+    parser = verbs.add_parser("compare", help="compare two runs, or two sets of seeds, with confidence intervals")
     for side in ("A", "B"):
-        parser.add_argument(side.lower(), metavar=f"{side}[,{side}2,...]", help="folder of a run, or of several seeds")
-    parser.add_argument("--metric", action="append", default=[], metavar="GLOB", help='such as "actor/*"; repeatable')
-    parser.add_argument("--last", type=int, metavar="N", help="only the last N steps of each run")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+        parser.add_argument(
+            side.lower(), metavar=f"{side}[,{side}2,...]", help="folder of a run, or folders of several seeds"
+        )
+    parser.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help='only matching metrics, such as "actor/*"; repeatable',
+    )
+    parser.add_argument("--last", type=int, metavar="N", help="use only the last N steps of each run")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.set_defaults(run=_run)
 
 
@@ -38,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> int:
     histories = [run.history for run in a], [run.history for run in b]
     comparison = compare(*histories, patterns=arguments.metric, last=arguments.last)
     if not comparison.differences:
-        return refuse("the two sides have no such metric in common; without --metric all are compared.")
+        return refuse("the two sides have no such metric in common; leave out --metric to compare all.")
     if arguments.json:
         say_json(_json_of(a, b, comparison))
     else:
@@ -47,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _opened(runs: str) -> list[RunRecord]:
-    """The runs of one side: a path, or several with commas between them."""
+    """Open the runs of one side, from one path or several separated by commas."""
     paths = [runs] if Path(runs).exists() else [path for path in runs.split(",") if path]
     return [opened_run(Path(path)) for path in paths]
 
@@ -83,8 +91,8 @@ def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison
         console.print(table)
     num_clear = sum(one.is_clear for one in comparison.differences)
     say(
-        f"{num_clear} of {len(comparison.differences)} metrics differ clearly (*): their interval leaves out 0, as "
-        "about one in twenty does between equal runs.",
+        f"{num_clear} of {len(comparison.differences)} metrics differ clearly (*): their interval excludes 0. "
+        "Between equal runs, about one in twenty does.",
     )
     for side, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:

@@ -14,11 +14,11 @@ def add_to(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add_parser(
         "doctor",
-        help="why a run hangs, grows in memory, or has engine and learner apart: exit status 0 when nothing is found, "
-        "1 when something is, 2 when it cannot be read or says nothing",
+        help="diagnose hangs, memory growth, and mismatches of engine and learner: exit status 0 without a problem, "
+        "1 with one, 2 if the run cannot be read or its files lack the data",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.set_defaults(run=_run)
 
 
@@ -40,9 +40,9 @@ def show(diagnosis: Diagnosis) -> None:
     if first is not None:
         say(f"first cause: {first.title}", style="bold red")
     elif not diagnosis.ailments and all(reading.state == "unknown" for reading in diagnosis.readings):
-        say("nothing could be looked at", style="bold yellow")
+        say("nothing could be checked", style="bold yellow")
     elif not diagnosis.ailments:
-        say("nothing found", style="bold green")
+        say("no problem found", style="bold green")
     for ailment in diagnosis.ailments:
         _show_ailment(ailment)
     for number, reading in enumerate(diagnosis.readings):
@@ -62,7 +62,7 @@ def _show_ailment(ailment: Ailment) -> None:
     for number, cause in enumerate(ailment.causes, start=1):
         _show_cause(number, cause, said)
     if ailment.against:
-        say("  what speaks against other causes:", style="dim")
+        say("  evidence against other causes:", style="dim")
     for name, text in ailment.against:
         say(f"    {name}: {text}", style="dim")
     for line in ailment.details:
@@ -70,7 +70,7 @@ def _show_ailment(ailment: Ailment) -> None:
 
 
 def _show_cause(number: int, cause: Cause, said: set[str]) -> None:
-    """The cause, without the lines that the ailment has said; its own are added to them."""
+    """Print a cause without lines that are in `said`, and add its lines to `said`."""
     share = "" if cause.share is None else f" ({100.0 * cause.share:.0f} %)"
     say(f"  {number}. {cause.title}{share}", style="bold")
     evidence = [f"     because {evidence.text}" for evidence in cause.evidence if evidence.text not in said]

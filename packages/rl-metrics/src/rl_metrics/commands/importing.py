@@ -13,19 +13,25 @@ from rl_metrics.trackers.text import plain_text
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("import", help="files of another trainer as the folder of a run")
+    parser = verbs.add_parser("import", help="convert another trainer's files to a run's folder")
     trainers = Verbs(parser, called="TRAINER")
-    verl = trainers.add_parser("verl", help="JSON lines of verl's file logger, its console output, its generations")
-    verl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="of the run's launches, in their order")
-    verl.add_argument("--rollouts", type=Path, metavar="FOLDER", help="its trainer.rollout_data_dir")
-    verl.add_argument("--validation", type=Path, metavar="FOLDER", help="its trainer.validation_data_dir")
+    verl = trainers.add_parser(
+        "verl", help="import a verl run from its file logger's JSON lines or console output, and generations"
+    )
+    verl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="one file per launch of the run, in order")
+    verl.add_argument("--rollouts", type=Path, metavar="FOLDER", help="the folder trainer.rollout_data_dir")
+    verl.add_argument("--validation", type=Path, metavar="FOLDER", help="the folder trainer.validation_data_dir")
     verl.set_defaults(run=_verl)
-    trl = trainers.add_parser("trl", help="trainer_state.json of TRL's trainers, and their logged completions")
+    trl = trainers.add_parser("trl", help="import a TRL run from trainer_state.json and logged completions")
     trl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="trainer_state.json, or a folder with one")
-    trl.add_argument("--completions", type=Path, metavar="FOLDER", help="with completions_00010.parquet and the like")
+    trl.add_argument(
+        "--completions", type=Path, metavar="FOLDER", help="folder with files like completions_00010.parquet"
+    )
     trl.set_defaults(run=_trl)
     for one in (verl, trl):
-        one.add_argument("--into", type=Path, required=True, metavar="RUN", help="folder of the run: new, or imported")
+        one.add_argument(
+            "--into", type=Path, required=True, metavar="RUN", help="folder of the run: new, or of an earlier import"
+        )
 
 
 def _verl(arguments: argparse.Namespace) -> int:
@@ -44,6 +50,6 @@ def _say(imported: Imported) -> int:
     )
     if imported.other:
         names = ", ".join(plain_text(name, limit=MAX_NAME) for name in imported.other)
-        rest = f" and others: these are the first {MAX_NAMES}" if len(imported.other) == MAX_NAMES else ""
-        say(f"kept as other/NAME, as they have no meaning here: {names}{rest}", limit=MAX_NAMES * MAX_NAME)
+        rest = f"; these are the first {MAX_NAMES}" if len(imported.other) == MAX_NAMES else ""
+        say(f"kept as other/NAME, because they have no counterpart here: {names}{rest}", limit=MAX_NAMES * MAX_NAME)
     return 0

@@ -16,35 +16,35 @@ from rl_metrics.definitions.table import FAMILIES
 PAGE_HEAD = """# Metrics
 
 Every metric of the project, as defined in `packages/rl-metrics/src/rl_metrics/definitions/table.py`. Written by
-`rl-metrics list --markdown > docs/metrics.md`; a test fails when it is out of date.
+`rl-metrics list --markdown > docs/metrics.md`; a test fails if it is out of date.
 
-A name with `{placeholders}` is a family. *Reduced* says how the values of one step, its micro-batches and ranks become
-one. *Healthy* is where a run usually does well; a value outside is a reason to look, not a verdict. Unit `1` is a plain
+A name with `{placeholders}` is a family. *Reduced* is how the values of a step's micro-batches and ranks are combined.
+*Healthy* is the usual range of a healthy run; a value outside is a reason to look, not a verdict. Unit `1` is a plain
 number.
 """
 GLOB = re.compile(r"[*?\[]")
-"""What makes a pattern a glob."""
+"""Characters that make a pattern a glob."""
 
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("list", help="every metric: name, unit, reduction, meaning, healthy values")
+    parser = verbs.add_parser("list", help="list every metric: name, unit, reduction, meaning, healthy values")
     parser.add_argument(
         "pattern",
         nargs="?",
         default="",
-        help="only those with this text in name or meaning, or whose name fits a glob, such as 'actor/*'",
+        help="only metrics with this text in name or meaning, or whose name matches a glob, such as 'actor/*'",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="as JSON")
-    form.add_argument("--markdown", action="store_true", help="as the page docs/metrics.md")
+    form.add_argument("--json", action="store_true", help="print as JSON")
+    form.add_argument("--markdown", action="store_true", help="print the page docs/metrics.md")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     chapters = _matching(arguments.pattern)
     if not chapters:
-        return refuse(f"no metric has {arguments.pattern!r} in its name or meaning; `rl-metrics list` shows all.")
+        return refuse(f"no metric has {arguments.pattern!r} in its name or meaning; `rl-metrics list` lists all.")
     if arguments.json:
         say_json([_json_row(metric, chapter) for chapter, metrics in chapters.items() for metric in metrics])
     elif arguments.markdown:
@@ -55,10 +55,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _matching(pattern: str) -> dict[str, tuple[Metric, ...]]:
-    """Metrics by chapter whose name or meaning contains the pattern, whatever the case; "" gives all.
+    """Return metrics by chapter whose name or meaning contains the pattern, ignoring case; "" matches all.
 
     Args:
-        pattern: A text; with `*`, `?` or `[` in it, a glob that a whole name must fit, such as `actor/*`.
+        pattern: Text; with `*`, `?` or `[`, a glob that must match the whole name, such as `actor/*`.
     """
     found = {
         chapter: tuple(metric for metric in metrics if _fits(metric, pattern.lower()))
@@ -75,7 +75,7 @@ def _fits(metric: Metric, wanted: str) -> bool:
 
 
 def _as_markdown(chapters: dict[str, tuple[Metric, ...]]) -> str:
-    """The docs page."""
+    """Return the docs page."""
     parts = [PAGE_HEAD]
     for chapter, metrics in chapters.items():
         rows = "\n".join(_markdown_row(metric) for metric in metrics)
@@ -86,7 +86,7 @@ def _as_markdown(chapters: dict[str, tuple[Metric, ...]]) -> str:
 
 
 def _show(chapters: dict[str, tuple[Metric, ...]]) -> None:
-    """Write terminal tables, one for each chapter."""
+    """Print one table per chapter."""
     console = table_console()
     for chapter, metrics in chapters.items():
         table = Table(title=chapter, title_justify="left", expand=True)

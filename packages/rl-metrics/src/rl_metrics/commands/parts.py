@@ -1,10 +1,13 @@
-"""What verbs share."""
+"""Parser, console and errors shared by the verbs."""
 
 import argparse
+import difflib
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -20,34 +23,44 @@ from rl_metrics.trackers.text import plain_text
 USAGE_ERROR = 2
 MAX_LINE = 4_000
 PIPE_WIDTH = 180
-"""Columns of a table outside a terminal, so that grep finds whole rows."""
+"""Width of tables outside a terminal, in characters; wide enough for grep to find whole rows."""
 
 Run = Callable[[argparse.Namespace], int]
-"""Does what a verb was asked for; gives the exit status."""
+"""Runs a verb and returns the exit status."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors suggest the nearest choice, as argparse's `suggest_on_error` does from Python 3.14 on."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and error, and exit with status 2."""
+        found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else []
+        super().error(f"{message}. Did you mean {near[0]!r}?" if near else message)
 
 
 class Verbs:
-    """Where verbs add their parsers."""
+    """Parsers of the verbs of a command."""
 
     def __init__(self, parser: argparse.ArgumentParser, *, called: str = "VERB") -> None:
-        """Let a parser take one of several verbs.
+        """Add verbs to a parser.
 
         Args:
-            parser: Of what stands before the verb.
-            called: What its help calls them.
+            parser: Parser of the arguments before the verb.
+            called: Name of the verb in help and errors.
         """
         self._parsers = parser.add_subparsers(dest=called.lower(), required=True, metavar=called)
 
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's name
-        """A parser for a verb; what it is for is in the list of verbs, and in its own help."""
+        """Add a verb's parser; `help` is shown in the list of verbs and in the verb's own help."""
         return self._parsers.add_parser(name, help=help, description=help)
 
 
 def require_own(path: Path) -> None:
-    """Refuse files of another trainer, which are no run of this project before they are imported.
+    """Refuse files of another trainer that were not imported.
 
     Raises:
-        DataError: It names the importer.
+        DataError: The path holds such files; the message names the importer.
     """
     foreign = misplaced([path]) if path.is_file() or not has_begun(path) else ""
     if foreign:
@@ -55,19 +68,19 @@ def require_own(path: Path) -> None:
 
 
 def opened_run(path: Path) -> RunRecord:
-    """See `open_run`; of another trainer's files, the error names the importer."""
+    """Open a run, as `open_run` does; for another trainer's files, the error names the importer."""
     require_own(path)
     return open_run(path)
 
 
 def table_console() -> Console:
-    """A console for tables: the terminal's, else a wide one."""
+    """Return a console for tables: the terminal's, or one of PIPE_WIDTH."""
     console = RunConsole()
     return console if console.is_terminal else RunConsole(width=PIPE_WIDTH)
 
 
 def say(text: str, *, style: str = "", limit: int = MAX_LINE) -> None:
-    """Print one line, not wrapped, which nothing in the text can garble; a longer text is cut in its middle."""
+    """Print one unwrapped line, with control characters escaped; text over the limit is cut in its middle."""
     RunConsole(soft_wrap=True).print(Text(plain_text(text, limit=limit), style=style))
 
 
@@ -77,6 +90,8 @@ def say_json(document: Json) -> None:
 
 
 def refuse(reason: str) -> int:
-    """Say on standard error why nothing was done; gives the exit status."""
-    Console(stderr=True, soft_wrap=True).print(escaped_lines(reason), markup=False, highlight=False)
+    """Print an error to stderr, with the prefix of argparse's errors, and return the exit status."""
+    Console(stderr=True, soft_wrap=True).print(
+        f"rl-metrics: error: {escaped_lines(reason)}", markup=False, highlight=False
+    )
     return USAGE_ERROR

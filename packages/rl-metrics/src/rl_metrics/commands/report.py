@@ -1,4 +1,4 @@
-"""`rl-metrics report`: runs as one HTML file."""
+"""`rl-metrics report`: write a report of runs as one HTML file."""
 
 import argparse
 from pathlib import Path
@@ -11,16 +11,18 @@ FILE = "report.html"
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("report", help="runs as one HTML file: verdict, curves, every trajectory token by token")
+    parser = verbs.add_parser(
+        "report", help="write one HTML file with verdict, curves and every trajectory token by token"
+    )
     add_runs(parser)
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"ends in .html; otherwise {FILE} in the first run's folder"
+        "--output", type=Path, metavar="FILE", help=f"HTML file to write (default: {FILE} in the first run's folder)"
     )
     parser.set_defaults(run=_run)
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every verb that shows runs as a page."""
+    """Add the arguments shared by `report` and `serve`."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl; several are compared"
     )
@@ -29,7 +31,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=MAX_TRAJECTORIES,
         metavar="N",
-        help="of a run; a sample of more is kept, worst cases in it (default: %(default)s)",
+        help="maximum per run; beyond it, a sample that keeps the worst cases (default: %(default)s)",
     )
 
 

@@ -14,10 +14,10 @@ from rl_metrics.health.rules import Rule, Threshold
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("rules", help="the rules of health: metrics, thresholds with their sources, causes")
+    parser = verbs.add_parser("rules", help="list the health rules: metrics, thresholds with their sources, causes")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="as JSON")
-    form.add_argument("--markdown", action="store_true", help="as the tables of docs/guides/health.md")
+    form.add_argument("--json", action="store_true", help="print as JSON")
+    form.add_argument("--markdown", action="store_true", help="print the tables of docs/guides/health.md")
     parser.set_defaults(run=_run)
 
 
@@ -31,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """Each rule with its thresholds."""
+    """Yield the lines of each rule and its thresholds."""
     for side, title in SIDE_TITLES.items():
         yield title
         for rule in GUIDE:
@@ -43,10 +43,10 @@ def _lines() -> Iterator[str]:
 
 
 def _markdown_lines() -> Iterator[str]:
-    """A table for each side."""
+    """Yield the lines of one table per side."""
     for side, title in SIDE_TITLES.items():
         yield f"### {title}\n"
-        yield "| rule | what is wrong | severity | metrics | thresholds | looks at | likely causes, in order |"
+        yield "| rule | problem | severity | metrics | thresholds | data | likely causes, in order |"
         yield "|---|---|---|---|---|---|---|"
         yield from (_markdown_row(rule) for rule in GUIDE if rule.side == side)
         yield ""
@@ -73,14 +73,14 @@ def _json_row(rule: Rule) -> dict[str, Json]:
 
 
 def _metrics_of(rule: Rule) -> list[str]:
-    """Names of the metrics that a rule's conditions read, without those that only excuse it."""
+    """Return the metrics that a rule's conditions read, without those that only excuse it."""
     return list(dict.fromkeys(name for condition in rule.conditions for names in condition.reads for name in names))
 
 
 def _steps(rule: Rule) -> str:
     steps = f"window of {rule.window}, at least {rule.min_steps} steps"
     only = " or ".join(FAMILY_TEXTS[family] for family in rule.families)
-    return steps if rule.families == FAMILIES else f"{steps}; only of {only}"
+    return steps if rule.families == FAMILIES else f"{steps}; only for {only}"
 
 
 def _described(threshold: Threshold) -> str:

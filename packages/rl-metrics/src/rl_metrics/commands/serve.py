@@ -12,10 +12,10 @@ from rl_metrics.run_files.run_record import has_begun
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("serve", help="the report of runs, live, for a browser on this machine")
+    parser = verbs.add_parser("serve", help="serve a live report to a browser on this machine")
     add_runs(parser)
-    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; 0, the default, takes a free one")
-    parser.add_argument("--wait", action="store_true", help="wait for runs that have not written anything yet")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 chooses a free one (default: 0)")
+    parser.add_argument("--wait", action="store_true", help="wait until every run has written something")
     parser.set_defaults(run=_run)
 
 
@@ -36,7 +36,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     except OverflowError as error:  # no such port
         return refuse(str(error))
     try:
-        say(f"{server.url}  (Ctrl-C ends)")
+        say(f"{server.url}  (Ctrl-C stops)")
         server.wait()
     finally:
         server.close()
@@ -44,9 +44,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for(path: Path) -> None:
-    """Return when a run has written something."""
+    """Wait until a run has written something."""
     if has_begun(path):
         return
-    say(f"waiting for {path} to be written (Ctrl-C ends)")
+    say(f"waiting for {path} to be written (Ctrl-C stops)")
     while not has_begun(path):
         time.sleep(LOOK_EVERY_S)

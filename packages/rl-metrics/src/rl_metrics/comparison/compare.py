@@ -25,7 +25,7 @@ Method = Literal["same steps", "own steps", "validation", "runs", "none"]
 """Basis of an interval.
 
 In order: differences at the same steps; each run's own steps, if few are shared; the validations' own intervals; the
-means of several runs.
+means of several runs; no interval.
 """
 
 ENDS = ("/ci_low", "/ci_high")
@@ -36,9 +36,9 @@ class Difference:
     """The difference of one metric between two sides.
 
     Attributes:
-        metric: Its name.
+        metric: Name of the metric.
         a: Mean of the first side.
-        b: Mean of the second.
+        b: Mean of the second side.
         interval: 95 % confidence interval of b minus a.
         method: Basis of the interval.
         num_steps: Number of steps used; for several runs, the smallest.
@@ -114,7 +114,7 @@ def compare(
 
     Args:
         a: Runs of the first side.
-        b: Runs of the second.
+        b: Runs of the second side.
         patterns: Metrics to compare, such as "actor/*"; none compares all.
         last: Number of last steps of each run to use; None uses all.
 
@@ -122,12 +122,12 @@ def compare(
         DataError: A side is empty, or `last` is below 1.
     """
     if not a or not b:
-        raise DataError("a comparison needs a run on each side.")
+        raise DataError("a comparison needs at least one run on each side.")
     if last is not None and last < 1:
-        raise DataError(f"the last steps to compare must be at least 1; found {last}.")
+        raise DataError(f"`last` must be at least 1; found {last}.")
     windows = [[_window(history, last) for history in side] for side in (a, b)]
     names_a, names_b = (_names(side, patterns) for side in windows)
-    with np.errstate(over="ignore", invalid="ignore"):  # of values near the largest float: they have no interval
+    with np.errstate(over="ignore", invalid="ignore"):  # values near the largest float have no interval
         found = [_difference(name, windows[0], windows[1]) for name in names_a if name in names_b]
     order = {chapter: number for number, chapter in enumerate(CHAPTERS)}
     found.sort(key=lambda one: (order[one.chapter], not one.is_clear, -_sureness(one), one.metric))
@@ -140,14 +140,14 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The steps of a run that count."""
+    """The compared steps of a run."""
 
     steps: IntColumn
     column: Callable[[str], FloatColumn]
     names: Mapping[str, FloatColumn]
 
     def series(self, name: str) -> tuple[IntColumn, FloatColumn]:
-        """Steps that have the metric, and its values there."""
+        """Return the steps that have the metric, and its values there."""
         values = self.column(name)
         has = np.isfinite(values)
         return self.steps[has], values[has]
@@ -159,7 +159,7 @@ def _window(history: History, last: int | None) -> _Window:
 
 
 def _names(windows: Sequence[_Window], patterns: Sequence[str]) -> dict[str, None]:
-    """Metrics that a run of the side has a value of, within the window."""
+    """Return the metrics with a value in the window of at least one run of the side."""
     names = dict.fromkeys(name for window in windows for name in window.names)
     wanted = [name for name in names if not name.endswith(ENDS) and _is_wanted(name, patterns)]
     return dict.fromkeys(
@@ -193,7 +193,7 @@ def _over_runs(name: str, a: Sequence[_Window], b: Sequence[_Window]) -> Differe
 
 
 def _mean(name: str, window: _Window) -> float:
-    """Of a run: of a validation with an interval of its own the newest, of anything else over the window."""
+    """Return a run's value: the newest for a validation with its own interval, else the window's mean."""
     _, values = window.series(name)
     return float(values[-1]) if name + ENDS[0] in window.names else float(values.mean())
 
@@ -223,7 +223,7 @@ def _of_two(name: str, a: _Window, b: _Window) -> Difference:
 
 
 def _of_validations(name: str, a: _Window, b: _Window) -> Difference | None:
-    """By the intervals of the newest validations at the same step; None where there are none."""
+    """Return the difference of the newest validations at a common step that have intervals, or None."""
     if not all(name + end in one.names for one in (a, b) for end in ENDS):
         return None
     estimates_a, estimates_b = _estimates(name, a), _estimates(name, b)
@@ -236,7 +236,7 @@ def _of_validations(name: str, a: _Window, b: _Window) -> Difference | None:
 
 
 def _estimates(name: str, window: _Window) -> dict[int, tuple[float, Interval]]:
-    """The mean and its interval by step."""
+    """Return the mean and its interval by step."""
     values, lows, highs = (window.column(name + end) for end in ("", *ENDS))
     known = np.flatnonzero(np.isfinite(values) & np.isfinite(lows) & np.isfinite(highs))
     return {
@@ -245,7 +245,7 @@ def _estimates(name: str, window: _Window) -> dict[int, tuple[float, Interval]]:
 
 
 def _sureness(one: Difference) -> float:
-    """Distance of the difference from 0 in half widths of its interval."""
+    """Return the distance of the difference from 0 in half widths of its interval; -1 if unknown."""
     half = (one.interval.high - one.interval.low) / 2
     if not one.interval.is_known:
         return -1.0

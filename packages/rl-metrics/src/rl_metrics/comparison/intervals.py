@@ -11,11 +11,13 @@ from rl_metrics.run_files.history import FloatColumn
 
 LEVEL = 0.95
 MIN_STEPS = 10
-"""Fewer steps say too little of how they depend on each other."""
+"""Minimum number of steps to estimate how they correlate."""
 
 MAX_WAVES = 8
-"""Slow waves that the spread of a mean is taken from: with fewer than the source takes of long series, an interval also
-holds where a run drifts."""
+"""Maximum number of cosine waves for the variance of a mean.
+
+The source uses more for long series; with fewer, intervals also hold if a run drifts.
+"""
 
 GRID = 20_001
 
@@ -48,7 +50,7 @@ def mean_over_steps(values: FloatColumn) -> Interval:
     steps with a memory of ten, its 95 % intervals cover 56 %, these 80 %.
 
     Args:
-        values: [S] finite.
+        values: [S] finite values.
 
     Returns:
         The interval; unknown for fewer than MIN_STEPS.
@@ -63,7 +65,7 @@ def mean_over_steps(values: FloatColumn) -> Interval:
 
 
 def difference_over_steps(a: FloatColumn, b: FloatColumn) -> Interval:
-    """Interval of the mean of b minus that of a, of series that have no steps in common; as `mean_over_steps`."""
+    """Return the interval of mean(b) - mean(a) for series without common steps, as in `mean_over_steps`."""
     if min(len(a), len(b)) < MIN_STEPS:
         return UNKNOWN
     difference = float(b.mean() - a.mean())
@@ -72,7 +74,7 @@ def difference_over_steps(a: FloatColumn, b: FloatColumn) -> Interval:
 
 
 def difference_of_estimates(a: float, of_a: Interval, b: float, of_b: Interval) -> Interval:
-    """Interval of b minus a, each with an interval of its own; of independent ones, and wide for others.
+    """Return the interval of b - a from the interval of each; too wide for correlated estimates.
 
     Source: Zou & Donner 2008, doi:10.1002/sim.3095 (MOVER).
     """
@@ -82,13 +84,13 @@ def difference_of_estimates(a: float, of_a: Interval, b: float, of_b: Interval) 
 
 
 def difference_over_runs(a: FloatColumn, b: FloatColumn) -> Interval:
-    """Interval of the mean of b minus that of a, each value of one run.
+    """Return the interval of mean(b) - mean(a), with one value per run.
 
-    Welch's: the two may spread differently. Where a side has a single run, it is taken to spread like the other
-    (Student's).
+    By Welch's t, so the sides' variances may differ. A side with a single run is assumed to have the other's variance
+    (Student's t).
 
     Returns:
-        Unknown for one run against one.
+        The interval; unknown for one run against one.
     """
     num_a, num_b = len(a), len(b)
     if min(num_a, num_b) == 0 or num_a + num_b < 3:
@@ -105,11 +107,11 @@ def difference_over_runs(a: FloatColumn, b: FloatColumn) -> Interval:
 
 
 def wilson(share: float, count: float) -> Interval:
-    """Interval of a mean of independent values from 0 to 1; wide where they are neither 0 nor 1.
+    """Return the interval of a mean of independent values in [0, 1]; too wide unless they are 0 or 1.
 
     Args:
-        share: The mean.
-        count: How many values.
+        share: Mean.
+        count: Number of values.
 
     Source: Wilson 1927, doi:10.1080/01621459.1927.10502953.
     """
@@ -120,7 +122,7 @@ def wilson(share: float, count: float) -> Interval:
 
 
 def mean_of_draws(values: FloatColumn) -> Interval:
-    """Interval of a mean of few independent values (Student's); unknown for fewer than three."""
+    """Return the interval of a mean of few independent values (Student's t); unknown for fewer than three."""
     if len(values) < 3:
         return UNKNOWN
     half = t_quantile(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
@@ -129,12 +131,13 @@ def mean_of_draws(values: FloatColumn) -> Interval:
 
 @functools.lru_cache(maxsize=1_000)
 def t_quantile(freedom: float) -> float:
-    """How many standard errors LEVEL of Student's t distribution lie within; of 1 degree of freedom or more.
+    """Return the half width, in standard errors, that covers LEVEL of Student's t; 1 degree of freedom or more.
 
-    With t = sqrt(freedom) tan(u) the density is proportional to cos(u) ** (freedom - 1), which is integrated here.
+    With t = sqrt(freedom) tan(u) the density is proportional to cos(u) ** (freedom - 1), which is integrated
+    numerically.
     """
     freedom = min(freedom, 1e6)
-    widest = math.pi / 2 if freedom < 30 else math.atan(10.0 / math.sqrt(freedom))  # beyond lies less than 1e-10
+    widest = math.pi / 2 if freedom < 30 else math.atan(10.0 / math.sqrt(freedom))  # less than 1e-10 lies beyond
     angles = np.linspace(0.0, widest, GRID)
     density = np.cos(angles) ** (freedom - 1)
     mass = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
@@ -142,7 +145,7 @@ def t_quantile(freedom: float) -> float:
 
 
 def _variance_of_mean(values: FloatColumn) -> tuple[float, int]:
-    """Variance of a series' mean, and its degrees of freedom."""
+    """Return the variance of a series' mean, and its degrees of freedom."""
     num_values = len(values)
     num_waves = max(2, min(MAX_WAVES, int(0.4 * num_values ** (2 / 3))))
     angles = math.pi * (np.arange(num_values) + 0.5) / num_values
@@ -152,7 +155,7 @@ def _variance_of_mean(values: FloatColumn) -> tuple[float, int]:
 
 
 def _half_width(of_means: Sequence[tuple[float, int]]) -> float:
-    """Of the interval of the difference of two means, given variance and degrees of freedom of each (Welch)."""
+    """Return the half width of a difference's interval from variance and degrees of freedom of each mean (Welch)."""
     variance = sum(part for part, _ in of_means)
     parts = sum(part**2 / freedom for part, freedom in of_means)
     return t_quantile(variance**2 / parts if parts > 0 else math.inf) * math.sqrt(variance)

@@ -33,19 +33,19 @@ Across = Literal["step", "wall_s"]
 ACROSS: Mapping[Across, str] = {"step": "step", "wall_s": "time since the first step began (s)"}
 FILE = "metrics.jsonl"
 FORMATS: Mapping[str, dict[str, Any]] = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
-"""By suffix, what the file would say about when and by what it was made."""
+"""File metadata to leave out, by suffix, so that equal plots have equal bytes."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Of Okabe and Ito 2008: they differ for the colour-blind too."""
+"""Palette of Okabe and Ito 2008, distinguishable by colour-blind readers."""
 STYLES = ("-", "--", "-.", ":")
 MAX_MARKED = 40
-"""A line of at most so many points shows them."""
+"""Maximum number of points of a line that are marked."""
 MAX_PANELS = 50
-"""Of globs; a picture of more cannot be read."""
+"""Maximum number of panels from globs; more would be unreadable."""
 NOT_SHOWN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
-"""What no picture can have as text: lone surrogates, and what is in no XML."""
+"""Characters that an image cannot contain as text: lone surrogates, and those not allowed in XML."""
 PANEL_INCHES = (7.0, 2.7)
 LOOK: Mapping[Any, Any] = {
-    "svg.hashsalt": "rl-metrics",  # else the ids in the file are random
+    "svg.hashsalt": "rl-metrics",  # otherwise the ids in the file are random
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.size": 9,
@@ -95,10 +95,10 @@ class Plot:
     """Contents of a plot.
 
     Attributes:
-        metrics: A panel each, from top to bottom; a glob, such as `actor/*`, is those of the runs' metrics that fit it.
-        labels: Of the runs; none takes the names of their folders.
-        across: "step", or "wall_s" for the time since a run's first step began, breaks between resumptions included.
-        lines: Horizontal ones.
+        metrics: Metrics, one panel each, from top to bottom; a glob, such as `actor/*`, selects all that match.
+        labels: Labels of the runs; empty uses the names of their folders.
+        across: "step", or "wall_s" for seconds since a run's first step began, including pauses before resumes.
+        lines: Horizontal lines.
     """
 
     metrics: Sequence[str]
@@ -117,7 +117,7 @@ def plot_runs(folders: Sequence[Path], output: Path, *, plot: Plot) -> None:
 
     Raises:
         SettingsError: Labels and runs differ in number, nothing is to be drawn, or the output has another suffix.
-        DataError: A folder holds no metrics, or no run has a metric; the message has the nearest one.
+        DataError: A folder has no metrics, or no run has a metric; the message names the nearest one.
         MissingExtraError: matplotlib is not installed.
     """
     _check(folders, output, plot)
@@ -142,18 +142,16 @@ def _check(folders: Sequence[Path], output: Path, plot: Plot) -> None:
     if plot.across not in get_args(Across):
         raise SettingsError(f"across must be step or wall_s; found {plot.across!r}.")
     if plot.labels and len(plot.labels) != len(folders):
-        raise SettingsError(
-            f"labels must be as many as the runs, or none; found {len(plot.labels)} for {len(folders)} runs."
-        )
+        raise SettingsError(f"labels must be one per run, or none; found {len(plot.labels)} for {len(folders)} runs.")
     for what, given in (("labels", plot.labels), ("metrics", plot.metrics)):
         twice = [one for one, count in Counter(given).items() if count > 1]
         if twice:
             raise SettingsError(f"{what} must differ; found {twice[0]!r} more than once.")
-    check_output(output, what="the picture", endings=list(FORMATS))
+    check_output(output, what="the image", endings=list(FORMATS))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents as tell them apart; a file of another name has its own."""
+    """Return the folders' names, with as many parents as make them unique; for a file not named FILE, its own."""
     parts = [_named(folder.resolve()).parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(of_one[-depth:]) for of_one in parts]
@@ -171,7 +169,7 @@ def _named(run: Path) -> Path:
 def _metrics_of(run: Path) -> Path:
     file = run if run.is_file() else run / FILE
     if not file.is_file():
-        raise DataError(f"{run} must be the folder of a run, with a {FILE}, or such a file; found none there.")
+        raise DataError(f"{run} must be a run's folder with a {FILE}, or such a file; found none there.")
     return file
 
 
@@ -183,7 +181,7 @@ def _read(file: Path) -> list[MetricRow]:
 
 
 def _spelled_out(metrics: Sequence[str], runs: Mapping[str, Sequence[MetricRow]]) -> list[str]:
-    """The metrics, with those that fit in the place of a glob; ends of intervals are drawn by name alone."""
+    """Replace each glob by the metrics that match; ends of intervals must be named exactly."""
     known = {
         name for rows in runs.values() for row in rows for name, value in row.metrics.items() if math.isfinite(value)
     }
@@ -193,19 +191,19 @@ def _spelled_out(metrics: Sequence[str], runs: Mapping[str, Sequence[MetricRow]]
         found |= dict.fromkeys(fitting if metric not in known and fitting else [metric])
     if len(found) > max(MAX_PANELS, len(metrics)):
         raise SettingsError(
-            f"a picture has at most {MAX_PANELS} panels; found {len(found)} metrics that fit {', '.join(metrics)}. "
-            "Give a glob that fewer fit."
+            f"an image has at most {MAX_PANELS} panels; found {len(found)} metrics that match {', '.join(metrics)}. "
+            "Use a narrower glob."
         )
     return list(found)
 
 
 def _check_metric(metric: str, runs: Mapping[str, Sequence[MetricRow]]) -> None:
-    """Refuse a metric that no run has; warn of runs without it."""
+    """Refuse a metric that no run has; warn about runs without it."""
     without = [label for label, rows in runs.items() if not _points(rows, metric, "step")[0]]
     if len(without) == len(runs):
         known = sorted({name for rows in runs.values() for row in rows for name in row.metrics})
         near = difflib.get_close_matches(metric, known, n=1, cutoff=0.4)
-        hint = f"the nearest that one has is {near[0]!r}" if near else f"they have {len(known)} others"
+        hint = f"the nearest recorded metric is {near[0]!r}" if near else f"the runs have {len(known)} other metrics"
         raise DataError(f"metric {metric!r} has no value in {', '.join(runs)}; {hint}.")
     if without:
         log.warning("runs_without_metric", metric=_shown(metric), runs=[_shown(label) for label in without])
@@ -216,7 +214,7 @@ def _shown(text: str) -> str:
 
 
 def _points(rows: Sequence[MetricRow], metric: str, across: Across) -> tuple[list[float], list[float]]:
-    """Where a run has a finite value of the metric, and the values."""
+    """Return the horizontal positions and values of a run's finite values of the metric."""
     began = rows[0].time - max(rows[0].metrics.get("timing_s/step", 0.0), 0.0)
     if not math.isfinite(began):
         began = rows[0].time
@@ -230,7 +228,7 @@ def _points(rows: Sequence[MetricRow], metric: str, across: Across) -> tuple[lis
 
 @contextmanager
 def _drawing() -> "Iterator[Figure]":
-    """An empty figure; nothing of the user's own matplotlib settings has a say."""
+    """Yield an empty figure with matplotlib's default settings and LOOK, ignoring the user's own."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -12,8 +12,8 @@ def theil_sen(x: Floats, y: Floats) -> float:
     """Return the median slope of all pairs of points; 0 for fewer than two points.
 
     Args:
-        x: [n] rising.
-        y: [n] values there.
+        x: [n] increasing positions.
+        y: [n] values at these positions.
 
     Source: Sen 1968, https://doi.org/10.1080/01621459.1968.10480934.
     """
@@ -22,7 +22,7 @@ def theil_sen(x: Floats, y: Floats) -> float:
 
 
 def mann_kendall_z(column: Floats) -> float:
-    """How far a column's pairs rise (above 0) or fall (below), in standard deviations of a column without a trend."""
+    """Return the Mann-Kendall z of a column: positive if it rises, negative if it falls; normal without a trend."""
     n = len(column)
     if n < 3:
         return 0.0

@@ -13,11 +13,10 @@ from rl_core.errors import DataError
 from rl_core.record_fields import record
 
 Reduction = Literal["mean", "sum", "min", "max", "last", "histogram"]
-"""How the values recorded for one step become one: "mean" is weighted, "last" is the newest; a "histogram" keeps their
-distribution."""
+"""How values recorded in one step are combined: "mean" is weighted, "last" is the newest, "histogram" keeps all."""
 
 WeightedBy = Literal["token", "trajectory", "session", "group", "prompt", "step"]
-"""What a mean, or a histogram, counts: the weight given with a value is how many of these it stands for."""
+"""Unit that a mean or histogram counts; a value's weight is its number of these units."""
 
 PLURALS: dict[WeightedBy, str] = {
     "token": "tokens",
@@ -29,7 +28,7 @@ PLURALS: dict[WeightedBy, str] = {
 }
 
 PLACEHOLDERS = {"source": r".+", "metric": r".+", "n": r"[0-9]+"}
-"""What `{source}`, `{metric}` and `{n}` stand for in a name; any other placeholder is one part without a slash."""
+"""Patterns of `{source}`, `{metric}` and `{n}` in a name; any other placeholder matches one part without a slash."""
 
 log = structlog.get_logger(__name__)
 
@@ -152,7 +151,7 @@ class MetricTable:
         if metric is None:
             raise DataError(
                 f"metric {name!r} is not defined{self._hint(name)}. Define it in rl_metrics/definitions/table.py, "
-                "or give a table with MetricTable.extended([Metric(...)])."
+                "or pass a table from MetricTable.extended([Metric(...)])."
             )
         return metric
 

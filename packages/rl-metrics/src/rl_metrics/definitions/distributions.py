@@ -4,7 +4,7 @@ from rl_metrics.definitions.definition import Metric, WeightedBy
 
 
 def histogram(name: str, unit: str, meaning: str, *, of: WeightedBy) -> Metric:
-    """A distribution over tokens, trajectories or groups."""
+    """Return a distribution over tokens, trajectories or groups."""
     return Metric(
         name=f"distribution/{name}",
         unit=unit,
@@ -26,12 +26,12 @@ DISTRIBUTIONS = (
     histogram("response_length", "tokens", "Tokens from the first sampled one to the end", of="trajectory"),
     histogram("prompt_length", "tokens", "Tokens before the first sampled one", of="trajectory"),
     histogram("entropy", "nats", "Entropy of the policy at a trained token", of="token"),
-    histogram("logprob", "nats", "Logprob of a trained token, as the engine gave it", of="token"),
+    histogram("logprob", "nats", "Logprob of a trained token, as returned by the engine", of="token"),
     histogram(
         "log_ratio", "nats", "Learner's minus engine's logprob of a trained token, before the update", of="token"
     ),
     histogram("correction_weight", "1", "Importance weight of a trained token, after its bounds", of="token"),
-    histogram("generate_s", "s", "Time that a trajectory's generation took", of="trajectory"),
-    histogram("tools_s", "s", "Time that a trajectory's tools took", of="trajectory"),
-    histogram("reward_s", "s", "Time that a trajectory's reward took", of="trajectory"),
+    histogram("generate_s", "s", "Generation time of a trajectory", of="trajectory"),
+    histogram("tools_s", "s", "Tool time of a trajectory", of="trajectory"),
+    histogram("reward_s", "s", "Reward time of a trajectory", of="trajectory"),
 )

@@ -4,57 +4,57 @@ from rl_metrics.definitions.definition import Band
 from rl_metrics.definitions.entries import BY_DESIGN, THUMB, mean, one, spread
 
 EVENTS = {
-    "retries": "Requests that a client's SDK made again by itself",
-    "repeated": "Requests equal to an earlier one of their session; one of the answers trains",
-    "replayed": "Requests that came again with their idempotency key, and got the same answer",
-    "disconnected": "Requests whose client went before the answer",
-    "probes": "Answers outside of the task, such as titles or structured output, which never train",
-    "overridden": "Requests that asked for other sampling than the run's, and got the run's",
-    "engine_errors": "Requests that the engine failed",
-    "other_sampling": "Answers that a client had drawn otherwise than the session draws, which never train",
-    "agent_failed": "Sessions whose program was killed, reached a limit, or exited with another code than 0",
+    "retries": "Requests that a client's SDK retried by itself",
+    "repeated": "Requests equal to an earlier one of their session; only one of the answers trains",
+    "replayed": "Requests repeated with the same idempotency key, which got the same answer",
+    "disconnected": "Requests whose client disconnected before the answer",
+    "probes": "Answers outside the task, such as titles or structured output, which never train",
+    "overridden": "Requests whose sampling parameters were replaced by the run's",
+    "engine_errors": "Requests that failed in the engine",
+    "other_sampling": "Answers sampled with other parameters than the session's, which never train",
+    "agent_failed": "Sessions whose program was killed, reached a limit, or exited with a code other than 0",
 }
-"""Counts of requests (and of sessions, where it says so), by their name in a session."""
+"""Meanings of the counts of requests (or sessions, where stated), by name of the count in a session."""
 
 GATEWAY = (
-    *spread("gateway/turns", unit="requests", meaning="Requests of a session that were answered", over="session"),
+    *spread("gateway/turns", unit="requests", meaning="Answered requests of a session", over="session"),
     mean(
         "gateway/forks",
         "forks",
-        "Turns of a session from which another conversation goes on too: an edited history, or a second line of work.",
+        "Turns of a session that several conversations continue: an edited history, or a second line of work.",
         over="session",
     ),
     mean(
         "gateway/roots",
         "conversations",
-        "Conversations of a session that go on from nothing that was sampled; 1 where all turns are one conversation.",
+        "Conversations of a session that continue no sampled turn; 1 if all turns are one conversation.",
         over="session",
     ),
     mean(
         "gateway/new_root_share",
         "1",
-        "Share of requests that start a new conversation, without the first request of each session.",
+        "Share of requests that start a new conversation, excluding the first of each session.",
         over="session",
         healthy=Band(high=0.3, source=THUMB),
     ),
     one(
         "gateway/roots/{reason}",
         "conversations",
-        "New conversations, by the first difference from all earlier ones: none (first), the tools, the message "
-        "of a role, or that they are a beginning of one (shorter).",
+        "New conversations, by their first difference from all earlier ones: none (first), the tools, the message of a "
+        "role, or a prefix of an earlier one (shorter).",
         reduction="sum",
     ),
     one("gateway/sampled_tokens", "tokens", "Tokens sampled for agents.", reduction="sum"),
     one(
         "gateway/untrained_tokens",
         "tokens",
-        "Of these, tokens that train nothing: retries, choices that were not used, probes.",
+        "Of these, tokens that do not train: retries, unused choices, probes.",
         reduction="sum",
     ),
     one(
         "gateway/abandoned_tokens",
         "tokens",
-        "Tokens sampled for requests that ended without an answer; they train nothing.",
+        "Tokens sampled for requests that ended without an answer; they do not train.",
         reduction="sum",
     ),
     *(
@@ -68,7 +68,7 @@ GATEWAY = (
         for name, meaning in EVENTS.items()
     ),
     *(
-        one(f"gateway/overhead_ms/{name}", "ms", f"Time of a turn beside the engine's, {word} of a step's turns.")
+        one(f"gateway/overhead_ms/{name}", "ms", f"Time of a turn outside the engine, {word} of a step's turns.")
         for name, word in (("p50", "median"), ("p99", "99th percentile"))
     ),
 )

@@ -5,7 +5,7 @@ from rl_metrics.definitions.entries import THUMB, mean
 
 
 def _sampled(name: str, meaning: str, *, healthy: Band) -> tuple[Metric, ...]:
-    """A mismatch with and without replay, on a sample of a step's trajectories before its update."""
+    """Return a mismatch with and without replay, on a sample of a step's trajectories before its update."""
     sample = "on a sample of trajectories"
     return (
         mean(
@@ -15,7 +15,7 @@ def _sampled(name: str, meaning: str, *, healthy: Band) -> tuple[Metric, ...]:
             over="token",
             healthy=healthy,
         ),
-        mean(f"router/{name}/no_replay", "nats", f"The same {sample}, with the learner's own experts.", over="token"),
+        mean(f"router/{name}/no_replay", "nats", f"{meaning}, with the learner's own experts, {sample}.", over="token"),
     )
 
 
@@ -24,14 +24,14 @@ MIXTURES = (
         "router/rerouted_share",
         "1",
         "Share of rows (a token in one layer of a mixture) for which the learner's router would choose other experts "
-        "than the engine's, which it replays.",
+        "than the replayed ones of the engine.",
         over="token",
         healthy=Band(high=0.1, source=THUMB),
     ),
     mean(
         "router/unknown_share",
         "1",
-        "Share of computed tokens whose experts the engine did not tell; those from a trajectory's last trained token "
+        "Share of computed tokens whose experts the engine did not report; tokens from a trajectory's last trained one "
         "on are not counted.",
         over="token",
         healthy=Band(high=0.01, source=THUMB),

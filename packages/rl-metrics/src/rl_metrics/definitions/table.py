@@ -18,7 +18,7 @@ from rl_metrics.definitions.validation import VALIDATION
 TRAINING = (
     one("training/global_step", "steps", "Optimizer steps of the policy done so far."),
     one("training/policy_version", "versions", "Weight updates published to the engines so far."),
-    one("training/epoch", "epochs", "Passes over the prompts, the running one included, counted from 0."),
+    one("training/epoch", "epochs", "Current pass over the prompts, counted from 0."),
     *spread(
         "training/staleness",
         unit="versions",
@@ -37,14 +37,14 @@ TRAINING = (
     mean(
         "training/rollout_logprobs_diff_mean",
         "nats",
-        "Absolute difference of learner's and engine's logprob of a sampled token, mean; of TRL's runs.",
+        "Absolute difference of learner's and engine's logprob of a sampled token, mean; in TRL's runs.",
         over="token",
         healthy=Band(high=0.1, source=THUMB),
     ),
     one(
         "training/rollout_logprobs_diff_max",
         "nats",
-        "Largest absolute difference of those logprobs; of TRL's runs.",
+        "Largest absolute difference of those logprobs; in TRL's runs.",
         reduction="max",
     ),
     one(
@@ -101,7 +101,7 @@ ACTOR = (
     ),
     one("actor/kl_coef", "1", "Coefficient of the KL to the reference."),
     one("actor/reference_kl", "nats", "KL of the policy that sampled the batch to the frozen reference."),
-    mean("actor/selected_fraction", "1", "Share of trained tokens that Clip-Cov or KL-Cov treats apart.", over="token"),
+    mean("actor/selected_fraction", "1", "Share of trained tokens selected by Clip-Cov or KL-Cov.", over="token"),
     mean(
         "actor/grad_norm",
         "1",
@@ -110,22 +110,28 @@ ACTOR = (
         healthy=Band(high=1.0, source=GUIDE),
     ),
     one("actor/lr", "1", "Learning rate of the step."),
-    one("actor/skipped_updates", "updates", "Updates skipped: loss or gradients were not finite.", reduction="sum"),
+    one(
+        "actor/skipped_updates",
+        "updates",
+        "Updates skipped because loss or gradients were not finite.",
+        reduction="sum",
+    ),
     mean("sft/loss", "nats", "Cross entropy of the warm start's demonstrations.", over="token"),
-    mean("sft/token_accuracy", "1", "Share of demonstration tokens that were the likeliest.", over="token"),
+    mean("sft/token_accuracy", "1", "Share of demonstration tokens that were the top prediction.", over="token"),
     mean("sft/grad_norm", "1", "Global gradient norm of the warm start before clipping.", over="step"),
     one("sft/lr", "1", "Learning rate of the warm start."),
     one("sft/num_tokens", "tokens", "Demonstration tokens that trained.", reduction="sum"),
-    mean("sft/throughput", "tokens/s", "Demonstration tokens a second.", over="step"),
+    mean("sft/throughput", "tokens/s", "Demonstration tokens per second.", over="step"),
 )
 
 CRITIC = (
     *spread(
-        "critic/score", unit="1", meaning="Reward of a trajectory as the reward function gave it", over="trajectory"
+        "critic/score",
+        unit="1",
+        meaning="Reward of a trajectory, as returned by the reward function",
+        over="trajectory",
     ),
-    *spread(
-        "critic/rewards", unit="1", meaning="Reward of a trajectory after penalties in the reward", over="trajectory"
-    ),
+    *spread("critic/rewards", unit="1", meaning="Reward of a trajectory after penalties", over="trajectory"),
     *spread(
         "critic/advantages",
         unit="1",
@@ -143,10 +149,15 @@ CRITIC = (
         over="token",
         healthy=Band(high=0.2, source=THUMB),
     ),
-    mean("critic/vpred_mean", "1", "Value of a trained token by the critic in training.", over="token"),
+    mean("critic/vpred_mean", "1", "Value of a trained token, computed by the critic during its update.", over="token"),
     one("critic/grad_norm", "1", "Global norm of the critic's gradients before clipping."),
     one("critic/lr", "1", "Learning rate of the critic's step."),
-    one("critic/skipped_updates", "updates", "Updates of the critic skipped: not finite.", reduction="sum"),
+    one(
+        "critic/skipped_updates",
+        "updates",
+        "Updates of the critic skipped because loss or gradients were not finite.",
+        reduction="sum",
+    ),
     *spread("reward/{component}", unit="1", meaning="One named component of the reward", over="trajectory"),
 )
 
@@ -165,14 +176,14 @@ ROLLOUT = (
     *spread(
         "num_turns",
         unit="turns",
-        meaning="Turns of a trajectory: the prompt, what the policy sampled, and what tools or environments answered",
+        meaning="Turns of a trajectory: the prompt, the policy's responses, and the answers of tools or environments",
         over="trajectory",
     ),
-    mean("prompt_length/clip_ratio", "1", "Share of prompts as long as the limit.", over="trajectory"),
+    mean("prompt_length/clip_ratio", "1", "Share of prompts at the length limit.", over="trajectory"),
     mean(
         "response/aborted_ratio",
         "1",
-        "Share of trajectories in which nothing trains.",
+        "Share of trajectories without a trained token.",
         over="trajectory",
         healthy=Band(high=0.1, source=THUMB),
     ),
@@ -181,7 +192,7 @@ ROLLOUT = (
     one(
         "rollout/unscored_trajectories",
         "trajectories",
-        "Trajectories without a reward; they count in no reward metric.",
+        "Trajectories without a reward; reward metrics ignore them.",
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
@@ -194,7 +205,7 @@ ROLLOUT = (
     one(
         "rollout/audit_failures",
         "sessions",
-        "Audited sessions with a token that the engine did not sample, or not in this context; they failed.",
+        "Audited sessions that failed: a token was not sampled by the engine, or not in this context.",
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
@@ -207,42 +218,42 @@ ROLLOUT = (
     one(
         "rollout/rescored_skipped",
         "sessions",
-        "Sessions that were drawn for it and not scored: several versions sampled them, or new weights came.",
+        "Sessions selected for this but not scored again: sampled by several versions, or new weights had arrived.",
         reduction="sum",
     ),
     mean(
         "rollout/rescored_diff_mean",
         "nats",
-        "Absolute difference of a token's logprob as it was sampled and as it is scored again, mean.",
+        "Absolute difference of a token's logprob when sampled and when scored again, mean.",
         over="token",
         healthy=Band(high=0.1, source=THUMB),
     ),
-    one("rollout/rescored_diff_max", "nats", "Largest of these differences.", reduction="max"),
+    one("rollout/rescored_diff_max", "nats", "Largest of those differences.", reduction="max"),
     mean(
         "rollout/replayed",
         "1",
-        "Share of a step's groups that came from a skip cache: 1 when nothing was generated.",
+        "Share of a step's groups that came from a skip cache; 1 if nothing was generated.",
         over="group",
     ),
-    one("rollout/num_rounds", "rounds", "Rounds of generation in a step, where groups are refilled.", reduction="sum"),
-    one("rollout/refused_groups", "groups", "Groups that the filter refused.", reduction="sum"),
+    one("rollout/num_rounds", "rounds", "Rounds of generation in a step, if groups are refilled.", reduction="sum"),
+    one("rollout/refused_groups", "groups", "Groups refused by the filter.", reduction="sum"),
     one(
         "rollout/made_up_groups",
         "groups",
-        "Refused groups that trained all the same, as rounds ran out.",
+        "Refused groups that trained because rounds ran out.",
         reduction="sum",
     ),
     one(
         "rollout/failed_sessions",
         "sessions",
-        "Sessions that ended with an error, and gave no trajectory.",
+        "Sessions that ended with an error and without a trajectory.",
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
     one(
         "rollout/failed_rewards",
         "sessions",
-        "Sessions whose reward raised, gave nothing in time, or gave no number; they fail, or count 0.",
+        "Sessions whose reward function raised, timed out, or returned no number; they fail, or count 0.",
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
@@ -252,7 +263,7 @@ ROLLOUT = (
     mean(
         "rollout/groups_without_spread_ratio",
         "1",
-        "Share of groups whose rewards are all equal; such a group teaches nothing.",
+        "Share of groups whose rewards are all equal; their advantages are 0.",
         over="group",
         healthy=Band(high=0.9, source=THUMB),
     ),
@@ -260,10 +271,10 @@ ROLLOUT = (
     *(
         metric
         for name, unit, meaning in (
-            ("generate_sequences", "s", "Time that a trajectory's generation took"),
-            ("tool_calls", "s", "Time that a trajectory's tools took"),
-            ("compute_score", "s", "Time that a trajectory's reward took"),
-            ("num_preempted", "times", "How often the engine started a trajectory's requests again"),
+            ("generate_sequences", "s", "Generation time of a trajectory"),
+            ("tool_calls", "s", "Tool time of a trajectory"),
+            ("compute_score", "s", "Reward time of a trajectory"),
+            ("num_preempted", "times", "Preemptions of a trajectory's requests in the engine"),
         )
         for metric in spread(f"agent_loop/{name}", unit=unit, meaning=meaning, over="trajectory")
     ),
@@ -300,21 +311,27 @@ QUEUE = (
     one(
         "queue/groups/{state}", "groups", "Groups in this state (issued, settled, done, dropped) in the transfer queue."
     ),
-    one("queue/rows", "rows", "Rows that the queue holds."),
+    one("queue/rows", "rows", "Rows in the queue."),
     one(
-        "queue/rows/{state}", "rows", "Of these, rows of groups in this state; also leased, and reserved to be written."
+        "queue/rows/{state}",
+        "rows",
+        "Of these, rows of groups in this state; also leased rows, and rows reserved for writing.",
     ),
-    one("queue/size_bytes", "bytes", "Memory that the queue's rows take."),
-    one("queue/size_bytes/{state}", "bytes", "Of this, the part of groups in this state; also leased, and reserved."),
-    one("queue/leases", "leases", "Leases that run now."),
-    one("queue/claims", "claims", "Claims of producers that run now."),
-    one("queue/oldest_lease_s", "s", "Age of the oldest lease that runs now."),
-    one("queue/oldest_issued_s", "s", "Age of the oldest group whose sessions are not all settled."),
-    one("queue/waiting/{kind}", "requests", "Requests that wait now: put for capacity, lease for groups."),
-    one("queue/waited_s/{kind}", "s", "Time that answered requests of this kind have waited so far."),
-    one("queue/leases_expired", "leases", "Leases and claims that ran out so far."),
+    one("queue/size_bytes", "bytes", "Memory of the queue's rows."),
+    one(
+        "queue/size_bytes/{state}",
+        "bytes",
+        "Of this, the memory of groups in this state; also of leased and reserved rows.",
+    ),
+    one("queue/leases", "leases", "Current leases."),
+    one("queue/claims", "claims", "Current claims of producers."),
+    one("queue/oldest_lease_s", "s", "Age of the oldest current lease."),
+    one("queue/oldest_issued_s", "s", "Age of the oldest group with an unfinished session."),
+    one("queue/waiting/{kind}", "requests", "Waiting requests: put for capacity, lease for groups."),
+    one("queue/waited_s/{kind}", "s", "Total time that answered requests of this kind waited so far."),
+    one("queue/leases_expired", "leases", "Leases and claims that expired so far."),
     one("queue/reissued", "groups", "Groups issued again so far."),
-    one("queue/acks/{task}", "groups", "Groups that this task has acked so far."),
+    one("queue/acks/{task}", "groups", "Groups acked by this task so far."),
     one("queue/drops/{reason}", "groups", "Groups dropped for this reason so far."),
 )
 
@@ -322,11 +339,11 @@ RECORDING = (
     one(
         "nonfinite/{metric}",
         "values",
-        "NaN or infinite values that were recorded for the metric, and left out of it.",
+        "NaN or infinite values recorded for the metric, which it leaves out.",
         reduction="sum",
         healthy=Band(high=0.0, source=BY_DESIGN),
     ),
-    one("other/{metric}", "?", "What another trainer's files have under this name, which has no meaning here."),
+    one("other/{metric}", "?", "Value of another trainer's metric of this name, which has no counterpart here."),
 )
 
 FAMILIES: dict[str, tuple[Metric, ...]] = {
@@ -347,13 +364,13 @@ FAMILIES: dict[str, tuple[Metric, ...]] = {
     "Validation": VALIDATION,
     "Recording": RECORDING,
 }
-"""Metrics by chapter, as the docs show them."""
+"""Metrics by chapter, in the order of the docs."""
 
 DEFINITIONS = MetricTable(metric for family in FAMILIES.values() for metric in family)
 """Every metric of the project."""
 
 NO_CHAPTER = "Other"
-"""Of metrics that the table does not define."""
+"""Chapter of undefined metrics."""
 
 CHAPTERS = (*FAMILIES, NO_CHAPTER)
 
@@ -362,7 +379,7 @@ _PLAIN = {metric.name: chapter for chapter, metrics in FAMILIES.items() for metr
 
 
 def chapter_of(name: str) -> str:
-    """The chapter of a metric as it is recorded; `NO_CHAPTER` where it is not defined."""
+    """Return the chapter of a recorded metric; `NO_CHAPTER` if it is undefined."""
     if name in _PLAIN:
         return _PLAIN[name]
     return next((chapter for chapter, table in _TABLES.items() if name in table), NO_CHAPTER)

@@ -8,16 +8,19 @@ ANY = "any variable"
 
 
 def _estimates(section: str, of: str) -> tuple[Metric, ...]:
-    """What is estimated of a variable, in one of the two sections."""
+    """Return the estimates of a variable in one of the two sections."""
     stem = f"{section}/{{source}}/{{variable}}"
     drawn = "n of a prompt's responses, drawn with replacement"
     entries = (
         ("mean@{n}", f"Mean over a prompt's n responses, then over prompts, of {of}."),
-        ("pass@{n}", f"Unbiased chance that one of n responses passes, mean over prompts with n or more, of {of}."),
-        ("best@{n}/mean", f"Expected largest of {drawn}, mean over prompts, of {of}."),
-        ("best@{n}/std", f"Standard deviation of the largest of {drawn}, mean over prompts, of {of}."),
-        ("maj@{n}/mean", f"Expected value of the majority's prediction among {drawn}, mean over prompts, of {of}."),
-        ("maj@{n}/std", f"Standard deviation of the value of that prediction among {drawn}, of {of}."),
+        (
+            "pass@{n}",
+            f"Unbiased probability that at least one of n responses passes, mean over prompts with n or more, of {of}.",
+        ),
+        ("best@{n}/mean", f"Expected maximum of {drawn}, mean over prompts, of {of}."),
+        ("best@{n}/std", f"Standard deviation of the maximum of {drawn}, mean over prompts, of {of}."),
+        ("maj@{n}/mean", f"Expected value of the majority prediction among {drawn}, mean over prompts, of {of}."),
+        ("maj@{n}/std", f"Standard deviation of the value of the majority prediction among {drawn}, of {of}."),
     )
     return tuple(mean(f"{stem}/{name}", "1", meaning, over="prompt") for name, meaning in entries)
 
@@ -42,19 +45,19 @@ VALIDATION = (
     mean(
         "val-aux/{source}/{variable}/worst@{n}/mean",
         "1",
-        "Expected smallest of n of a prompt's responses, drawn with replacement, mean over prompts.",
+        "Expected minimum of n of a prompt's responses, drawn with replacement, mean over prompts.",
         over="prompt",
     ),
     mean(
         "val-aux/{source}/{variable}/worst@{n}/std",
         "1",
-        "Standard deviation of that smallest, mean over prompts.",
+        "Standard deviation of that minimum, mean over prompts.",
         over="prompt",
     ),
     one(
         "val-aux/{source}/{variable}/num_missing",
         "responses",
-        "Responses without this variable; they count in no other metric of it.",
+        "Responses without this variable, which its other metrics ignore.",
         reduction="sum",
         healthy=ZERO,
     ),

@@ -37,7 +37,7 @@ def diagnose(run: RunRecord) -> Diagnosis:
 
 
 def _of_import(look: Ailment | Reading) -> Ailment | Reading:
-    """Without advice that only helps with runs of this project."""
+    """Remove advice that applies only to runs of this project."""
     if isinstance(look, Reading):
         return replace(look, text=without_measuring(look.text))
     evidence = (replace(one, text=without_measuring(one.text)) for one in look.evidence)

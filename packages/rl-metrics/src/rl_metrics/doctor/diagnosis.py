@@ -10,7 +10,7 @@ from rl_metrics.health.finding import Evidence
 from rl_metrics.run_files.json_lines import as_plain
 
 Kind = Literal["hang", "stopped", "mismatch", "memory", "health"]
-"""The run hangs, ended without an end, has engine and learner apart, grows in memory, or is not well otherwise."""
+"""Hang, silent end, mismatch of engine and learner, memory growth, or another health problem."""
 
 State = Literal["right", "unknown"]
 
@@ -20,11 +20,11 @@ class Cause:
     """A cause of a problem.
 
     Attributes:
-        name: Constant, such as "stale_weights".
-        title: In some words.
-        share: Of what is wrong that it accounts for, from 0 to 1; None where that is no share.
-        evidence: What speaks for it.
-        advice: What to try, in this order.
+        name: Constant name, such as "stale_weights".
+        title: Short description.
+        share: Share of the problem that it accounts for, from 0 to 1; None if that has no meaning.
+        evidence: Evidence for it.
+        advice: What to try, in order.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Ailment:
     """A problem of a run.
 
     Attributes:
-        kind: Which.
-        what: In a sentence.
-        evidence: That it is there, and how bad it is.
-        causes: The likeliest first.
-        against: What speaks against causes that are not named, by their names.
-        details: Lines that go with it, such as stacks.
+        kind: Kind of the problem.
+        what: Description in one sentence.
+        evidence: Evidence that it exists, and of its size.
+        causes: Likely causes, most likely first.
+        against: Pairs of the name of a rejected cause and the evidence against it.
+        details: Further lines, such as stacks.
     """
 
     kind: Kind
@@ -57,12 +57,12 @@ class Ailment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Something that was looked at and is not wrong, or could not be looked at.
+    """Result of a check that found no problem, or could not be made.
 
     Attributes:
-        kind: Which.
-        state: "unknown" where what it needs was not recorded.
-        text: What was seen, or what is missing.
+        kind: Kind of the problem.
+        state: "right" if there is no problem; "unknown" if the data was not recorded.
+        text: What was measured, or what is missing.
     """
 
     kind: Kind
@@ -72,12 +72,12 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """A run's problems and their causes, as far as its records show.
+    """Problems of a run and their causes, according to its records.
 
     Attributes:
-        run: Its name.
-        ailments: What keeps a run from going on comes first.
-        readings: What else was looked at.
+        run: Name of the run.
+        ailments: Problems; those that stop a run come first.
+        readings: Checks without a problem.
     """
 
     run: str
@@ -86,11 +86,11 @@ class Diagnosis:
 
     @property
     def first_cause(self) -> Cause | None:
-        """The likeliest cause of the first ailment; None where nothing is wrong, or no cause is known."""
+        """The most likely cause of the first problem; None if there is no problem or no known cause."""
         return next((cause for ailment in self.ailments for cause in ailment.causes), None)
 
     def to_json(self) -> dict[str, Json]:
-        """As an object; a value that is not finite is null."""
+        """Return the diagnosis as a JSON object; values that are not finite are null."""
         document: dict[str, Json] = as_plain(msgspec.to_builtins(self))
         for ailment in document["ailments"]:
             ailment["against"] = [{"name": name, "text": text} for name, text in ailment["against"]]

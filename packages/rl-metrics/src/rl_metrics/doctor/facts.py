@@ -13,26 +13,26 @@ from rl_metrics.run_files.run_record import RunRecord
 PROOF_EVENT = "weight_proof_failed"
 PROOF_ERROR = "WeightProofError"
 MOST_UNKNOWN = 0.01
-"""Share of tokens without the engine's experts, up to which these explain no mismatch."""
+"""Maximum share of tokens without the engine's experts at which routing cannot explain a mismatch."""
 FLOAT32 = ("float32", "fp32", "float64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Of a run; None where it does not say.
+    """Facts about a run; None if unknown.
 
     Attributes:
-        engine_dtype: That the engine computes in.
-        learner_dtype: That the learner computes in.
-        top_p: Of the sampling.
-        top_k: Of the sampling; 0 where it is off.
-        min_p: Of the sampling.
-        temperature: Of the sampling.
-        is_mixture: The policy is a mixture of experts.
-        replays: The learner takes the engine's experts, all but 1 % of them.
-        proof_failures: How often the proof of a weight update failed.
-        proof_error: What the last failure said.
-        canary: Largest difference of a weight proof's canary logprobs, nats.
+        engine_dtype: Dtype of the engine's computation.
+        learner_dtype: Dtype of the learner's computation.
+        top_p: Top-p of sampling.
+        top_k: Top-k of sampling; 0 if off.
+        min_p: Min-p of sampling.
+        temperature: Temperature of sampling.
+        is_mixture: Whether the policy is a mixture of experts.
+        replays: Whether the learner replays the engine's experts for at least 99 % of tokens.
+        proof_failures: Number of failed weight proofs.
+        proof_error: Error of the last failure, empty without one.
+        canary: Maximum difference of a weight proof's canary logprobs, in nats.
     """
 
     engine_dtype: str | None = None
@@ -49,19 +49,19 @@ class Facts:
 
     @property
     def is_exact(self) -> bool:
-        """Both sides are known to compute in float32."""
+        """Whether both sides are known to compute in float32."""
         return self.engine_dtype in FLOAT32 and self.learner_dtype in FLOAT32
 
     @property
     def dtypes(self) -> str:
-        """Both, in words."""
+        """Both dtypes, in words."""
         return (
             f"engine in {self.engine_dtype or 'an unknown dtype'}, learner in {self.learner_dtype or 'an unknown one'}"
         )
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Settings that cut the sampling's distribution, such as "rollout.top_p = 0.9"."""
+        """Settings that truncate the sampling distribution, such as "rollout.top_p = 0.9"."""
         found = []
         if self.top_p is not None and self.top_p < 1.0:
             found.append(f"rollout.top_p = {self.top_p:g}")
@@ -73,7 +73,7 @@ class Facts:
 
 
 def facts_of(run: RunRecord) -> Facts:
-    """What a run says; settings of another shape say nothing."""
+    """Return the facts about a run; settings of another shape are ignored."""
     settings = run.settings
     errors = [
         str(event.get("error", ""))[:500]

@@ -22,20 +22,20 @@ from rl_metrics.run_files.run_record import RunRecord
 
 MOST_ROLES, MOST_COUNTS, MOST_TEXT = 12, 12, 400
 SILENT_S = 600.0
-"""A process that lives and has written nothing for so long is silent."""
+"""A live process counts as silent after this time without output, in seconds."""
 SILENT_STEPS = 10.0
-"""And for so many of its usual steps."""
+"""It must also be silent for this many of its usual steps."""
 
 
 def judge_hang(run: RunRecord, *, now: float | None = None, is_alive: Callable[[int], bool] | None = None) -> (
     Ailment | Reading
 ):  # fmt: skip
-    """What hang.json says, where the newest attempt did not go on after it; else how the run ended.
+    """Judge hang.json unless the run continued after it; else judge how the run ended.
 
     Args:
-        run: The record.
-        now: Seconds since the epoch.
-        is_alive: Whether a process lives.
+        run: Record of the run.
+        now: Current time, in seconds since the epoch; None reads the clock.
+        is_alive: Returns whether the process of a pid is alive; None asks the operating system.
     """
     now = time.time() if now is None else now
     if run.hang and not went_on(run):
@@ -44,17 +44,17 @@ def judge_hang(run: RunRecord, *, now: float | None = None, is_alive: Callable[[
 
 
 def hang_ailment(report: HangReport) -> Ailment:
-    """A hang report, the roles in trouble first."""
-    since, verdict = report.no_progress_s, report.verdict or "the report does not say who waits for whom"
+    """Return a hang report as a problem, roles in trouble first."""
+    since, verdict = report.no_progress_s, report.verdict or "the report has no verdict on who waits for whom"
     evidence = [Evidence(metric=HANG_FILE, text=verdict, value=since or None)]
     if report.last_progress:
-        evidence.append(Evidence(metric=HANG_FILE, text=f"the last progress: {report.last_progress}"))
+        evidence.append(Evidence(metric=HANG_FILE, text=f"last progress: {report.last_progress}"))
     if report.queue:
-        evidence.append(Evidence(metric=HANG_FILE, text=f"the queue: {_counts(report.queue)}"))
+        evidence.append(Evidence(metric=HANG_FILE, text=f"queue: {_counts(report.queue)}"))
     causes = report.causes or (verdict,)
     return Ailment(
         kind="hang",
-        what=f"The run hangs: nothing happened for {since:.0f} s." if since else "The run hangs.",
+        what=f"The run hangs: no progress for {since:.0f} s." if since else "The run hangs.",
         evidence=tuple(evidence),
         causes=tuple(_hang_cause(text, report.roles) for text in dict.fromkeys(causes)),
         details=tuple(line for role in _ordered(report.roles, causes)[:MOST_ROLES] for line in _role_lines(role)),
@@ -63,27 +63,27 @@ def hang_ailment(report: HangReport) -> Ailment:
 
 def _hang_cause(text: str, roles: Sequence[RoleReport]) -> Cause:
     named = [role for role in roles if role.name and role.name in text]
-    name, advice = "hang", "look at the stacks below: where the waits end is what does not move"
+    name, advice = "hang", "look at the stacks below: the role at the end of the waits is stuck"
     if "deadlock" in text:
-        name, advice = "deadlock", "none of them can go on: stop the run, resume it, and report the stacks"
+        name, advice = "deadlock", "no role can continue: stop the run, resume it, and report the stacks"
     elif "does not answer" in text or " is dead" in text or "restarting" in text:
         name, role = "silent_role", named[0].name if named else "that role"
-        advice = f"look at the log of {role}, and end its process: it is started again"
+        advice = f"look at the log of {role}, and end its process; it is restarted"
     elif "collective" in text:
-        name, advice = "collective", "ranks do different things: look at what those outside of the collective do"
+        name, advice = "collective", "ranks run different code: look at what those outside the collective do"
     elif "the queue is full" in text:
         name = "full_queue"
-        advice = "look at why nothing is taken out; leases that nobody works on run out by themselves"
+        advice = "find out why no groups are taken out; leases without a worker expire by themselves"
     elif "no group is in flight" in text or "nobody" in text:
-        name, advice = "starved", "nothing is being made: look at the rollouter and at the prompts that are left"
+        name, advice = "starved", "no rollouts are generated: look at the rollouter and at the remaining prompts"
     elif "reward" in text:
-        name, advice = "reward", "look at the service that the reward asks; set reward.timeout_s"
+        name, advice = "reward", "look at the service that the reward calls; set reward.timeout_s"
     evidence = tuple(Evidence(metric=HANG_FILE, text=line) for role in named[:3] for line in _waits(role))
     return Cause(name=name, title=text, evidence=evidence, advice=(advice,))
 
 
 def _ordered(roles: Sequence[RoleReport], causes: Sequence[str]) -> list[RoleReport]:
-    """Silent roles first, then those that causes name, then the rest."""
+    """Return roles in the order silent, named by a cause, others."""
 
     def rank(role: RoleReport) -> int:
         if not role.is_answering or role.state != "serving":
@@ -113,7 +113,7 @@ def _counts(counts: Mapping[str, float]) -> str:
 
 
 def went_on(run: RunRecord) -> bool:
-    """Whether a step was done, or an attempt began, after hang.json was written; a failure then is no progress."""
+    """Return whether a step ended or an attempt began after hang.json was written; a failure is no progress."""
     written = _modified(run.folder / HANG_FILE)
     if run.is_finished or written is None:
         return run.is_finished
@@ -127,7 +127,7 @@ def _judge_end(run: RunRecord, now: float, is_alive: Callable[[int], bool]) -> A
         return Reading(kind="stopped", state="right", text="the run ended by itself")
     state = next((event for event in reversed(run.events) if event["event"] in (*ENDED, *BEGUN)), None)
     if state is None:
-        return Reading(kind="stopped", state="unknown", text="no event says whether the run ended")
+        return Reading(kind="stopped", state="unknown", text="no event records whether the run ended")
     if state["event"] == "run_stopped":
         return Reading(
             kind="stopped", state="right", text=f"the run was stopped at step {state.get('step', 'unknown')}"
@@ -140,32 +140,34 @@ def _judge_end(run: RunRecord, now: float, is_alive: Callable[[int], bool]) -> A
     if pid is not None and is_alive(pid):
         usual = _usual_step_s(run)
         if age < max(SILENT_S, SILENT_STEPS * usual):
-            return Reading(kind="stopped", state="right", text=f"the run goes on in process {pid}: {known}")
+            return Reading(kind="stopped", state="right", text=f"the run continues in process {pid}: {known}")
         cause = Cause(
             name="silent_process",
-            title=f"process {pid} lives and writes nothing",
+            title=f"process {pid} is alive and writes nothing",
             advice=(
-                f"look where it stands: py-spy dump --pid {pid}",
-                "look at the engine's log, and at the reward's service",
+                f"see where it is stuck: py-spy dump --pid {pid}",
+                "look at the engine's log, and at the service that the reward calls",
             ),
         )
         evidence = (Evidence(metric="events.jsonl", text=known, value=age),)
-        return Ailment(kind="hang", what=f"The run is silent for {age:.0f} s.", evidence=evidence, causes=(cause,))
-    where = f"process {pid} is gone" if pid is not None else "no process is known that holds its folder"
+        return Ailment(
+            kind="hang", what=f"The run has been silent for {age:.0f} s.", evidence=evidence, causes=(cause,)
+        )
+    where = f"process {pid} is gone" if pid is not None else "no process is known to hold its folder"
     cause = Cause(
         name="killed",
         title=f"it was killed, or its machine went down: {where}",
         advice=("look for the kernel's out-of-memory lines (dmesg), and at the memory below", "resume the run"),
     )
     evidence = (Evidence(metric="events.jsonl", text=known),)
-    return Ailment(kind="stopped", what="The run ended without saying so.", evidence=evidence, causes=(cause,))
+    return Ailment(kind="stopped", what="The run ended without recording an end.", evidence=evidence, causes=(cause,))
 
 
 def _failed(event: Mapping[str, Any]) -> Ailment:
-    error = _text(event.get("error")) or "no reason was written"
+    error = _text(event.get("error")) or "no reason was recorded"
     name = re.match(r"\w{1,80}", error)
     cause = Cause(
-        name=name.group(0) if name else "failed", title=error, advice=("do what the error says, then resume",)
+        name=name.group(0) if name else "failed", title=error, advice=("fix the cause in the error, then resume",)
     )
     evidence = (Evidence(metric="events.jsonl", text=f"run_failed at step {event.get('step', 'unknown')}"),)
     return Ailment(kind="stopped", what="The run failed.", evidence=evidence, causes=(cause,))
@@ -173,7 +175,7 @@ def _failed(event: Mapping[str, Any]) -> Ailment:
 
 def _last_words(run: RunRecord, age: float) -> str:
     steps = run.history.steps
-    step = f"its last step is {int(steps[-1])}" if len(steps) else "it has done no step"
+    step = f"its last step is {int(steps[-1])}" if len(steps) else "it has no step"
     event = f"its last event {_text(run.events[-1]['event'], 60)}" if run.events else "it has no event"
     return f"{step}, {event}, its last line is {age:.0f} s old"
 
@@ -191,7 +193,7 @@ def _usual_step_s(run: RunRecord) -> float:
 
 
 def holder_of(folder: Path) -> int | None:
-    """The process that the run's lock names; None where there is none."""
+    """Return the process that the run's lock names, or None."""
     try:
         with open_plain(folder / ".lock") as (file, _):
             content = file.read(32)
@@ -202,7 +204,7 @@ def holder_of(folder: Path) -> int | None:
 
 
 def process_lives(pid: int) -> bool:
-    """Whether a process is there, on this machine."""
+    """Return whether a process exists on this machine."""
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -17,52 +17,52 @@ from rl_metrics.run_files.history import History
 
 OWNER = re.compile(r"memory/(.+)_gb")
 WHOLE = ("perf/process_memory_gb", "perf/cpu_memory_used_gb")
-"""What owners' growth adds up to: the first of these that grows is explained."""
+"""Totals of the owners; the first one that grows is explained by them."""
 
 TOTAL = "perf/cpu_memory_total_gb"
 QUEUE = "queue/size_bytes"
 BYTES_PER_GIB = float(1 << 30)
 BYTES_PER_MIB = 2**20
 MOST_POINTS = 300
-"""Points that slopes are taken between: 45,000 pairs."""
+"""Maximum number of points for slopes, which gives 45,000 pairs."""
 MOST_NAMED = 5
 MAX_LINE = 100
 
 WARM_UP = 0.2
-"""Share of the steps that are left out: caches, pools and compiled code fill up then."""
+"""Share of the steps to skip, while caches, pools and compiled code fill up."""
 
 WARM_UP_STEPS = 30
-"""At least so many are left out."""
+"""Minimum number of steps to skip."""
 
 MIN_POINTS = 8
-"""With fewer measurements after it nothing is said: of eight a trend by chance is still one in 1,000."""
+"""Minimum number of measurements after the warm-up; with eight, a trend by chance has probability 1 in 1,000."""
 
 CERTAIN = 3.0
-"""Standard deviations of the Mann-Kendall statistic beyond which chance is left out."""
+"""Standard deviations of the Mann-Kendall statistic that rule out chance."""
 
 LEAST_GB = 0.02
-"""Growth over the steps that were looked at, GiB, below which nothing is said."""
+"""Minimum growth over the judged steps, in GiB."""
 
 LEAST_SHARE = 0.1
-"""The same as a share of the owner's memory at their start: heaps breathe by some per cent."""
+"""Minimum growth as a share of the owner's memory at the start, because heaps vary by a few percent."""
 
 LEAST_LATE = 0.3
-"""The second half's slope is at least this share of the whole's: a cache that fills up slows down."""
+"""Minimum ratio of the second half's slope to the whole slope; a cache that fills up slows down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """How a series grows.
+    """The trend of a series.
 
     Attributes:
-        slope: GiB a step: the median of all pairs' slopes (Theil-Sen).
-        z: How surely it rises, in standard deviations (Mann-Kendall).
-        late: Slope of the second half.
-        start: Median of the first fifth, GiB.
-        grown: Slope times the steps that were looked at, GiB.
-        first: Step at which the look begins.
-        last: Step at which it ends.
-        end: Newest value, GiB.
+        slope: Median slope of all pairs, in GiB per step (Theil-Sen).
+        z: Significance of the rise, in standard deviations (Mann-Kendall).
+        late: Slope of the second half, in GiB per step.
+        start: Median of the first fifth, in GiB.
+        grown: Slope times the number of judged steps, in GiB.
+        first: First judged step.
+        last: Last judged step.
+        end: Newest value, in GiB.
     """
 
     slope: float
@@ -76,11 +76,11 @@ class Trend:
 
 
 def trend_of(steps: Ints, values: Floats) -> Trend | None:
-    """The trend of a series after its warm-up; None where that has too few points.
+    """Return the trend of a series after its warm-up, or None with too few points.
 
     Args:
-        steps: [S] rising.
-        values: [S] GiB; NaN where a step has none.
+        steps: [S] increasing steps.
+        values: [S] values in GiB; NaN if a step has none.
     """
     finite = np.isfinite(values)
     x, y = steps[finite].astype(np.float64), values[finite]
@@ -107,7 +107,7 @@ def trend_of(steps: Ints, values: Floats) -> Trend | None:
 
 
 def is_growing(trend: Trend | None) -> bool:
-    """A trend that is no chance, no breathing, and does not level off."""
+    """Return whether a trend is significant, large enough and does not level off."""
     if trend is None or trend.z < CERTAIN or trend.slope <= 0.0:
         return False
     is_large = trend.grown >= LEAST_GB and trend.grown >= LEAST_SHARE * max(trend.start, 0.0)
@@ -115,7 +115,7 @@ def is_growing(trend: Trend | None) -> bool:
 
 
 def judge_memory(history: History, events: Sequence[Mapping[str, Any]]) -> Ailment | Reading:
-    """What metrics and events say of memory."""
+    """Diagnose memory growth from metrics and events."""
     columns = {name: column for name in history.values if _is_owner(name) and (column := history.get(name)) is not None}
     columns |= {name: column for name in WHOLE if (column := history.get(name)) is not None}
     if QUEUE in history.values and "memory/queue_gb" not in columns:
@@ -128,8 +128,8 @@ def judge_memory(history: History, events: Sequence[Mapping[str, Any]]) -> Ailme
     growing = {name: trend for name, trend in known.items() if is_growing(trend)}
     if set(growing) == {WHOLE[1]} and any(map(_is_owner, columns)):
         text = (
-            f"memory of the run is steady; {WHOLE[1]} grew by {growing[WHOLE[1]].grown:.2g} GiB since step "
-            f"{growing[WHOLE[1]].first}, by something else on the machine"
+            f"the run's memory is steady; {WHOLE[1]} grew by {growing[WHOLE[1]].grown:.2g} GiB since step "
+            f"{growing[WHOLE[1]].first}, because of another program"
         )
         return Reading(kind="memory", state="right", text=text)
     if not growing:
@@ -159,8 +159,8 @@ def _is_owner(name: str) -> bool:
 
 def _evidence(name: str, trend: Trend) -> Evidence:
     text = (
-        f"{name} grows by {trend.slope:.3g} GiB a step: {trend.grown:.3g} GiB in steps {trend.first} to {trend.last}, "
-        f"from {trend.start:.3g} to {trend.end:.3g}"
+        f"{name} grows by {trend.slope:.3g} GiB per step: {trend.grown:.3g} GiB in steps {trend.first} to "
+        f"{trend.last}, from {trend.start:.3g} to {trend.end:.3g}"
     )
     return Evidence(metric=name, text=text, value=trend.slope)
 
@@ -168,7 +168,7 @@ def _evidence(name: str, trend: Trend) -> Evidence:
 def _owner_causes(
     owners: Sequence[str], trends: Mapping[str, Trend], whole: str | None, inside: Callable[[str], tuple[Evidence, ...]]
 ) -> tuple[Cause, ...]:
-    """Owners by growth; what lies inside of a process is named before it where it explains most of it."""
+    """Return owners by growth; the queue comes before a process whose growth it mostly explains."""
     total = trends[whole].slope if whole is not None else max((trends[name].slope for name in owners), default=0.0)
     processes = [name for name in owners if name != "memory/queue_gb"]
     queue = trends.get("memory/queue_gb")
@@ -188,25 +188,23 @@ def _owner_causes(
 
 def _advice(owner: str) -> tuple[str, ...]:
     if owner == "queue":
-        return ("look at what is not taken out of the queue: queue/rows, and who holds leases", "bound the queue")
+        return ("find out what stays in the queue: queue/rows, and which tasks hold leases", "bound the queue")
     if owner.endswith("_children"):
-        return (
-            f"look at the processes that {owner.removesuffix('_children')} started: reward workers, tools, engines",
-        )
+        return (f"look at the processes started by {owner.removesuffix('_children')}: reward workers, tools, engines",)
     return (
-        f"look for what {owner} keeps of every step: lists that are appended to, caches without a bound, tensors with "
-        "their graph",
-        "set metrics.trace_memory for some steps: the lines of code whose objects grow are then named here",
+        f"look for objects that {owner} keeps from every step: growing lists, unbounded caches, tensors with their "
+        "graph",
+        "set metrics.trace_memory for some steps: this report then names the lines of code whose objects grow",
     )
 
 
 def _unknown_owner(whole: str, trend: Trend, events: Sequence[Mapping[str, Any]]) -> Cause:
     roles = sorted({str(event.get("role")) for event in events if event.get("event") == "memory_lines"})
     lines = tuple(evidence for role in roles for evidence in _growing_lines(role, events))
-    what = "the host's memory grows, and no process of the run" if whole == WHOLE[1] else "the trainer's process grows"
+    what = "the host's memory grows, but no process of the run" if whole == WHOLE[1] else "the trainer's process grows"
     return Cause(
         name="process" if whole == WHOLE[0] else "host",
-        title=f"{what}; no owner inside is known",
+        title=f"{what}; no owner within it is known",
         share=1.0,
         evidence=(_evidence(whole, trend), *lines),
         advice=_advice("the process"),
@@ -214,21 +212,21 @@ def _unknown_owner(whole: str, trend: Trend, events: Sequence[Mapping[str, Any]]
 
 
 def _of_python(owner: str, history: History) -> tuple[Evidence, ...]:
-    """Whether what grows is Python's or native code's, where the process's blocks were counted."""
+    """Return whether Python objects or native code hold the growing memory, if Python's blocks were counted."""
     name = f"memory/{owner}_python_blocks"
     column = history.get(name)
     trend = None if column is None else trend_of(history.steps, column)
     if trend is None:
         return ()
     if trend.z >= CERTAIN and trend.grown > 0.0:
-        text = f"Python's blocks grow by {trend.slope:,.0f} a step: objects of Python are kept"
+        text = f"Python's blocks grow by {trend.slope:,.0f} per step: Python objects accumulate"
     else:
-        text = f"Python's blocks stay at {trend.end:,.0f}: native code, or large arrays, hold what grows"
+        text = f"Python's blocks stay at {trend.end:,.0f}: native code or large arrays hold the growing memory"
     return (Evidence(metric=name, text=text, value=trend.slope),)
 
 
 def _growing_lines(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evidence, ...]:
-    """Lines of code whose objects take more memory at every look, those that grew most first."""
+    """Return lines of code whose objects grow with every snapshot, largest growth first."""
     sizes: dict[str, list[int]] = {}
     num_looks = 0
     for event in events:
@@ -250,7 +248,7 @@ def _growing_lines(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evi
         Evidence(
             metric="memory_lines",
             text=f"{line[-MAX_LINE:]}: {grown[line][0] / BYTES_PER_MIB:,.1f} MiB, then "
-            f"{grown[line][-1] / BYTES_PER_MIB:,.1f}, more at each of {len(grown[line])} looks",
+            f"{grown[line][-1] / BYTES_PER_MIB:,.1f}, more in each of {len(grown[line])} snapshots",
             value=float(grown[line][-1] - grown[line][0]),
         )
         for line in largest
@@ -258,7 +256,7 @@ def _growing_lines(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evi
 
 
 def _until_full(history: History, known: Mapping[str, Trend], growing: Mapping[str, Trend]) -> list[Evidence]:
-    """Steps until the host's memory is full."""
+    """Return the number of steps until the host's memory is full, as evidence."""
     column, used = history.get(TOTAL), known.get(WHOLE[1])
     finite = column[np.isfinite(column)] if column is not None else np.zeros(0)
     if not len(finite) or used is None:

@@ -22,11 +22,11 @@ MISSING = (
 
 
 def judge_metrics(history: History, facts: Facts) -> Ailment | Reading:
-    """What the metrics say.
+    """Diagnose a mismatch from the metrics of a run.
 
     Args:
-        history: Of the run.
-        facts: Of its settings, metrics and events.
+        history: Metrics of the run.
+        facts: Facts from its settings, metrics and events.
     """
     proof = proof_of_staleness(facts)
     most = {
@@ -36,9 +36,9 @@ def judge_metrics(history: History, facts: Facts) -> Ailment | Reading:
     }
     late = [(name, float(np.median(column[-20:]))) for name in most if len(column := _finite(history, name))]
     if not late and proof is None:
-        return Reading(kind="mismatch", state="unknown", text=f"{MISSING}; nor is there {' or '.join(most)}")
+        return Reading(kind="mismatch", state="unknown", text=f"{MISSING}; {' and '.join(most)} are missing too")
     evidence = tuple(
-        Evidence(metric=name, text=f"{name} is at {value:.3g}; up to {most[name]:g} is right", value=value)
+        Evidence(metric=name, text=f"{name} is at {value:.3g}; up to {most[name]:g} is normal", value=value)
         for name, value in late
     )
     if proof is None and all(value <= most[name] for name, value in late):
@@ -47,7 +47,7 @@ def judge_metrics(history: History, facts: Facts) -> Ailment | Reading:
     causes = [*([proof] if proof else []), *_causes(history, facts)]
     return Ailment(
         kind="mismatch",
-        what="The engine and the learner give the same tokens other probabilities.",
+        what="Engine and learner assign different probabilities to the same tokens.",
         evidence=(*evidence, Evidence(metric="rollouts.jsonl", text=MISSING)),
         causes=merged(causes),
     )
@@ -63,7 +63,7 @@ def _causes(history: History, facts: Facts) -> list[Cause]:
     if len(column) >= 6 and later.mean() >= GROWTH * max(first.mean(), 1e-5):
         z = rank_sum_z(column[: len(column) // 3], column[-(len(column) // 3) :])
         if z >= CERTAIN / 2.0:
-            begun = f"{first.mean():.3g} in the first steps that are recorded"
+            begun = f"{first.mean():.3g} in the first recorded steps"
             text = f"{name} was {begun} and is {later.mean():.3g} in the second half"
             causes.append(with_evidence("stale_rollouts" if is_old else "stale_weights", text, metric=name))
     elif is_old:
@@ -74,8 +74,8 @@ def _causes(history: History, facts: Facts) -> list[Cause]:
         lost = float(np.median(k1[-20:])) - float(np.median(k3[-20:]))
         if lost > EXACT and lost >= LOST_MASS * float(np.median(k1[-20:])):
             text = (
-                f"k1 is above k3 by {lost:.3g}: the mean ratio is {1.0 - lost:.4f}, which is the learner's mass on "
-                "what the engine may draw"
+                f"k1 is above k3 by {lost:.3g}: the mean ratio is {1.0 - lost:.4f}, the learner's probability of "
+                "the tokens that the engine can sample"
             )
             causes.insert(0, with_evidence("truncation", text, *facts.cuts, metric=KL))
     return causes

@@ -19,28 +19,28 @@ from rl_metrics.doctor.token_statistics import Size, measure
 from rl_metrics.health.finding import Evidence
 
 EXPECTED = ("precision", "stale_rollouts")
-"""Causes that a run may have by its settings, up to a size."""
+"""Causes that are normal with some settings, up to a size."""
 LEFT_OVER = ("precision", "other_computation")
-"""Named by what no other cause explains."""
+"""Causes of the rest that no other cause explains."""
 
 
 def judge_tokens(pairs: TokenPairs, facts: Facts) -> Ailment | Reading:
-    """What the tokens say.
+    """Diagnose a mismatch from the tokens of a run.
 
     Args:
-        pairs: Of the run.
-        facts: Of its settings, metrics and events.
+        pairs: Tokens of the run.
+        facts: Facts from its settings, metrics and events.
     """
     size = measure(pairs)
     proof = proof_of_staleness(facts)
     if size.tokens < MIN_TOKENS:
         if proof:
             return Ailment(kind="mismatch", what="The engine does not have the learner's weights.", causes=(proof,))
-        text = f"{size.tokens} tokens have both logprobs; it takes {MIN_TOKENS}"
+        text = f"{size.tokens} tokens have both logprobs; at least {MIN_TOKENS} are needed"
         return Reading(kind="mismatch", state="unknown", text=text)
     said = f"{size.mean_abs:.2g} nats on average over {size.tokens} tokens, k3 KL {size.k3_kl:.2g}"
     if size.mean_abs <= EXACT and proof is None:
-        text = f"engine and learner agree: {said}; float32 explains {EXACT:g}"
+        text = f"engine and learner agree: {said}; float32 explains up to {EXACT:g}"
         return Reading(kind="mismatch", state="right", text=text)
     signs = rank_signs(pairs, facts, is_proven=proof is not None) if size.mean_abs > EXACT else []
     named = named_causes(signs, proof)
@@ -51,7 +51,7 @@ def judge_tokens(pairs: TokenPairs, facts: Facts) -> Ailment | Reading:
     against = tuple((sign.name, "; ".join(sign.texts)) for sign in signs if _speaks_against(sign, names))
     return Ailment(
         kind="mismatch",
-        what="The engine and the learner give the same tokens other probabilities.",
+        what="Engine and learner assign different probabilities to the same tokens.",
         evidence=size_evidence(size),
         causes=named,
         against=against,
@@ -59,12 +59,12 @@ def judge_tokens(pairs: TokenPairs, facts: Facts) -> Ailment | Reading:
 
 
 def rank_signs(pairs: TokenPairs, facts: Facts, *, is_proven: bool = False) -> list[Sign]:
-    """What was seen of each cause, those that account for most first.
+    """Return the sign of each cause, largest first.
 
     Args:
-        pairs: Of the run.
-        facts: Of its settings, metrics and events.
-        is_proven: A weight update's proof says that the engine lacks the learner's weights.
+        pairs: Tokens of the run.
+        facts: Facts from its settings, metrics and events.
+        is_proven: Whether a weight proof shows that the engine lacks the learner's weights.
     """
     scene = Scene.begin(pairs, facts)
     signs = [look(scene) for look in SIGNS]
@@ -78,7 +78,7 @@ def rank_signs(pairs: TokenPairs, facts: Facts, *, is_proven: bool = False) -> l
 
 
 def named_causes(signs: list[Sign], proof: Cause | None) -> tuple[Cause, ...]:
-    """The causes that account for a part worth naming; a failed proof first."""
+    """Return the causes with a large enough share, a failed proof first."""
     total = max(sum(sign.nats for sign in signs), 1e-12)
     causes = [] if proof is None else [proof]
     is_told = any(sign.nats / total >= LEAST_SHARE for sign in signs if sign.name not in LEFT_OVER)
@@ -95,7 +95,7 @@ def _speaks_against(sign: Sign, named: set[str]) -> bool:
 
 
 def is_expected(causes: tuple[Cause, ...], size: Size, facts: Facts) -> bool:
-    """The run's settings explain it, and it is small enough to train on."""
+    """Return whether the settings explain the difference, and it is small enough to train on."""
     names = {cause.name for cause in causes}
     if not names <= set(EXPECTED):
         return False
@@ -105,19 +105,19 @@ def is_expected(causes: tuple[Cause, ...], size: Size, facts: Facts) -> bool:
 
 
 def proof_of_staleness(facts: Facts) -> Cause | None:
-    """Stale weights, where the proof of a weight update says so."""
+    """Return stale weights as a cause if a weight proof failed or its canary differs, else None."""
     texts = []
     if facts.proof_failures:
         said = f": {facts.proof_error}" if facts.proof_error else ""
         texts.append(f"the proof of a weight update failed {facts.proof_failures} times{said}")
     bound = CANARY_EXACT if facts.is_exact else CANARY_ROUNDED
     if facts.canary is not None and facts.canary > bound:
-        texts.append(f"weights/canary_max_diff reached {facts.canary:.2g} nats; up to {bound:g} is right")
+        texts.append(f"weights/canary_max_diff reached {facts.canary:.2g} nats; up to {bound:g} is normal")
     return with_evidence("stale_weights", *texts, metric="weights/canary_max_diff") if texts else None
 
 
 def size_evidence(size: Size) -> tuple[Evidence, ...]:
-    """How large the difference is."""
+    """Return the size of the difference as evidence."""
     rows = (
         (f"{size.mean_abs:.3g} nats on average over {size.tokens} tokens, {size.largest:.3g} at most", size.mean_abs),
         (f"KL by k1 {size.k1_kl:.3g}, by k3 {size.k3_kl:.3g} nats", size.k3_kl),

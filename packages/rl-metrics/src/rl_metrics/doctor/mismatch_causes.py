@@ -8,7 +8,7 @@ from rl_metrics.health.finding import Evidence
 
 CAUSES = {
     "stale_weights": (
-        "stale weights: the engine serves older weights than it says",
+        "stale weights: the engine serves older weights than it reports",
         (
             "restart the engines, and resume from the last checkpoint",
             "look at weights.transport, at the proof's canary (trainer.canary_prompts) and at the engine's log",
@@ -17,33 +17,33 @@ CAUSES = {
     "stale_rollouts": (
         "stale rollouts: the learner has moved on since they were generated",
         (
-            "lower schedule.max_staleness or schedule.sync_every, or the learning rate",
+            "lower schedule.max_staleness, schedule.sync_every or the learning rate",
             'correct it: correction.weights = "token", algorithm.old_logprobs = "recompute"',
         ),
     ),
     "template": (
         "template: engine and learner see different prompts",
         (
-            "compare the token ids of one prompt at both: chat template, BOS token, space at the end, system prompt",
+            "compare both sides' token ids of one prompt: chat template, BOS token, trailing space, system prompt",
             "give the engine token ids instead of text",
         ),
     ),
     "truncation": (
-        "sampling truncation: the engine draws from a part of the distribution (top-p, top-k, min-p)",
+        "sampling truncation: the engine samples from a part of the distribution (top-p, top-k, min-p)",
         (
             "set rollout.top_p = 1 and leave rollout.top_k out",
-            "look at what the engine takes by itself, such as the model's generation_config.json",
+            "look at the engine's own defaults, such as the model's generation_config.json",
         ),
     ),
     "temperature": (
-        "temperature: engine and learner divide their logits by different ones",
+        "temperature: engine and learner divide their logits by different temperatures",
         (
             "let the learner use rollout.temperature, or set it to 1",
-            "look at whether the engine's logprobs are before or after its temperature",
+            "check whether the engine's logprobs are computed before or after its temperature",
         ),
     ),
     "routing": (
-        "routing: a few tokens go to other experts in the engine than in the learner",
+        "routing: a few tokens go to different experts in engine and learner",
         (
             'let the learner replay the engine\'s experts: rollout.engine = "vllm", engine.capture_experts = true, '
             'policy.learner = "megatron"',
@@ -53,15 +53,15 @@ CAUSES = {
     "precision": (
         "precision: engine and learner round differently",
         (
-            "use the same dtype for engine.dtype and learner.dtype; float16 or float32 where bfloat16 is too coarse",
+            "use the same dtype for engine.dtype and learner.dtype; float16 or float32 if bfloat16 is too coarse",
             'correct it: correction.weights = "token"',
         ),
     ),
     "other_computation": (
-        "another computation: the engine has other weights, or other layers, than the learner",
+        "another computation: the engine's weights or layers differ from the learner's",
         (
             "compare both sides' logprobs of one sequence, layer by layer",
-            "look for quantization, tensors that were not loaded, and other rotary or attention settings",
+            "look for quantization, tensors that were not loaded, and different rotary or attention settings",
         ),
     ),
 }
@@ -69,14 +69,14 @@ CAUSES = {
 
 
 def with_evidence(name: str, *texts: str, share: float | None = None, metric: str = "rollouts.jsonl") -> Cause:
-    """A cause with what speaks for it."""
+    """Return a cause with its evidence."""
     title, advice = CAUSES[name]
     evidence = tuple(Evidence(metric=metric, text=text) for text in texts)
     return Cause(name=name, title=title, share=share, evidence=evidence, advice=advice)
 
 
 def merged(causes: Iterable[Cause]) -> tuple[Cause, ...]:
-    """Each cause once, at its first place, with all that speaks for it and the sum of its shares."""
+    """Return each cause once, in order of first appearance, with all its evidence and the sum of its shares."""
     found: dict[str, Cause] = {}
     for cause in causes:
         same = found.setdefault(cause.name, cause)

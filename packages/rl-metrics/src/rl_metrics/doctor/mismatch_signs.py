@@ -1,8 +1,8 @@
-"""The sign of each cause of a mismatch: does it show in the tokens, and how much of the difference is it.
+"""Signs of each cause of a mismatch in the tokens, and its part of the difference.
 
-Causes that change with time are separated first, by contrast: stale weights against the first steps, stale rollouts
-against those of the newest weights. What a token's place does comes next, against later tokens. The rest is separated
-by its shape, among tokens that none of these touch.
+Causes that change with time are separated first, by contrast: stale weights with the first steps, stale rollouts with
+tokens of the newest weights. Effects of a token's position come next, by contrast with later tokens. The rest is
+separated by its shape, among tokens without these effects.
 """
 
 from collections.abc import Callable
@@ -41,12 +41,12 @@ from rl_metrics.doctor.token_statistics import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """What was seen of one cause.
+    """The sign of one cause.
 
     Attributes:
-        name: Of the cause.
-        nats: Mean absolute difference over all tokens that it accounts for; 0 where it is not there.
-        texts: What speaks for it where it is there, else against it.
+        name: Name of the cause.
+        nats: Mean absolute difference over all tokens that it accounts for; 0 if absent.
+        texts: Evidence for the cause if it is present, else against it.
     """
 
     name: str
@@ -56,15 +56,15 @@ class Sign:
 
 @dataclass(slots=True)
 class Scene:
-    """Tokens, and the differences that remain as causes are separated.
+    """Tokens, and the differences that remain while causes are separated.
 
     Attributes:
         pairs: All tokens.
-        facts: Of the run.
-        rest: [N] differences that no cause explains so far.
-        pure: [N] tokens that causes of time and place leave alone.
-        has_line: Another temperature was found.
-        doubt: [N] of the tokens.
+        facts: Facts about the run.
+        rest: [N] float64, differences that no cause explains so far, in nats.
+        pure: [N] bool, tokens unaffected by causes of time and position.
+        has_line: Whether a different temperature was found.
+        doubt: [N] float64, doubt of each token.
     """
 
     pairs: TokenPairs
@@ -82,29 +82,29 @@ class Scene:
 
     @property
     def is_open(self) -> Bools:
-        """[N] tokens that are not all but certain: the others' differences are mostly rounding."""
+        """[N] bool, tokens that are not nearly certain; differences of the others are mostly rounding."""
         return self.doubt > LEAST_DOUBT
 
     @property
     def far(self) -> Bools:
-        """[N] tokens that a wrong prompt hardly touches any more."""
+        """[N] bool, tokens too far from the prompt for a wrong prompt to affect much."""
         return self.pairs.position >= 3 * first_tokens(self.pairs)
 
     def contrast(self, first: Bools, second: Bools, *, upwards: bool = False) -> Contrast:
-        """Of the rest, or of its upward part alone, among open tokens."""
+        """Contrast two groups of open tokens by the rest, or by its upward part."""
         rest = np.maximum(self.rest, 0.0) if upwards else self.rest
         is_open = self.is_open
         return contrast(rest, self.doubt, first & is_open, second & is_open)
 
     def shows(self, found: Contrast, times: float) -> bool:
-        """The second group differs more than the first, by more than chance and float32 explain."""
+        """Return whether the second group differs more than the first, beyond chance and float32 rounding."""
         return found.times >= times and found.z >= CERTAIN and found.after > EXACT
 
     def growth(self, first: Bools, later: Bools) -> tuple[Contrast, float] | None:
-        """Whether later tokens differ more, and by how much, as a mean over all tokens; None where they do not.
+        """Return the contrast and its mean over all tokens if later tokens differ more, else None.
 
-        A cut sampling, whose size changes as the policy becomes more certain, has no upward part; a wrong prompt
-        touches the first tokens alone: what another cause hides is looked for where that cause is not.
+        Other causes can hide growth, so it is measured where they are absent. Truncated sampling, whose size changes as
+        the policy becomes more certain, has no upward part; a wrong prompt affects only the first tokens.
         """
         everywhere = np.ones(len(self.rest), dtype=bool)
         for place in (everywhere, self.far):
@@ -122,23 +122,23 @@ class Scene:
         return None
 
     def _ends(self, chosen: Bools) -> tuple[Bools, Bools]:
-        """The first and the last third of the steps: the upward part of a cut sampling is in few tokens."""
+        """Return the first and last third of the steps: with truncated sampling, few tokens have an upward part."""
         early, late = np.quantile(self.pairs.step[chosen], (1 / 3, 2 / 3)) if chosen.any() else (0, 0)
         return chosen & (self.pairs.step <= early), chosen & (self.pairs.step > late)
 
     def size(self, chosen: Bools) -> float:
-        """Mean absolute rest of some tokens."""
+        """Return the mean absolute rest of the chosen tokens, in nats."""
         return float(np.abs(self.rest[chosen]).mean()) if chosen.any() else 0.0
 
 
 def first_tokens(pairs: TokenPairs) -> int:
-    """How many tokens of a response are its first: four, or a quarter of short ones."""
+    """Return how many tokens count as a response's first: four, or a quarter of short responses."""
     _, counts = np.unique(pairs.trajectory, return_counts=True)
     return int(np.clip(np.median(counts) // 4, 1, 4)) if len(counts) else 1
 
 
 def temperature(scene: Scene) -> Sign:
-    """Another temperature: it is there from the first step on, and draws a line through the differences."""
+    """Find a different temperature: a line through the differences, present from the first step on."""
     newest = _newest_weights(scene)
     most_explained = 0.0
     for pool in (newest, newest & scene.far):
@@ -146,7 +146,7 @@ def temperature(scene: Scene) -> Sign:
         ratio, explained, fitted = fit_temperature(scene.pairs, first)
         size = scene.size(first)
         if size <= EXACT:
-            return Sign(name="temperature", texts=(f"the first tokens differ by {size:.2g} nats only",))
+            return Sign(name="temperature", texts=(f"the first tokens differ by only {size:.2g} nats",))
         is_cut = upward_share(scene.rest[first]) < ONE_SIDED
         most_explained = max(most_explained, explained)
         if explained >= (FIT_IF_CUT if is_cut else FIT):
@@ -158,16 +158,19 @@ def temperature(scene: Scene) -> Sign:
     scene.rest = scene.rest - fitted
     scene.has_line = True
     texts = [
-        f"one ratio of temperatures, engine's over learner's about {ratio:.3g}, explains {_share(explained)} "
+        f"one temperature ratio, engine over learner about {ratio:.3g}, explains {_share(explained)} "
         "of the squared difference of the first tokens"
     ]
     if scene.facts.temperature not in (None, 1.0):
-        texts.append(f"rollout.temperature is {scene.facts.temperature:g}: one side does not apply it")
+        texts.append(f"rollout.temperature is {scene.facts.temperature:g}, and one side does not apply it")
     return Sign(name="temperature", nats=max(before - scene.size(scene.pure), 0.0), texts=tuple(texts))
 
 
 def stale_rollouts(scene: Scene) -> Sign:
-    """Tokens of older versions differ more: the name is stale_weights where no newer version ever came."""
+    """Find stale rollouts: tokens of older versions differ more.
+
+    The sign is named stale_weights if no newer version ever arrived.
+    """
     staleness = scene.pairs.staleness
     known = staleness >= 0
     fresh = _newest_weights(scene)
@@ -175,7 +178,7 @@ def stale_rollouts(scene: Scene) -> Sign:
     if not known.any() or not old.any():
         what = f"every token is {int(staleness[known].max())} versions old" if known.any() else "no versions are known"
         if known.any() and not staleness[known].any():
-            what = "every token is of the learner's weights, as the engine says"
+            what = "every token was sampled with the learner's weights, according to the engine"
         return Sign(name="stale_rollouts", texts=(what,))
     levels = _by_level(scene, staleness, known)
     grown = scene.growth(fresh, old)
@@ -184,18 +187,18 @@ def stale_rollouts(scene: Scene) -> Sign:
     scene.pure = scene.pure & ~old
     stuck = _stuck_version(scene.pairs)
     if stuck is not None:
-        text = f"no token is of newer weights than version {stuck}, while the learner went on"
+        text = f"no token was sampled by weights newer than version {stuck}, although the learner advanced"
         return Sign(name="stale_weights", nats=grown[1], texts=(text, f"the difference grows with staleness: {levels}"))
     return Sign(name="stale_rollouts", nats=grown[1], texts=(f"the difference grows with staleness: {levels}",))
 
 
 def stale_weights(scene: Scene) -> Sign:
-    """The difference grows from step to step among tokens that say they are of the same age."""
+    """Find stale weights: the difference grows with the steps among tokens of the same reported staleness."""
     pool = _newest_weights(scene)
     first = _earliest(scene, pool)
     later = pool & ~first & (scene.pairs.step > _last(scene.pairs.step[first]))
     if not later.any():
-        return Sign(name="stale_weights", texts=("there is one step to look at only",))
+        return Sign(name="stale_weights", texts=("only one step is recorded",))
     steps = _by_third(scene, pool)
     grown = scene.growth(first, later)
     if grown is None:
@@ -209,7 +212,7 @@ def stale_weights(scene: Scene) -> Sign:
 
 
 def template(scene: Scene) -> Sign:
-    """The first tokens of responses differ more than later ones."""
+    """Find a template mismatch: the first tokens of responses differ more than later ones."""
     pairs, pure = scene.pairs, scene.pure
     edge = first_tokens(pairs)
     first, later = pure & (pairs.position < edge), pure & (pairs.position >= edge)
@@ -224,12 +227,14 @@ def template(scene: Scene) -> Sign:
     usual = scene.contrast(far, near)
     excess = float(np.abs(scene.rest[near]).sum()) / int(pure.sum()) * max(1.0 - usual.before / usual.after, 0.0)
     scene.pure = far
-    text = f"the difference is at the first tokens and decays: {places}; {found.times:.3g} times, at equal doubt"
+    text = (
+        f"the difference is largest at the first tokens and decays: {places}; {found.times:.3g} times, at equal doubt"
+    )
     return Sign(name="template", nats=excess, texts=(text,))
 
 
 def truncation(scene: Scene) -> Sign:
-    """The engine's logprobs are higher for nearly every token, by the mass that it left out."""
+    """Find truncated sampling: the engine's logprobs are higher for nearly every token, by the removed mass."""
     cuts = scene.facts.cuts
     rest = scene.rest[scene.pure]
     kept, lost = cut_mass(scene.pairs.diff[scene.pure], certain=CERTAIN)
@@ -241,44 +246,51 @@ def truncation(scene: Scene) -> Sign:
     least_lost = LOST_MASS / 4.0 if scene.has_line else LOST_MASS
     is_one_sided = max(up, num_up) <= most_up and len(seen) >= MIN_TOKENS
     if size <= EXACT or not is_one_sided or lost < least_lost:
-        text = f"{_share(num_up)} of the tokens differ upwards, and the mean ratio is {kept:.4f}"
+        text = f"the learner's logprobs are higher for {_share(num_up)} of the tokens, and the mean ratio is {kept:.4f}"
         return Sign(name="truncation", texts=(text,))
     texts = [
-        f"the engine's logprobs are the higher ones: {_share(1.0 - num_up)} of the tokens differ that way, "
-        f"with {_share(1.0 - up)} of the difference",
-        f"the learner gives {_share(kept)} of its mass to what the engine may draw; without a cut it is all",
+        f"the engine's logprobs are higher for {_share(1.0 - num_up)} of the tokens, which have "
+        f"{_share(1.0 - up)} of the difference",
+        f"the learner assigns {_share(kept)} of its mass to what the engine can sample; without truncation, all",
     ]
-    said = ", ".join(cuts) if cuts else "the settings that are recorded cut nothing: look at the engine's own defaults"
+    said = ", ".join(cuts) if cuts else "the recorded settings do not truncate: look at the engine's own defaults"
     return Sign(name="truncation", nats=(1.0 - 2.0 * up) * size, texts=(*texts, said))
 
 
 def routing(scene: Scene, *, is_cut: bool = False) -> Sign:
-    """A few tokens carry most of the difference, wherever they stand; of a cut sampling, of its upward part."""
+    """Find routing differences: a few tokens at any position carry most of the difference.
+
+    With truncated sampling, only the upward part counts.
+    """
     if scene.facts.replays:
         return Sign(name="routing", texts=("the learner replays the engine's experts",))
     pure = scene.pure & scene.is_open
     rest = np.maximum(scene.rest[pure], 0.0) if is_cut else scene.rest[pure]
     found = find_outliers(rest, scene.doubt[pure], beyond=OUTLIER, floor=EXACT / 10.0)
     if is_cut and not scene.facts.is_mixture:
-        return Sign(name="routing", texts=("no mixture of experts is recorded, and a cut sampling explains outliers",))
+        return Sign(
+            name="routing", texts=("no mixture of experts is recorded, and truncated sampling explains outliers",)
+        )
     share = f"{found.count} tokens of {int(pure.sum())} ({_share(found.tokens)}) carry {_share(found.carried)} of it"
     is_few = found.count >= 3 and found.tokens <= MOST_OUTLIERS
     carried = found.carried * float(np.abs(rest).sum()) / max(int(scene.pure.sum()), 1)
     if not is_few or found.carried < OUTLIER_SHARE or carried <= EXACT / 2.0:
-        text = f"it is spread over the tokens: {share}, more than {OUTLIER:g} times the median"
+        text = f"the difference is spread over the tokens: {share}, more than {OUTLIER:g} times the median"
         return Sign(name="routing", texts=(text,))
     texts = [f"{share}, {found.times:.3g} times the median on average"]
     if not scene.facts.is_mixture:
-        texts.append("that the policy is a mixture of experts is not recorded; if it is none, look at kernels instead")
+        texts.append(
+            "the run does not record whether the policy is a mixture of experts; if it is dense, look at kernels"
+        )
     return Sign(name="routing", nats=carried * (2.0 if is_cut else 1.0), texts=tuple(texts))
 
 
 SIGNS: tuple[Callable[[Scene], Sign], ...] = (temperature, stale_rollouts, stale_weights, template)
-"""In the order in which they are separated."""
+"""Signs in the order of their separation."""
 
 
 def remainder(scene: Scene, nats: float, *, is_proven: bool = False) -> Sign:
-    """What no other cause accounts for; stale weights do, where a proof found some and rounding is too small for it."""
+    """Attribute the rest: to stale weights if a proof failed and rounding is too small, else by its size."""
     pure = scene.pure
     size = scene.size(pure)
     is_large = size > ROUNDED or (scene.facts.is_exact and size > 10.0 * EXACT)
@@ -286,26 +298,27 @@ def remainder(scene: Scene, nats: float, *, is_proven: bool = False) -> Sign:
     if is_proven and (is_large or scene.facts.is_exact):
         text = (
             f"{size:.2g} nats are more than rounding explains ({scene.facts.dtypes}), no other cause shows, "
-            "and the engine's weights are proven to be others"
+            "and the proof shows that the engine's weights differ"
         )
         return Sign(name="stale_weights", nats=nats, texts=(text,))
     if is_large and len(staleness) and staleness.min() >= 1:
         text = (
-            f"every token is of weights at least {int(staleness.min())} versions old; there is nothing to compare with"
+            f"every token was sampled by weights at least {int(staleness.min())} versions old; there is none newer "
+            "to compare with"
         )
         return Sign(name="stale_rollouts", nats=nats, texts=(text,))
     up = upward_share(scene.rest[pure])
     doubtful = correlation(np.abs(scene.rest[pure]), scene.doubt[pure])
-    shape = f"{_share(up)} of the difference is upwards; its correlation with doubt (1 - p) is {doubtful:.2f}"
+    shape = f"{_share(up)} of the difference is upward; its correlation with doubt (1 - p) is {doubtful:.2f}"
     if is_large:
         text = f"{size:.2g} nats are more than rounding explains ({scene.facts.dtypes}), and no other cause shows"
-        text += f"; it is there {_since(scene.pairs)}"
+        text += f"; present {_since(scene.pairs)}"
         return Sign(name="other_computation", nats=nats, texts=(text, shape))
     return Sign(name="precision", nats=nats, texts=(f"{size:.2g} nats with the {scene.facts.dtypes}", shape))
 
 
 def _newest_weights(scene: Scene) -> Bools:
-    """Tokens of the lowest staleness, and of the next where those are too few; all where versions are unknown."""
+    """Return tokens of the lowest staleness, and the next if too few; all tokens if versions are unknown."""
     staleness = scene.pairs.staleness
     known = np.sort(staleness[staleness >= 0])
     if not len(known):
@@ -316,7 +329,7 @@ def _newest_weights(scene: Scene) -> Bools:
 
 
 def _earliest(scene: Scene, pool: Bools) -> Bools:
-    """Tokens of the earliest steps, as many as a mean needs."""
+    """Return tokens of the earliest steps, at least MIN_TOKENS of them."""
     steps = np.sort(scene.pairs.step[pool & scene.is_open])
     if not len(steps):
         return pool
@@ -331,11 +344,11 @@ def _last(steps: Ints) -> int:
 
 def _since(pairs: TokenPairs) -> str:
     first = int(pairs.step.min())
-    return "from the first step on" if first <= 1 else f"from step {first} on, the first that is recorded"
+    return "from the first step on" if first <= 1 else f"from step {first} on, the first recorded one"
 
 
 def _stuck_version(pairs: TokenPairs) -> int | None:
-    """The version that all later tokens have, where the learner made at least three in that time."""
+    """Return the version of all tokens of the later half, if the learner made at least three in that time."""
     steps = np.unique(pairs.step)
     late = (pairs.step >= steps[len(steps) // 2]) & (pairs.version >= 0)
     versions, made = np.unique(pairs.version[late]), np.unique(pairs.policy_version[late])

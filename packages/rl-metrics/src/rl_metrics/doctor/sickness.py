@@ -13,18 +13,18 @@ COVERED: dict[Kind, tuple[str, ...]] = {
     "mismatch": ("weights_proof", "engine_mismatch", "off_policy"),
     "memory": ("memory",),
 }
-"""Rules whose findings the doctor's own looks explain better."""
+"""Rules that the doctor's own diagnosis covers, by kind of problem."""
 
 
 def judge_health(run: RunRecord, *, known: Sequence[Ailment]) -> tuple[tuple[Ailment, ...], Reading | None]:
-    """The known ailments and those that health adds; a reading where health finds nothing.
+    """Return the known problems and those from the health rules, or a reading if the rules find nothing.
 
-    A finding that no earlier one explains is an ailment, unless a known one covers its rule. One that follows from
-    another is a line of that one's ailment.
+    A finding that no earlier one explains is a problem, unless a known problem covers its rule. A finding that follows
+    from another is a line of that problem.
 
     Args:
-        run: Any.
-        known: Ailments that were found.
+        run: Record of the run.
+        known: Problems found so far.
     """
     verdict = judge_run(run)
     if not verdict.findings:

@@ -1,4 +1,4 @@
-"""The tokens of a run with both logprobs: the engine's, and the learner's just before its update."""
+"""Tokens of a run with both logprobs: the engine's, and the learner's before its update."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ Bools = NDArray[np.bool_]
 
 UNKNOWN_VERSION = -1
 LEAST_DOUBT = 0.02
-"""Below it a token is all but certain, and its difference mostly rounding."""
+"""Minimum doubt; below it, a token is nearly certain, and its difference mostly rounding."""
 MOST_LOGPROB = 1e-3
-"""Rounding apart, a logprob is at most 0; what is above is none."""
+"""Maximum valid logprob: 0 apart from rounding."""
 MAX_TOKENS = 400_000
-"""With more, every second trajectory is left out, as often as needed: what is looked at stays spread over the run."""
+"""Maximum number of tokens. Beyond it, every second trajectory is dropped repeatedly, to keep the whole run covered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +27,13 @@ class TokenPairs:
 
     Attributes:
         rollout: float64, the engine's logprobs.
-        policy: float64, the learner's.
-        entropy: float64, of the learner's distribution; NaN where unknown.
-        version: int64, of the weights that sampled the token, as the engine says; -1 where unknown.
-        policy_version: int64, of the learner before its update.
-        step: int64.
-        position: int64, in the response, from 0.
-        trajectory: int64, which of the run.
+        policy: float64, the learner's logprobs before its update.
+        entropy: float64, entropy of the learner's distribution in nats; NaN if unknown.
+        version: int64, version of the weights that sampled the token, according to the engine; -1 if unknown.
+        policy_version: int64, version of the learner before its update.
+        step: int64, step that trained the token.
+        position: int64, position in the response, from 0.
+        trajectory: int64, index of the trajectory in the run.
     """
 
     rollout: Floats
@@ -55,20 +55,20 @@ class TokenPairs:
 
     @property
     def staleness(self) -> Ints:
-        """Versions between the engine's weights and the learner's; -1 where unknown."""
+        """Versions between the engine's weights and the learner's; -1 if unknown."""
         behind: Ints = np.where(self.version < 0, UNKNOWN_VERSION, np.maximum(self.policy_version - self.version, 0))
         return behind
 
     @property
     def doubt(self) -> Floats:
-        """1 - p, and 0.02 at least: to first order, a change of a token's logit changes its logprob by this factor."""
+        """1 - p, at least 0.02; to first order, a change of a token's logit changes its logprob by this factor."""
         p = np.exp(np.maximum(np.minimum(self.policy, self.rollout), -50.0))
         doubt: Floats = np.maximum(1.0 - p, LEAST_DOUBT)
         return doubt
 
 
 def read_pairs(rows: Iterable[RolloutRow], *, max_tokens: int = MAX_TOKENS) -> TokenPairs:
-    """The tokens of trajectories; those that lack either column give none."""
+    """Return the tokens of trajectories; trajectories without both columns have none."""
     parts: list[Floats] = []
     num_tokens, stride = 0, 1
     for index, row in enumerate(rows):
@@ -87,7 +87,7 @@ def read_pairs(rows: Iterable[RolloutRow], *, max_tokens: int = MAX_TOKENS) -> T
 
 
 def _part(index: int, row: RolloutRow) -> Floats | None:
-    """[8, n] columns of one trajectory; None where it has no token to compare."""
+    """Return the [8, n] columns of one trajectory, or None without a token to compare."""
     if not {"rollout_logprobs", "policy_logprobs"} <= row.columns.keys() or not row.tokens:
         return None
     size = len(row.tokens)

@@ -1,4 +1,4 @@
-"""Statistics by which causes of a mismatch differ: pure functions of tokens."""
+"""Token statistics that distinguish causes of a mismatch, as pure functions."""
 
 import math
 from dataclasses import dataclass
@@ -12,15 +12,16 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large a difference is.
+    """Size of a difference.
 
     Attributes:
-        tokens: Compared.
-        mean_abs: Of the logprobs' differences, nats.
-        largest: Of them.
+        tokens: Number of compared tokens.
+        mean_abs: Mean absolute difference of logprobs, in nats.
+        largest: Maximum absolute difference, in nats.
         k1_kl: Mean of the engine's minus the learner's logprob.
-        k3_kl: Mean of ratio - 1 - log ratio; both estimate the same KL where the engine draws from what it says.
-        ppl_ratio: Learner's over engine's perplexity of a response, mean.
+        k3_kl: Mean of ratio - 1 - log ratio; equals k1 in expectation if the engine samples from the distribution it
+            reports.
+        ppl_ratio: Mean over responses of the learner's perplexity over the engine's.
     """
 
     tokens: int
@@ -32,7 +33,7 @@ class Size:
 
 
 def measure(pairs: TokenPairs) -> Size:
-    """The size of the difference; of no tokens it is 0."""
+    """Return the size of the difference; 0 without tokens."""
     if not len(pairs):
         return Size(tokens=0, mean_abs=0.0, largest=0.0, k1_kl=0.0, k3_kl=0.0, ppl_ratio=1.0)
     diff = np.clip(pairs.diff, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -49,9 +50,9 @@ def measure(pairs: TokenPairs) -> Size:
 
 
 def rank_sum_z(first: Floats, second: Floats) -> float:
-    """How surely the second are larger than the first, in standard deviations (Mann-Whitney); 0 where either is empty.
+    """Return by how many standard deviations the second sample ranks above the first (Mann-Whitney).
 
-    Equal values share their mean rank.
+    Equal values share their mean rank. The result is 0 if either sample is empty.
     """
     m, n = len(first), len(second)
     if not m or not n:
@@ -69,12 +70,12 @@ def rank_sum_z(first: Floats, second: Floats) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """Two groups of tokens, at equal doubt.
+    """Comparison of two groups of tokens at equal doubt.
 
     Attributes:
-        before: Mean absolute difference of the first group, nats, at the doubt of all.
-        after: Of the second.
-        z: How surely the second is larger, in standard deviations.
+        before: Mean absolute difference of the first group, in nats, at the mean doubt of all tokens.
+        after: The same of the second group.
+        z: Significance of the second being larger, in standard deviations.
     """
 
     before: float
@@ -83,12 +84,12 @@ class Contrast:
 
     @property
     def times(self) -> float:
-        """The second over the first; where the first is 0 or rounding, as if it were 1e-5."""
+        """The second over the first, which counts as at least 1e-5."""
         return self.after / max(self.before, 1e-5)
 
 
 def contrast(diff: Floats, doubt: Floats, first: Bools, second: Bools) -> Contrast:
-    """Whether one group of tokens differs more than another, beside being less certain."""
+    """Compare the differences of two groups of tokens, corrected for doubt."""
     scaled = np.abs(diff) / doubt
     usual = float(doubt.mean()) if len(doubt) else 0.0
     before, after = (float(scaled[group].mean()) if group.any() else 0.0 for group in (first, second))
@@ -96,19 +97,20 @@ def contrast(diff: Floats, doubt: Floats, first: Bools, second: Bools) -> Contra
 
 
 def fit_temperature(pairs: TokenPairs, anchor: Bools) -> tuple[float, float, Floats]:
-    """Fit the line that one ratio of temperatures draws through the differences of the anchor's tokens.
+    """Fit one ratio of temperatures to the differences of the anchor tokens.
 
-    With r the engine's logprobs of a position, the learner's are g r - log sum exp(g r), g the ratio; the derivative at
-    g = 1 is r + H, H the entropy there. The engine's side is the lever because the tokens were drawn from it: errors of
-    the learner's side then are errors of the difference alone, and draw no line. Without entropies H is left out.
+    Let r be the engine's logprobs at a position and g the ratio. The learner's logprobs are g r - log sum exp(g r),
+    with derivative r + H at g = 1, where H is the entropy. The fit uses the engine's logprobs because the tokens were
+    sampled from them: errors of the learner's logprobs then affect only the difference, and produce no line. Without
+    entropies, H is left out.
 
     Args:
         pairs: All tokens.
-        anchor: [N] those to fit.
+        anchor: [N] bool, tokens to fit.
 
     Returns:
-        The engine's temperature over the learner's, the share of the squared difference that the line explains, and
-        [N] the differences of all tokens as the line has them.
+        The engine's temperature over the learner's, the share of the squared difference explained by the fit, and the
+        [N] fitted differences of all tokens.
     """
     has_entropy = bool(len(pairs)) and bool(np.isfinite(pairs.entropy).mean() > 0.99)
     lever = pairs.rollout + np.nan_to_num(pairs.entropy) if has_entropy else pairs.rollout
@@ -124,21 +126,22 @@ def fit_temperature(pairs: TokenPairs, anchor: Bools) -> tuple[float, float, Flo
 
 
 def upward_share(diff: Floats) -> float:
-    """Share of the absolute difference that is upwards: the learner thinks the token likelier than the engine."""
+    """Return the share of the absolute difference in tokens that are more likely to the learner than to the engine."""
     total = float(np.abs(diff).sum())
     return float(np.maximum(diff, 0.0).sum()) / total if total else 0.5
 
 
 def cut_mass(diff: Floats, *, certain: float) -> tuple[float, float]:
-    """How much of the learner's distribution the engine may draw.
+    """Measure how much of the learner's distribution the engine can sample.
 
     Args:
         diff: [N] differences.
-        certain: Standard errors by which a mean ratio is below 1 where chance does not explain it.
+        certain: Standard errors below 1 at which chance cannot explain a mean ratio.
 
     Returns:
-        Mean ratio of learner's to engine's probability, the mass that the engine keeps: 1 for full distributions; and
-        the share of the ratios' distance from 1 that is a mean below 1, 0 where chance explains it.
+        The mean ratio of the learner's to the engine's probability, which is the mass that the engine keeps (1 for full
+        distributions); and the share of the ratios' distance from 1 that comes from a mean below 1, 0 if chance
+        explains it.
     """
     if not diff.any():
         return 1.0, 0.0
@@ -152,13 +155,13 @@ def cut_mass(diff: Floats, *, certain: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outliers:
-    """Tokens that differ by many times what is usual at their doubt.
+    """Tokens that differ by many times the usual difference at their doubt.
 
     Attributes:
-        count: How many.
-        tokens: Share of the tokens.
-        carried: Share of the absolute difference that they carry.
-        times: Their mean difference over the median, at equal doubt.
+        count: Number of outliers.
+        tokens: Share of all tokens.
+        carried: Share of the absolute difference in outliers.
+        times: Mean difference of outliers over the median, at equal doubt.
     """
 
     count: int
@@ -168,13 +171,13 @@ class Outliers:
 
 
 def find_outliers(diff: Floats, doubt: Floats, *, beyond: float, floor: float) -> Outliers:
-    """The outliers among tokens.
+    """Find outliers among tokens.
 
     Args:
-        diff: [N] differences.
-        doubt: [N] of the tokens.
-        beyond: Times the median that make an outlier.
-        floor: Nats, at full doubt, that the median counts as at least, so that float32's rounding makes none.
+        diff: [N] differences, in nats.
+        doubt: [N] doubt of the tokens.
+        beyond: Minimum ratio of an outlier to the median.
+        floor: Minimum value of the median, in nats at full doubt, so that float32 rounding makes no outliers.
     """
     total = float(np.abs(diff).sum())
     if not total:
@@ -191,7 +194,7 @@ def find_outliers(diff: Floats, doubt: Floats, *, beyond: float, floor: float) -
 
 
 def correlation(x: Floats, y: Floats) -> float:
-    """Pearson's; 0 where either does not vary."""
+    """Return Pearson's correlation; 0 if either is constant."""
     if len(x) < 3 or not x.std() or not y.std():
         return 0.0
     return float(np.corrcoef(x, y)[0, 1])

@@ -20,25 +20,25 @@ HANG_FILE = "hang.json"
 MAX_GROUPS = 50
 MAX_ROLES = 1_000
 MAX_ITEMS = 100
-"""Waits, leases or counts of a role."""
+"""Maximum number of waits, leases or counts of a role."""
 MAX_STACK = 32_000
 MAX_STACKS = 4_000_000
-"""Characters, of all roles together."""
+"""Maximum number of characters of all roles' stacks."""
 MAX_TEXT = 4_000
 MAX_FILE_BYTES = 64 << 20
 
 
 @record
 class GroupRow:
-    """A group that is not done.
+    """An unfinished group.
 
     Attributes:
-        uid: Its prompt.
-        state: As in the queue's ledger: issued or settled.
-        missing: Sessions that are not settled.
-        age_s: Since it was issued, the last time.
-        attempt: 1, and one more each time that it was issued again.
-        holder: The role that has it; None where nobody has.
+        uid: Identifier of its prompt.
+        state: State in the queue's ledger: issued or settled.
+        missing: Indices of the sessions that are not settled.
+        age_s: Seconds since its latest issue.
+        attempt: Number of times it was issued.
+        holder: Role that holds it; None if no role does.
     """
 
     uid: str
@@ -56,14 +56,14 @@ class HangReport:
     Attributes:
         at: Time of the report, in ISO 8601.
         run: The run's folder.
-        no_progress_s: Since the last progress.
-        last_progress: What that was.
-        roles: What each does.
-        queue: `TransferQueue.stats`; empty where the queue did not answer.
-        groups: Those that are not done; of a file, the oldest MAX_GROUPS.
+        no_progress_s: Seconds since the last progress.
+        last_progress: Description of the last progress.
+        roles: Report of each role.
+        queue: `TransferQueue.stats`; empty if the queue did not answer.
+        groups: Unfinished groups; a file has the oldest MAX_GROUPS.
         verdict: Who waits for whom, in words.
-        causes: Where the waits end.
-        format: Tells this file from others.
+        causes: Ends of the waits.
+        format: Identifier of the file format.
     """
 
     at: str
@@ -80,7 +80,7 @@ class HangReport:
 
 @converts_arguments
 def write_hang_report(path: Path, report: HangReport) -> None:
-    """Write a report, cut where it is too long; a reader sees the old file or the new one.
+    """Write a report atomically, with its sizes bounded.
 
     Raises:
         OSError: The file cannot be written.
@@ -89,21 +89,21 @@ def write_hang_report(path: Path, report: HangReport) -> None:
 
 
 def read_hang_report(path: Path) -> HangReport:
-    """A report that was written, cut where it is too long.
+    """Read a report, with its sizes bounded.
 
     Raises:
-        DataError: The file is missing, too large, or no such report.
+        DataError: The file is missing, too large, or not such a report.
     """
     try:
         return bounded(msgspec.json.decode(read_plain(path, max_bytes=MAX_FILE_BYTES), type=HangReport))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
-            f"{path} must be a hang report as the asynchronous trainer writes it (format rl-hang-1); {error}."
+            f"{path} must be a hang report of the asynchronous trainer (format rl-hang-1); {error}."
         ) from None
 
 
 def bounded(report: HangReport) -> HangReport:
-    """The same with bounded sizes, and without numbers and characters that JSON does not have."""
+    """Return the report with bounded sizes, and only numbers and characters that JSON can encode."""
     roles = report.roles[:MAX_ROLES]
     max_stack = min(MAX_STACK, MAX_STACKS // max(len(roles), 1))
     oldest = sorted(report.groups, key=lambda group: -group.age_s)[:MAX_GROUPS]

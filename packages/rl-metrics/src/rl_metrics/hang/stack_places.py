@@ -1,4 +1,4 @@
-"""Where in its code a role is, read from the stacks that it, or a signal, wrote."""
+"""Position of a role in its code, read from a stack dump of the role or of a signal handler."""
 
 import re
 from pathlib import PurePath
@@ -20,27 +20,27 @@ class _Frame(NamedTuple):
 
 
 def place_of(stack: str, *, depth: int = 2) -> str:
-    """The innermost frames of the call that a role works on, such as "all_reduce (c10d.py:9), called by step (a.py:3)".
+    """Return the innermost frames of a role's current call, such as "all_reduce (c10d.py:9), called by step (a.py:3)".
 
-    Empty where no call is under way, or nothing is known.
+    Empty if no call is running, or nothing is known.
     """
     frames = _working_frames(stack)
     return ", called by ".join(str(frame) for frame in reversed(frames[-depth:]))
 
 
 def innermost_frames(stack: str, *, depth: int = 6) -> list[str]:
-    """The frames of a stack's first thread, innermost first, such as "recv (socket.py:12)"."""
+    """Return the frames of a stack's first thread, innermost first, such as "recv (socket.py:12)"."""
     first = next((frames for frames in _blocks(stack) if frames), [])
     return [str(frame) for frame in first[::-1][:depth]]
 
 
 def is_in_collective(stack: str) -> bool:
-    """True where a call waits for other ranks of torch.distributed."""
+    """Return True if a call waits for other ranks in torch.distributed."""
     return any(PurePath(frame.file).name == _COLLECTIVES for frame in _working_frames(stack))
 
 
 def _working_frames(stack: str) -> list[_Frame]:
-    """Of the thread, else the task, in which a method of the role runs; outermost first, from that method on."""
+    """Return the frames of the thread or task that runs a method of the role, outermost first, from that method on."""
     for frames in _blocks(stack):
         indices = [index for index, frame in enumerate(frames) if frame.file.endswith(_SERVED)]
         if indices and indices[-1] + 1 < len(frames):
@@ -49,7 +49,7 @@ def _working_frames(stack: str) -> list[_Frame]:
 
 
 def _blocks(stack: str) -> list[list[_Frame]]:
-    """Frames of each thread, then of each task, outermost first."""
+    """Return the frames of each thread, then of each task, outermost first."""
     current: list[_Frame] = []
     threads, tasks = [current], list[list[_Frame]]()
     for line in stack.splitlines():

@@ -1,4 +1,4 @@
-"""Finds the cause of a hang by following the waits between roles. Pure functions of the roles' reports."""
+"""Cause of a hang, found by following the waits between roles; pure functions of the roles' reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ MAX_CHAINS = 5
 def judge_hang(
     roles: Sequence[RoleReport], queue_stats: Mapping[str, float], groups: Sequence[GroupRow]
 ) -> tuple[str, tuple[str, ...]]:
-    """Who waits for whom, in words, and where these waits end.
+    """Return who waits for whom, in words, and where these waits end.
 
-    Each role's longest wait is followed, from role to role, until one that does not answer, is dead, computes, or
-    depends on something outside of the run; a circle of waits is a deadlock.
+    Follows each role's longest wait from role to role, until one that does not answer, is dead, computes, or depends on
+    something outside the run. A circle of waits is a deadlock.
 
     Args:
-        roles: What each role does; the story starts with the first ones.
-        queue_stats: `TransferQueue.stats`; empty where the queue did not answer.
-        groups: Those that are not done.
+        roles: Report of each role; the verdict starts with the first ones.
+        queue_stats: `TransferQueue.stats`; empty if the queue did not answer.
+        groups: Unfinished groups.
 
     Returns:
-        The sentences, and the causes alone, most important first; both say so where no cause is known.
+        The verdict in sentences, and the causes alone, most important first. Both say if no cause is known.
     """
     scene = _Scene(roles, queue_stats, groups)
     chains = _chains(scene)
@@ -42,14 +42,14 @@ def judge_hang(
             sentences.append(f"{apart}.")
             causes.append(apart)
     if not causes:
-        unknown = "no role waits for anything that is known, and all answer: see their stacks"
+        unknown = "no role has a known wait, and all answer: see their stacks"
         return f"{unknown}.", (unknown,)
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences), tuple(dict.fromkeys(causes))
 
 
 @dataclass(slots=True)
 class _Chain:
-    """Waits that follow from one another."""
+    """Waits that depend on one another."""
 
     path: list[str] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One wait: its words, who is next, and where nobody is, why it does not end."""
+    """One wait: its description, the next role, and without a next role the cause."""
 
     words: str
     next: RoleReport | None = None
@@ -82,7 +82,7 @@ class _Scene:
         self.apart = _ranks_apart(roles)
 
     def find(self, name: str) -> RoleReport | None:
-        """A role; of a role that is meant with all its ranks, one that is in trouble, else the first."""
+        """Return a role by name; for the name of all its ranks, a rank in trouble, else the first."""
         for role in self.roles:
             if role.name == name:
                 return role
@@ -90,7 +90,7 @@ class _Scene:
         return next((rank for rank in ranks if _trouble(rank)), ranks[0] if ranks else None)
 
     def awaited_by(self, role: RoleReport) -> set[str]:
-        """Roles that a role waits for, also those that have a group for it."""
+        """Return the roles that a role waits for, including those that hold a group for it."""
         steps = [self.step(role, wait).next for wait in role.waits]
         return {wait.on for wait in role.waits} | {one.name for one in steps if one is not None}
 
@@ -110,7 +110,7 @@ class _Scene:
         )
 
     def _room(self, role: RoleReport, words: str) -> _Step:
-        """The queue is full: who should take something out of it?"""
+        """Explain a wait for capacity of a full queue."""
         full = f"the queue is full ({self.queue_stats.get('rows', 0.0):.0f} rows)"
         others = [other for other in self.roles if other.name != role.name]
         for other in others:
@@ -118,11 +118,11 @@ class _Scene:
                 return _Step(f"{words}; {full}, and {other.name} has leased {len(other.leases)} of its groups", other)
         for other in others:
             if any(wait.on in (GROUPS, QUEUE) for wait in other.waits):
-                return _Step(f"{words}; {full}, and {other.name}, which should take groups out, has none", other)
+                return _Step(f"{words}; {full}, and {other.name}, which should lease groups, has none", other)
         return _Step(words, cause=f"{full}, and nobody leases from it")
 
     def _ready(self, role: RoleReport, words: str) -> _Step:
-        """Groups are not ready: who makes them so?"""
+        """Explain a wait for groups that are not ready."""
         unsettled = sorted((group for group in self.groups if group.missing), key=lambda group: -group.age_s)
         if unsettled:
             oldest = unsettled[0]
@@ -137,8 +137,8 @@ class _Scene:
         if settled:
             return _Step(
                 words,
-                cause=f"{len(settled)} groups are settled and nobody holds them: they lack columns, or are not those "
-                f"that {role.name} wants",
+                cause=f"{len(settled)} groups are settled and nobody holds them: they lack columns, or {role.name} "
+                f"does not want them",
             )
         return _Step(words, cause="no group is in flight and none is issued: nothing can become ready")
 
@@ -147,12 +147,12 @@ class _Scene:
             return _Step(words, cause=cause)
         holder = self.find(group.holder)
         if holder is None:
-            return _Step(words, cause=f"{group.uid} is with {group.holder}, which is unknown")
-        return _Step(f"{words}; {group.uid} is with {holder.name}", holder)
+            return _Step(words, cause=f"{group.uid} is held by {group.holder}, which is unknown")
+        return _Step(f"{words}; {group.uid} is held by {holder.name}", holder)
 
 
 def _chains(scene: _Scene) -> list[_Chain]:
-    """The stories, from those roles first that nobody else waits for."""
+    """Return the chains of waits, starting with roles that no other role waits for."""
     waiting = [role for role in scene.roles if role.waits and not _trouble(role)]
     awaited = {name for role in waiting for name in scene.awaited_by(role) if name != role.name}
     told: set[str] = set()
@@ -190,7 +190,7 @@ def _follow(scene: _Scene, start: RoleReport, told: set[str]) -> _Chain:
 
 
 def _trouble(role: RoleReport) -> str:
-    """Why nothing can be expected of a role; empty where it serves."""
+    """Return why a role cannot make progress; empty if it serves."""
     if not role.is_answering:
         place = place_of(role.stack)
         where = f", it is in {place}" if place else ""
@@ -202,7 +202,7 @@ def _trouble(role: RoleReport) -> str:
 
 def _describe_work(role: RoleReport) -> str:
     place = place_of(role.stack)
-    doing = f"is in {place}" if place else "has no call under way"
+    doing = f"is in {place}" if place else "has no running call"
     return f"{role.name} answers, waits for nobody, and {doing}"
 
 
@@ -225,7 +225,7 @@ def _base(name: str) -> str:
 
 
 def _ranks_apart(roles: Sequence[RoleReport]) -> dict[str, str]:
-    """For each role whose ranks wait in a collective, where its other ranks are instead."""
+    """Return, for each role with ranks in a collective, where its other ranks are."""
     found: dict[str, str] = {}
     ranks_of: dict[str, list[RoleReport]] = {}
     for role in roles:

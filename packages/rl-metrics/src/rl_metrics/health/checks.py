@@ -1,7 +1,7 @@
-"""The kinds of checks: pure functions that evaluate series of metrics at each step.
+"""Kinds of checks: pure functions that evaluate series of metrics at each step.
 
-A check gets columns of finite numbers, each [n] float64 and of the same steps, and gives what it measured at each of
-these, and where that is wrong. Windows end at the step that is judged.
+A check receives columns of finite numbers, each [n] float64 at the same steps. It returns its measured value at each
+step, and whether the value is wrong. Windows end at the judged step.
 """
 
 import math
@@ -19,20 +19,20 @@ Floats = NDArray[np.float64]
 Limits = Mapping[str, float]
 
 SIGNIFICANT_Z = 2.576
-"""Of a Mann-Kendall test at 1 %, both sides."""
+"""Critical value of a two-sided Mann-Kendall test at 1 %."""
 
 MAX_TREND_POINTS = 200
-"""Points that a trend is fitted to; more are thinned."""
+"""Maximum number of points for a trend; longer series are thinned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a check says.
+    """Result of a check.
 
     Attributes:
-        values: [n] float64, what it measured up to each step.
-        is_wrong: [n] bool, where that is beyond the limits.
-        before: What the newest value is compared with; None where it is compared with limits alone.
+        values: [n] float64, value measured at each step.
+        is_wrong: [n] bool, whether the value is beyond the limits.
+        before: Earlier value that the newest is compared with; None if only limits are compared.
     """
 
     values: Floats
@@ -41,53 +41,53 @@ class Measured:
 
 
 CheckKind = Callable[[tuple[Floats, ...], Limits, int], Measured]
-"""Columns, limits by name, window in steps; every column has at least one value."""
+"""Function of columns, limits by name, and window in steps; every column has at least one value."""
 
 
 def level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The running median is below `min` or above `max`; of two columns, that of the first over the second."""
+    """Find a running median below `min` or above `max`; with two columns, of their quotient."""
     values = running_median(quotient(columns), window)
     return Measured(values=values, is_wrong=_outside(values, limits))
 
 
 def part_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """As `level`, of the first column's share in the sum of both."""
+    """Apply `level` to the first column's share of the sum of both."""
     return level((columns[0], columns[0] + columns[1]), limits, window)
 
 
 def mean_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The running mean is below `min` or above `max`: for shares of time, which may take turns from step to step."""
+    """Find a running mean below `min` or above `max`; for shares of time, which may alternate between steps."""
     values = _running(np.mean, quotient(columns), window)
     return Measured(values=values, is_wrong=_outside(values, limits))
 
 
 def highest(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """Any value of the window is above `max`: for proofs and counts that should never be so."""
+    """Find any value of the window above `max`; for proofs and counts that must not exceed it."""
     values = _running(np.max, columns[0], window)
     return Measured(values=values, is_wrong=_outside(values, limits))
 
 
 def zero(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """All values of all columns are at most `max` away from 0 throughout the window."""
+    """Find a window in which all values of all columns are within `max` of 0."""
     largest = np.max([np.abs(column) for column in columns], axis=0)
     values = _running(np.max, largest, window)
     return Measured(values=values, is_wrong=values <= limits["max"])
 
 
 def fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The running median has fallen from the best before it by more than the share `max`, and by more than `by`.
+    """Find a running median below its earlier best by more than the share `max`, and by more than `by`.
 
     The share is relative to the best value, or to the gain from the start if that is larger. With `errors`, both
     medians get a margin of that many standard errors, so that the maximum of noise does not count as a gain. A second
-    column has the upper ends of the values' intervals; the medians must then differ by more than their intervals. With
-    `held`, that many consecutive values must have fallen.
+    column holds the upper ends of the values' intervals; the medians must then differ by more than their intervals.
+    With `held`, that many consecutive values must have fallen.
     """
     smooth = running_median(columns[0], window)
     best = np.maximum.accumulate(smooth)
     scale = np.maximum(np.abs(best), best - smooth[0])
     values = _ratio(best - smooth, scale)
     if len(columns) > 1:
-        margin = running_median(columns[1] - columns[0], window) / math.sqrt(2)  # of two, independent ones
+        margin = running_median(columns[1] - columns[0], window) / math.sqrt(2)  # the margin of two independent values
     else:
         margin = limits.get("errors", 0.0) * _median_errors(columns[0], window)
     is_beyond_noise = np.maximum.accumulate(smooth - margin) > smooth + margin
@@ -96,9 +96,10 @@ def fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 
 
 def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The best running median is above the start by less than the share `min`; of the start, or of the second column.
+    """Find a best running median that gained less than the share `min` over the start.
 
-    The second column, where given, is the largest value of each step: what a perfect step would have.
+    The share is of the start, or of the distance from the start to the highest value of the optional second column, if
+    larger. That column holds the maximum of each step.
     """
     smooth = running_median(columns[0], window)
     begun = min(window, len(smooth)) - 1
@@ -112,7 +113,7 @@ def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measure
 
 
 def risen(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The running median is above the start by the share `min` or more; columns as in `no_rise`."""
+    """Find a running median above the start by at least the share `min`; columns as in `no_rise`."""
     smooth = running_median(columns[0], window)
     start = float(smooth[min(window, len(smooth)) - 1])
     top = np.maximum.accumulate(columns[1]) if len(columns) > 1 else np.zeros_like(smooth)
@@ -121,11 +122,11 @@ def risen(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 
 
 def near_top(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The running median has come to the share `min` of the top, and was not there all the time.
+    """Find a running median that has reached the share `min` of the top, and was below it before.
 
-    The top is the highest value so far of the second column, where given: the largest of each step. Else it is the
-    best running median, if that is at least twice the first. The share is of the top's size, or of the way there from
-    the lowest value where that is longer, so that it also means something where values are negative.
+    The top is the highest value so far of the optional second column, which holds the maximum of each step. Without it,
+    the top is the best running median, if that is at least twice the first. The share is of the top's absolute value,
+    or of its distance from the lowest value if that is larger, so that it also works for negative values.
     """
     smooth = running_median(columns[0], window)
     lowest = np.minimum.accumulate(columns[0])
@@ -140,24 +141,24 @@ def near_top(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measur
 
 
 LEAST_GAIN = 1e-6
-"""Of a value: less is rounding."""
+"""Minimum relative gain; less is rounding."""
 
 
 def rises(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The newest window has a rising trend that chance does not explain."""
+    """Find a significant rising trend in the newest window."""
     return _trend(columns[0], limits, window, is_steady=False)
 
 
 def grows(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """A steady growth over the newest window, in both of its halves, by more than the share `max` of its start.
+    """Find steady growth in both halves of the newest window, by more than the share `max` of its start.
 
-    The first `skip` values of all are left out.
+    The first `skip` values of the series are ignored.
     """
     return _trend(columns[0], limits, window, is_steady=True)
 
 
 def jumps(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """More than `count` values of the window are above `least`, and more than `times` the median of the ten before."""
+    """Find more than `count` values of the window above `least` and above `times` the median of the ten before."""
     column = columns[0]
     before = np.concatenate([column[:1], running_median(column, JUMP_BASE)[:-1]])
     is_jump = (column > limits["times"] * before) & (column > limits.get("least", 0.0))
@@ -167,7 +168,7 @@ def jumps(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 
 
 def leap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The median of the newest five values is more than `times` that of the first five, and above `min`."""
+    """Find a median of the newest values above `times` that of the first five, and above `min`."""
     smooth = running_median(columns[0], SHORT)
     start = float(smooth[min(SHORT, len(smooth)) - 1])
     values = running_median(smooth, window)
@@ -176,7 +177,7 @@ def leap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 
 
 def shrunk(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The running median is below the share `min` of the first one, and below `below`."""
+    """Find a running median below the share `min` of the start, and below `below`."""
     smooth = running_median(columns[0], window)
     start = float(np.median(columns[0][: min(SHORT, len(smooth))]))
     values = _ratio(smooth, np.full_like(smooth, start))
@@ -185,10 +186,10 @@ def shrunk(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured
 
 
 def sudden_fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """Within the window, a median of three values is below the share `min` of that five steps before, if at `least`."""
+    """Find a median of three values in the window below the share `min` of that five steps earlier."""
     smooth = running_median(columns[0], 3)
     share = np.ones_like(smooth)
-    if len(smooth) > SHORT + 2:  # full medians alone
+    if len(smooth) > SHORT + 2:  # only medians of three values
         before = smooth[2:-SHORT]
         fallen = _ratio(smooth[SHORT + 2 :], before)
         share[SHORT + 2 :] = np.where(before >= limits.get("least", 0.0), fallen, 1.0)
@@ -197,11 +198,11 @@ def sudden_fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Mea
 
 
 def gap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The second column has come to lie below the first by more than the share `max` of the first: running medians.
+    """Find a running median of the second column below that of the first by more than the share `max` of the first.
 
-    As the two may be sampled in different ways, a gap that was there at first does not count: more than half of it
-    must have come since. Nor does what `errors` standard errors explain. The third column, where given, is the upper
-    end of the second one's interval, and has the errors of that. With `held`, so many values in a row have to be apart.
+    The columns may be sampled differently, so more than half of the gap must have arisen since the start. The gap must
+    also exceed `errors` standard errors. An optional third column holds the upper ends of the second one's intervals,
+    which replace its standard errors. With `held`, that many consecutive values must be apart.
     """
     first, second = (running_median(column, window) for column in columns[:2])
     errors = limits.get("errors", 0.0)
@@ -216,9 +217,9 @@ def gap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 
 
 def lost(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
-    """The newest `max` values or more are not there, or not finite, though nearly all before them were.
+    """Find at least `max` newest values that are missing or not finite, although nearly all before were finite.
 
-    It gets its column with NaN where there is no finite value.
+    The column has NaN for such values.
     """
     del window
     missing = num_lost(columns[0])
@@ -234,24 +235,24 @@ KINDS: dict[str, CheckKind] = {
         *(jumps, leap, shrunk, sudden_fall, gap, lost),
     )
 }
-"""By the name that rules use."""
+"""Kinds by the name that rules use."""
 
 WITH_GAPS = frozenset({"lost"})
-"""Kinds that get columns as they are: from their first finite value on, or whole where they have none."""
+"""Kinds that receive columns with gaps: from the first finite value on, or complete if there is none."""
 
 DENSE = 0.8
-"""Share of the steps that have a metric which every step is meant to have; validations are rarer."""
+"""Minimum share of steps with a metric that counts as recorded at every step; validations are rarer."""
 
 SHORT = 5
 JUMP_BASE = 10
 FIRST_JUMP = 3
-"""Values before the first that can be a jump: the first steps also start things."""
+"""Number of initial values that cannot be jumps, because first steps include start-up."""
 
 
 def num_lost(column: Floats) -> int:
-    """How many of the newest values are not finite, where nearly all from the first finite one on were; else 0.
+    """Return how many newest values are not finite if nearly all from the first finite one on were, else 0.
 
-    All, where none ever was: what a run does not record has no column.
+    If none is finite, all count; a metric that the run does not record has no column.
     """
     finite = np.flatnonzero(np.isfinite(column))
     if not len(finite):
@@ -262,7 +263,7 @@ def num_lost(column: Floats) -> int:
 
 
 def running_median(column: Floats, window: int) -> Floats:
-    """[n] median of the last `window` values up to each; of fewer at the start."""
+    """Return the [n] median of the last `window` values at each step; of fewer at the start."""
     window = max(1, min(window, len(column)))
     ordered: list[float] = []
     start = []
@@ -273,7 +274,7 @@ def running_median(column: Floats, window: int) -> Floats:
 
 
 def _median_errors(column: Floats, window: int) -> Floats:
-    """[n] standard errors of the running median, from how much neighbours differ: a trend is no noise."""
+    """Return [n] standard errors of the running median, from differences of adjacent values, which ignore trends."""
     if len(column) < 3:
         return np.zeros(len(column))
     steps = np.diff(column)
@@ -283,14 +284,14 @@ def _median_errors(column: Floats, window: int) -> Floats:
 
 
 MAD_OF_A_DIFFERENCE = 1.4826 / math.sqrt(2)
-"""Times the median absolute deviation of differences: the standard deviation of what is normally distributed."""
+"""Factor from the median absolute deviation of differences to the standard deviation of normal values."""
 
 MEDIAN_ERROR = math.sqrt(math.pi / 2)
-"""Standard error of a median over that of a mean."""
+"""Ratio of a median's standard error to that of a mean."""
 
 
 def quotient(columns: tuple[Floats, ...]) -> Floats:
-    """[n] the first column over the second; the first alone where there is no other."""
+    """Return the [n] first column over the second; the first alone without a second."""
     return _ratio(columns[0], columns[1]) if len(columns) > 1 else columns[0]
 
 
@@ -311,11 +312,11 @@ def _trend(column: Floats, limits: Limits, window: int, *, is_steady: bool) -> M
 
 
 STEADY_SHARE = 0.4
-"""The slower half of a steady growth has at least this share of the faster one's slope."""
+"""Minimum ratio of the slower half's slope to the faster half's in steady growth."""
 
 
 def _slope(column: Floats) -> float:
-    """Per value."""
+    """Return the Theil-Sen slope per value."""
     return theil_sen(np.arange(len(column), dtype=np.float64), column)
 
 
@@ -334,10 +335,10 @@ def _outside(values: Floats, limits: Limits) -> NDArray[np.bool_]:
 
 
 def _ratio(over: Floats, under: Floats) -> Floats:
-    """[n] quotients; 0 where both are 0."""
+    """Return [n] quotients; 0 if both are 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.nan_to_num(over / under, nan=0.0, posinf=FAR, neginf=-FAR)
 
 
 FAR = 1e300
-"""Stands for a quotient that is not finite."""
+"""Value in place of a quotient that is not finite."""

@@ -1,4 +1,4 @@
-"""What rules of several sides share: metrics by their names, conditions of how the reward does, causes."""
+"""Metric names, reward conditions and causes shared by rules of several sides."""
 
 from rl_metrics.health.rules import Cause, condition
 
@@ -13,14 +13,14 @@ SOLVED = condition(
     SCORE,
     BEST_SCORE,
     window=10,
-    says="the reward is near the best that was seen",
+    says="the reward is near its best so far",
     can_do_with_one=True,
     min=0.95,
 )
-"""The reward is near the largest that was seen, or the best mean where no largest is known: little is left to learn."""
+"""The reward is near the maximum so far, or near the best mean without a maximum: little is left to learn."""
 
 IMPROVES = condition("rises", SCORE, window=30, says="the reward rises", max=0.0)
-"""The reward rises now."""
+"""The reward is rising."""
 
 IMPROVED = condition("rises", SCORE, window=1_000_000, says="the reward has risen", max=0.0)
 """The reward has risen over the whole run."""
@@ -30,18 +30,18 @@ HAS_GAINED = condition(
     SCORE,
     BEST_SCORE,
     window=5,
-    says="the reward has risen by {value:share} of what it could, from {before}",
+    says="the reward has risen by {value:share} of the possible gain, from {before}",
     can_do_with_one=True,
     min=0.25,
 )
-"""The reward is well above its start now: in a short run a trend need not be beyond chance."""
+"""The reward is well above its start; in a short run, the trend may still be insignificant."""
 
 STANDS_STILL = condition(
     "no_rise",
     SCORE,
     BEST_SCORE,
     window=10,
-    says="the reward has hardly risen: by {value:share} of what it could, from {before}",
+    says="the reward has hardly risen: by {value:share} of the possible gain, from {before}",
     otherwise="the reward has risen",
     can_do_with_one=True,
     min=0.2,
@@ -57,43 +57,41 @@ OFF_POLICY = condition(
     STALENESS,
     window=5,
     says="rollouts are {value} versions old",
-    otherwise="rollouts are of the newest weights",
+    otherwise="rollouts are from the newest weights",
     max=0.5,
 )
-"""Rollouts are of older weights than those that they train."""
+"""Rollouts come from older weights than those they train."""
 
 KL_COEFFICIENT = ("actor/kl_coef",)
 
 TOO_FAST = Cause("learning rate too high", "divide the learning rate by three")
 TOO_MANY_UPDATES = Cause("too many updates on the same rollouts", "lower trainer.minibatches and trainer.epochs")
 TOO_OLD = Cause("rollouts are too old", "lower the staleness", rule="off_policy")
-REWARD_ZERO = Cause(
-    "every reward is 0", "call the reward function on a response that you know to be right", rule="reward_zero"
-)
+REWARD_ZERO = Cause("every reward is 0", "call the reward function on a response known to be right", rule="reward_zero")
 EQUAL_REWARDS = Cause("all rewards of each group are equal", "see the finding without_spread", rule="without_spread")
 BROKEN = Cause(
     "the policy was broken by its updates",
-    "go back to a checkpoint from before, with a third of the learning rate",
+    "resume from an earlier checkpoint with a third of the learning rate",
     rule="reward_fell",
 )
 NOT_FINITE = Cause(
     "the policy is no longer finite",
-    "go back to a checkpoint from before, with a third of the learning rate",
+    "resume from an earlier checkpoint with a third of the learning rate",
     rule="lost_metrics",
 )
 RANDOM = Cause(
     "the policy became random",
-    "go back to a checkpoint from before, with a third of the learning rate",
+    "resume from an earlier checkpoint with a third of the learning rate",
     rule="entropy_rise",
 )
 PROVED_STALE = Cause(
     "the engines do not have the learner's weights",
-    "look at the weight proof, and restart the engines",
+    "check the weight proof, and restart the engines",
     rule="weights_proof",
 )
 STUCK = Cause(
     "stale weights: the learner moves, and what the engine writes does not",
-    "look at the weight proof, and restart the engines",
+    "check the weight proof, and restart the engines",
     sign=STANDS_STILL,
 )
 MISMATCH = Cause(

@@ -21,10 +21,10 @@ from rl_metrics.health.families import GRADIENT_ALONE, REWARDED
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 OF_TOKENS = "{metric}: {value:share} of the tokens (at most {max:share} is healthy)"
-BEYOND_USUAL = "{metric} is at {value} nats (0.005 to 0.02 is usual, over {max} is bad)"
+BEYOND_USUAL = "{metric} is at {value} nats (0.005 to 0.02 is usual, above {max} is too high)"
 
-KL_GROWS = condition("rises", REFERENCE_KL, window=1_000_000, says="{metric} grows, if slowly", max=0.0, by=0.001)
-WARMS_UP = condition("rises", "actor/lr", window=30, says="the learning rate still rises", max=0.0)
+KL_GROWS = condition("rises", REFERENCE_KL, window=1_000_000, says="{metric} grows slowly", max=0.0, by=0.001)
+WARMS_UP = condition("rises", "actor/lr", window=30, says="the learning rate is still rising", max=0.0)
 
 CONVERGENCE = (
     Rule(
@@ -45,7 +45,7 @@ CONVERGENCE = (
         causes=(
             MISMATCH,
             TOO_OLD,
-            Cause("advantages are not centred", "look at critic/advantages/mean, and normalize them"),
+            Cause("advantages are not centred", "look at critic/advantages/mean, and normalize advantages"),
             TOO_FAST,
         ),
     ),
@@ -73,14 +73,14 @@ CONVERGENCE = (
     Rule(
         name="policy_held",
         side="convergence",
-        title="the policy leaves the reference",
+        title="the policy moves away from the reference",
         what="The policy does not move away from the reference, and the reward does not rise.",
         severity="critical",
         conditions=(
             condition(
                 "level",
                 REFERENCE_KL,
-                says="{metric} is at {value} nats (0.005 to 0.02 is usual, less means that it does not move)",
+                says="{metric} is at {value} nats (0.005 to 0.02 is usual; below, the policy does not move)",
             ),
         ),
         thresholds=(Threshold("min", 0.005, "running median, nats", GUIDE),),
@@ -105,7 +105,7 @@ CONVERGENCE = (
         name="reference_kl_high",
         side="convergence",
         title="KL to the reference",
-        what="The policy runs away from the reference without a gain in reward.",
+        what="The policy moves far from the reference without a gain in reward.",
         conditions=(condition("level", REFERENCE_KL, says=BEYOND_USUAL),),
         thresholds=(Threshold("max", 0.03, "running median, nats", GUIDE),),
         min_steps=30,
@@ -124,13 +124,13 @@ CONVERGENCE = (
         name="entropy_collapse",
         side="convergence",
         title="entropy does not collapse (0.2 to 0.5 nats is usual)",
-        what="The policy has become deterministic before it learnt the task.",
+        what="The policy became deterministic before it learned the task.",
         severity="critical",
         conditions=(
             condition(
                 "shrunk",
                 "actor/entropy",
-                says="{metric} is at {value:share} of its start, which was {before} nats "
+                says="{metric} is at {value:share} of its start of {before} nats "
                 "(below {min:share} and {below} nats is a collapse)",
                 min="share",
                 below="min",
@@ -138,7 +138,7 @@ CONVERGENCE = (
             condition(
                 "shrunk",
                 "actor/entropy",
-                says="{metric} is at {value:share} of its start, which was {before} nats, and the reward has not risen "
+                says="{metric} is at {value:share} of its start of {before} nats, and the reward has not risen "
                 "(below {min:share} and {below} nats is then a collapse)",
                 needs=(STANDS_STILL,),
                 min_steps=30,
@@ -148,8 +148,8 @@ CONVERGENCE = (
         ),
         thresholds=(
             Threshold("min", 0.2, "running median, nats", GUIDE),
-            Threshold("share", 0.15, "of its start", THUMB),
-            Threshold("idle_share", 0.5, "of its start, without a gain in reward", THUMB),
+            Threshold("share", 0.15, "share of its start", THUMB),
+            Threshold("idle_share", 0.5, "share of its start, without a gain in reward", THUMB),
         ),
         window=5,
         unless=(SOLVED, IMPROVES),
@@ -157,7 +157,9 @@ CONVERGENCE = (
         causes=(
             BROKEN,
             Cause(
-                "every reward is 0, and other terms of the loss rule", "see the finding reward_zero", rule="reward_zero"
+                "every reward is 0, and other terms dominate the loss",
+                "see the finding reward_zero",
+                rule="reward_zero",
             ),
             Cause(
                 "an entropy bonus that is negative, or missing with a high learning rate",
@@ -183,8 +185,8 @@ CONVERGENCE = (
             ),
         ),
         thresholds=(
-            Threshold("share", 0.4, "of the entropy five steps before", THUMB),
-            Threshold("least", 0.1, "nats before the drop, below which none counts", THUMB),
+            Threshold("share", 0.4, "share of the entropy five steps earlier", THUMB),
+            Threshold("least", 0.1, "minimum entropy before the drop, nats", THUMB),
         ),
         window=20,
         unless=(SOLVED,),
@@ -204,11 +206,11 @@ CONVERGENCE = (
             condition(
                 "leap",
                 "actor/entropy",
-                says="{metric} is at {value} nats, and was at {before} ({times} times as much is too much)",
+                says="{metric} is at {value} nats, up from {before} ({times} times as much is too much)",
             ),
         ),
         thresholds=(
-            Threshold("times", 2.0, "running median over that of the start", THUMB),
+            Threshold("times", 2.0, "running median over the median at the start", THUMB),
             Threshold("min", 0.5, "running median, nats: the guide's upper end", GUIDE),
         ),
         window=3,

@@ -13,7 +13,7 @@ REWARD_QUEUE = condition(
     "level",
     "timing_s/reward_wait",
     STEP,
-    says="{metric}: sessions wait for their turn for {value:share} of the step's time (at most {max:share} is healthy)",
+    says="{metric}: sessions wait for the reward for {value:share} of the step's time (at most {max:share} is healthy)",
 )
 
 EFFICIENCY = (
@@ -28,13 +28,13 @@ EFFICIENCY = (
                 "grows",
                 name,
                 window=window,
-                says="{metric} grew by {value:share} within {window} measurements, from {before} GiB, and goes on",
+                says="{metric} grew by {value:share} within {window} measurements, from {before} GiB, and still grows",
                 max="max",
                 by="by",
                 skip=10,  # pools and caches fill up
             )
             for name in ("memory/*", "perf/process_memory_gb", "perf/max_memory_allocated_gb")
-            for window in (0, 400, 1_000_000)  # what leaks slowly grows by little within the rule's own window
+            for window in (0, 400, 1_000_000)  # slow leaks grow little within the rule's own window
         ),
         thresholds=(
             Threshold("max", 0.2, "growth over the window, share of its start", THUMB),
@@ -45,7 +45,7 @@ EFFICIENCY = (
         causes=(
             Cause(
                 "a leak in the owner that grows: objects of every step are kept",
-                "run rl-metrics doctor, and set metrics.trace_memory: events memory_lines name lines of code",
+                "run rl-metrics doctor, and set metrics.trace_memory: memory_lines events name lines of code",
             ),
             Cause("a queue or cache without a bound", "look at queue/* and at the caches' limits"),
             Cause("responses become longer", "look at response_length/mean"),
@@ -54,7 +54,7 @@ EFFICIENCY = (
     Rule(
         name="reward_slow",
         side="efficiency",
-        title="share of the reward in a step's time",
+        title="reward's share of the step's time",
         what="The reward function takes a large part of the step.",
         conditions=(
             condition("level", "timing_s/reward", STEP, says=OF_STEP),
@@ -65,13 +65,13 @@ EFFICIENCY = (
         min_steps=5,
         causes=(
             Cause(
-                "slow reward: sessions wait until it has time for them",
-                "profile the reward function; run more at once (reward.max_concurrency), or cache its answers",
+                "slow reward: sessions wait for a free slot",
+                "profile the reward function; run more calls at once (reward.max_concurrency), or cache its answers",
                 sign=REWARD_QUEUE,
             ),
             Cause("slow reward: each call takes long", "profile the reward function, or cache its answers"),
             Cause(
-                "the service that the reward asks answers slowly, or refuses and is asked again",
+                "the service called by the reward is slow, or refuses requests and is retried",
                 "look at reward.max_calls_per_s, reward.retries and the service",
             ),
         ),
@@ -79,7 +79,7 @@ EFFICIENCY = (
     Rule(
         name="tools_slow",
         side="efficiency",
-        title="share of tools in a step's time",
+        title="tools' share of the step's time",
         what="Tools take a large part of the step.",
         conditions=(condition("level", "agent_loop/slowest/tool_calls", STEP, says=OF_STEP),),
         thresholds=(Threshold("max", 0.5, "share of the step's time", THUMB),),
@@ -89,8 +89,8 @@ EFFICIENCY = (
     Rule(
         name="step_time_jump",
         side="efficiency",
-        title="step time without threefold jumps",
-        what="Some steps take several times as long as those before.",
+        title="no threefold jumps of the step time",
+        what="Some steps take several times as long as earlier ones.",
         conditions=(
             condition(
                 "jumps",
@@ -99,73 +99,69 @@ EFFICIENCY = (
             ),
         ),
         thresholds=(
-            Threshold("times", 3.0, "what is a jump, over the median before", GUIDE),
-            Threshold("count", 2.0, "jumps that are let pass", THUMB),
+            Threshold("times", 3.0, "minimum jump, over the median before", GUIDE),
+            Threshold("count", 2.0, "allowed jumps", THUMB),
         ),
         window=50,
         causes=(
             SLOW_REWARD,
             LEAK,
             Cause("a few very long responses", "look at response_length/max, and allow partial rollouts"),
-            Cause("preemptions in the engine", "look at agent_loop/num_preempted/max; give it more memory"),
-            Cause("something else on the machine", "look at what runs beside"),
+            Cause("preemptions in the engine", "look at agent_loop/num_preempted/max; give the engine more memory"),
+            Cause("something else on the machine", "look at the machine's other processes"),
         ),
     ),
     Rule(
         name="step_time_drift",
         side="efficiency",
-        title="time a token does not drift",
-        what="Tokens take much longer than they did.",
+        title="time per token does not drift",
+        what="Tokens take much longer than before.",
         conditions=(
-            condition(
-                "fall", "perf/throughput", says="{metric} is {value:share} below its best, which was {before} tokens/s"
-            ),
+            condition("fall", "perf/throughput", says="{metric} is {value:share} below its best of {before} tokens/s"),
         ),
-        thresholds=(Threshold("max", 0.5, "share of the best speed that may be lost", THUMB),),
+        thresholds=(Threshold("max", 0.5, "maximum loss, share of the best speed", THUMB),),
         window=20,
         min_steps=40,
         causes=(
             SLOW_REWARD,
             LEAK,
-            Cause("longer responses cost more a token", "look at response_length/mean"),
-            Cause("something else on the machine", "look at what runs beside"),
+            Cause("longer responses cost more per token", "look at response_length/mean"),
+            Cause("something else on the machine", "look at the machine's other processes"),
         ),
     ),
     Rule(
         name="learner_idle",
         side="efficiency",
-        title="the learner works (utilisation over 50 %)",
-        what="The learner waits most of the time.",
+        title="the learner works (utilization above 50 %)",
+        what="The learner is idle most of the time.",
         conditions=(condition("mean_level", "fully_async/trainer/idle_ratio", says=OF_TIME),),
         thresholds=(Threshold("max", 0.5, "share of the time", GUIDE),),
         window=20,
         causes=(
             SLOW_REWARD,
-            Cause("too few engines", "add engines (rl-async-trainer scale), or a staleness of one more"),
-            Cause("long waits for checkpoints or validation", "write and validate beside the training"),
+            Cause("too few engines", "add engines (rl-async-trainer scale), or raise the staleness by one"),
+            Cause("long waits for checkpoints or validation", "write and validate concurrently with training"),
         ),
     ),
     Rule(
         name="engines_idle",
         side="efficiency",
         title="the engines work",
-        what="The engines wait most of the time.",
+        what="The engines are idle most of the time.",
         conditions=(condition("mean_level", "fully_async/rollouter/idle_ratio", says=OF_TIME),),
-        thresholds=(
-            Threshold("max", 0.8, "share of the time; engines that wait half of it are often meant to", THUMB),
-        ),
+        thresholds=(Threshold("max", 0.8, "share of the time; engines are often idle half of it by design", THUMB),),
         window=20,
         causes=(
             SLOW_REWARD,
-            Cause("too many engines for this learner", "take engines away (rl-async-trainer scale)"),
-            Cause("the bound of staleness holds them", "raise schedule.max_staleness"),
+            Cause("too many engines for this learner", "remove engines (rl-async-trainer scale)"),
+            Cause("the staleness bound holds them back", "raise schedule.max_staleness"),
         ),
     ),
     Rule(
         name="mfu",
         side="efficiency",
-        title="model FLOPs utilisation",
-        what="The learner uses little of what its devices can do.",
+        title="model FLOPs utilization",
+        what="The learner uses little of its devices' compute.",
         conditions=(
             condition("level", "perf/mfu/*", says="{metric} is at {value:share} (at least {min:share} is healthy)"),
         ),

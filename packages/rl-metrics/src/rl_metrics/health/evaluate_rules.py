@@ -13,17 +13,17 @@ from rl_metrics.health.rules import Condition, Rule, is_pattern, pattern_of
 from rl_metrics.run_files.history import History
 
 MAX_POINTS = 4000
-"""Points of a series that are judged: of a longer one the middle is thinned."""
+"""Maximum number of judged points of a series; the middle of a longer one is thinned."""
 
 MOST_LOST = 5
-"""Newest steps without a metric after which what it said is no longer judged."""
+"""Number of newest steps without a metric after which it is no longer judged."""
 
 NUM_FIRST = 500
 NUM_NEWEST = 2500
 
 
 class _Figure(float):
-    """A number as findings show it: `{value}` has four digits, `{value:share}` is in per cent."""
+    """A number as shown in findings: `{value}` has four digits, `{value:share}` is in percent."""
 
     def __format__(self, spec: str) -> str:
         if spec == "share":
@@ -33,17 +33,17 @@ class _Figure(float):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What a condition sees of one metric.
+    """Result of a condition for one metric.
 
     Attributes:
-        condition: Looked.
-        metric: Its first column, or the one that stands for a pattern.
-        steps: [n] int64, those at which all columns are finite.
-        newest: Running median of the metric itself at the newest step; NaN where it never was finite.
-        limits: As numbers.
-        window: In steps.
-        measured: What its check says at these steps.
-        num_lost: Newest steps that lack the metric, though nearly all before them had it.
+        condition: The condition.
+        metric: Name of its first column, or of the match of a pattern.
+        steps: [n] int64, steps at which all columns are finite.
+        newest: Running median of the metric at the newest step; NaN if it was never finite.
+        limits: Limits by name, as numbers.
+        window: Window in steps.
+        measured: Result of the check at these steps.
+        num_lost: Number of newest steps without the metric, if nearly all before them had it.
     """
 
     condition: Condition
@@ -57,31 +57,31 @@ class Look:
 
     @property
     def is_old(self) -> bool:
-        """What it saw says nothing of now."""
+        """Whether its data is too old to judge the present."""
         return self.num_lost >= MOST_LOST and self.condition.kind not in WITH_GAPS
 
     @property
     def is_wrong(self) -> bool:
-        """Something is found at the newest step."""
+        """Whether the newest step is wrong."""
         return bool(self.measured.is_wrong[-1])
 
     @property
     def since_step(self) -> int:
-        """First step from which it is so up to the newest."""
+        """First step of the wrong stretch that ends at the newest step."""
         right = np.flatnonzero(~self.measured.is_wrong)
         return int(self.steps[right[-1] + 1 if len(right) else 0])
 
     @property
     def evidence(self) -> Evidence:
-        """What it saw, in words."""
+        """The measured value, in words."""
         value = float(self.measured.values[-1])
         return Evidence(metric=self.metric, text=self._put(self.condition.says), value=value)
 
     @property
     def reading(self) -> str:
-        """That all is well, or how the metric itself stands."""
+        """Text for the checklist if nothing is wrong, or if the data is too old."""
         if self.is_old:
-            return f"{self.metric} is missing, or not finite, at the last {self.num_lost} steps"
+            return f"{self.metric} is missing or not finite in the last {self.num_lost} steps"
         if self.condition.well:
             return self._put(self.condition.well)
         window = min(self.window, len(self.steps))
@@ -96,17 +96,17 @@ class Look:
 
 
 class Looker:
-    """Looks at one run; what was looked up once is kept."""
+    """Evaluates conditions on one run and caches the results."""
 
     def __init__(self, history: History) -> None:
-        """Nothing is looked at yet."""
+        """Start without results."""
         self._history = history
         self._columns: dict[str, Floats] = {}
         self._rows: dict[tuple[str, ...], NDArray[np.intp]] = {}
         self._found: dict[int, list[Look]] = {}
 
     def looks(self, condition: Condition, rule: Rule) -> list[Look]:
-        """What a condition sees: a look at each metric that the run has of those it reads."""
+        """Return a condition's results, one for each of its metrics that the run has."""
         window = condition.window or rule.window
         limits = condition.limits_of(rule)
         looks = []
@@ -131,13 +131,13 @@ class Looker:
         return looks
 
     def found(self, condition: Condition, rule: Rule) -> list[Look]:
-        """Looks of a condition that find something."""
+        """Return the results of a condition that are wrong."""
         if id(condition) not in self._found:
             self._found[id(condition)] = [look for look in self.looks(condition, rule) if look.is_wrong]
         return self._found[id(condition)]
 
     def excuse(self, rule: Rule) -> str | None:
-        """Why what the rule's conditions find does not count; None where it does."""
+        """Return why findings of the rule's conditions do not count, or None if they do."""
         for condition in rule.unless:
             for look in self.found(condition, rule):
                 return look.evidence.text
@@ -149,11 +149,11 @@ class Looker:
         return None
 
     def has(self, names: tuple[str, ...]) -> bool:
-        """Whether the run has any of these metrics."""
+        """Return whether the run has any of these metrics."""
         return bool(self._first_there(names))
 
     def _choices(self, condition: Condition) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """The metric that is meant, and the names of all columns: one choice, or one for each match of a pattern."""
+        """Yield the metric and the names of all columns; once, or once for each match of a pattern."""
         columns = [self._first_there(names) for names in condition.reads]
         if condition.can_do_with_one and not columns[-1]:
             columns.pop()
@@ -167,7 +167,7 @@ class Looker:
             yield match, tuple(names[0] for names in chosen if names)
 
     def _first_there(self, names: tuple[str, ...]) -> list[str]:
-        """The first of the names that the run has; all that match where it is a pattern."""
+        """Return the first name that the run has; for a pattern, all matches."""
         for name in names:
             if is_pattern(name):
                 pattern = pattern_of(name)
@@ -184,7 +184,7 @@ class Looker:
         return self._columns[name]
 
     def _rows_on(self, finite: NDArray[np.intp]) -> NDArray[np.intp]:
-        """All rows from the first finite one on; where there is none, from the first step on: step 0 only validates."""
+        """Return all rows from the first finite one on, or without one from step 1 on, since step 0 only validates."""
         steps = self._history.steps
         return np.arange(finite[0] if len(finite) else np.searchsorted(steps, 1), len(steps))
 

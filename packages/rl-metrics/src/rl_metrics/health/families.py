@@ -4,31 +4,31 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 Family = Literal["policy_gradient", "distillation", "mixed"]
-"""Rewards by a policy gradient, teachers, or both together."""
+"""Learning from rewards by a policy gradient, from teachers, or from both."""
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 REWARDED: tuple[Family, ...] = ("policy_gradient", "mixed")
-"""Rewards are learnt from, alone or beside teachers."""
+"""Families that learn from rewards, alone or with teachers."""
 
 GRADIENT_ALONE: tuple[Family, ...] = ("policy_gradient",)
-"""Where loss, gradients, entropy and lengths are those of a policy gradient alone."""
+"""Families whose loss, gradients, entropy and lengths come only from a policy gradient."""
 
 FAMILY_TEXTS: dict[Family, str] = {
     "policy_gradient": "a policy gradient",
     "distillation": "distillation",
-    "mixed": "distillation beside rewards",
+    "mixed": "distillation with rewards",
 }
 
 OF_TEACHERS = "actor/distillation/"
-"""What the names of metrics begin with that only a run with teachers, or their texts, has."""
+"""Prefix of metrics that only runs with teachers have."""
 
 
 def family_of(metrics: Collection[str], settings: Mapping[str, Any]) -> Family:
-    """What a recorded run learns from.
+    """Return the family of a recorded run.
 
     Args:
         metrics: Names of its metrics.
-        settings: Of the run, as tables; without them a run with teachers is taken to learn from these alone.
+        settings: Settings of the run, as tables; without them, a run with teachers counts as distillation alone.
     """
     if not any(name.startswith(OF_TEACHERS) for name in metrics):
         return "policy_gradient"

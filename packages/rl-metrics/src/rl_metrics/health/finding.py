@@ -10,21 +10,21 @@ from rl_core.errors import DataError
 from rl_metrics.run_files.json_lines import as_plain
 
 Side = Literal["task", "convergence", "stability", "efficiency"]
-"""What a rule looks at: does it learn the task, does the policy move well, is it stable, is the time well spent."""
+"""Subject of a rule: learning the task, movement of the policy, stability, or use of time and memory."""
 
 Severity = Literal["warning", "critical"]
 
 Status = Literal["ok", "warning", "critical", "unknown"]
-"""What a check came to; unknown when the run has too few steps for it, or lacks its metrics."""
+"""Result of a check; "unknown" if the run has too few steps or lacks its metrics."""
 
 SIDE_TITLES: dict[Side, str] = {
-    "task": "Task: does it learn what it is rewarded for",
-    "convergence": "Convergence: does the policy move, and not too far at a time",
-    "stability": "Stability: is what trains sound, and are engine and learner one policy",
-    "efficiency": "Efficiency: where time and memory go",
+    "task": "Task: does the policy learn what is rewarded",
+    "convergence": "Convergence: does the policy move, in steps of moderate size",
+    "stability": "Stability: is the training data sound, and do engine and learner agree",
+    "efficiency": "Efficiency: use of time and memory",
 }
 SEVERITY_RANKS: dict[Status, int] = {"unknown": 0, "ok": 0, "warning": 1, "critical": 2}
-"""How bad a status is."""
+"""Severity of each status as a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class Evidence:
     """One reason for a finding.
 
     Attributes:
-        metric: Name of the metric, or of the event, that shows it.
-        text: A sentence with the figures.
-        value: The figure itself; None where it is not one finite number.
+        metric: Name of the metric or event that shows it.
+        text: A sentence with the values.
+        value: The measured value; None if it is not one finite number.
     """
 
     metric: str
@@ -48,13 +48,13 @@ class Finding:
 
     Attributes:
         rule: Name of the rule that found it.
-        side: Of the rule.
-        severity: How bad it is.
-        what: What is wrong, in one sentence.
-        since_step: First step from which it holds up to the newest.
-        evidence: Figures of the run's metrics, the rule's own first.
-        causes: Likely causes, the likeliest first.
-        advice: What to try, one for each cause.
+        side: Side of the rule.
+        severity: Severity of the problem.
+        what: The problem in one sentence.
+        since_step: First step of the stretch, up to the newest step, in which it holds.
+        evidence: Values of the run's metrics, the rule's own first.
+        causes: Likely causes, most likely first.
+        advice: What to try, one entry per cause.
         because: Rules whose findings explain this one.
     """
 
@@ -71,14 +71,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A rule and what it came to: a line of the checklist. What is wrong is in the verdict's findings.
+    """A line of the checklist: a rule and its result. Problems are in the verdict's findings.
 
     Attributes:
         rule: Name of the rule.
-        side: Of the rule.
-        title: What is checked, in some words.
-        status: What came of it.
-        reading: What the metrics say, such as "0.012 nats over the last 10 steps"; or why nothing is known.
+        side: Side of the rule.
+        title: Short description of the check.
+        status: Result of the check.
+        reading: Values of the metrics, such as "0.012 nats over the last 10 steps", or why they are unknown.
     """
 
     rule: str
@@ -90,13 +90,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a run is healthy at a step.
+    """Health of a run at a step.
 
     Attributes:
-        status: The worst of the checks; "unknown" when no check could say anything.
+        status: Worst status of the checks; "unknown" if all checks are unknown.
         step: Newest step of the run; 0 without one.
-        checks: One for each rule, by side.
-        findings: What is wrong, ordered so that what explains others comes first.
+        checks: One check per rule, by side.
+        findings: Problems, ordered so that findings that explain others come first.
     """
 
     status: Status
@@ -105,26 +105,26 @@ class Verdict:
     findings: tuple[Finding, ...]
 
     def to_json(self) -> dict[str, Json]:
-        """As an object: what health.json has; a value that is not finite is null."""
+        """Return the verdict as a JSON object, as in health.json; values that are not finite are null."""
         document: dict[str, Json] = as_plain(msgspec.to_builtins(self))
         return document
 
     @classmethod
     def from_json(cls, row: object) -> Self:
-        """What `to_json` gave.
+        """Create a verdict from an object of `to_json`.
 
         Raises:
-            DataError: The row is something else, or a check's status contradicts the findings.
+            DataError: The object is not a verdict, or a check's status contradicts the findings.
         """
         try:
             verdict = msgspec.convert(row, cls)
         except (msgspec.ValidationError, OverflowError, RecursionError) as error:
-            raise DataError(f"a verdict must be as Verdict.to_json gives it; found another: {error}.") from None
+            raise DataError(f"a verdict must be an object of Verdict.to_json; {error}.") from None
         severities = {finding.rule: finding.severity for finding in verdict.findings}
         for check in verdict.checks:
             if severities.get(check.rule) != (check.status if SEVERITY_RANKS[check.status] else None):
                 raise DataError(
-                    f"check {check.rule!r} has the status {check.status!r}, which its finding, or having none, "
-                    "contradicts."
+                    f"check {check.rule!r} has the status {check.status!r}, which contradicts its finding or its lack "
+                    "of one."
                 )
         return verdict

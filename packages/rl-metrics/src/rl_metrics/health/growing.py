@@ -10,13 +10,13 @@ from rl_metrics.run_files.history import History
 
 
 class GrowingHistory:
-    """Keeps some metrics of each step; a step that comes again replaces itself and all that came after it."""
+    """Selected metrics of each step; a repeated step replaces itself and all later steps."""
 
     def __init__(self, keeps: Callable[[str], bool], *, before: History | None = None) -> None:
-        """Begin with what a run has already.
+        """Start with the existing metrics of a run.
 
         Args:
-            keeps: True for the names of metrics to keep.
+            keeps: Returns True for the names of metrics to keep.
             before: Metrics so far; None for a new run.
         """
         self._keeps = keeps
@@ -33,7 +33,7 @@ class GrowingHistory:
         return len(self._steps)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step."""
+        """Add the metrics of a step."""
         size = bisect_left(self._steps, step)
         del self._steps[size:]
         self._steps.append(step)
@@ -43,13 +43,13 @@ class GrowingHistory:
         self._put(size, metrics)
 
     def add_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """More metrics of a step that came before; nothing where it did not."""
+        """Add more metrics to an earlier step; does nothing if there is no such step."""
         place = bisect_left(self._steps, step)
         if place < len(self._steps) and self._steps[place] == step:
             self._put(place, metrics)
 
     def history(self) -> History:
-        """A copy of what there is."""
+        """Return a copy of the history."""
         return History(
             steps=np.array(self._steps, dtype=np.int64),
             times=np.full(len(self._steps), np.nan),

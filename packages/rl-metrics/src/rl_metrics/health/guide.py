@@ -8,4 +8,4 @@ from rl_metrics.health.stability_rules import STABILITY
 from rl_metrics.health.task_rules import TASK
 
 GUIDE: tuple[Rule, ...] = (*TASK, *CONVERGENCE, *AGREEMENT, *STABILITY, *EFFICIENCY)
-"""By side; of two findings that explain nothing of each other the earlier rule's comes first."""
+"""Rules by side; findings that do not explain each other are ordered as their rules."""

@@ -17,7 +17,8 @@ from rl_metrics.run_files.history import History
 WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
 MAX_ERROR_CHARS = 300
 NEAR = 10
-"""Steps that an effect may seem to come before its cause, as windows differ; more where it takes more to be seen."""
+"""Number of steps that an effect may precede its cause, because windows differ; larger for rules with longer windows.
+"""
 
 
 def judge(
@@ -32,17 +33,17 @@ def judge(
 
     Args:
         history: Metrics of the run so far.
-        rules: What it is judged by.
-        thresholds: A user's own, by rule and threshold: `{"kl_high.max": 0.05}`.
-        events: Of the run, in their order.
-        family: What the run learns from; None tells it by the names of the metrics.
+        rules: Health rules.
+        thresholds: Overrides by rule and threshold, such as `{"kl_high.max": 0.05}`.
+        events: Events of the run, in order.
+        family: Family of the run; None infers it from the names of the metrics.
 
     Raises:
-        SettingsError: There is no such threshold.
+        SettingsError: A threshold does not exist.
     """
     if thresholds:
         rules = with_thresholds(rules, thresholds)
-    with np.errstate(all="ignore"):  # values may be as large as a float can be
+    with np.errstate(all="ignore"):  # values may be near the largest float
         return _judged(history, rules, _of_this_attempt(events), family or family_of(history.values, {}))
 
 
@@ -52,7 +53,7 @@ def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[s
     judged = [
         _check(rule, looker, reports, newest)
         if family in rule.families
-        else (_line(rule, "unknown", f"says nothing of {FAMILY_TEXTS[family]}"), None)
+        else (_line(rule, "unknown", f"does not apply to {FAMILY_TEXTS[family]}"), None)
         for rule in rules
     ]
     checks, found = tuple(check for check, _ in judged), {one.rule: one for _, one in judged if one is not None}
@@ -65,7 +66,7 @@ def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[s
 def _check(
     rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], newest: int
 ) -> tuple[Check, Finding | None]:
-    """What a rule came to, and what it found, before other findings are known."""
+    """Return a rule's check and its finding, before other findings are known."""
     looks = [look for condition in rule.conditions for look in looker.looks(condition, rule)]
     enough = [
         look for look in looks if len(look.steps) >= max(rule.min_steps, look.condition.min_steps) and not look.is_old
@@ -79,7 +80,7 @@ def _check(
     if not is_wrong and not reported:
         reading = _reading(rule, looks, enough, looker)
         if excuse is not None:
-            reading = f"{wrong[0].evidence.text}, which is let pass: {excuse}"
+            reading = f"{wrong[0].evidence.text}, which is accepted: {excuse}"
         return _line(rule, "ok" if enough else "unknown", reading), None
     wrong = _without_repeats(sorted(wrong, key=lambda look: look.since_step)) if is_wrong else []
     reasons = [_told(report, newest)[0] for report in reports if is_wrong and report.get("event") == rule.reasons]
@@ -102,16 +103,16 @@ def _line(rule: Rule, status: Status, reading: str) -> Check:
 
 
 def _without_repeats(looks: Sequence[Look]) -> list[Look]:
-    """The first of those that say the same of a metric, over several windows."""
+    """Return the first of the results that report the same about a metric over several windows."""
     return list({(look.metric, look.condition.says): look for look in reversed(looks)}.values())[::-1]
 
 
 def _explainers(rules: Mapping[str, Rule], found: Mapping[str, Finding]) -> dict[str, frozenset[str]]:
-    """Of each finding, the rules whose findings explain it."""
+    """Return, for each finding, the rules whose findings explain it."""
     named = {name: frozenset(cause.rule for cause in rules[name].causes if cause.rule in found) for name in found}
 
     def is_before(cause: str, effect: str) -> bool:
-        if effect in named[cause]:  # either may explain the other: the one that was there first does
+        if effect in named[cause]:  # each may explain the other: the earlier one does
             return found[cause].since_step < found[effect].since_step
         slack = max(rules[effect].window, rules[effect].min_steps, NEAR)
         return found[cause].since_step <= found[effect].since_step + slack
@@ -123,7 +124,7 @@ def _explainers(rules: Mapping[str, Rule], found: Mapping[str, Finding]) -> dict
 
 
 def _explain(rule: Rule, finding: Finding, explainers: Mapping[str, frozenset[str]], looker: Looker) -> Finding:
-    """The finding with its causes."""
+    """Return the finding with its causes."""
     because = explainers[rule.name]
     likely: list[Cause] = []
     possible: list[Cause] = []
@@ -153,14 +154,14 @@ def _explain(rule: Rule, finding: Finding, explainers: Mapping[str, frozenset[st
 
 
 def _in_order(findings: Mapping[str, Finding], explainers: Mapping[str, frozenset[str]]) -> tuple[Finding, ...]:
-    """Findings so that each comes after those that explain it.
+    """Order findings so that each comes after those that explain it.
 
-    Of those that nothing left explains, the one comes first that has, with all that it explains, the worst severity;
-    then the one that explains most; then the one that began first.
+    Among findings that no remaining one explains, the first is the one with the worst severity, including all that it
+    explains; then the one that explains most; then the one that began first.
 
     Args:
-        findings: By rule, in the order of the rules.
-        explainers: The rules whose findings explain that of each rule.
+        findings: Findings by rule, in the order of the rules.
+        explainers: For each rule, the rules whose findings explain its finding.
     """
     effects = {rule: _effects(rule, explainers) for rule in findings}
     places = {rule: place for place, rule in enumerate(findings)}
@@ -179,7 +180,7 @@ def _in_order(findings: Mapping[str, Finding], explainers: Mapping[str, frozense
 
 
 def _effects(rule: str, explainers: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """All findings that a finding explains, directly or through others."""
+    """Return all findings that a finding explains, directly or through others."""
     known, fresh = {rule}, {rule}
     while fresh:
         fresh = {other for other, because in explainers.items() if because & fresh} - known
@@ -202,7 +203,7 @@ def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look], looker: 
         return old[0].reading
     if looks:
         most = max(len(look.steps) for look in looks)
-        return f"{most} of the {rule.min_steps} steps it needs"
+        return f"{most} of the {rule.min_steps} steps needed"
     columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.needed))
     missing = [names for names in columns if not looker.has(names)]
     if not missing:

@@ -13,19 +13,19 @@ AGREEMENT = (
         name="weights_proof",
         side="stability",
         title="the engines have the learner's weights",
-        what="The proof of a weight update failed: the engines generate with other weights.",
+        what="A weight proof failed: the engines' weights are not the learner's.",
         severity="critical",
         conditions=(
             condition(
                 "highest",
                 "weights/canary_max_diff",
-                says="{metric} reached {value} nats (at most {max} is right)",
+                says="{metric} reached {value} nats (at most {max} is normal)",
                 max="canary_max",
             ),
             condition(
                 "highest",
                 "weights/probe_max_diff",
-                says="{metric} reached {value} (at most {max} is right)",
+                says="{metric} reached {value} (at most {max} is normal)",
                 max="probe_max",
             ),
         ),
@@ -42,7 +42,7 @@ AGREEMENT = (
             ),
             Cause(
                 "the engine changes weights as it loads them: quantization, tied or renamed tensors",
-                "compare the tensors' names, and the engine's dtype",
+                "compare the tensors' names and the engine's dtype",
             ),
         ),
     ),
@@ -50,7 +50,7 @@ AGREEMENT = (
         name="engine_mismatch",
         side="stability",
         title="engine and learner agree (train-inference mismatch)",
-        what="The engine and the learner give the same tokens other probabilities.",
+        what="Engine and learner assign different probabilities to the same tokens.",
         severity="critical",
         conditions=(
             condition("level", "rollout_corr/k3_kl", says=AT_MOST_NATS, max="kl_max"),
@@ -81,7 +81,7 @@ AGREEMENT = (
             PROVED_STALE,
             Cause(
                 "stale weights: the difference grows from step to step",
-                "look at the weight proof, and restart the engines",
+                "check the weight proof, and restart the engines",
                 sign=condition(
                     "leap",
                     (
@@ -90,7 +90,7 @@ AGREEMENT = (
                         "rollout_corr/k3_kl",
                     ),
                     window=3,
-                    says="{metric} is at {value}, and was at {before} in the first steps",
+                    says="{metric} is at {value}, up from {before} in the first steps",
                     times=2.0,
                 ),
             ),
@@ -101,11 +101,11 @@ AGREEMENT = (
             ),
             Cause(
                 "sampling that cuts the distribution (top-p, top-k, penalties), or another temperature",
-                "leave rollout.top_p at 1, and the temperature the same for both",
+                "leave rollout.top_p at 1, and use the same temperature for both",
             ),
             Cause(
-                "tokens of a mixture train on other experts than they were sampled with",
-                "see the finding replay; where the learner cannot replay, reject tokens with correction.reject",
+                "tokens of a mixture train on other experts than those that sampled them",
+                "see the finding replay; if the learner cannot replay, reject tokens with correction.reject",
                 rule="replay",
             ),
             Cause(
@@ -118,12 +118,12 @@ AGREEMENT = (
         name="replay",
         side="stability",
         title="the learner replays a mixture's experts",
-        what="Tokens of a mixture train on experts that the learner chose itself.",
+        what="Tokens of a mixture train on experts chosen by the learner instead of the engine's.",
         conditions=(
             condition(
                 "level",
                 "router/unknown_share",
-                says="{metric}: the engine's experts of {value:share} of the tokens are not known "
+                says="{metric}: the engine's experts are unknown for {value:share} of the tokens "
                 "(at most {max:share} is healthy)",
                 max="unknown_max",
             ),
@@ -136,7 +136,7 @@ AGREEMENT = (
                 "rewrite the cache: skip.action",
             ),
             Cause(
-                "an agent loop of your own leaves Generation.routed_experts out of its trajectories",
+                "your agent loop leaves Generation.routed_experts out of its trajectories",
                 "copy them, as Conversation does; rollout.audit_share finds such sessions",
             ),
         ),
@@ -144,8 +144,8 @@ AGREEMENT = (
     Rule(
         name="off_policy",
         side="stability",
-        title="old rollouts are near enough",
-        what="What trains differs too much from what the policy would write now.",
+        title="old rollouts are close enough",
+        what="The training data differs too much from what the policy would generate now.",
         conditions=(
             condition("level", "rollout_corr/k3_kl", says=AT_MOST_NATS, max="kl_max"),
             condition(

@@ -14,13 +14,13 @@ from rl_metrics.health.finding import Severity, Side
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A number that a user can set.
+    """A limit that a user can override.
 
     Attributes:
-        name: Such as "max"; users write it after the rule's name: "kl_high.max".
-        default: Unless the user sets it.
+        name: Name within the rule, such as "max"; users write "kl_high.max".
+        default: Value unless overridden.
         meaning: What it bounds, with its unit.
-        source: Who says so.
+        source: Source of the value.
     """
 
     name: str
@@ -31,23 +31,23 @@ class Threshold:
 
 @record
 class Condition:
-    """One look at some metrics.
+    """A check of some metrics.
 
     Attributes:
         kind: Name of a check in `checks.KINDS`.
-        reads: One column each: names of metrics; the first that the run has is used. One with `*` (anything) or
-            `#` (digits) stands for all that match, each judged alone; a later column with such is the part of each,
-            `metric/...`.
-        limits: By the check's name for them: a number, or the name of one of the rule's thresholds. None at all takes
-            every threshold of the rule by its own name.
-        window: Steps; 0 takes the rule's.
-        min_steps: Of a rule's own condition: steps with its metrics, where it takes more than the rule.
-        says: How a finding's evidence puts it, with `{value}`, `{before}`, `{metric}` and the limits by name.
-        well: How the checklist puts it where nothing is found, with `{newest}` too, the metric's newest median; left
-            out, it has just that.
-        needs: Of a rule's own condition: it finds nothing unless each of these finds something too.
-        otherwise: Of a rule's `needs`: how it is put that it finds nothing.
-        can_do_with_one: It does without its last column where the run has none of it.
+        reads: Alternative metric names for each column; the first that the run has is used. A name with `*` (anything)
+            or `#` (digits) stands for all matches, each judged separately; a pattern in a later column matches parts of
+            each, `metric/...`.
+        limits: Limits by the check's name for them: numbers, or names of the rule's thresholds. Empty uses every
+            threshold of the rule by its own name.
+        window: Window in steps; 0 uses the rule's.
+        min_steps: Minimum number of steps with the metrics, if more than the rule's; for a rule's own conditions.
+        says: Text of a finding's evidence, with `{value}`, `{before}`, `{metric}` and the limits by name.
+        well: Text of the checklist without a finding; may also use `{newest}`, the metric's newest median. Empty shows
+            only the newest median.
+        needs: Conditions that must be true too; for a rule's own conditions.
+        otherwise: Text if the condition is false; for a rule's `needs`.
+        can_do_with_one: Whether the last column is optional.
     """
 
     kind: str
@@ -63,11 +63,11 @@ class Condition:
 
     @property
     def needed(self) -> tuple[tuple[str, ...], ...]:
-        """The columns without which it sees nothing."""
+        """The required columns."""
         return self.reads[:-1] if self.can_do_with_one else self.reads
 
     def limits_of(self, rule: "Rule") -> dict[str, float]:
-        """The limits of this condition, as numbers, where a rule looks with it."""
+        """Return the limits of this condition as numbers, for use in a rule."""
         limits = self.limits or {threshold.name: threshold.name for threshold in rule.thresholds}
         return {name: rule.limit(limit) if isinstance(limit, str) else limit for name, limit in limits.items()}
 
@@ -84,19 +84,19 @@ def condition(
     can_do_with_one: bool = False,
     **limits: float | str,
 ) -> Condition:
-    """A `Condition` as rules write it: `condition("level", "actor/grad_norm", says="{metric} is at {value}", max=1.0)`.
+    """Return a `Condition` in short form, such as `condition("level", "actor/grad_norm", max=1.0)`.
 
     Args:
         kind: Name of a check in `checks.KINDS`.
-        reads: One column each: a metric, or several; the first that the run has is used.
-        says: See `Condition`, as all that follow.
-        well: How it is put that all is well.
-        window: Steps.
+        reads: Metric, or alternatives, for each column; the first that the run has is used.
+        says: Text of a finding's evidence.
+        well: Text of the checklist without a finding.
+        window: Window in steps; 0 uses the rule's.
         min_steps: Minimum number of steps.
-        needs: Others that have to find something too.
-        otherwise: How it is put that it finds nothing.
-        can_do_with_one: The last column may be missing.
-        limits: By the check's name for them.
+        needs: Conditions that must be true too.
+        otherwise: Text if the condition is false.
+        can_do_with_one: Whether the last column is optional.
+        limits: Limits by the check's name for them.
     """
     return Condition(
         kind=kind,
@@ -114,13 +114,13 @@ def condition(
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why something may be wrong.
+    """A possible cause of a finding.
 
     Attributes:
-        text: In one phrase.
-        advice: What to try then.
-        rule: A finding of this rule, no later than the one to explain, speaks for it: it comes first, and is named.
-        sign: A condition that speaks for it where it finds something, and against it where it finds nothing.
+        text: Description in one phrase.
+        advice: What to try.
+        rule: Rule whose finding, if not later, supports this cause and moves it to the front.
+        sign: Condition that supports this cause if true, and rules it out if false.
     """
 
     text: str
@@ -132,24 +132,24 @@ class Cause:
 
 @record
 class Rule:
-    """One line of the checklist.
+    """A health rule, which is one line of the checklist.
 
     Attributes:
-        name: In snake_case.
-        side: What it is about.
-        title: What is checked, in some words.
-        what: What is wrong, in one sentence.
-        conditions: Any of them finds it.
-        thresholds: What users can set.
-        window: Steps that a condition looks at.
-        min_steps: Steps with the metric before anything is said.
-        severity: Of a finding.
-        causes: Likeliest first.
-        needs: Nothing is found unless each of these finds something too.
-        unless: Nothing is found where one of these finds something.
-        families: What a run has to learn from for it to mean anything.
-        reasons: Name of the event whose error, of the newest one, is evidence beside what the conditions find.
-        events: An event of this name whose error has this text, newer than the newest start of the run, finds it too.
+        name: Name in snake_case.
+        side: Side of the checklist.
+        title: Short description of the check.
+        what: The problem in one sentence.
+        conditions: Conditions; any true one makes a finding.
+        thresholds: Limits that users can override.
+        window: Window of the conditions, in steps.
+        min_steps: Minimum number of steps with the metric.
+        severity: Severity of a finding.
+        causes: Possible causes, most likely first.
+        needs: Conditions that must all be true for a finding.
+        unless: Conditions; any true one prevents a finding.
+        families: Families of runs that the rule applies to.
+        reasons: Name of an event; the error of the newest one is added to the evidence.
+        events: Pairs of event name and error text; such an event since the newest start of the run is a finding too.
     """
 
     name: str
@@ -169,10 +169,10 @@ class Rule:
     reasons: str = ""
 
     def limit(self, name: str) -> float:
-        """A threshold's value.
+        """Return a threshold's value.
 
         Raises:
-            KeyError: It has none of this name.
+            KeyError: The rule has no threshold of this name.
         """
         for threshold in self.thresholds:
             if threshold.name == name:
@@ -181,14 +181,14 @@ class Rule:
 
 
 def with_thresholds(rules: Iterable[Rule], chosen: Mapping[str, float]) -> tuple[Rule, ...]:
-    """The rules with a user's thresholds.
+    """Return the rules with a user's thresholds.
 
     Args:
-        rules: All that there are.
-        chosen: By rule and threshold, such as `{"kl_high.max": 0.05}`.
+        rules: All rules.
+        chosen: Values by rule and threshold, such as `{"kl_high.max": 0.05}`.
 
     Raises:
-        SettingsError: There is no such threshold; the message has the nearest one.
+        SettingsError: A threshold does not exist; the message suggests the nearest one.
     """
     rules = tuple(rules)
     known = [f"{rule.name}.{threshold.name}" for rule in rules for threshold in rule.thresholds]
@@ -210,10 +210,10 @@ def with_thresholds(rules: Iterable[Rule], chosen: Mapping[str, float]) -> tuple
 
 
 def without(rules: Iterable[Rule], off: Collection[str]) -> tuple[Rule, ...]:
-    """The rules but those that a user switched off.
+    """Return the rules without those that a user turned off.
 
     Raises:
-        SettingsError: There is no such rule; the message has the nearest one.
+        SettingsError: A rule does not exist; the message suggests the nearest one.
     """
     rules = tuple(rules)
     require_rules(rules, off)
@@ -221,7 +221,7 @@ def without(rules: Iterable[Rule], off: Collection[str]) -> tuple[Rule, ...]:
 
 
 def reads(rules: Iterable[Rule]) -> Callable[[str], bool]:
-    """True for the names of metrics that any of the rules reads."""
+    """Return a predicate that is True for the names of metrics read by any of the rules."""
     conditions = (
         condition
         for rule in rules
@@ -234,26 +234,26 @@ def reads(rules: Iterable[Rule]) -> Callable[[str], bool]:
 
 
 def is_pattern(name: str) -> bool:
-    """True for a name that stands for several metrics."""
+    """Return True if a name stands for several metrics."""
     return "*" in name or "#" in name
 
 
 @cache
 def pattern_of(name: str) -> re.Pattern[str]:
-    """What a name with `*` or `#` stands for."""
+    """Compile a name with `*` or `#` to a pattern."""
     return re.compile(re.escape(name).replace(r"\*", ".+").replace(r"\#", "[0-9]+"), re.DOTALL)
 
 
 def require_rules(rules: Iterable[Rule], names: Iterable[str], *, also: tuple[str, ...] = ()) -> None:
-    """Refuse names of rules that there are not.
+    """Refuse unknown names of rules.
 
     Args:
-        rules: All that there are.
-        names: To look up.
-        also: Words that are taken too, such as "critical".
+        rules: All rules.
+        names: Names to check.
+        also: Further accepted words, such as "critical".
 
     Raises:
-        SettingsError: There is no such rule; the message has the nearest one.
+        SettingsError: A rule does not exist; the message suggests the nearest one.
     """
     known = [*also, *(rule.name for rule in rules)]
     for name in names:

@@ -24,12 +24,12 @@ def judge_run(run: RunRecord, *, thresholds: Mapping[str, float] | None = None, 
     """Judge a recorded run's health at its newest step.
 
     Args:
-        run: With `[health]` of its settings, where it has some.
-        thresholds: Others, by rule and threshold, before those of the run.
-        off: Rules to leave out, beside those that the run left out.
+        run: Record of the run; `[health]` of its settings applies.
+        thresholds: Overrides by rule and threshold, with priority over the run's.
+        off: Rules to skip, in addition to those that the run skips.
 
     Raises:
-        SettingsError: There is no such rule or threshold.
+        SettingsError: A rule or threshold does not exist.
         OSError: A file cannot be read.
     """
     rules = without(with_thresholds(own_rules(run.settings), thresholds or {}), off)
@@ -41,15 +41,15 @@ def judge_run(run: RunRecord, *, thresholds: Mapping[str, float] | None = None, 
 
 
 def without_measuring(text: str) -> str:
-    """A text without advice to measure more, by settings that the trainer of an imported run does not have."""
+    """Remove advice to measure more, because an imported run's trainer does not have these settings."""
     return re.sub(r"(, and |; )?set metrics\.[^;]*", "", text)
 
 
 def own_rules(settings: Mapping[str, Any]) -> Sequence[Rule]:
-    """The rules with `health.thresholds` and without `health.off` of a run; what there is not is left out.
+    """Return the rules with a run's `health.thresholds` and without its `health.off`; unknown names are ignored.
 
     Args:
-        settings: Of the run, as tables; those of another trainer say nothing.
+        settings: Settings of the run, as tables; those of another trainer have no effect.
     """
     health = settings.get("health")
     if not isinstance(health, dict):

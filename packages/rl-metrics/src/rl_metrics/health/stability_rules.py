@@ -43,38 +43,38 @@ STABILITY = (
             MISMATCH,
             TOO_OLD,
             Cause(
-                "the KL penalty pulls harder than the reward",
+                "the KL penalty outweighs the reward",
                 "divide algorithm.kl_coefficient by ten",
                 rule="policy_held",
             ),
             Cause(
-                "the KL penalty pulls harder than the reward",
+                "the KL penalty outweighs the reward",
                 "divide algorithm.kl_coefficient by ten",
                 sign=condition(
                     "level", KL_COEFFICIENT, window=5, says="{metric} is {value}; up to 0.02 is usual", max=1.0
                 ),
             ),
             TOO_FAST,
-            Cause("rewards or advantages of a large scale", "normalize advantages, or scale the reward"),
+            Cause("large rewards or advantages", "normalize advantages, or scale the reward"),
             Cause("the batch is too small", "raise rollout.prompts_per_step or rollout.group_size"),
         ),
     ),
     Rule(
         name="grad_jump",
         side="stability",
-        title="gradient norm without jumps",
+        title="no jumps of the gradient norm",
         what="The gradient norm jumped.",
         conditions=(
             condition(
                 "jumps",
                 "actor/grad_norm",
-                says="{metric} was more than {times} times the usual {before} at {value} of the last {window} steps",
+                says="{metric} was more than {times} times the usual {before} in {value} of the last {window} steps",
             ),
         ),
         thresholds=(
-            Threshold("times", 3.0, "what is a jump, over the median before", GUIDE),
-            Threshold("count", 0.0, "jumps that are let pass", GUIDE),
-            Threshold("least", 1.0, "gradient norm below which none counts", GUIDE),
+            Threshold("times", 3.0, "minimum jump, over the median before", GUIDE),
+            Threshold("count", 0.0, "allowed jumps", GUIDE),
+            Threshold("least", 1.0, "minimum gradient norm of a jump", GUIDE),
         ),
         window=30,
         min_steps=4,
@@ -92,27 +92,27 @@ STABILITY = (
         name="not_finite",
         side="stability",
         title="all values are finite",
-        what="Values that are not finite were left out, or updates were skipped for them.",
+        what="Values that are not finite were dropped, or updates were skipped because of them.",
         conditions=(
             condition("highest", "actor/skipped_updates", says=REACHED),
             condition("highest", "nonfinite/*", says=REACHED),
         ),
-        thresholds=(Threshold("max", 0.0, "of a step", BY_DESIGN),),
+        thresholds=(Threshold("max", 0.0, "values or updates in a step", BY_DESIGN),),
         min_steps=1,
         causes=(
             TOO_FAST,
             Cause("too little precision", "use bfloat16 or float32, not float16"),
-            Cause("a reward or logprob that is not finite", "look at the first step that has one"),
+            Cause("a reward or logprob that is not finite", "look at the first step with one"),
         ),
     ),
     Rule(
         name="lost_metrics",
         side="stability",
-        title="what each step has stays there",
-        what="Metrics that each step is meant to have are missing, or not finite (NaN, infinite).",
+        title="metrics of every step stay recorded",
+        what="Metrics recorded at every step are missing or not finite (NaN, infinite).",
         severity="critical",
         conditions=tuple(
-            condition("lost", names, says="{metric} is missing, or not finite, at the last {value} steps")
+            condition("lost", names, says="{metric} is missing or not finite in the last {value} steps")
             for names in (
                 SCORE,
                 ("actor/loss", "actor/pg_loss"),
@@ -121,23 +121,23 @@ STABILITY = (
                 ("response_length/mean",),
             )
         ),
-        thresholds=(Threshold("max", 5.0, "newest steps without one", BY_DESIGN),),
+        thresholds=(Threshold("max", 5.0, "newest steps without a value", BY_DESIGN),),
         min_steps=10,
         causes=(
             Cause(
-                "the policy is no longer finite: an update, or a learning rate, that was too large",
-                "go back to a checkpoint from before, with a third of the learning rate",
+                "the policy is no longer finite: an update or learning rate was too large",
+                "resume from an earlier checkpoint with a third of the learning rate",
             ),
             Cause("too little precision", "use bfloat16 or float32, not float16"),
-            Cause("a reward or logprob that is not finite", "look at the first step that has one"),
-            Cause("the run no longer records them", "look at what changed with its last resume"),
+            Cause("a reward or logprob that is not finite", "look at the first step with one"),
+            Cause("the run no longer records them", "check what changed at its last resume"),
         ),
     ),
     Rule(
         name="no_advantages",
         side="stability",
         title="advantages are not all zero",
-        what="Every advantage is 0: nothing is learnt.",
+        what="Every advantage is 0: the policy learns nothing.",
         severity="critical",
         conditions=(
             condition(
@@ -148,7 +148,7 @@ STABILITY = (
                 well="advantages differ from 0 by up to {value} in the last {window} steps",
             ),
         ),
-        thresholds=(Threshold("max", 1e-9, "largest advantage that counts as 0", BY_DESIGN),),
+        thresholds=(Threshold("max", 1e-9, "maximum advantage that counts as 0", BY_DESIGN),),
         window=5,
         min_steps=5,
         unless=(SOLVED,),
@@ -157,14 +157,16 @@ STABILITY = (
             REWARD_ZERO,
             BROKEN,
             EQUAL_REWARDS,
-            Cause("the advantage's options leave nothing", "look at algorithm.advantage and rollout.group_size"),
+            Cause(
+                "the advantage's options remove all differences", "look at algorithm.advantage and rollout.group_size"
+            ),
         ),
     ),
     Rule(
         name="without_spread",
         side="stability",
         title="rewards differ within groups",
-        what="In nearly every group all rewards are equal; such groups teach nothing.",
+        what="In nearly every group all rewards are equal; such groups have no advantages.",
         conditions=(
             condition(
                 "level", WITHOUT_SPREAD, says="{metric}: {value:share} of the groups (at most {max:share} is healthy)"
@@ -182,18 +184,18 @@ STABILITY = (
             CUT_SHORT,
             Cause(
                 "the reward function gives every response of a prompt the same reward",
-                "call it on a right and on a wrong response of one prompt",
+                "call it on a right and a wrong response to one prompt",
             ),
             Cause(
                 "prompts are too easy or too hard",
-                "choose prompts that are solved at times, or refill groups (refill.filter)",
+                "choose prompts that are sometimes solved, or refill groups (refill.filter)",
             ),
         ),
     ),
     Rule(
         name="truncated",
         side="stability",
-        title="responses end by themselves",
+        title="responses end before the length limit",
         what="Many responses are cut at the length limit.",
         conditions=(
             condition(
@@ -217,13 +219,13 @@ STABILITY = (
                     "level",
                     "response_length/clip_ratio",
                     window=1_000_000,
-                    says="it was so in most of the run: {value:share} of the responses",
+                    says="also in most of the run: {value:share} of the responses",
                     max=0.1,
                 ),
             ),
             Cause(
-                "the policy has learnt to write without end",
-                "penalize length in the reward, and check that the end token trains",
+                "the policy has learned not to stop",
+                "penalize length in the reward, and check that the end token is trained",
             ),
             Cause("the limit is too low for the task", "raise rollout.max_response_tokens"),
         ),
@@ -232,21 +234,21 @@ STABILITY = (
         name="response_length",
         side="stability",
         title="response length",
-        what="Responses have become much shorter or longer, without a gain in reward.",
+        what="Responses have become much shorter or longer without a gain in reward.",
         conditions=(
             condition(
                 "shrunk",
                 "response_length/mean",
-                says="{metric} is at {value:share} of its start, which was {before} tokens",
+                says="{metric} is at {value:share} of its start of {before} tokens",
                 min="shrunk",
             ),
             condition(
-                "leap", "response_length/mean", says="{metric} is at {value} tokens, and was at {before}", times="grown"
+                "leap", "response_length/mean", says="{metric} is at {value} tokens, up from {before}", times="grown"
             ),
         ),
         thresholds=(
-            Threshold("shrunk", 0.33, "least share of its start", THUMB),
-            Threshold("grown", 3.0, "most times its start", THUMB),
+            Threshold("shrunk", 0.33, "minimum share of its start", THUMB),
+            Threshold("grown", 3.0, "maximum multiple of its start", THUMB),
         ),
         min_steps=30,
         unless=(SOLVED, IMPROVES),
@@ -257,15 +259,16 @@ STABILITY = (
             BROKEN,
             DETERMINISTIC,
             Cause(
-                "the reward pays for length, or for its lack", "read the best rewarded responses, and penalize length"
+                "the reward pays for long or short responses",
+                "read the responses with the highest rewards, and penalize length",
             ),
         ),
     ),
     Rule(
         name="lost_rollouts",
         side="stability",
-        title="sessions give trajectories",
-        what="Many sessions failed, or gave nothing that can train.",
+        title="sessions return trajectories",
+        what="Many sessions failed, or returned nothing that can train.",
         conditions=(
             condition(
                 "part_level",
@@ -285,9 +288,9 @@ STABILITY = (
             condition("highest", "rollout/audit_failures", says=REACHED, max="audit_max"),
         ),
         thresholds=(
-            Threshold("failed_max", 0.1, "share of the sessions that failed, or trajectories without a score", THUMB),
-            Threshold("aborted_max", 0.1, "share without a token that trains", THUMB),
-            Threshold("audit_max", 0.0, "failed audits of a step", BY_DESIGN),
+            Threshold("failed_max", 0.1, "share of failed sessions, or of trajectories without a score", THUMB),
+            Threshold("aborted_max", 0.1, "share of trajectories without a trained token", THUMB),
+            Threshold("audit_max", 0.0, "failed audits in a step", BY_DESIGN),
         ),
         window=5,
         min_steps=1,
@@ -322,39 +325,39 @@ STABILITY = (
         min_steps=1,
         causes=(
             Cause(
-                "the agent changes its system prompt or its tools from request to request, as by the time of day",
-                "look at gateway/roots/system and gateway/roots/tools, and let it keep them the same",
+                "the agent changes its system prompt or tools between requests, for example by adding the time",
+                "look at gateway/roots/system and gateway/roots/tools, and keep both constant",
             ),
             Cause(
                 "the agent rewrites its history, for example with summaries or truncated tool results",
-                "look at gateway/roots/user and gateway/roots/tool; give it more context, or let it append only",
+                "look at gateway/roots/user and gateway/roots/tool; give it more context, or make it only append",
             ),
         ),
     ),
     Rule(
         name="failed_rewards",
         side="stability",
-        title="the reward function gives rewards",
-        what="The reward function failed in some sessions; they are left out, or count 0.",
+        title="the reward function returns rewards",
+        what="The reward function failed in some sessions, which are dropped or count 0.",
         conditions=(
             condition(
                 "level",
                 "rollout/failed_rewards",
-                says="{metric}: {value} sessions of a step",
-                well="no session's reward failed in most of the last {window} steps",
+                says="{metric}: {value} sessions in a step",
+                well="no reward failed in most of the last {window} steps",
             ),
         ),
-        thresholds=(Threshold("max", 0.0, "sessions of a step, running median", BY_DESIGN),),
+        thresholds=(Threshold("max", 0.0, "sessions in a step, running median", BY_DESIGN),),
         window=5,
         min_steps=1,
         reasons="sessions_failed",
         causes=(
             Cause(
-                "it raises, hangs or gives no number for some responses",
+                "it raises, hangs or returns no number for some responses",
                 "fix the line in the reason; a wrong answer should be a reward of 0, not an error",
             ),
             Cause(
-                "a service that it asks does not answer", 'raise reward.timeout_s, or set reward.on_failure = "retry"'
+                "a service that it calls does not answer", 'raise reward.timeout_s, or set reward.on_failure = "retry"'
             ),
         ),
     ),

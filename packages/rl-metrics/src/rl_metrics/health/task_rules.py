@@ -19,23 +19,23 @@ from rl_metrics.health.common_rules import (
 from rl_metrics.health.families import REWARDED
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
-BELOW_BEST = "{metric} is {value:share} below its best, which was {before} (at most {max:share} is healthy)"
-NEAR_BEST = "{metric} {newest}, its best was {before}"
-ON_THE_WAY = "{metric} began at {before} and went at best {value:share} of the way to the highest reward"
-ABOVE_START = "{metric} began at {before}, and its best is {value:share} above that"
+BELOW_BEST = "{metric} is {value:share} below its best of {before} (at most {max:share} is healthy)"
+NEAR_BEST = "{metric} {newest}, at best {before}"
+ON_THE_WAY = "{metric} started at {before} and went at most {value:share} of the way to the highest reward"
+ABOVE_START = "{metric} started at {before}, and its best is {value:share} above that"
 BELOW_TRAINING = (
-    "{metric} is {value:share} below training's {before}, and was nearer at first (at most {max:share} is healthy)"
+    "{metric} is {value:share} below training's {before}, and was closer at first (at most {max:share} is healthy)"
 )
 
 TWO_ERRORS = 2.0
-"""Standard errors of a validation that says nothing of its interval."""
+"""Standard errors of margin for a validation without an interval."""
 
 THREE_IN_A_ROW = 3.0
-"""Validations: greedy responses can be worse for some steps while the policy changes its ways."""
+"""Consecutive validations, because greedy responses can be temporarily worse while the policy changes."""
 
 TOO_HARD = Cause(
     "the prompts are too hard for this policy",
-    "begin with easier prompts, a warm start (SFT), or partial credit in the reward",
+    "start with easier prompts, a warm start (SFT), or partial credit in the reward",
 )
 
 VALIDATED_REWARD = (
@@ -46,7 +46,7 @@ VALIDATED_REWARD = (
 )
 VALIDATED = "val-core/*/mean@#"
 UPPER_END = "val-core/*/mean@#/ci_high"
-"""Of a validation's confidence interval: what the draw of its problems explains is no loss."""
+"""Upper end of a validation's confidence interval; a fall within it is no loss."""
 
 TASK = (
     Rule(
@@ -65,7 +65,7 @@ TASK = (
                 can_do_with_one=True,
             ),
         ),
-        thresholds=(Threshold("max", 1e-9, "largest reward that counts as 0", BY_DESIGN),),
+        thresholds=(Threshold("max", 1e-9, "maximum reward that counts as 0", BY_DESIGN),),
         min_steps=5,
         unless=(SOLVED,),
         families=REWARDED,
@@ -75,7 +75,7 @@ TASK = (
             CUT_SHORT,
             Cause(
                 "the reward function does not find answers, or compares them with the wrong field",
-                "call the reward function on a response that you know to be right, and read some of the run's",
+                "call the reward function on a response known to be right, and read some of the run's responses",
             ),
             TOO_HARD,
         ),
@@ -83,11 +83,11 @@ TASK = (
     Rule(
         name="reward_fell",
         side="task",
-        title="the reward keeps what it gained",
+        title="the reward keeps its gains",
         what="The reward has fallen far below its best.",
         severity="critical",
         conditions=(condition("fall", SCORE, says=BELOW_BEST, well=NEAR_BEST, max="max", by=0.01, errors=3.2),),
-        thresholds=(Threshold("max", 0.25, "share of the best running median that may be lost", THUMB),),
+        thresholds=(Threshold("max", 0.25, "maximum loss, share of the best running median", THUMB),),
         causes=(
             NOT_FINITE,
             PROVED_STALE,
@@ -101,9 +101,9 @@ TASK = (
             ),
             Cause(
                 "learning rate too high",
-                "go back to a checkpoint from before the fall, with a third of the learning rate",
+                "resume from a checkpoint before the fall with a third of the learning rate",
             ),
-            Cause("the reward function changed its mind, or fails", "look at its errors and at reward/*"),
+            Cause("the reward function changed, or fails", "look at its errors and at reward/*"),
         ),
     ),
     Rule(
@@ -121,25 +121,27 @@ TASK = (
             ),
             condition("no_rise", SCORE, says=ABOVE_START, well=ABOVE_START),
         ),
-        thresholds=(Threshold("min", 0.1, "share of the way to the highest reward to be gained", THUMB),),
+        thresholds=(Threshold("min", 0.1, "minimum gain, share of the way to the highest reward", THUMB),),
         min_steps=30,
         unless=(SOLVED, IMPROVED),
         families=REWARDED,
         causes=(
             Cause(
                 "the reward function gives everything the same reward",
-                "call the reward function on a right and on a wrong response",
+                "call the reward function on a right and a wrong response",
                 rule="reward_zero",
             ),
             Cause(
                 "the reward function gives every response of a prompt the same reward",
-                "call the reward function on a right and on a wrong response of one prompt",
+                "call the reward function on a right and a wrong response to one prompt",
                 sign=NO_SPREAD,
             ),
             PROVED_STALE,
             MISMATCH,
-            Cause("rollouts are not of the policy that learns", "run rl-metrics doctor on the run", rule="off_policy"),
-            Cause("the KL penalty holds the policy where it was", "lower algorithm.kl_coefficient", rule="policy_held"),
+            Cause("rollouts are not from the trained policy", "run rl-metrics doctor on the run", rule="off_policy"),
+            Cause(
+                "the KL penalty keeps the policy at the reference", "lower algorithm.kl_coefficient", rule="policy_held"
+            ),
             DETERMINISTIC,
             CUT_SHORT,
             Cause("learning rate too high", "divide the learning rate by three", rule="reward_fell"),
@@ -173,7 +175,7 @@ TASK = (
         name="overfitting",
         side="task",
         title="validation against training",
-        what="The policy has come to do worse on validation than on what it trains on.",
+        what="The policy has become worse on validation than on its training prompts.",
         conditions=tuple(
             condition(
                 "gap",
@@ -192,19 +194,19 @@ TASK = (
         min_steps=6,
         causes=(
             Cause(
-                "too few prompts, seen too often", "train on more prompts, fewer epochs, or stop at the best validation"
+                "too few prompts, seen too often", "use more prompts or fewer epochs, or stop at the best validation"
             ),
             Cause("validation has other or harder prompts", "compare the prompts of both"),
             Cause(
-                "the policy learnt to please the reward function alone",
-                "read the best rewarded responses, and score them by hand",
+                "the policy learned to exploit the reward function",
+                "read the responses with the highest rewards, and score them by hand",
             ),
         ),
     ),
     Rule(
         name="validation_fell",
         side="task",
-        title="validation keeps what it gained",
+        title="validation keeps its gains",
         what="Validation has fallen below its best.",
         conditions=(
             condition(
@@ -220,13 +222,13 @@ TASK = (
                 held=THREE_IN_A_ROW,
             ),
         ),
-        thresholds=(Threshold("max", 0.2, "share of the best that may be lost", GUIDE),),
+        thresholds=(Threshold("max", 0.2, "maximum loss, share of the best", GUIDE),),
         window=1,
         min_steps=6,
         causes=(
             Cause(
                 "the policy was broken by its updates",
-                "go back to the best checkpoint, with a third of the learning rate",
+                "resume from the best checkpoint with a third of the learning rate",
                 rule="reward_fell",
             ),
             Cause("overfitting", "stop at the best validation, or train on more prompts", rule="overfitting"),
@@ -237,16 +239,16 @@ TASK = (
         name="component_fell",
         side="task",
         title="rewards by component",
-        what="A component of the reward falls while the whole does not.",
+        what="A component of the reward falls while the total does not.",
         conditions=(condition("fall", "reward/*/mean", says=BELOW_BEST, max="max", by=0.05, errors=3.2),),
-        thresholds=(Threshold("max", 0.3, "share of a component's best that may be lost", THUMB),),
+        thresholds=(Threshold("max", 0.3, "maximum loss, share of the component's best", THUMB),),
         min_steps=20,
         unless=(condition("fall", SCORE, max=0.1, by=0.01),),
         families=REWARDED,
         causes=(
             Cause(
                 "the policy trades this component for another that pays more",
-                "change the components' weights, and read the best rewarded responses",
+                "change the components' weights, and read the responses with the highest rewards",
             ),
         ),
     ),

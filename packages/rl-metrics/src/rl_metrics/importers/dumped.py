@@ -1,4 +1,4 @@
-"""Generations that another trainer wrote without saying which session they are of."""
+"""Generations of another trainer, which do not identify their sessions."""
 
 import hashlib
 import math
@@ -14,19 +14,19 @@ from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.run_files.rollout_log import RolloutRow
 
 MAX_ROWS = 20_000
-"""Of one file, so many are taken."""
+"""Maximum number of rows read from one file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dumped:
-    """One response.
+    """One response of another trainer.
 
     Attributes:
-        prompt: As text.
-        response: As text.
-        reward: NaN where it has none.
+        prompt: Prompt as text.
+        response: Response as text.
+        reward: Reward; NaN without one.
         components: Parts of the reward by name.
-        ground_truth: What was expected; None where nothing was.
+        ground_truth: Expected answer; None without one.
         source: Data source of the prompt.
     """
 
@@ -39,21 +39,21 @@ class Dumped:
 
     @property
     def problem(self) -> str:
-        """Names the prompt: the same at every step."""
+        """Identifier of the prompt, the same at every step."""
         return hashlib.sha256(self.prompt.encode(errors="replace")).hexdigest()[:16]
 
 
 def step_files(folder: Path | None, *globs: str, name: str, such_as: str) -> list[tuple[int, Path]]:
-    """The files of a folder by rising step.
+    """Return the files of a folder, ordered by step.
 
     Args:
-        folder: None has no files.
-        globs: Where they lie in it.
-        name: What the name of one fits; its first group is the step.
-        such_as: An example of a name.
+        folder: Folder of the files; None returns none.
+        globs: Globs of the files in the folder.
+        name: Regular expression of file names; its first group is the step.
+        such_as: Example of a file name, for the error.
 
     Raises:
-        DataError: There is no such folder.
+        DataError: The folder does not exist.
     """
     if folder is None:
         return []
@@ -65,7 +65,7 @@ def step_files(folder: Path | None, *globs: str, name: str, such_as: str) -> lis
 
 
 def as_rollouts(step: int, dumped: Sequence[Dumped]) -> list[RolloutRow]:
-    """Trajectories of a step: those of one prompt are one group, and the policy had done the steps before."""
+    """Return the trajectories of a step, with one group per prompt and the policy version of the previous step."""
     num_sessions: dict[str, int] = {}
     rows = []
     for one in dumped:
@@ -92,7 +92,7 @@ def as_rollouts(step: int, dumped: Sequence[Dumped]) -> list[RolloutRow]:
 
 
 def as_samples(step: int, dumped: Sequence[Dumped], *, trainer: str) -> list[GenerationSample]:
-    """Samples of the validation after a step."""
+    """Return the samples of the validation after a step."""
     return [
         GenerationSample(
             prompt_uid=one.problem,
@@ -109,6 +109,6 @@ def as_samples(step: int, dumped: Sequence[Dumped], *, trainer: str) -> list[Gen
 
 
 def numbers(row: Mapping[str, Any], *, without: frozenset[str]) -> dict[str, float]:
-    """The finite numbers of a row, but those of these names; True is 1."""
+    """Return the finite numbers of a row, except those of these names; True counts as 1."""
     found = {name: number_or_nan(value) for name, value in row.items() if name not in without}
     return {name: number for name, number in found.items() if not math.isnan(number)}

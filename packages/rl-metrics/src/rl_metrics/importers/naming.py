@@ -7,23 +7,25 @@ from collections.abc import Callable, Mapping
 from rl_metrics.definitions.table import DEFINITIONS
 
 OTHER = "other/"
-"""What has no meaning here keeps its name behind this."""
+"""Prefix of metrics without a counterpart here."""
 
 MAX_NAME = 300
-"""Longer names are cut: they are no names."""
+"""Maximum length of a name, in characters; longer ones are cut."""
 
 
 Names = Mapping[str, tuple[str, ...]]
-"""Metrics of another trainer that mean the same as some of this project, in the same unit: by its name there, the names
-here. `{source}` stands for any text, any other placeholder for one part without a slash."""
+"""Names here, by the name in another trainer, of metrics with the same meaning and unit.
+
+`{source}` matches any text; any other placeholder matches one part without a slash.
+"""
 
 
 def translation(table: Names, *, has_our_names: bool) -> Callable[[str], tuple[str, ...]]:
-    """Gives the names here of a name of theirs; one that nothing fits is kept behind `OTHER`.
+    """Return a function from another trainer's name to the names here; unknown names get the prefix `OTHER`.
 
     Args:
-        table: The first entry that fits is taken.
-        has_our_names: True where a name that is defined here means the same there.
+        table: Translations; the first match is used.
+        has_our_names: Whether names defined here mean the same in the other trainer.
     """
     entries = [(_pattern(theirs), ours) for theirs, ours in table.items()]
 

@@ -10,7 +10,7 @@ from rl_metrics.run_files.json_lines import parse_line, read_lines
 from rl_metrics.run_files.run_record import has_begun
 
 NUM_LINES = 10_000
-"""Of a file, so many are looked at."""
+"""Maximum number of lines of a file to inspect."""
 
 STATES = "trainer_state.json", "checkpoint-*/trainer_state.json"
 
@@ -19,16 +19,16 @@ TRAINERS = {"verl": "a log of verl", "trl": "a state of TRL's trainers"}
 
 
 def misplaced(paths: Sequence[Path], *, trainer: str | None = None) -> str:
-    """What to do with the first path that is of another kind than was asked for; empty where none is.
+    """Return what to do with the first path of an unexpected kind; empty without one.
 
     Args:
         paths: Files or folders.
-        trainer: Whose importer was asked; None where a run of this project was expected.
+        trainer: Trainer of the importer; None if a run of this project is expected.
     """
     for path in paths:
         kind = _kind_of(path)
         if kind == "run" and trainer is not None:
-            return f"{path} is of a run of this project, which needs no import. Use: rl-metrics check {path}"
+            return f"{path} belongs to a run of this project, which needs no import. Use: rl-metrics check {path}"
         if kind in TRAINERS and kind != trainer:
             wanted = "a run of this project" if trainer is None else TRAINERS[trainer]
             command = f"rl-metrics import {kind} {path} --into RUN"
@@ -37,10 +37,10 @@ def misplaced(paths: Sequence[Path], *, trainer: str | None = None) -> str:
 
 
 def require_there(path: Path, *, wanted: str) -> None:
-    """Refuse a path where nothing is.
+    """Refuse a missing path.
 
     Raises:
-        DataError: It says what was wanted there.
+        DataError: The path does not exist; the message has what was expected.
     """
     if not path.exists():
         raise DataError(f"{path} must be {wanted}; there is no such file or folder (looked in {Path.cwd()}).")

@@ -1,4 +1,4 @@
-"""Writes the folder of an imported run."""
+"""Writer of an imported run's folder."""
 
 import math
 import shutil
@@ -23,13 +23,11 @@ from rl_metrics.trackers.jsonl import JsonlTracker
 
 log = structlog.get_logger(__name__)
 
-"""The first event of a run that was imported: its trainer, files, and the names without a meaning here."""
-
 MAX_FALLS = 10
-"""Of the falls of a file's steps, so many are warned of."""
+"""Maximum number of warnings per file about steps that go back."""
 
 MAX_NAMES = 1_000
-"""Of the names without a meaning here, so many are listed."""
+"""Maximum number of listed names without a counterpart here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +35,11 @@ class Imported:
     """The result of an import.
 
     Attributes:
-        folder: Of the run.
-        num_rows: Lines of metrics that were read.
-        num_rollouts: Trajectories.
-        num_generations: Samples of validations.
-        other: Names without a meaning here, as they are called there; at most MAX_NAMES.
+        folder: Folder of the run.
+        num_rows: Number of lines of metrics read.
+        num_rollouts: Number of trajectories.
+        num_generations: Number of validation samples.
+        other: Original names without a counterpart here; at most MAX_NAMES.
     """
 
     folder: Path
@@ -52,18 +50,18 @@ class Imported:
 
 
 class RunWriter:
-    """Writes a run aside; `finish` puts it into place, and leaving the `with` without it leaves no trace."""
+    """Writes a run to a temporary folder, which `finish` moves into place; leaving the `with` before deletes it."""
 
     def __init__(self, into: Path, *, trainer: str, names: Callable[[str], tuple[str, ...]]) -> None:
-        """Begin a run.
+        """Create the temporary folder.
 
         Args:
-            into: Its folder: new, empty, or of a run that was imported before, which it replaces.
-            trainer: Such as "verl".
-            names: Gives the names here of a metric there.
+            into: Folder of the run: new, empty, or of an earlier import, which is replaced.
+            trainer: Name of the trainer, such as "verl".
+            names: Returns the names here of a metric there.
 
         Raises:
-            DataError: The folder has something else in it.
+            DataError: The folder has other contents.
         """
         into = into.absolute()
         _require_free(into)
@@ -97,11 +95,11 @@ class RunWriter:
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def begin_attempt(self, file: Path, *, names: Callable[[str], tuple[str, ...]] | None = None) -> None:
-        """What is added from now on is of this file; a warning says when the one before it seems to be the later one.
+        """Start a file; later additions belong to it. Warns if the previous file seems to be the later one.
 
         Args:
-            file: With the metrics of one launch of the run.
-            names: Gives the names here of a metric in this file; those of the run when left out.
+            file: File with the metrics of one launch of the run.
+            names: Returns the names here of a metric in this file; None uses those of the run.
         """
         self._file = file
         self._num_falls = 0
@@ -110,15 +108,15 @@ class RunWriter:
         self._names = self._names_of_run if names is None else names
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add what was logged of a step, in the order in which it was logged.
+        """Add logged values of a step, in the order of logging.
 
-        What was logged of one step in parts is put together. A metric that the step has already was logged by a
-        resumed launch: as in `read_metrics`, it takes the place of the step and of all later ones. A warning says so
-        where that is within one file, as a line of a response that looks like a step does it too.
+        Values of one step logged in parts are combined. A metric that the step already has comes from a resumed launch:
+        as in `read_metrics`, it replaces the step and all later ones. Within one file this causes a warning, because a
+        line of a response can look like a step.
 
         Args:
-            step: From the trainer's own count.
-            values: By the names there; what is no number is left out.
+            step: The trainer's own step number.
+            values: Values by original name; values that are not numbers are ignored.
         """
         row = self._translated(values)
         if not row or step < 0:
@@ -146,7 +144,7 @@ class RunWriter:
         self._num_generations += len(samples)
 
     def add_rollouts(self, rows: Sequence[RolloutRow], *, written: float) -> None:
-        """Add the trajectories of one step, which were written at this time (seconds since the epoch)."""
+        """Add the trajectories of one step, written at this time (seconds since the epoch)."""
         if not rows:
             return
         if self._rollouts is None:
@@ -156,19 +154,19 @@ class RunWriter:
         self._num_rollouts += len(rows)
 
     def finish(self, files: Sequence[Path], *, is_finished: bool = False) -> Imported:
-        """Put the run into its folder.
+        """Move the run into its folder.
 
         Args:
-            files: That it was read from.
-            is_finished: True where these say that the training came to its end.
+            files: Files that it was read from.
+            is_finished: Whether these record that the training finished.
 
         Raises:
-            DataError: Nothing was found in the files.
+            DataError: The files have neither metrics nor responses.
         """
         self._flush()
         if not self._num_rows + self._num_rollouts + self._num_generations:
-            where = f"in {', '.join(map(str, files))}" if files else "there, as no file and no folder was named"
-            nothing = f"no metrics and no responses of {self._trainer} are {where}."
+            where = f"in {', '.join(map(str, files))}" if files else "because no file or folder was named"
+            nothing = f"no metrics or responses of {self._trainer} found {where}."
             raise DataError(misplaced(files, trainer=self._trainer) or nothing)
         other = tuple(sorted(self._other))
         self._write_events(files, other, is_finished)
@@ -200,7 +198,7 @@ class RunWriter:
             self._warn_of_order()
 
     def _warn_of_fall(self, step: int) -> None:
-        """Say it where a file goes back to an earlier step, and so replaces what it had from there on."""
+        """Warn if a file goes back to an earlier step, which replaces the steps from there on."""
         if self._file is None or self._step_of_file is None or step >= self._step_of_file:
             return
         self._num_falls += 1
@@ -210,12 +208,12 @@ class RunWriter:
                 file=str(self._file),
                 step=step,
                 after_step=self._step_of_file,
-                advice="taken as a resumed launch, which replaces the steps from there on; if it is text of a "
+                advice="treated as a resumed launch, which replaces the steps from there on; if it is text of a "
                 "response, cut it from the file",
             )
 
     def _warn_of_order(self) -> None:
-        """Say it where the newest launch begins before the one before it, whose steps it replaces."""
+        """Warn if the newest launch starts before the previous one, whose steps it replaces."""
         if len(self._starts) < 2:
             return
         (before, first_before), (file, first) = self._starts[-2:]
@@ -226,7 +224,7 @@ class RunWriter:
                 first_step=first,
                 before=str(before),
                 its_first_step=first_before,
-                advice="what a later file has takes the place of an earlier one's steps: give the oldest launch first",
+                advice="steps of a later file replace those of an earlier one; name the oldest launch first",
             )
 
     def _flush(self) -> None:
@@ -252,7 +250,7 @@ class RunWriter:
             if (self._aside / name).exists():
                 (self._aside / name).replace(self._into / name)
             else:
-                (self._into / name).unlink(missing_ok=True)  # of an import before
+                (self._into / name).unlink(missing_ok=True)  # of an earlier import
 
     def _close(self) -> None:
         self._metrics.close()
@@ -266,4 +264,4 @@ def _require_free(folder: Path) -> None:
     events = folder / "events.jsonl"
     first = next(iter(read_events(events)), {}) if events.is_file() else {}
     if first.get("event") != IMPORTED:
-        raise DataError(f"{folder} must be a new folder, or one of a run that was imported before; it has other files.")
+        raise DataError(f"{folder} must be a new folder, or that of an earlier import; found other files in it.")

@@ -1,6 +1,6 @@
-"""Runs of TRL's trainers: the history in `trainer_state.json`, and the completions that they log.
+"""Import of TRL runs from the history in `trainer_state.json` and logged completions.
 
-A history does not say which trainer wrote it; its names do. What the names of trainers mean here is in `trl_names`.
+The names in a history show which trainer wrote it. `trl_names` translates them.
 
 Source: `TrainerState` of transformers.
 """
@@ -32,13 +32,13 @@ BATCH_ROWS = 256
 MAX_STATE_BYTES = 1 << 30
 COMPLETIONS = r"completions_([0-9]{1,18})\.(?:parquet|jsonl)"
 NOT_METRICS = frozenset({"step", "epoch"})
-"""`epoch` is a fraction here, and each part of a step has it again."""
+"""Columns that are not metrics; `epoch` is a fraction, repeated in each part of a step."""
 
 NOT_REWARDS = frozenset({"step", "mode", "prompt", "completion", "advantage", "entropy"})
 
 PARQUET = (
-    "{path} is a Parquet file, which pyarrow reads; it is not installed. Install rl-metrics[parquet] as the "
-    "README says, or give the completions as JSON lines."
+    "{path} is a Parquet file, and pyarrow is not installed. Install rl-metrics[parquet] as the README says, "
+    "or use completions in JSON lines."
 )
 
 
@@ -46,13 +46,13 @@ def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = 
     """Write the folder of a run of TRL.
 
     Args:
-        files: `trainer_state.json`, or a folder in which its newest checkpoint has one; several in the order of the
-            run's launches.
+        files: `trainer_state.json`, or a folder whose newest checkpoint has one; several in the order of the run's
+            launches.
         into: Folder of the run; new, or of an earlier import.
         completions: Folder of the logged completions, as Parquet (needs pyarrow) or JSON lines.
 
     Raises:
-        DataError: There is nothing of TRL in the files, or the folder is another's.
+        DataError: The files have no data of TRL, or the folder has other contents.
         NotReadyError: A file is Parquet, and pyarrow is not installed.
         OSError: A file cannot be read.
     """
@@ -75,10 +75,10 @@ def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = 
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """What was logged, in its order.
+    """Return the logged rows in order.
 
     Raises:
-        DataError: There is no such file, or it is no state of a trainer.
+        DataError: The file does not exist, or is not a trainer's state.
     """
     require_there(path, wanted=f"a {STATE} of TRL's trainers, or a folder with one")
     file = _newest_state(path) if path.is_dir() else path
@@ -87,14 +87,14 @@ def _history(path: Path) -> list[dict[str, Any]]:
     if not isinstance(history, list):
         raise DataError(
             misplaced([file], trainer="trl")
-            or f"{file} must be a {STATE} of TRL's trainers; it has no log_history, or is torn. "
-            "Lines that a trainer prints are not read."
+            or f"{file} must be a {STATE} of TRL's trainers; found no log_history, or a truncated "
+            "file. Printed output of a trainer is not supported."
         )
     return [row for row in history if isinstance(row, dict)]
 
 
 def _with_step(history: Sequence[Mapping[str, Any]], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rows that have a step; the others are warned of."""
+    """Yield the rows with a step, and warn about the others."""
     bad = []
     for number, row in enumerate(history, start=1):
         step = as_step(row.get("step"))
@@ -107,10 +107,10 @@ def _with_step(history: Sequence[Mapping[str, Any]], path: Path) -> Iterator[tup
 
 
 def _newest_state(folder: Path) -> Path:
-    """The state of a folder, or of its newest checkpoint, which has the longest history.
+    """Return the state of a folder, or of its newest checkpoint, which has the longest history.
 
     Raises:
-        DataError: There is none.
+        DataError: The folder has neither.
     """
     if (folder / STATE).is_file():
         return folder / STATE
@@ -126,7 +126,7 @@ def _newest_state(folder: Path) -> Path:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """The completions in a file."""
+    """Return the completions in a file."""
     found = _parquet_rows(file) if file.suffix == ".parquet" else read_json_lines(file)
     whole = (row for row in found if row.get("prompt") is not None and row.get("completion") is not None)
     return list(itertools.islice(whole, MAX_ROWS))
@@ -158,5 +158,5 @@ def _dumped(row: Mapping[str, Any]) -> Dumped:
 
 
 def _text(value: Any) -> str:
-    """A text, or the messages of a conversation as JSON."""
+    """Return a text, or the messages of a conversation as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

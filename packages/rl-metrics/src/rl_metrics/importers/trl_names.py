@@ -1,11 +1,11 @@
 """Translation of TRL's metric names, whose meaning depends on the trainer.
 
-GRPO's `rewards/{function}/mean` is a part of the reward, DPO's `rewards/chosen` is a log ratio of the policy and the
-reference; GRPO's `loss` is of a policy gradient, that of SFT a cross entropy. Where there is no policy gradient, the
-bands in which our metrics are healthy do not apply, and only the learning rate gets our name.
+GRPO's `rewards/{function}/mean` is a part of the reward; DPO's `rewards/chosen` is a log ratio of policy and reference.
+GRPO's `loss` is that of a policy gradient; SFT's is a cross entropy. Without a policy gradient, the healthy ranges of
+our metrics do not apply, so only the learning rate gets our name.
 
-Sources: the logged metrics in TRL's documentation of GRPOTrainer, PPOTrainer and DPOTrainer, `train` in
-trl/experimental/ppo/ppo_trainer.py and trl/trainer/rloo_trainer.py; of 1.16 all that write `_metrics`.
+Sources: the logged metrics in TRL's documentation of GRPOTrainer, PPOTrainer and DPOTrainer; `train` in
+trl/experimental/ppo/ppo_trainer.py and trl/trainer/rloo_trainer.py; in 1.16, every file that writes `_metrics`.
 """
 
 import re
@@ -33,17 +33,17 @@ OF_ROLLOUTS: Names = {
     "step_time": ("timing_s/step", "perf/time_per_step"),
     "perf/step_s": ("timing_s/step", "perf/time_per_step"),
 }
-"""Of all that train on what the policy samples; the last ones, and those of samples, of asynchronous trainers."""
+"""Names of all trainers that train on the policy's samples; `sample/*` and `perf/step_s` of asynchronous ones."""
 
 POLICY_GRADIENT: Names = {
     **OF_ROLLOUTS,
     "loss": ("actor/loss",),
-    "policy_loss": ("actor/pg_loss",),  # where the loss has an entropy bonus
+    "policy_loss": ("actor/pg_loss",),  # if the loss has an entropy bonus
     "kl": ("actor/kl_loss",),
     "clip_ratio/region_mean": ("actor/pg_clipfrac",),
     "clip_ratio": ("actor/pg_clipfrac",),  # until 0.16
     "cispo_clip_ratio": ("actor/pg_clipfrac",),
-    "reward": ("critic/score/mean", "critic/rewards/mean"),  # it has no penalties in the reward
+    "reward": ("critic/score/mean", "critic/rewards/mean"),  # its reward has no penalties
     "reward_std": ("rollout/group_reward_std",),
     "rewards/{component}/mean": ("reward/{component}/mean",),
     "rewards/{component}": ("reward/{component}/mean",),  # until 0.15
@@ -51,10 +51,10 @@ POLICY_GRADIENT: Names = {
     "eval_reward": ("val-core/eval/reward/mean@1",),
     "eval_rewards/{component}/mean": ("val-aux/eval/{component}/mean@1",),
 }
-"""Of GRPO and RLOO. The mean of n responses has the same expectation for each n, so an unknown n is 1."""
+"""Names of GRPO and RLOO. The mean of n responses has the same expectation for each n, so an unknown n is 1."""
 
 ASYNC: Names = {**POLICY_GRADIENT, "kl": ("rollout_corr/k3_kl",)}
-"""Of AsyncGRPO, whose KL is that of the engine's policy to the trained one."""
+"""Names of AsyncGRPO, whose KL is from the engine's policy to the trained one."""
 
 DISTILLATION: Names = {
     **OF_ROLLOUTS,
@@ -62,7 +62,7 @@ DISTILLATION: Names = {
     "self_distillation/distillation_loss": ("actor/distillation/loss",),
     "loss": ("actor/distillation/loss",),
 }
-"""Of on-policy distillation, whose loss is a divergence."""
+"""Names of on-policy distillation, whose loss is a divergence."""
 
 PPO: Names = {
     "objective/scores": ("critic/score/mean",),
@@ -73,26 +73,29 @@ PPO: Names = {
     "val/clipfrac_avg": ("critic/vf_clipfrac",),
     "lr": ("actor/lr",),
 }
-"""Of PPO. Without a counterpart: `objective/kl` and `objective/entropy` are sums over a response, `policy/approxkl_avg`
-is half a mean square (k2), and `policy/entropy_avg` counts padding."""
+"""Names of PPO.
+
+Without a counterpart here: `objective/kl` and `objective/entropy` are sums over a response, `policy/approxkl_avg` is
+half a mean square (k2), and `policy/entropy_avg` counts padding.
+"""
 
 OLD_RLOO: Names = {theirs: PPO[theirs] for theirs in ("objective/scores", "objective/rlhf_reward", "lr")}
-"""Of RLOO until 0.21. It has the names of PPO, but its ratios are of responses, not of tokens, and it has no critic."""
+"""Names of RLOO until 0.21: those of PPO, but its ratios are per response, not per token, and it has no critic."""
 
 OTHERS: Names = {"learning_rate": ("actor/lr",)}
-"""Of DPO and its like, of SFT and GKD."""
+"""Names of DPO and similar trainers, SFT and GKD."""
 
 PART_OF_REWARD = re.compile(r"rewards/.+/mean")
 
 
 def names_of(history: Sequence[Mapping[str, Any]]) -> Names:
-    """The names of the trainer that wrote a history: those that it has tell which one that was."""
+    """Return the names of the trainer that wrote a history, recognized by the names in it."""
     names = {name.removeprefix("eval_") for row in history for name in row}
     if "reward" in names or any(map(PART_OF_REWARD.fullmatch, names)):
         return ASYNC if "sample/staleness_mean" in names else POLICY_GRADIENT
     if names & {"completions/mean_length", "jsd"}:
         return DISTILLATION
-    if "rewards/chosen" in names:  # also online DPO, which has objective/rlhf_reward besides
+    if "rewards/chosen" in names:  # also online DPO, which has objective/rlhf_reward too
         return OTHERS
     if not names & {"objective/rlhf_reward", "policy/approxkl_avg"}:
         return OTHERS

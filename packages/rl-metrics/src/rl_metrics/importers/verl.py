@@ -1,8 +1,8 @@
-"""Runs of verl: its metric files, its console, and the folders into which it dumps generations.
+"""Import of verl runs from metric files, console output, and folders of dumped generations.
 
-verl's step has the time of a checkpoint in it, and in versions such as 00401103 that of a validation (0094eb20 has it
-beside the step). Where the other phases of a row leave room for them, they are taken off `timing_s/step` and
-`perf/time_per_step`, and `perf/throughput` is by the time that is left: such steps are no jumps.
+verl's step time includes that of a checkpoint, and in versions such as 00401103 that of a validation (in 0094eb20 it is
+separate). If the other phases of a row leave room for them, they are subtracted from `timing_s/step` and
+`perf/time_per_step`, and `perf/throughput` is computed from the remaining time, so that such steps are not jumps.
 
 Sources: `FileLogger` and `LocalLogger` in verl/utils, `fit` and `_dump_generations` in verl/trainer/ppo/ray_trainer.py.
 """
@@ -49,27 +49,28 @@ NAMES: Names = {
     "val/test_score/{source}": ("val-core/{source}/reward/mean@1",),
     **{f"timing_s/agent_loop/{name}": (f"agent_loop/{name}",) for name in AGENT_LOOPS},
 }
-"""verl's names that are not ours; the mean of n responses has the same expectation for each n, so an unknown n is 1."""
+"""verl's names that differ from ours. The mean of n responses has the same expectation for each n; an unknown n is 1.
+"""
 
 NOT_COMPONENTS = frozenset({"step", "score", "input", "output", "gts", "reward", "index", "uid", "request_id"})
 
 FOLDER = (
-    "{path} must be a file of verl's metrics or console, not a folder. Folders of generations go elsewhere: its "
-    "trainer.rollout_data_dir to --rollouts (rollouts=...), its trainer.validation_data_dir to --validation."
+    "{path} must be a file of verl's metrics or console, not a folder. Pass folders of generations separately: "
+    "trainer.rollout_data_dir as --rollouts (rollouts=...), trainer.validation_data_dir as --validation."
 )
 
 STEP_TIMES = ("timing_s/step", "perf/time_per_step")
 NOT_OF_A_STEP = ("timing_s/save_checkpoint", "timing_s/testing")
-"""The first is within the step of more versions, so it has the room first."""
+"""Phases to subtract; the first is within the step in more versions, so it is tried first."""
 
 PHASES = (
     *("gen", "gen_max", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"),
     *("update_weights", "dump_rollout_generations"),
 )
-"""Phases within a step, one after another."""
+"""Sequential phases of a step."""
 
 ROUNDING = 0.01
-"""Of a step, so much its phases may be longer than it."""
+"""Share of a step by which its phases may exceed it."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -80,14 +81,14 @@ def import_verl(
     """Write the folder of a run of verl.
 
     Args:
-        files: JSON lines of its file logger, or what its console said, in the order of the run's launches: a resumed
-            one takes the place of the steps that it repeats.
+        files: JSON lines of its file logger, or its console output, in the order of the run's launches; a resumed
+            launch replaces the steps that it repeats.
         into: Folder of the run; new, or of an earlier import.
-        rollouts: Its `trainer.rollout_data_dir`.
-        validation: Its `trainer.validation_data_dir`.
+        rollouts: The folder `trainer.rollout_data_dir`.
+        validation: The folder `trainer.validation_data_dir`.
 
     Raises:
-        DataError: There is nothing of verl in the files, or the folder is another's.
+        DataError: The files have no data of verl, or the folder has other contents.
         OSError: A file cannot be read.
     """
     with RunWriter(into, trainer="verl", names=translation(NAMES, has_our_names=True)) as run:
@@ -107,11 +108,11 @@ def import_verl(
 
 
 def logged(line: bytes, *, is_ended: bool) -> tuple[int, dict[str, Any]] | None:
-    """Step and values of a line of the file logger, or of the console; None when it has none.
+    """Return step and values of a line of the file logger or console, or None without them.
 
     Args:
-        line: Without its end.
-        is_ended: False for a last line without end: on the console its last number may be torn.
+        line: The line without its line break.
+        is_ended: False for a last line without a line break, whose last number may be truncated on the console.
     """
     line = _bare(line)
     if _is_json(line):
@@ -122,7 +123,7 @@ def logged(line: bytes, *, is_ended: bool) -> tuple[int, dict[str, Any]] | None:
 
 
 def step_alone(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a step, its time without that of its checkpoint and validation where that was in it."""
+    """Return the values of a step, without the time of its checkpoint and validation if its time included them."""
     alone = dict(values)
     step = number_or_nan(values.get("timing_s/step"))
     room = step * (1 + ROUNDING) - _sum(values, [f"timing_s/{phase}" for phase in PHASES])
@@ -142,13 +143,13 @@ def step_alone(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sum(values: Mapping[str, Any], names: Sequence[str]) -> float:
-    """Of the seconds that there are, each at least 0."""
+    """Return the sum of the existing positive times, in seconds."""
     seconds = (number_or_nan(values.get(name)) for name in names)
     return sum(one for one in seconds if one > 0)
 
 
 def _logged(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Steps and values of a file, with a warning of lines that have values and were left out."""
+    """Yield steps and values of a file, and warn about skipped lines with values."""
     without_step: list[int] = []
     passed_over: list[int] = []
     for number, (line, is_ended) in enumerate(read_lines(file), start=1):
@@ -167,7 +168,7 @@ def _logged(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             path=str(file),
             count=len(passed_over),
             first_line=passed_over[0],
-            advice="they seem to be text with a step in it; if they are metrics, cut what is before step:",
+            advice="they seem to be text that contains a step; if they are metrics, cut the text before step:",
         )
 
 
@@ -180,16 +181,16 @@ def _is_json(line: bytes) -> bool:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A row of the file logger, whatever its step is."""
+    """Return a row of the file logger, whatever its step is."""
     row = parse_line(line)
     return {"step": None, **row} if row is not None and row.get("data") and isinstance(row["data"], dict) else None
 
 
-_dumps = partial(step_files, name=r"([0-9]{1,18})\.jsonl", such_as="12.jsonl, one for each step")
+_dumps = partial(step_files, name=r"([0-9]{1,18})\.jsonl", such_as="12.jsonl, one per step")
 
 
 def _dumped(file: Path) -> list[Dumped]:
-    """The generations in a file."""
+    """Return the generations in a file."""
     rows = (row for row in read_json_lines(file) if _is_text(row.get("input")) and _is_text(row.get("output")))
     return [
         Dumped(

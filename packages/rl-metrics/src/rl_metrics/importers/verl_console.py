@@ -1,6 +1,6 @@
-"""What verl's console says of a step: `(TaskRunner pid=1) step:3 - actor/entropy:0.4 - actor/lr:1e-06`.
+"""Steps in verl's console output, such as `(TaskRunner pid=1) step:3 - actor/entropy:0.4 - actor/lr:1e-06`.
 
-A model's responses are on the same console, so a line counts only with nothing but log prefixes before the step.
+The console also has a model's responses, so a line counts only if nothing but log prefixes precedes the step.
 
 Source: `concat_dict_to_str` in verl/utils/logger/aggregate_logger.py.
 """
@@ -15,7 +15,7 @@ PREFIX = re.compile(
             r"\((?:\S+ )?pid=\d+(?:, ip=[^()\s,]+)?\)",  # Ray's
             r"\[?(?:\d{4}[-/]\d\d[-/]\d\d[ T])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?",
             r"[^|\r]*\d%\|[^|\r]*\|[^|\r\[\]]*\[[^\r\[\]]*\]",  # a bar of tqdm
-            r"[^|\r]*\d%\|[^\r]*\r",  # the same, overwritten before it was whole
+            r"[^|\r]*\d%\|[^\r]*\r",  # the same, overwritten before it was complete
             r"\d+it \[[^\r\[\]]*\]",  # a bar without an end
         )
     )
@@ -30,7 +30,7 @@ VERL_NAME = re.compile(r"[^\s/]+(?:/[^\s/]+)+")
 
 
 def step_of_line(line: str) -> tuple[int, dict[str, float]] | None:
-    """Step and values of a whole line; None when it has none."""
+    """Return step and values of a complete line, or None without them."""
     line = ESCAPES.sub("", line)
     at = 0
     while found := PREFIX.match(line, at):
@@ -39,7 +39,7 @@ def step_of_line(line: str) -> tuple[int, dict[str, float]] | None:
 
 
 def seems_step(line: str) -> bool:
-    """Whether a line has what verl says of a step, whatever is before it."""
+    """Return whether a line has a step of verl, whatever precedes it."""
     return _step(STEP_ANYWHERE.search(ESCAPES.sub("", line))) is not None
 
 

@@ -11,20 +11,20 @@ Array = NDArray[Any]
 
 
 def summarize_processing_times(seconds: ArrayLike) -> dict[str, float]:
-    """`fully_async/processing_time/{avg,max,min,tp50,tp95,tp99}`.
+    """Return `fully_async/processing_time/{avg,max,min,tp50,tp95,tp99}`.
 
     Args:
-        seconds: [G] float, of each group from the start of its generation until it could train.
+        seconds: [G] float, time of each group from the start of its generation until it could train.
 
     Returns:
-        Metrics by name; empty without groups. Percentiles are interpolated between neighbours, as verl's.
+        Metrics by name; empty without groups. Percentiles are interpolated linearly, as in verl.
 
     Raises:
-        ShapeError: It is not 1-D.
+        ShapeError: `seconds` is not 1-D.
     """
     times = np.asarray(seconds, dtype=np.float64)
     if times.ndim != 1:
-        raise ShapeError(f"seconds must have shape [G]; found {list(times.shape)}. Give one number for each group.")
+        raise ShapeError(f"seconds must have shape [G]; found {list(times.shape)}. Pass one number per group.")
     if not times.size:
         return {}
     tp50, tp95, tp99 = np.percentile(times, [50, 95, 99])
@@ -39,36 +39,36 @@ def summarize_staleness(
     policy_version: int,
     group_index: ArrayLike | None = None,
 ) -> dict[str, float]:
-    """`fully_async/staleness/*` over groups; over trajectories `fully_async/partial/*`, and how many are stale.
+    """Return `fully_async/staleness/*` over groups, and `fully_async/partial/*` and the stale count over trajectories.
 
     Args:
-        oldest_versions: [N] int, of each trajectory's trained tokens.
-        newest_versions: [N] int, likewise.
-        policy_version: The weights that they train.
-        group_index: [N] int, the group of each row; None takes each row for a group.
+        oldest_versions: [N] int, oldest version of each trajectory's trained tokens.
+        newest_versions: [N] int, newest version of the same tokens.
+        policy_version: Version of the weights that they train.
+        group_index: [N] int, group of each row; None treats each row as a group.
 
     Returns:
-        Metrics by name; empty without rows. A trajectory is partial when its tokens have more than one version.
-        Percentiles are interpolated between neighbours.
+        Metrics by name; empty without rows. A trajectory is partial if its tokens have several versions. Percentiles
+        are interpolated linearly.
 
     Raises:
-        ShapeError: The arrays are not 1-D and equally long.
-        DataError: A version is no whole number, or an oldest is newer than its newest, or a newest than the policy.
+        ShapeError: The arrays are not 1-D and of equal length.
+        DataError: A version is not an integer, an oldest version exceeds the newest, or a newest exceeds the policy's.
     """
     oldest, newest = _versions(oldest_versions), _versions(newest_versions)
     groups = np.arange(len(oldest)) if group_index is None else np.asarray(group_index)
     if oldest.ndim != 1 or not oldest.shape == newest.shape == groups.shape:
         raise ShapeError(
             "oldest_versions, newest_versions and group_index must have the same shape [N]; found "
-            f"{list(oldest.shape)}, {list(newest.shape)} and {list(groups.shape)}. Give one for each trajectory."
+            f"{list(oldest.shape)}, {list(newest.shape)} and {list(groups.shape)}. Pass one per trajectory."
         )
     if not oldest.size:
         return {}
     if (oldest > newest).any() or (newest > policy_version).any():
         row = int(np.argmax((oldest > newest) | (newest > policy_version)))
         raise DataError(
-            f"versions must rise from a trajectory's oldest to its newest and to the policy's {policy_version}; found "
-            f"{oldest[row]} and {newest[row]} in row {row}. Was it made for later weights, or are the two exchanged?"
+            f"a trajectory's versions must be oldest <= newest <= the policy's {policy_version}; found "
+            f"{oldest[row]} and {newest[row]} in row {row}. Check for swapped arguments or an old policy_version."
         )
     num_stale = float((oldest < policy_version).sum())
     return {

@@ -1,4 +1,4 @@
-"""Values of a step's distribution metrics: pure functions of a batch and its sessions' timings."""
+"""Values of a step's distribution metrics, as pure functions of a batch and its sessions' timings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,21 +16,21 @@ TOKEN_COLUMNS = {
     "rollout_logprobs": "logprob",
     "correction_weights": "correction_weight",
 }
-"""Token columns whose values at trained tokens are distributions."""
+"""Token columns with a distribution over trained tokens, and its name."""
 
 UPDATE_COLUMNS = ("entropy", "policy_logprobs")
-"""Columns that an update gave: NaN at tokens that it did not score, which are left out."""
+"""Columns from an update; NaN values mark tokens that it did not score, and are ignored."""
 
 LEARNER_COLUMNS = ("old_logprobs", "policy_logprobs")
-"""Columns of the learner's logprobs before the update; the first that is there is taken."""
+"""Columns of the learner's logprobs before the update; the first existing one is used."""
 
 
 def batch_distributions(batch: Batch) -> dict[str, Array]:
-    """Values for `Recorder.record_values` of what a batch has of rewards, lengths and trained tokens.
+    """Return values for `Recorder.record_values` of a batch's rewards, lengths and trained tokens.
 
     Args:
-        batch: Needs input_ids, loss_mask and num_prompt_tokens; reward, advantages, rollout_logprobs, old_logprobs or
-            policy_logprobs, entropy and correction_weights are used where they are there.
+        batch: Needs input_ids, loss_mask and num_prompt_tokens; uses reward, advantages, rollout_logprobs, old_logprobs
+            or policy_logprobs, entropy and correction_weights if it has them.
 
     Returns:
         Arrays by metric, each with at least one value.
@@ -46,7 +46,7 @@ def batch_distributions(batch: Batch) -> dict[str, Array]:
         rewards = batch.dense("reward").astype(np.float64)
         is_scored = ~np.isnan(rewards)
         found["reward"] = rewards[is_scored]
-        with np.errstate(invalid="ignore"):  # infinite rewards give NaN, which is counted
+        with np.errstate(invalid="ignore"):  # infinite rewards result in NaN, which is counted
             found["group_reward_std"] = _group_stds(rewards[is_scored], batch.group_index()[is_scored])
     mask = batch.ragged("loss_mask").values
     for column, name in TOKEN_COLUMNS.items():
@@ -63,7 +63,7 @@ def batch_distributions(batch: Batch) -> dict[str, Array]:
 
 
 def timing_distributions(timings: Sequence[Timings]) -> dict[str, Array]:
-    """Values for `Recorder.record_values` of what trajectories cost; nothing without one."""
+    """Return values for `Recorder.record_values` of the trajectories' times; empty without a trajectory."""
     if not timings:
         return {}
     return {
@@ -74,7 +74,7 @@ def timing_distributions(timings: Sequence[Timings]) -> dict[str, Array]:
 
 
 def _group_stds(rewards: Array, groups: Array) -> Array:
-    """Standard deviation within each group of two or more."""
+    """Return the standard deviation within each group of two or more."""
     counts = np.bincount(groups)
     sizes = np.maximum(counts, 1)
     means = np.bincount(groups, weights=rewards) / sizes

@@ -15,14 +15,14 @@ OVERHEADS = "overhead_ms"
 
 
 def summarize_gateway(sessions: Iterable[Any]) -> dict[str, float]:
-    """`gateway/*` of a step's sessions.
+    """Return `gateway/*` of a step's sessions.
 
     Args:
-        sessions: What the gateway said of each: counts by name, and as "overhead_ms" a number a turn. What is no
-            mapping comes from no gateway.
+        sessions: The gateway's report of each session: counts by name, and "overhead_ms" with one number per turn.
+            Values that are not mappings, from sessions without a gateway, are ignored.
 
     Returns:
-        Metrics by name; nothing without a session.
+        Metrics by name; empty without a session.
     """
     told = [one for one in sessions if isinstance(one, Mapping)]
     if not told:

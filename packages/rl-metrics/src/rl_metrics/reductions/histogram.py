@@ -1,7 +1,7 @@
 """Histograms of bounded size with exact merges.
 
-A value counts in the bucket of its logarithm, so what is counted depends neither on how the values were split over
-micro-batches and ranks, nor on their order.
+A value counts in the bucket of its logarithm, so counts are independent of the order of values and of their split over
+micro-batches and ranks.
 
 Source: Masson et al. 2019, "DDSketch", arXiv:1908.10693.
 """
@@ -22,24 +22,24 @@ from rl_core.data import Json
 from rl_core.errors import DataError
 
 ACCURACY = 0.02
-"""Largest relative error of a quantile."""
+"""Maximum relative error of a quantile."""
 
 BIN_LIMIT = 1024
-"""Most buckets of each sign; values that are some 1e17 times smaller than the largest share the lowest one."""
+"""Maximum number of buckets per sign; values about 1e17 times smaller than the largest share the lowest bucket."""
 
 MAX_COUNT = 2**53
-"""Most values of a histogram; up to here the library's counts, which are floats, are exact."""
+"""Maximum number of values; up to it, the library's float counts are exact."""
 
-# Of the library's mappings the one without a logarithm: IEEE arithmetic gives each value the same key everywhere.
+# The library's mapping without a logarithm: with IEEE arithmetic, a value has the same key on every machine.
 MAPPING = CubicallyInterpolatedMapping(ACCURACY)
 MULTIPLIER = 1 / math.log1p(2 * ACCURACY / (1 - ACCURACY)) / MAPPING.C
 LOWEST_KEY, HIGHEST_KEY = MAPPING.key(MAPPING.min_possible), MAPPING.key(MAPPING.max_possible)
 
 CHUNK = 2**13
-"""Values that are counted at once: their arrays fit into the processor's cache."""
+"""Number of values counted at once, so that their arrays fit into the processor's cache."""
 
 SUM_EXPONENT = -1126
-"""Sums are kept as whole multiples of 2 to this power: of the last bit of a mantissa of the smallest float."""
+"""Sums are stored as integer multiples of 2 to this power, the last mantissa bit of the smallest float."""
 
 SUM = re.compile(r"(-?)0x([0-9a-f]{1,600})p(-?[0-9]{1,4})")
 
@@ -47,13 +47,13 @@ Array = NDArray[Any]
 
 
 _Buckets = tuple[Array, Array, Array]
-"""Buckets that hold a value, from the lowest values on: their low and high ends, and how many values are in each."""
+"""Low ends, high ends and counts of the nonempty buckets, lowest values first."""
 
 
 class Histogram:
-    """Number of values by size, to 2 %; count, sum, mean, minimum and maximum are exact.
+    """Counts of values by size, accurate to 2 %; count, sum, mean, minimum and maximum are exact.
 
-    It holds at most 2049 counts, however many values were added. NaN and infinite values are counted apart.
+    It stores at most 2049 counts, whatever the number of values. NaN and infinite values are counted separately.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Histogram:
 
     @property
     def num_nonfinite(self) -> int:
-        """Number of NaN and infinite values, which nothing else includes."""
+        """Number of NaN and infinite values; all other statistics exclude them."""
         return self._num_nonfinite
 
     @property
@@ -88,7 +88,7 @@ class Histogram:
 
     @property
     def min(self) -> float:
-        """The least value; NaN without values."""
+        """The smallest value; NaN without values."""
         return self._min if self.count else math.nan
 
     @property
@@ -101,10 +101,10 @@ class Histogram:
 
         Args:
             values: Numbers in an array of any shape.
-            weights: How many values each stands for, as whole numbers; None is one.
+            weights: Number of occurrences of each value, as integers; None counts each once.
 
         Raises:
-            DataError: Something is no number, or weights are not whole numbers of at least 0, one for each value.
+            DataError: A value is not a number, or weights are not integers >= 0, one per value.
         """
         numbers = _numbers(values)
         counts = None if weights is None else _whole_numbers(weights, len(numbers))
@@ -123,47 +123,46 @@ class Histogram:
         self._num_nonfinite += other._num_nonfinite
 
     def quantile(self, q: float) -> float:
-        """The value of rank q * (count - 1), to 2 %; NaN without values.
+        """Return the value of rank q * (count - 1), accurate to 2 %; NaN without values.
 
-        It is exact where the sum tells that a bucket holds nothing but the least or the largest value, as of rewards
-        that are 0 or 1.
+        It is exact if the sum proves that a bucket holds only the minimum or maximum, as for rewards of 0 or 1.
 
         Args:
-            q: From 0, the minimum, to 1, the maximum; both are exact.
+            q: Quantile from 0, the minimum, to 1, the maximum; both are exact.
 
         Raises:
-            DataError: q is outside of [0, 1].
+            DataError: q is outside [0, 1].
         """
         if not 0 <= q <= 1:
-            raise DataError(f"a quantile must be from 0 to 1; found {q}.")
+            raise DataError(f"a quantile must be in [0, 1]; found {q}.")
         if not self.count or q in (0, 1):
             return self.max if q == 1 else self.min
         lows, highs, counts = self._narrowed(self._buckets())
         found = int(np.searchsorted(np.cumsum(counts), math.floor(q * (self.count - 1)), side="right"))
         low, high = float(lows[found]), float(highs[found])
-        # Of a bucket's values this one is nearest to all of them, relatively; low + high may be beyond floats.
+        # This value minimizes the relative error within the bucket; low + high may overflow.
         value = low / (low / 2 + high / 2) * high if low < high and low else low
         return min(max(value, self._min), self._max)
 
     def bins(self, limit: int = 30) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Bins for drawing: as wide as one another where buckets allow it, with exact counts.
+        """Return bins for plots, of equal width as far as buckets allow, with exact counts.
 
         Args:
-            limit: Most bins, at least 1.
+            limit: Maximum number of bins, at least 1.
 
         Returns:
-            [B + 1] rising edges from the least to the largest value, and [B] counts; both empty without values.
+            [B + 1] increasing edges from the smallest to the largest value, and [B] counts; both empty without values.
         """
         if not self.count:
             return np.empty(0), np.empty(0, dtype=np.int64)
         lows, highs, counts = self._buckets()
         low, high = self._min, self._max
         if low == high:
-            low, high = low - 0.5, high + 0.5  # as numpy draws a single value
+            low, high = low - 0.5, high + 0.5  # as numpy does for a single value
         if not low < high:
             low, high = np.nextafter(self._min, -math.inf), np.nextafter(self._max, math.inf)
         shares = np.linspace(0.0, 1.0, limit + 1)[1:-1]
-        edges = low * (1 - shares) + high * shares  # high - low may be beyond floats
+        edges = low * (1 - shares) + high * shares  # high - low may overflow
         at = np.searchsorted(highs, edges, side="left").clip(0, len(counts) - 1)
         edges = np.where(lows[at] < edges, highs[at], edges)  # no edge within a bucket
         edges = np.unique([low, *edges[(edges > low) & (edges < high)], high])
@@ -196,7 +195,7 @@ class Histogram:
         try:
             histogram._read(state)
         except (TypeError, ValueError, KeyError, OverflowError) as error:
-            raise DataError(f"a histogram must be as Histogram.to_json gives it; found another: {error}.") from error
+            raise DataError(f"a histogram must be an object of Histogram.to_json; {error}.") from error
         return histogram
 
     def _read(self, state: Any) -> None:
@@ -239,10 +238,12 @@ class Histogram:
 
     def _check_room(self, num_more: int) -> None:
         if self.count + num_more > MAX_COUNT:
-            raise DataError(f"a histogram can hold {MAX_COUNT} values; found {self.count + num_more}. Begin another.")
+            raise DataError(
+                f"a histogram can hold {MAX_COUNT} values; found {self.count + num_more}. Use another for more values."
+            )
 
     def _narrowed(self, buckets: _Buckets) -> _Buckets:
-        """The buckets, those of the least and of the largest value with their only value where they have but one."""
+        """Narrow the first and last bucket to their value if they provably hold only one."""
         lows, highs, counts = buckets
         if counts[0] == 1:
             lows[0] = highs[0] = self._min
@@ -271,7 +272,7 @@ class Histogram:
 
 
 def _keys(magnitudes: Array, exponents: Array) -> Array:
-    """What `MAPPING.key` gives, to the bit, of many values: `magnitudes` are mantissas from 0.5 to 1."""
+    """Return `MAPPING.key` of many values, bit for bit; `magnitudes` are mantissas from 0.5 to 1."""
     x = 2 * magnitudes - 1
     logs = ((MAPPING.A * x + MAPPING.B) * x + MAPPING.C) * x + (exponents - 1)
     keys: Array = np.ceil(logs * MULTIPLIER).astype(np.int64)
@@ -280,18 +281,18 @@ def _keys(magnitudes: Array, exponents: Array) -> Array:
 
 @functools.lru_cache(maxsize=8192)
 def _high(key: int) -> float:
-    """The upper end of a bucket, which belongs to it."""
+    """Return the upper end of a bucket, which belongs to it."""
     return float(MAPPING.value(key) * ((1 + MAPPING.gamma) / 2)) if key <= HIGHEST_KEY else sys.float_info.max
 
 
 def _count(store: CollapsingLowestDenseStore, keys: Array, counts: Array | None) -> None:
-    """What `store.add` does with each key: it makes room for the highest and the lowest; the others then have it."""
+    """Add counts to a store, as `store.add` does for each key; adding the highest and lowest makes room for all."""
     if not len(keys):
         return
     lowest = int(keys.min())
     if counts is None:
         found = np.bincount(keys - lowest)
-    else:  # whole numbers below 2**53 are exact in bincount's floats
+    else:  # integers below 2**53 are exact in bincount's floats
         found = np.bincount(keys - lowest, weights=counts).astype(np.int64)
     places = np.flatnonzero(found)
     rows = list(zip((places + lowest).tolist(), found[places].tolist(), strict=True))
@@ -306,7 +307,7 @@ def _count(store: CollapsingLowestDenseStore, keys: Array, counts: Array | None)
 
 
 def _exact_sum(mantissas: Array, exponents: Array, counts: Array | None) -> int:
-    """The weighted sum in units of 2**SUM_EXPONENT."""
+    """Return the weighted sum in units of 2**SUM_EXPONENT."""
     lowest = int(exponents.min())
     shifts = (exponents - lowest).astype(np.intp)
     if counts is None:  # two halves, so that sums in floats stay exact
@@ -327,7 +328,7 @@ def _exact(units: int) -> Fraction:
 
 
 def rounded(value: Fraction) -> float:
-    """The nearest float; infinite where it is beyond every one."""
+    """Return the nearest float; infinite if it overflows."""
     try:
         return float(value)
     except OverflowError:
@@ -335,7 +336,7 @@ def rounded(value: Fraction) -> float:
 
 
 def _sum_text(units: int) -> str:
-    """Such as "-0x3p-1" for -1.5: exact, with no zeros at the end."""
+    """Return the exact sum as text without trailing zeros, such as "-0x3p-1" for -1.5."""
     zeros = (units & -units).bit_length() - 1 if units else -SUM_EXPONENT
     return f"{units >> zeros:#x}p{zeros + SUM_EXPONENT}"
 
@@ -344,7 +345,7 @@ def _sum_of(text: Any) -> int:
     match = SUM.fullmatch(text)
     shift = int(match[3]) - SUM_EXPONENT if match else -1
     if match is None or not 0 <= shift <= 2 * -SUM_EXPONENT:
-        raise ValueError("sum must be such as '-0x3p-1'")
+        raise ValueError("sum must have the form '-0x3p-1'")
     return int(match[1] + match[2], 16) << shift
 
 
@@ -369,29 +370,29 @@ def _whole_numbers(weights: ArrayLike, count: int) -> Array:
     is_whole = np.isfinite(found) & (found >= 0) & (found == np.floor(found)) & (found <= MAX_COUNT)
     if len(found) != count or not is_whole.all():
         raise DataError(
-            f"weights must be whole numbers of at least 0, one for each of the {count} values; found "
-            f"{len(found)}, {int((~is_whole).sum())} of them invalid. Use the number of values that each stands for."
+            f"weights must be {count} integers >= 0, one per value; found {len(found)}, {int((~is_whole).sum())} of "
+            "them invalid. Pass the number of occurrences of each value."
         )
     return found.astype(np.int64)
 
 
 def _checked_columns(columns: Any) -> Iterator[tuple[int, int]]:
     if not isinstance(columns, (list, tuple)) or len(columns) != 2:
-        raise ValueError("buckets must be a list of keys and one of counts")
+        raise ValueError("buckets must be a list of keys and a list of counts")
     keys, counts = columns
     if not isinstance(keys, (list, tuple)) or not isinstance(counts, (list, tuple)) or len(keys) > BIN_LIMIT:
         raise ValueError(f"there must be at most {BIN_LIMIT} buckets, in two lists")
     before = LOWEST_KEY - 1
     for key, count in zip(keys, counts, strict=True):
         if type(key) is not int or not before < key <= HIGHEST_KEY + 1:
-            raise ValueError("keys must be whole numbers that rise")
+            raise ValueError("keys must be increasing integers")
         before = key
         yield key, _checked_count(count, least=1)
 
 
 def _checked_count(count: Any, *, least: int = 0) -> int:
     if type(count) is not int or not least <= count <= MAX_COUNT:
-        raise ValueError(f"counts must be whole numbers of at least {least}")
+        raise ValueError(f"counts must be integers >= {least}")
     return count
 
 

@@ -13,12 +13,12 @@ KIB_PER_GIB = 1024**2
 PROC = Path("/proc")
 
 MOST_LINES = 20
-"""Lines of code that are named, those whose objects take most memory."""
+"""Number of reported lines of code, largest memory first."""
 
 
 @converts_arguments
 def memory_metrics(proc: Path = PROC) -> dict[str, float]:
-    """`perf/cpu_memory_used_gb` and `perf/process_memory_gb`; empty where there is no /proc."""
+    """Return `perf/cpu_memory_{used,total}_gb` and `perf/process_memory_gb`; empty without /proc."""
     host = _sizes_kib(proc / "meminfo")
     process = _sizes_kib(proc / "self" / "status")
     metrics: dict[str, float] = {}
@@ -31,12 +31,14 @@ def memory_metrics(proc: Path = PROC) -> dict[str, float]:
 
 
 def memory_of(owner: str, *, pid: int | None = None, proc: Path = PROC) -> dict[str, float]:
-    """`memory/{owner}_gb` of a process and `memory/{owner}_children_gb` of all that it started; mapped files left out.
+    """Return `memory/{owner}_gb` of a process and `memory/{owner}_children_gb` of its descendants.
+
+    Mapped files are excluded.
 
     Args:
         owner: Role of the process, such as "trainer".
-        pid: The process; None is this one.
-        proc: Where Linux tells.
+        pid: Id of the process; None uses this one.
+        proc: Folder of Linux's process files.
     """
     pid = os.getpid() if pid is None else pid
     own = _own_kib(proc, pid)
@@ -50,23 +52,23 @@ def memory_of(owner: str, *, pid: int | None = None, proc: Path = PROC) -> dict[
 
 
 class MemoryWatch:
-    """Says every so many steps how much memory a role's process has, and what made it.
+    """Measures the memory of a role's process every few steps, and optionally the lines of code that allocated it.
 
-    It does not count objects by type: the garbage collector's list of them refers also to those that native code of
-    another thread is making, which then finds them shared, and crashes.
+    It does not count objects by type: the garbage collector's list also refers to objects that native code of another
+    thread is creating, which then finds them shared and crashes.
     """
 
     def __init__(
         self, owner: str, *, say: Callable[..., None] | None = None, every: int = 5, is_traced: bool = False
     ) -> None:
-        """Begin to watch.
+        """Start to measure.
 
         Args:
             owner: Role of this process, such as "trainer".
-            say: Writes an event, with its name and fields; None names no lines.
-            every: Steps between two measurements; 0 makes none.
-            is_traced: Also name the lines of code that made what is there, with tracemalloc: exact, but everything
-                that makes many objects takes up to several times as long.
+            say: Writes an event with a name and fields; None reports no lines of code.
+            every: Steps between measurements; 0 disables them.
+            is_traced: Also report the lines of code that allocated the memory, with tracemalloc. This is exact, but
+                slows code that creates many objects up to several times.
         """
         self._owner = owner
         self._say = say
@@ -77,7 +79,7 @@ class MemoryWatch:
             tracemalloc.start()
 
     def step(self, step: int | None = None) -> dict[str, float]:
-        """`memory/*` of a step where it is due, the first one among them; where it traces, an event `memory_lines`.
+        """Return `memory/*` if the step is due, as the first is; with tracing, also write a `memory_lines` event.
 
         Args:
             step: Step number; None if the caller adds it to the event.
@@ -104,17 +106,17 @@ def _traced_lines() -> list[dict[str, str | int]]:
 
 
 def _all_children(proc: Path, pid: int) -> Iterable[int]:
-    """All that a process started, and what these did."""
+    """Return all descendants of a process."""
     found, left = set[int](), [pid]
     try:
-        while left:  # reading the list of each takes a fraction of a look at every process of the host
+        while left:  # reading these lists is much faster than scanning all processes of the host
             parent = left.pop()
             for task in (proc / str(parent) / "task").iterdir():
                 words = (task / "children").read_text().split()
                 new = {int(word) for word in words} - found
                 found |= new
                 left.extend(new)
-    except OSError:  # one ended meanwhile, or this Linux has no such lists
+    except OSError:  # a process ended meanwhile, or this Linux has no such lists
         return [child for child, _ in descendants(pid)]
     return found
 

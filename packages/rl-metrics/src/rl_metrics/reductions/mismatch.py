@@ -1,4 +1,4 @@
-"""Differences between the engine's and the learner's logprobs: pure functions of a batch, in float64."""
+"""Differences between the engine's and the learner's logprobs, as pure functions of a batch, in float64."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ LOG_RATIO_BOUND = 20.0
 
 
 def summarize_mismatch(batch: Batch, *, policy_column: str = "old_logprobs") -> dict[str, float]:
-    """`training/rollout_probs_diff_*`, the correlation, and `rollout_corr/*` without weights.
+    """Return `training/rollout_probs_diff_*`, the correlation, and `rollout_corr/*` except metrics of weights.
 
     Args:
         batch: Needs loss_mask, rollout_logprobs and the learner's logprobs of the same weights.
         policy_column: Column of the learner's logprobs.
 
     Returns:
-        Metrics by name, over trained tokens; empty when nothing trains. A perplexity beyond float64 is infinite.
+        Metrics by name, over trained tokens; empty without one. A perplexity that overflows float64 is infinite.
 
     Raises:
         DataError: The batch lacks a column.

@@ -22,19 +22,19 @@ from rl_metrics.reductions.histogram import Histogram, rounded
 
 log = structlog.get_logger(__name__)
 
-_OTHER_STATE = "a state to merge must be as Recorder.to_json gives it, an object for each metric; found {found}."
+_OTHER_STATE = "a state to merge must be an object of Recorder.to_json, with an object per metric; found {found}."
 
 
 @dataclass(slots=True, kw_only=True)
 class _Sum:
-    """What has been recorded for one metric.
+    """Recorded values of one metric.
 
     Attributes:
-        reduction: How it becomes one value.
-        total: Weighted sum of the finite values; of "sum", their sum.
+        reduction: Reduction of the metric.
+        total: Weighted sum of the finite values; for "sum", their sum.
         weight: Sum of the weights of the finite values.
         extreme: Smallest, largest or newest finite value, by reduction.
-        num_nonfinite: NaN and infinite values, which are in none of the others.
+        num_nonfinite: Number of NaN and infinite values, which the others exclude.
     """
 
     reduction: Reduction
@@ -67,9 +67,9 @@ class _Sum:
             self.add_extreme(other.extreme)
 
     def value(self) -> float | None:
-        """The reduced value; NaN when only non-finite ones came, None when nothing with a weight did.
+        """Return the reduced value; NaN if all values are non-finite, None without a weighted value.
 
-        Infinity stands for one that is beyond every float.
+        An overflow results in infinity.
         """
         if self.reduction in ("mean", "sum"):
             if self.weight > 0:
@@ -82,9 +82,9 @@ class _Sum:
 class Recorder:
     """Collects the metrics of one step; `reduce` returns one value per metric, `histograms` the distributions.
 
-    A NaN or infinite value is left out of its metric and counted in `nonfinite/{metric}`, which is reported
-    only when there is one; so is a reduced value that is beyond every float. A value with weight 0 (the mean of
-    nothing) does not count at all.
+    A NaN or infinite value is excluded from its metric and counted in `nonfinite/{metric}`, which is reported only if
+    it is above 0. The same holds for a reduced value that overflows. A value with weight 0 (the mean of nothing) is
+    ignored.
     """
 
     def __init__(
@@ -113,16 +113,18 @@ class Recorder:
         Args:
             name: A defined metric.
             value: A number, or a scalar array or tensor.
-            weight: How many tokens, trajectories, ... (the definition's `weighted_by`) the value is the mean of;
-                counts in means only.
+            weight: Number of tokens, trajectories, ... (the definition's `weighted_by`) that the value is the mean of;
+                used only in means.
 
         Raises:
-            DataError: The name is undefined (strict) or a histogram's, the value is no single number, or the weight is
-                negative or not finite.
+            DataError: The name is undefined (strict) or a histogram's, the value is not a single number, or the weight
+                is negative or not finite.
         """
         weight = _number(f"weight of {name}", weight)
         if not (math.isfinite(weight) and weight >= 0):
-            raise DataError(f"weight of {name} must be finite and at least 0; found {weight}. Pass how many it counts.")
+            raise DataError(
+                f"weight of {name} must be finite and at least 0; found {weight}. Pass how many it stands for."
+            )
         entry = self._entry(name)
         if weight > 0:
             entry.add(_number(name, value), weight)
@@ -137,10 +139,10 @@ class Recorder:
 
         Args:
             name: A defined metric whose reduction is "histogram".
-            values: One for each token, trajectory, ... (the definition's `weighted_by`).
+            values: One value per token, trajectory, ... (the definition's `weighted_by`).
 
         Raises:
-            DataError: The name is undefined (strict) or no histogram's, or something is no number.
+            DataError: The name is undefined (strict) or not a histogram's, or a value is not a number.
         """
         self._histogram(name).add(values)
 
@@ -164,7 +166,7 @@ class Recorder:
             if ours.reduction != theirs.reduction:
                 raise DataError(
                     f"{name} is reduced by {ours.reduction!r} here and by {theirs.reduction!r} in the recorder to "
-                    "merge; give both the same MetricTable."
+                    "merge; use the same MetricTable for both."
                 )
             ours.merge(theirs)
         for name, histogram in other._histograms.items():
@@ -242,7 +244,9 @@ class Recorder:
         if entry is None:
             reduction = self.definition(name).reduction
             if reduction == "histogram" or name in self._histograms:
-                raise DataError(f"{name} is a histogram, and takes no single value. Use Recorder.record_values.")
+                raise DataError(
+                    f"{name} is a histogram, which does not accept single values. Use Recorder.record_values."
+                )
             entry = self._sums[name] = _Sum(reduction=reduction)
         return entry
 
@@ -250,10 +254,10 @@ class Recorder:
         histogram = self._histograms.get(name)
         if histogram is None:
             reduction = self.definition(name).reduction
-            is_defined = name in self._definitions or name in self._sums  # what is undefined may be anything
+            is_defined = name in self._definitions or name in self._sums  # an undefined metric may be either
             if reduction != "histogram" and is_defined:
                 raise DataError(
-                    f"{name} is reduced by {reduction!r}, and is no histogram. Use Recorder.record, or define it with "
+                    f"{name} is reduced by {reduction!r}, not as a histogram. Use Recorder.record, or define it with "
                     "reduction 'histogram'."
                 )
             histogram = self._histograms[name] = Histogram()
@@ -261,10 +265,10 @@ class Recorder:
 
 
 def _number(what: str, value: SupportsFloat) -> float:
-    """A single number.
+    """Convert a value to a single number.
 
     Raises:
-        DataError: It is text, None, an array of several, or something else.
+        DataError: The value is text, None, an array of several numbers, or another object.
     """
     try:
         if not isinstance(value, (str, bytes)):
@@ -272,13 +276,13 @@ def _number(what: str, value: SupportsFloat) -> float:
         reason = repr(value[:40])
     except (TypeError, ValueError, OverflowError) as error:
         reason = f"{type(value).__name__} ({error})"
-    except RuntimeError as error:  # what torch says of a tensor of several numbers
+    except RuntimeError as error:  # torch's error for a tensor of several numbers
         if not getattr(value, "ndim", 0):
             raise
         reason = f"{type(value).__name__} ({error})"
     raise DataError(
-        f"{what} must be a number, or a scalar array or tensor; found {reason}. Record nothing where there is none, "
-        "and of several numbers their mean with Recorder.record(..., weight=how many)."
+        f"{what} must be a number, or a scalar array or tensor; found {reason}. Skip a missing value, and record "
+        "the mean of several numbers with Recorder.record(..., weight=count)."
     )
 
 
@@ -286,7 +290,7 @@ def _read_sum(name: str, reduction: Reduction, state: Mapping[str, Any]) -> _Sum
     try:
         extreme, num_nonfinite = state["extreme"], state["num_nonfinite"]
         if type(num_nonfinite) is not int or num_nonfinite < 0:
-            raise TypeError("num_nonfinite is no count")
+            raise TypeError("num_nonfinite must be an integer >= 0")
         return _Sum(
             reduction=reduction,
             total=Fraction(*state["total"]),

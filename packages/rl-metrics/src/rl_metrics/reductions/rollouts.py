@@ -1,4 +1,4 @@
-"""Metrics of a batch of rollouts: pure functions of its columns, in float64."""
+"""Metrics of a batch of rollouts, as pure functions of its columns, in float64."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,16 +18,16 @@ TOKEN_SPREADS = {"advantages": "critic/advantages", "returns": "critic/returns",
 def summarize_batch(
     batch: Batch, *, policy_version: int | None = None, max_prompt_tokens: int | None = None
 ) -> dict[str, float]:
-    """Rewards, advantages, lengths, turns, groups and staleness of a batch.
+    """Return metrics of a batch's rewards, advantages, lengths, turns, groups and staleness.
 
     Args:
-        batch: Needs input_ids, loss_mask, num_prompt_tokens, reward and is_truncated; advantages, returns,
-            values and policy_versions are used where they are there.
-        policy_version: The learner's version, for the staleness; None leaves it out.
-        max_prompt_tokens: The prompts' length limit, for `prompt_length/clip_ratio`; None leaves it out.
+        batch: Needs input_ids, loss_mask, num_prompt_tokens, reward and is_truncated; uses advantages, returns, values
+            and policy_versions if it has them.
+        policy_version: The learner's version; None omits the staleness.
+        max_prompt_tokens: Length limit of prompts; None omits `prompt_length/clip_ratio`.
 
     Returns:
-        Metrics by name; nothing but the two counts for a batch without rows.
+        Metrics by name; only the two counts for a batch without rows.
     """
     metrics = {
         "rollout/num_groups": float(len({key.prompt_uid for key in batch.keys})),
@@ -48,9 +48,9 @@ def summarize_batch(
 
 
 def count_turns(batch: Batch) -> NDArray[np.int64]:
-    """[N] turns of each trajectory: the prompt, what the policy sampled, and what tools or environments answered.
+    """Return the [N] number of turns of each trajectory: prompt, responses, and answers of tools or environments.
 
-    A turn is a run of tokens that were all sampled, or all not: 2 where a prompt was answered, 1 where nothing was.
+    A turn is a run of tokens that were all sampled, or all not: 2 for a prompt with a response, 1 without a response.
 
     Args:
         batch: Needs loss_mask.
@@ -58,29 +58,30 @@ def count_turns(batch: Batch) -> NDArray[np.int64]:
     mask = batch.ragged("loss_mask")
     changes = np.empty(len(mask.values), dtype=np.bool_)
     changes[1:] = mask.values[1:] != mask.values[:-1]
-    changes[mask.offsets[:-1][mask.lengths > 0]] = True  # each row begins a turn
+    changes[mask.offsets[:-1][mask.lengths > 0]] = True  # each row starts a turn
     before = np.concatenate([[0], np.cumsum(changes)])
     return np.asarray(before[mask.offsets[1:]] - before[mask.offsets[:-1]], dtype=np.int64)
 
 
 def summarize_rewards(rewards: Array, *, group_index: Array) -> dict[str, float]:
-    """Rewards over trajectories and within groups.
+    """Return metrics of rewards over trajectories and within groups.
 
     Args:
-        rewards: [N] float, NaN where a trajectory has none; it counts in `rollout/unscored_trajectories` only.
-        group_index: [N] int, the group of each row, from 0.
+        rewards: [N] float, reward of each trajectory; NaN without one, which counts only in
+            `rollout/unscored_trajectories`.
+        group_index: [N] int, group of each row, from 0.
 
     Returns:
-        `critic/{score,rewards}/*`, the share of positive rewards, and the spread within groups that have two or
-        more scored trajectories.
+        `critic/{score,rewards}/*`, the share of positive rewards, and the spread within groups of two or more scored
+        trajectories.
 
     Raises:
-        ShapeError: The two are not 1-D and equally long.
+        ShapeError: The arrays are not 1-D and of equal length.
     """
     if rewards.ndim != 1 or rewards.shape != group_index.shape:
         raise ShapeError(
             f"rewards and group_index must both have shape [N]; found {list(rewards.shape)} and "
-            f"{list(group_index.shape)}. Give one group for each reward."
+            f"{list(group_index.shape)}. Pass one group per reward."
         )
     is_scored = ~np.isnan(rewards)
     scored, groups = rewards[is_scored].astype(np.float64), group_index[is_scored]
@@ -103,7 +104,7 @@ def summarize_rewards(rewards: Array, *, group_index: Array) -> dict[str, float]
 
 
 def summarize_components(components: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`reward/{component}/{mean,max,min}` over the trajectories that have the component."""
+    """Return `reward/{component}/{mean,max,min}` over the trajectories that have the component."""
     names = dict.fromkeys(name for row in components for name in row)
     metrics: dict[str, float] = {}
     for name in names:
@@ -112,10 +113,10 @@ def summarize_components(components: Sequence[Mapping[str, float]]) -> dict[str,
 
 
 def summarize_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`agent_loop/*`: min, mean and max of what trajectories cost, and the slowest with its lengths.
+    """Return `agent_loop/*`: min, mean and max of the trajectories' times, and those of the slowest with its lengths.
 
     Returns:
-        Metrics by name; nothing without a trajectory. The slowest is the one with the largest generate + tools + reward
+        Metrics by name; empty without a trajectory. The slowest is the one with the largest generate + tools + reward
         time.
     """
     if not trajectories:
@@ -138,12 +139,12 @@ def summarize_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def slowest_trajectory(timings: Sequence[Timings]) -> int:
-    """Index of the trajectory with the largest generate + tools + reward time; the first of several."""
+    """Return the index of the first trajectory with the largest generate + tools + reward time."""
     return int(np.argmax([timing.generate_s + timing.tools_s + timing.reward_s for timing in timings]))
 
 
 def summarize_speed(*, num_tokens: int, num_trajectories: int, step_s: float, num_devices: int = 1) -> dict[str, float]:
-    """`perf/*` of a step that took `step_s` seconds; nothing when it took no time."""
+    """Return `perf/*` of a step of `step_s` seconds; empty if it took no time."""
     if step_s <= 0:
         return {}
     return {
@@ -155,7 +156,7 @@ def summarize_speed(*, num_tokens: int, num_trajectories: int, step_s: float, nu
 
 
 def spread(stem: str, values: Array) -> dict[str, float]:
-    """`{stem}/{mean,max,min}` of values of any shape; empty when there are none."""
+    """Return `{stem}/{mean,max,min}` of values of any shape; empty without values."""
     if values.size == 0:
         return {}
     return {

@@ -7,10 +7,10 @@ from rl_metrics.definitions.timing import ROLES, TOKEN_PHASES
 
 
 def per_token_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`timing_per_token_ms/{phase}` of a step's metrics, where they hold `timing_s/{phase}` and the tokens.
+    """Return `timing_per_token_ms/{phase}` for each phase with `timing_s/{phase}` and a token count in the metrics.
 
     Args:
-        metrics: Of a step, reduced. `perf/total_num_tokens` counts all tokens, `response_length/mean` times
+        metrics: Reduced metrics of a step. `perf/total_num_tokens` counts all tokens, `response_length/mean` times
             `rollout/num_trajectories` those of the responses.
     """
     num_tokens = metrics.get("perf/total_num_tokens", 0.0)
@@ -26,21 +26,21 @@ def per_token_times(metrics: Mapping[str, float]) -> dict[str, float]:
 def model_flops_utilization(
     metrics: Mapping[str, float], *, flops: Mapping[str, float], peak_tflops: float, num_devices: int = 1
 ) -> dict[str, float]:
-    """`perf/mfu/{role}`: the operations that the model needed, over those that the devices could do in the time.
+    """Return `perf/mfu/{role}`, the model's FLOPs over the devices' peak FLOPs in the same time.
 
     Args:
-        metrics: Of a step, reduced, with `timing_s/{phase}`.
-        flops: Operations of a role in the step, by role of `ROLES`; 3 forward passes' worth for one that trains.
-        peak_tflops: What a device can do at most, in 10**12 operations a second.
-        num_devices: That share the work.
+        metrics: Reduced metrics of a step, with `timing_s/{phase}`.
+        flops: FLOPs of the step by role of `ROLES`; a role that trains needs those of 3 forward passes.
+        peak_tflops: Peak of one device, in 10**12 FLOPs per second.
+        num_devices: Number of devices that share the work.
 
     Raises:
         SettingsError: peak_tflops or num_devices is not above 0.
     """
     if not (peak_tflops > 0 and num_devices > 0):
         raise SettingsError(
-            f"peak_tflops and num_devices must be above 0; found {peak_tflops} and {num_devices}. Take the dense peak "
-            "of the dtype from the device's data sheet."
+            f"peak_tflops and num_devices must be above 0; found {peak_tflops} and {num_devices}. Use the dense "
+            "peak of the dtype from the device's data sheet."
         )
     peak = peak_tflops * 1e12 * num_devices
     seconds = {role: metrics.get(f"timing_s/{ROLES[role]}", 0.0) for role in flops}

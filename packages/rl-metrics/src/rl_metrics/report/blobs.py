@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 BlobSink = Callable[[bytes], str]
-"""Keeps a packed part; gives its name, which is the same for the same content."""
+"""Stores a packed part and returns its name, which is equal for equal contents."""
 
 
 def page_blobs(page: BinaryIO) -> BlobSink:
-    """Writes each part into the page that is being written, once, as a script that no browser runs.
+    """Return a sink that writes each part once into a page, as a script element that browsers do not run.
 
     Args:
-        page: Open for writing, within its body.
+        page: Page open for writing, within its body.
     """
     written: set[str] = set()
 
@@ -30,11 +30,11 @@ def page_blobs(page: BinaryIO) -> BlobSink:
 
 
 def folder_blobs(folder: Path, names: set[str]) -> BlobSink:
-    """Writes each part as a file of a folder, unless it is there.
+    """Return a sink that writes each part to a file, unless it exists.
 
     Args:
-        folder: It exists.
-        names: Takes the names of the parts.
+        folder: Existing folder of the files.
+        names: Set that receives the names of the parts.
     """
 
     def put(content: bytes) -> str:
@@ -51,5 +51,5 @@ def folder_blobs(folder: Path, names: set[str]) -> BlobSink:
 
 
 def blob_name(content: bytes) -> str:
-    """Such as "b3f0c9…": a digest, so that a page knows what it has already."""
+    """Return a part's name such as "b3f0c9…", a digest by which a page recognizes parts that it has."""
     return "b" + blake2b(content, digest_size=10).hexdigest()

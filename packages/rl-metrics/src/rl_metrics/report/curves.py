@@ -11,15 +11,15 @@ from rl_metrics.report.packing import Kind
 from rl_metrics.run_files.history import History
 
 MAX_POINTS = 4000
-"""Of a curve. A longer one shows the lowest and the highest value of each of half as many stretches of steps."""
+"""Maximum number of points of a curve; a longer one is reduced to the extremes of half as many ranges of steps."""
 
 Columns = dict[str, tuple[Kind, NDArray[Any]]]
 
 
 def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
-    """What is known of each metric, by chapter, and its columns: `x{i}` are steps, `y{i}` values.
+    """Return a description of each metric, by chapter, and its columns: steps `x{i}` and values `y{i}`.
 
-    A metric without any finite value is left out: `never_finite` has those.
+    Metrics without a finite value are in `never_finite` instead.
     """
     described: list[dict[str, Any]] = []
     columns: Columns = {}
@@ -36,7 +36,7 @@ def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
 
 
 def never_finite(history: History) -> list[dict[str, Any]]:
-    """What is known of each metric that was written, but never as a finite number."""
+    """Return a description of each metric that never had a finite value."""
     return [
         {"name": name, "chapter": chapter_of(name), "is_thinned": False, **meaning_of(name)}
         for name in history.values
@@ -45,7 +45,7 @@ def never_finite(history: History) -> list[dict[str, Any]]:
 
 
 def thin(steps: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], bool]:
-    """Steps and values, at most `MAX_POINTS`, and whether any were left out; no peak is lost."""
+    """Return at most `MAX_POINTS` steps and values, keeping peaks, and whether any were dropped."""
     if len(steps) <= MAX_POINTS:
         return steps, values, False
     edges = np.linspace(0, len(steps), MAX_POINTS // 2 + 1).astype(int)
@@ -65,7 +65,7 @@ def _known(history: History, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def meaning_of(name: str) -> dict[str, Any]:
-    """Unit, meaning and healthy band of a metric, as the table has them; empty where it is not defined."""
+    """Return a metric's unit, meaning and healthy range from the table; empty if it is undefined."""
     definition = DEFINITIONS.find(name)
     if definition is None:
         return {"unit": "", "meaning": "", "band": None}

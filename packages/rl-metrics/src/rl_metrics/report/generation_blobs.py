@@ -1,4 +1,4 @@
-"""Samples of validations as the page loads them: an index of all at once, texts a chunk at a time."""
+"""Validation samples in the page's format: one index, and texts in chunks."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from rl_metrics.trackers.jsonl import GenerationTable
 
 CHUNK_SAMPLES = 256
 CHUNK_CHARACTERS = 1 << 21
-"""A chunk ends behind the sample that reaches one of these."""
+"""A chunk ends with the sample that reaches one of these limits."""
 
 MAX_SAMPLES = 20_000
-"""Of a run, in a report; of more, those of the newest steps."""
+"""Maximum number of samples of a run in a report; the newest steps are kept."""
 
 INDEX_KINDS: dict[str, Kind] = {
     "step": "i32",
@@ -27,11 +27,11 @@ INDEX_KINDS: dict[str, Kind] = {
 
 
 def pack_generations(tables: Sequence[GenerationTable], sink: BlobSink) -> str:
-    """Pack the samples by step; gives the name of the index.
+    """Pack the samples by step and return the name of the index.
 
     Args:
-        tables: Of the validations.
-        sink: Takes what is packed.
+        tables: Tables of the validations.
+        sink: Destination of the packed parts.
     """
     rows = [(table, sample) for table in sorted(tables, key=lambda one: one.step) for sample in table.samples]
     kept = rows[-MAX_SAMPLES:]
@@ -62,5 +62,5 @@ def pack_generations(tables: Sequence[GenerationTable], sink: BlobSink) -> str:
 
 
 def _near(number: int) -> int:
-    """The number, or the nearest that "i32" holds: one that was read may have any number of digits."""
+    """Clip a number, which may have any number of digits, to the range of "i32"."""
     return min(max(number, -(2**31)), 2**31 - 1)

@@ -26,35 +26,35 @@ STATES = {
     "run_failed": "failed",
     "run_imported": "imported",
 }
-"""What the newest of these events makes a run: "open" while it goes on, and after a kill."""
+"""State of a run by the newest of these events; "open" while it runs, and after a kill."""
 
 MAX_WINDOW = 10
-"""Steps at either end whose mean stands for the training's first, or last, value: a quarter of the steps at most."""
+"""Maximum number of steps averaged for the first or last value of training; also at most a quarter of all steps."""
 
 MAX_VALIDATIONS = 6
-"""Sources whose validation is shown."""
+"""Maximum number of sources with a shown validation."""
 
 TREND_STEPS = 30
 CLEAR_TREND = 2.0
-"""Standard deviations."""
+"""Minimum significance of a trend at the end, in standard deviations."""
 
 MAX_REASON = 300
 
-BY_PROBLEMS = "Wilson's over the problems of those steps; all responses to one problem count as one"
+BY_PROBLEMS = "Wilson's interval over the problems of those steps; all responses to one problem count as one"
 BY_STEPS = "Student's t over the means of those steps"
 BY_RECORD = "as recorded, from a bootstrap over validation problems (1,000 draws)"
-BY_NOTHING = "none, as neither an interval nor the number of problems was recorded"
+BY_NOTHING = "none, because neither an interval nor the number of problems was recorded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A value and how sure it is.
+    """A value and its confidence interval.
 
     Attributes:
-        value: A mean over steps, or of one validation.
-        steps: The first and the last that it is of.
-        interval: 95 %.
-        how: Where the interval comes from.
+        value: Mean over steps, or value of one validation.
+        steps: First and last of these steps.
+        interval: 95 % confidence interval.
+        how: Method of the interval, in words.
     """
 
     value: float
@@ -65,17 +65,17 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """How one metric went from the beginning of a run to its end.
+    """Change of one metric from the start of a run to its end.
 
     Attributes:
-        label: What it measures.
-        metric: Its name.
-        is_validation: Measured on problems that were not trained on.
-        is_up_better: Whether a rise is progress.
-        first: None where the metric was written once.
-        last: The newest.
+        label: Description of the metric.
+        metric: Name of the metric.
+        is_validation: Whether it is measured on problems that were not trained on.
+        is_up_better: Whether a rise is an improvement.
+        first: First value; None if the metric was recorded once.
+        last: Newest value.
         change: Interval of last minus first.
-        still: 1 while it rises at the end, -1 while it falls, else 0.
+        still: 1 if it is rising at the end, -1 if it is falling, else 0.
     """
 
     label: str
@@ -88,7 +88,7 @@ class Figure:
     still: int
 
     def in_words(self) -> str:
-        """Such as "the training reward rose from 0.5 to 0.8"."""
+        """Return the change in words, such as "the training reward rose from 0.5 to 0.8"."""
         now = f"{self.last.value:.3g}"
         if self.first is None:
             return f"{self.label} is {now} at step {self.last.steps[1]}"
@@ -101,9 +101,9 @@ class Figure:
 
 
 def describe_outcome(run: RunRecord) -> dict[str, Any]:
-    """The outcome as JSON values; what is not known is left out, None or NaN."""
+    """Return the outcome as JSON values; unknown ones are omitted, None or NaN."""
     settings = dict(flat_settings(run.settings))
-    with np.errstate(all="ignore"):  # values may be as large as a float can be
+    with np.errstate(all="ignore"):  # values may be near the largest float
         figures = _figures(run.history)
         state, sentence = _verdict(run, figures, planned=settings.get("trainer.steps", ""))
         return {
@@ -116,7 +116,7 @@ def describe_outcome(run: RunRecord) -> dict[str, Any]:
 
 
 def _figures(history: History) -> list[Figure]:
-    """The training's first, then validations, then the test."""
+    """Return the training's figures first, then those of validations and the test."""
     score = next((name for name in SCORE if name in history.values), SCORE[0])
     validated = [name for name in history.values if HEADLINE.fullmatch(name)]
     found = [
@@ -141,7 +141,7 @@ def _validation_label(name: str) -> str:
 def _figure(
     history: History, name: str, label: str, *, is_validation: bool = False, is_up_better: bool = True
 ) -> Figure | None:
-    """None where the run has no finite value of the metric."""
+    """Return a metric's change, or None without a finite value."""
     values = _column(history, name)
     rows = np.flatnonzero(np.isfinite(values))
     if not len(rows):
@@ -163,7 +163,7 @@ def _figure(
 
 
 def _estimate(history: History, name: str, rows: NDArray[np.intp]) -> Estimate:
-    """The mean over rows of the history."""
+    """Return the mean over rows of the history."""
     values, groups, low, high, least, most = (
         _column(history, column)[rows]
         for column in (
@@ -182,13 +182,13 @@ def _estimate(history: History, name: str, rows: NDArray[np.intp]) -> Estimate:
 
 
 def _column(history: History, name: str) -> FloatColumn:
-    """[S] NaN where the run has no such metric."""
+    """Return the [S] column of a metric; all NaN if the run lacks it."""
     column = history.get(name)
     return np.full(len(history.steps), np.nan) if column is None else column
 
 
 def _verdict(run: RunRecord, figures: Sequence[Figure], *, planned: str) -> tuple[str, str]:
-    """How the run ended, and that with what changed as a sentence."""
+    """Return the run's state, and a sentence on its end and its changes."""
     ending: Mapping[str, Any] = next((event for event in reversed(run.events) if event["event"] in [*STATES]), {})
     state = STATES.get(ending.get("event", ""), "finished" if run.is_finished else "unknown")
     reason = str(ending.get("error") or ending.get("paused_by") or "").partition("\n")[0][:MAX_REASON].rstrip(".")
@@ -196,7 +196,7 @@ def _verdict(run: RunRecord, figures: Sequence[Figure], *, planned: str) -> tupl
     done = int(run.history.steps[-1]) if len(run.history.steps) else 0
     if not done and not figures:
         before = {"failed": "The run failed", "stopped": "It was stopped"}.get(state)
-        return state, f"{before} before its first step{because}." if before else "No step is done yet."
+        return state, f"{before} before its first step{because}." if before else "No step has finished yet."
     of_all = f" of {planned}" if planned.isdecimal() and int(planned) > done else ""
     ended = {
         "failed": f"The run failed after step {done}{of_all}{because}; ",
@@ -209,19 +209,19 @@ def _verdict(run: RunRecord, figures: Sequence[Figure], *, planned: str) -> tupl
 
 
 def _what_changed(figures: Sequence[Figure], *, steps: str) -> str:
-    """Of the first validation and of the training."""
+    """Describe the changes of the first validation and of the training."""
     moved = [one for one in figures if one.first is not None]
     if not figures:
         return f"no reward, loss or validation was recorded{steps}"
     if not moved:
-        return f"{figures[0].in_words()}, and one value does not tell whether it learns"
+        return f"{figures[0].in_words()}, and one value does not show whether it learns"
     validated = [one for one in (*moved, *figures) if one.is_validation]
     telling = [*validated[:1], *[one for one in moved if not one.is_validation][:1]]
     return " and ".join(one.in_words() for one in telling) + steps
 
 
 def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Names and values of what was trained, as far as the settings or the import say."""
+    """Return names and values that describe the training, as far as the settings or the import record them."""
     prompts, group = settings.get("rollout.prompts_per_step"), settings.get("rollout.group_size")
     staleness = settings.get("schedule.max_staleness")
     known = (
@@ -237,7 +237,7 @@ def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str
 
 
 def _method(settings: Mapping[str, Any], flat: Mapping[str, str]) -> str:
-    """Such as "GRPO, loss ppo_clip"."""
+    """Return the method, such as "GRPO, loss ppo_clip"."""
     distillation = settings.get("distillation")
     teachers = distillation.get("teachers") if isinstance(distillation, Mapping) else None
     rewarded = flat.get("algorithm.advantage", "").upper().replace("_", " ")
@@ -250,7 +250,7 @@ def _method(settings: Mapping[str, Any], flat: Mapping[str, str]) -> str:
 
 
 def _speed(run: RunRecord) -> dict[str, float]:
-    """Seconds and trajectories: of the summary where there is one, else of the steps."""
+    """Return times and numbers of trajectories, from the summary if it has them, else from the steps."""
     history = run.history
     step_s, num_samples = (
         float(np.nansum(_column(history, name))) or math.nan for name in ("timing_s/step", "rollout/num_trajectories")

@@ -12,17 +12,20 @@ from numpy.typing import ArrayLike, NDArray
 from rl_metrics.run_files.json_lines import as_plain
 
 Kind = Literal["f32", "f64", "i32", "u8"]
-"""Of a column: "f32" keeps whole numbers, and about 4 significant digits of others; where some are too large for it,
-the column is packed as "f64". What "i32" cannot hold becomes the nearest that it can."""
+"""Type of a column.
+
+"f32" keeps integers, and about 4 significant digits of other numbers; a column with too large numbers is packed as
+"f64". Numbers outside the range of "i32" are clipped.
+"""
 
 KEPT_BITS = 13
-"""Of a float32's 23 bits behind the leading one: an error of 2**-14 at most, and two of four bytes that compress."""
+"""Kept mantissa bits of a float32's 23: an error of at most 2**-14, and two of four bytes that compress well."""
 
 LEAST_WHOLE = 2.0**13
-"""From here on numbers are rounded to whole ones, which `KEPT_BITS` would not hold all."""
+"""Numbers from here on are rounded to integers, which `KEPT_BITS` could not all represent."""
 
 MOST_WHOLE = 2.0**24
-"""Up to here a float32 holds all whole numbers."""
+"""A float32 represents all integers up to here."""
 
 LEVEL = 6
 
@@ -35,13 +38,13 @@ DTYPES: Mapping[Kind, np.dtype[Any]] = {
 
 
 def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[Kind, ArrayLike]]) -> bytes:
-    """The gzip of: length of the header (uint32), header, columns one behind the other. The same input, the same bytes.
+    """Return the gzip of header length (uint32), header and columns. Equal inputs produce equal bytes.
 
-    A column's bytes are sorted by their place in the number (all first bytes, then all second ones), which compresses
-    better; `unpack` of assets/packed.js is the other way.
+    A column's bytes are sorted by their position in the number (all first bytes, then all second ones), which
+    compresses better. `unpack` in assets/packed.js is the inverse.
 
     Args:
-        header: JSON; any text, lone surrogates too.
+        header: JSON values; texts may contain lone surrogates.
         columns: Numbers by name; NaN is allowed in "f32" and "f64".
     """
     places: list[dict[str, Any]] = []
@@ -56,7 +59,7 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[Kind, ArrayLike]
 
 
 def unpack(packed: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Header and columns of what `pack` gave."""
+    """Return header and columns of packed bytes."""
     content = gzip.decompress(packed)
     (length,) = struct.unpack_from("<I", content)
     described = json.loads(content[4 : 4 + length])
@@ -70,9 +73,9 @@ def unpack(packed: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 
 
 def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The nearest values with `KEPT_BITS`, or, from `LEAST_WHOLE` on, whole ones; what is not finite is NaN.
+    """Return the nearest values with `KEPT_BITS`, or integers from `LEAST_WHOLE` on; non-finite ones are NaN.
 
-    No two values change their order. `asKept` of assets/packed.js does the same.
+    The order of values is preserved. `asKept` in assets/packed.js does the same.
     """
     cut = 23 - KEPT_BITS
     is_small = np.abs(values) < LEAST_WHOLE

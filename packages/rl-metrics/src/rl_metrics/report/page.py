@@ -51,17 +51,17 @@ SCRIPTS = (
     "renewing.js",
     "main.js",
 )
-"""Files of assets/, in the order in which they are joined."""
+"""Files of assets/, in the order of their concatenation."""
 
 PLACE = "<!-- data -->"
 
 
 def page_head(title: str, *, is_live: bool = False) -> bytes:
-    """The page up to where its data goes.
+    """Return the page up to its data.
 
     Args:
-        title: Any text.
-        is_live: True lets it ask its own server, and nobody else, for data.
+        title: Title of the page; any text.
+        is_live: Whether the page may request data from its own server, and from no other.
     """
     head = _asset("page.html").partition(PLACE)[0]
     styles = "\n".join(_asset(name) for name in STYLES)
@@ -75,10 +75,10 @@ def page_head(title: str, *, is_live: bool = False) -> bytes:
 
 
 def page_tail(manifest: Mapping[str, Any] | None) -> bytes:
-    """The rest of the page, from the manifest on.
+    """Return the rest of the page, from the manifest on.
 
     Args:
-        manifest: JSON without texts from outside: names of packed parts, and numbers. None makes the page ask for it.
+        manifest: JSON of names of packed parts and numbers, without untrusted text. None makes the page request it.
     """
     text = json.dumps(manifest, allow_nan=False).replace("<", "\\u003c")
     described = "" if manifest is None else f'<script type="application/json" id="manifest">{text}</script>\n'
@@ -88,7 +88,7 @@ def page_tail(manifest: Mapping[str, Any] | None) -> bytes:
 
 
 def run_names(names: Sequence[str]) -> list[str]:
-    """Names that differ, for runs whose folders may be called the same."""
+    """Return unique names for runs whose folders may have equal names."""
     taken, found = set(names), []
     for name in names:
         if names.count(name) > 1:
@@ -99,7 +99,7 @@ def run_names(names: Sequence[str]) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """The text without what HTML cannot hold: control characters and halves of characters."""
+    """Replace characters that HTML cannot contain (control characters and lone surrogates) by spaces."""
     return "".join(" " if ord(one) < 32 or 0xD800 <= ord(one) < 0xE000 else one for one in text)
 
 
@@ -110,13 +110,13 @@ def _asset(name: str) -> str:
 
 @cache
 def _scripts() -> tuple[str, str]:
-    """The chart library and the page's own script, whose files share one scope."""
+    """Return the chart library and the page's own script, whose files share one scope."""
     own = "\n".join(_asset(name) for name in SCRIPTS)
     return _asset(LIBRARY), f"(() => {{\n{own}\n}})();"
 
 
 def _policy(styles: str, *, is_live: bool) -> str:
-    """The Content-Security-Policy: these scripts and styles, no other, and no network."""
+    """Return the Content-Security-Policy, which allows only these scripts and styles, and no network."""
     scripts = " ".join(map(_digest, _scripts()))
     ask = "connect-src 'self'; " if is_live else ""
     return (

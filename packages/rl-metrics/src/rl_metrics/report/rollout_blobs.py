@@ -1,4 +1,4 @@
-"""Trajectories as the page loads them: an index of all at once, texts and tokens a chunk at a time."""
+"""Trajectories in the page's format: one index, and texts and tokens in chunks."""
 
 import math
 import re
@@ -17,25 +17,25 @@ from rl_metrics.run_files.rollout_log import FLOAT_COLUMNS, RolloutRow
 CHUNK_ROWS = 512
 CHUNK_TOKENS = 1 << 15
 CHUNK_CHARACTERS = 1 << 21
-"""A chunk ends behind the trajectory that reaches one of these."""
+"""A chunk ends with the trajectory that reaches one of these limits."""
 
 NAME_CHARACTERS = 200
-"""Of names by which trajectories are filtered, such as why a session failed; the trajectory itself shows it whole."""
+"""Maximum length of names in filters, such as failures of sessions; the trajectory shows the complete name."""
 
 UNNAMED = "(none)"
-"""A source or finish without a name."""
+"""Name of a source or finish without one."""
 
 MAX_PARTS = 16
-"""Parts of rewards by which trajectories are filtered, the first ones; the trajectory itself shows all."""
+"""Maximum number of reward parts in filters; the trajectory shows all."""
 
 SNIPPET_CHARACTERS = 80
-"""Of a prompt and a response in the list of trajectories."""
+"""Maximum length of a prompt or response in the list of trajectories."""
 
 TEMPLATE_CHARACTERS = 24
-"""A beginning at least so long that all prompts share tells nothing apart, and is left out of the list."""
+"""Minimum length of a common prefix of all prompts to leave it out of the list."""
 
 SEEN_CHARACTERS = 300
-"""Of a prompt, in which such a beginning is looked for."""
+"""Number of characters of a prompt in which a common prefix is searched."""
 
 ASKED = re.compile(
     r"<\|im_start\|>user\n|<\|start_header_id\|>user<\|end_header_id\|>\s*|<start_of_turn>user\n"
@@ -45,12 +45,12 @@ ANSWERED = re.compile(
     r"</think>|<\|im_start\|>assistant\n|<\|start_header_id\|>assistant<\|end_header_id\|>\s*"
     r"|<start_of_turn>model\n|<\|message\|>|<[|\uff5c][Aa]ssistant[|\uff5c]>|\[/INST\]"
 )
-"""Behind the last one stands what the list tells of a prompt, and of a response."""
+"""The list shows the text after the last match of ASKED in a prompt, and of ANSWERED in a response."""
 
 CONTROL = re.compile(r"<[|\uff5c][^<>|\s]{1,40}[|\uff5c]>|<end_of_turn>|\[/INST\]")
 
 UNKNOWN = -1
-"""Staleness of a trajectory whose versions are not known."""
+"""Staleness of a trajectory with unknown versions."""
 
 INDEX_KINDS: dict[str, Kind] = {
     "step": "i32",
@@ -72,7 +72,7 @@ INDEX_KINDS: dict[str, Kind] = {
 
 @dataclass(slots=True)
 class _Chunk:
-    """Trajectories that are packed together."""
+    """Trajectories packed together."""
 
     texts: list[list[Any]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _Chunk:
             values.extend(row.columns.get(name) or (math.nan,) * count)
 
     def measures(self) -> dict[str, NDArray[np.float64]]:
-        """[rows] of each, over a trajectory's sampled tokens; NaN where nothing is known."""
+        """Return [rows] measures over each trajectory's sampled tokens; NaN if unknown."""
         count = len(self.lengths)
         is_sampled = np.frombuffer(self.mask, np.uint8).astype(bool)
         row = np.repeat(np.arange(count), self.lengths)[is_sampled]
@@ -144,13 +144,13 @@ class _Chunk:
 
 
 class RolloutPacker:
-    """Takes trajectories one at a time, and gives the index; only a chunk's are in memory."""
+    """Packs trajectories one at a time, with only one chunk in memory."""
 
     def __init__(self, sink: BlobSink) -> None:
-        """Begin with none.
+        """Start without trajectories.
 
         Args:
-            sink: Takes what is packed.
+            sink: Destination of the packed parts.
         """
         self._sink = sink
         self._chunk = _Chunk()
@@ -164,7 +164,7 @@ class RolloutPacker:
         self._index: dict[str, array[float]] = {name: array("d") for name in INDEX_KINDS}
 
     def add(self, row: RolloutRow) -> None:
-        """Take the next trajectory."""
+        """Add the next trajectory."""
         times = [value for name, value in row.timings.items() if name.endswith("_s") and math.isfinite(value)]
         for name, value in (
             ("step", row.step),
@@ -192,10 +192,10 @@ class RolloutPacker:
             self._flush()
 
     def finish(self, *, num_recorded: int | None = None) -> str:
-        """The name of the index.
+        """Pack the rest and return the name of the index.
 
         Args:
-            num_recorded: Trajectories that the run recorded, those left out included; None where none were.
+            num_recorded: Number of recorded trajectories, including omitted ones; None if none were omitted.
         """
         self._flush()
         header = {
@@ -237,14 +237,14 @@ class RolloutPacker:
 
 
 def _short(name: str) -> str:
-    """The name; of a long one its beginning, and a digest, so that it is no other's."""
+    """Return the name, or the beginning of a long one with a digest that keeps it unique."""
     if len(name) <= NAME_CHARACTERS:
         return name
     return f"{name[:NAME_CHARACTERS]}… {blake2b(name.encode(errors='surrogatepass'), digest_size=6).hexdigest()}"
 
 
 def _told_apart(prompts: list[str]) -> list[str]:
-    """The beginnings of the prompts, without the template that all of them begin with."""
+    """Return the beginnings of the prompts without a common template."""
     first, last = min(prompts, default=""), max(prompts, default="")
     shared = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(last))
     length = max(last.rfind(" ", 0, shared), last.rfind("\n", 0, shared)) + 1 if len(prompts) > 1 else 0
@@ -254,20 +254,20 @@ def _told_apart(prompts: list[str]) -> list[str]:
 
 
 def _last_part(text: str, begin: re.Pattern[str]) -> str:
-    """What stands behind the last beginning, up to a control token; the whole text where there is nothing."""
+    """Return the text after the last match, up to a control token; the complete text if that is blank."""
     start = max((found.end() for found in begin.finditer(text)), default=0)
     part = CONTROL.split(text[start:], maxsplit=1)[0]
     return part if part.strip() else text
 
 
 def _one_line(text: str) -> str:
-    """The beginning of a text, white space as single spaces."""
+    """Return the beginning of a text, with white space collapsed."""
     line = " ".join(text[: 2 * SNIPPET_CHARACTERS].split())
     return line if len(line) <= SNIPPET_CHARACTERS else f"{line[:SNIPPET_CHARACTERS]}…"
 
 
 def _means(values: NDArray[np.float64], rows: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """[count] the mean of each row's finite values; NaN for a row without any."""
+    """Return the [count] mean of each row's finite values; NaN for a row without one."""
     is_known = np.isfinite(values)
     known, values = rows[is_known], values[is_known]
     counts = np.bincount(known, minlength=count)

@@ -1,4 +1,4 @@
-"""A run's parts of a report beside curves and trajectories."""
+"""Parts of a run's report other than curves and trajectories."""
 
 import json
 import math
@@ -20,23 +20,23 @@ from rl_metrics.run_files.json_lines import number_or_none
 from rl_metrics.run_files.run_record import ProbeRow, RunRecord
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-"""Of each step's distribution."""
+"""Quantiles shown of each step's distribution."""
 
 MAX_SLOWEST = 200
 MAX_EVENTS = 500
-"""The newest are shown."""
+"""Maximum number of events; the newest are kept."""
 
 MAX_PROBED = 200
-"""Tokens that probes ask about, at most."""
+"""Maximum number of probed tokens."""
 
 MAX_CANDIDATES = 8
-"""Of a probed token, the likeliest over all steps."""
+"""Maximum number of candidates of a probed token, most likely over all steps."""
 
 
 def read_verdict(run: RunRecord) -> Verdict:
-    """The verdict that the run wrote of its newest step, as its rules may be its own; else what ours say of it.
+    """Return the verdict that the run recorded for its newest step, with its own rules, or else judge it now.
 
-    Another is of before the newest steps, or of later ones that a resume from an older checkpoint took back.
+    A recorded verdict of another step is outdated, or belongs to steps undone by a resume from an older checkpoint.
     """
     with suppress(DataError):
         written = Verdict.from_json(run.health)
@@ -46,7 +46,7 @@ def read_verdict(run: RunRecord) -> Verdict:
 
 
 def pack_distributions(run: RunRecord) -> tuple[list[dict[str, Any]], Columns]:
-    """Names of the distributions, and the columns of each: `dx{i}` are steps, `d{i}q{j}` entry j of `QUANTILES`."""
+    """Return names of distributions and their columns: steps `dx{i}`, and `d{i}q{j}` for entry j of `QUANTILES`."""
     by_name: dict[str, list[tuple[int, list[float]]]] = {}
     for row in run.histograms:
         for name, histogram in row.histograms.items():
@@ -64,7 +64,7 @@ def pack_distributions(run: RunRecord) -> tuple[list[dict[str, Any]], Columns]:
 
 
 def slowest_sessions(run: RunRecord) -> list[dict[str, Any]]:
-    """The slowest session of each step, the slowest first: fields of its event, its step and `total_s`."""
+    """Return the slowest session of each step, slowest first: fields of its event, its step and `total_s`."""
     history = run.history
     found: list[dict[str, Any]] = []
     for event in run.events:
@@ -82,7 +82,7 @@ def slowest_sessions(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def _sum_s(parts: Iterable[float]) -> float:
-    """The sum; where it is beyond every float the largest one."""
+    """Return the sum, or the largest float if it overflows."""
     parts = list(parts)
     try:
         return math.fsum(parts)
@@ -91,16 +91,16 @@ def _sum_s(parts: Iterable[float]) -> float:
 
 
 SESSION_PLACE = ("prompt_uid", "session_index", "output_index")
-"""Fields that tell which session it is."""
+"""Fields that identify a session."""
 
 SESSION_FIELDS = (*SESSION_PLACE, "prompt_tokens", "response_tokens", "preemptions")
 
 QUIET_EVENTS = ("slowest_session", "checkpoint_saved", "skip_hit", "skip_miss", "skip_stored", "memory_lines")
-"""Of each step, or shown elsewhere."""
+"""Events of every step, or shown elsewhere."""
 
 
 def notable_events(run: RunRecord) -> list[dict[str, Any]]:
-    """The newest events that do not come with every step: time, name, level, and the other fields as text."""
+    """Return the newest events except those of every step: time, name, level, and the other fields as text."""
     notable = [event for event in run.events if event.get("event") not in QUIET_EVENTS][-MAX_EVENTS:]
     return [
         {
@@ -114,11 +114,11 @@ def notable_events(run: RunRecord) -> list[dict[str, Any]]:
 
 
 SHOWN = ("time", "event", "level", "evidence", "causes", "advice")
-"""Fields in columns of their own, or said by the checklist."""
+"""Fields with their own columns, or shown in the checklist."""
 
 
 def pack_probes(rows: Sequence[ProbeRow]) -> tuple[list[dict[str, Any]], Columns]:
-    """Probed tokens, and their columns: `px{i}` steps, `p{i}c{j}` the logprob of candidate j, NaN if unknown."""
+    """Return probed tokens and their columns: steps `px{i}`, and logprobs `p{i}c{j}` of candidate j or NaN."""
     asked: dict[tuple[str, int], list[ProbeRow]] = {}
     for row in rows:
         asked.setdefault((row.probe, row.position), []).append(row)
@@ -146,7 +146,7 @@ def pack_probes(rows: Sequence[ProbeRow]) -> tuple[list[dict[str, Any]], Columns
 
 
 def _candidates(rows: Iterable[ProbeRow]) -> list[str]:
-    """The token that was asked about, then the others by their highest probability at any step."""
+    """Return the probed token, then the others by their highest probability at any step."""
     highest: dict[str, float] = {}
     token = ""
     for row in rows:
@@ -159,7 +159,7 @@ def _candidates(rows: Iterable[ProbeRow]) -> list[str]:
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Settings as names such as "rollout.group_size", and texts."""
+    """Return settings as pairs of a name, such as "rollout.group_size", and text."""
     found: list[tuple[str, str]] = []
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -170,9 +170,9 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[s
 
 
 def describe_hang(run: RunRecord) -> dict[str, Any] | None:
-    """What hang.json says, or None where the run has none; counts are pairs, in their order.
+    """Return the contents of hang.json, or None without one; counts are pairs, in order.
 
-    `is_over` tells whether the run went on after it.
+    `is_over` is whether the run continued after it.
     """
     report = run.hang
     if report is None:

@@ -10,24 +10,24 @@ from numpy.typing import NDArray
 from rl_metrics.run_files.rollout_log import RolloutRow
 
 WORST_SHARE = 0.25
-"""Of those kept, at most, that are there for their low rewards."""
+"""Maximum share of kept trajectories that are chosen for low rewards."""
 
 WORST_BELOW = 0.5
-"""Rewards of the worst cases."""
+"""Upper limit of a worst case's reward."""
 
 
 def choose(rows: Iterable[RolloutRow], *, limit: int) -> tuple[NDArray[np.bool_], int]:
-    """Which of the trajectories to keep, and how many there are.
+    """Choose the trajectories to keep.
 
-    Problems are drawn by a hash of their names: groups stay whole, every problem has the same chance, and reports of
-    several runs keep the same problems. Of what is left out the lowest rewards below `WORST_BELOW` come back in.
+    Problems are drawn by a hash of their names: groups stay complete, every problem has the same chance, and reports of
+    several runs keep the same problems. The lowest rewards below `WORST_BELOW` among the rest are kept too.
 
     Args:
-        rows: In the order in which they will be packed.
-        limit: Most to keep, at least 1.
+        rows: Trajectories in the order of packing.
+        limit: Maximum number to keep, at least 1.
 
     Returns:
-        [N] bool, and N.
+        [N] bool, whether each trajectory is kept, and N.
     """
     places, rewards = array("Q"), array("d")
     for row in rows:

@@ -26,10 +26,10 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 1.0
-"""Between looks at the runs' files."""
+"""Interval of checks of the runs' files, in seconds."""
 
 BUSY_SHARE = 0.2
-"""Of the time, at most, goes into renewing."""
+"""Maximum share of time spent on updates."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -42,15 +42,15 @@ HEADERS = {
 
 
 class ReportServer:
-    """Serves the page of runs under a secret address, from memory and its own folder."""
+    """Serves the page of runs under a secret address, from memory and a temporary folder."""
 
     def __init__(self, runs: Sequence[Path], *, port: int = 0, max_trajectories: int = MAX_TRAJECTORIES) -> None:
-        """Pack the runs as they stand, and begin to answer.
+        """Pack the runs and start the server.
 
         Args:
-            runs: As `open_run` takes them.
-            port: On loopback; 0 takes a free one.
-            max_trajectories: Most of a run; a sample is kept of more.
+            runs: Paths accepted by `open_run`.
+            port: Port on loopback; 0 chooses a free one.
+            max_trajectories: Maximum number of trajectories per run; larger runs are sampled.
 
         Raises:
             SettingsError: No run was given, or max_trajectories is below 1.
@@ -112,7 +112,7 @@ class ReportServer:
         self._remove_folder()
 
     def answer(self, path: str) -> tuple[bytes, str] | None:
-        """Content and type of what lies at a path; None where nothing does."""
+        """Return content and type of the resource at a path, or None without one."""
         _, _, rest = path.partition("/")
         token, _, name = rest.partition("/")
         if not hmac.compare_digest(token.encode(), self._token.encode()):
@@ -127,7 +127,7 @@ class ReportServer:
         return None
 
     def _follow(self) -> None:
-        """Renew the report whenever a run has written, but not all the time."""
+        """Update the report after a run has written, within BUSY_SHARE of the time."""
         pause_s = LOOK_EVERY_S
         while not self._is_over.wait(pause_s):
             began = time.monotonic()
@@ -151,7 +151,7 @@ class ReportServer:
             (self._folder / name).unlink(missing_ok=True)
 
     def _signature(self) -> list[tuple[str, int, int]]:
-        """Sizes and times of the runs' files, which tell whether any was written."""
+        """Return sizes and times of the runs' files, which show whether any was written."""
         found = []
         for path in self._runs:
             folder = path if path.is_dir() else path.parent
@@ -165,7 +165,7 @@ class ReportServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """Listens for a report's readers."""
+    """HTTP server of a report."""
 
     daemon_threads = True
 
@@ -174,11 +174,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that went away is no fault; nothing is written to the terminal."""
+        """Ignore errors, such as a disconnected reader, without output to the terminal."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one reader."""
+    """Handles the requests of a report's readers."""
 
     server: _Server
     timeout = 30.0
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer with the page, or what it asks for."""
+        """Send the page or one of its parts."""
         if not self._is_addressed():
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
@@ -202,10 +202,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Nothing is written to the terminal."""
+        """Write nothing to the terminal."""
 
     def _is_addressed(self) -> bool:
-        """Whether the reader named this machine: a page elsewhere whose name was turned to loopback names itself."""
+        """Return whether the Host header names this machine, which prevents DNS rebinding."""
         port = self.server.report.port
         return self.headers.get("Host", "") in (f"{LOOPBACK}:{port}", f"localhost:{port}")
 

@@ -35,7 +35,7 @@ from rl_metrics.run_files.rollout_log import RolloutRow
 from rl_metrics.run_files.run_record import RunRecord
 
 MAX_TRAJECTORIES = 50_000
-"""Of a run, in a report; more are sampled."""
+"""Default maximum number of trajectories per run in a report; larger runs are sampled."""
 ENDINGS = (".html",)
 
 
@@ -70,7 +70,7 @@ def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: i
 
 
 def _remove_left_parts(output: Path) -> None:
-    """Of processes that were killed while they wrote."""
+    """Remove unfinished parts of killed processes."""
     for left in output.parent.glob(f".{glob.escape(output.name)}.*.part"):
         pid = left.suffixes[-2].removeprefix(".") if len(left.suffixes) > 1 else ""
         if pid.isdecimal() and not is_running(int(pid)):
@@ -78,10 +78,10 @@ def _remove_left_parts(output: Path) -> None:
 
 
 def check_request(runs: Sequence[object], max_trajectories: int) -> None:
-    """Refuse what makes no report.
+    """Refuse a request for a report without runs or trajectories.
 
     Raises:
-        SettingsError: There is no run, or max_trajectories is below 1.
+        SettingsError: No run is given, or max_trajectories is below 1.
     """
     if not runs:
         raise SettingsError("a report needs at least one run; found none.")
@@ -90,7 +90,7 @@ def check_request(runs: Sequence[object], max_trajectories: int) -> None:
 
 
 def pack_runs(runs: Sequence[RunRecord], sink: BlobSink, *, max_trajectories: int) -> dict[str, Any]:
-    """Pack all of the runs; gives the manifest, by which a page finds them."""
+    """Pack all runs and return the manifest, from which a page loads them."""
     names = run_names([run.name for run in runs])
     packed = [_pack_run(run, name, sink, max_trajectories) for run, name in zip(runs, names, strict=True)]
     return {"runs": packed, "written": round(time.time(), 3)}
@@ -121,13 +121,13 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
         "hang": describe_hang(run),
         "generations": pack_generations(run.generations, sink),
         "index": _pack_rollouts(run, sink, max_trajectories, slowest),
-        "slowest": slowest,  # with the places of their trajectories by now
+        "slowest": slowest,  # now with the rows of their trajectories
     }
     return sink(pack(header, columns | distribution_columns | probe_columns))
 
 
 def _pack_rollouts(run: RunRecord, sink: BlobSink, max_trajectories: int, slowest: Sequence[dict[str, Any]]) -> str:
-    """Pack the trajectories; gives each of the slowest sessions that is among them its `row`."""
+    """Pack the trajectories, and add `row` to each of the slowest sessions among them."""
     rows: Iterable[RolloutRow] = islice(run.rollouts(), max_trajectories)
     num_recorded = None
     if run.most_rollouts() > max_trajectories:

@@ -1,4 +1,4 @@
-"""The files in a run's folder: appended during the run, read afterwards."""
+"""Files in a run's folder: appended during the run, read afterwards."""
 
 from rl_metrics.run_files.events import EventLog, read_events
 from rl_metrics.run_files.generations import GenerationSample, draw_places

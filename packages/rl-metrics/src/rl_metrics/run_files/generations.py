@@ -1,4 +1,4 @@
-"""Samples of what a policy generates, gathered from every process and drawn the same way however they arrived."""
+"""Samples of a policy's responses, drawn independently of the order in which processes report them."""
 
 import json
 import math
@@ -18,17 +18,17 @@ MAX_SEED = 2**64 - 1
 
 @record
 class GenerationSample:
-    """One response, such as of a validation, as people read it.
+    """One response in readable form, for example of a validation.
 
     Attributes:
-        prompt_uid: The prompt's uid.
+        prompt_uid: Identifier of the prompt.
         input: The prompt as text.
-        output: The response as text, with what tools answered.
-        score: Its reward; NaN where it has none.
-        ground_truth: What was expected; None where nothing was.
-        policy_version: Oldest and newest version of its tokens; of a session that gave none, the engine's, twice.
-        source: The process that gave it, such as "rollouter".
-        failure: Why its session failed; None when it did not.
+        output: The response as text, with the answers of tools.
+        score: Its reward; NaN without one.
+        ground_truth: Expected answer; None without one.
+        policy_version: Oldest and newest version of its tokens; the engine's version, twice, without tokens.
+        source: Process that reported it, such as "rollouter".
+        failure: Why its session failed; None if it did not.
         components: Parts of the reward by name.
     """
 
@@ -43,7 +43,7 @@ class GenerationSample:
     components: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Json]:
-        """The sample as JSON values, to send to another process; a number that is not finite is null."""
+        """Return the sample as JSON values, to send to another process; numbers that are not finite are null."""
         row: dict[str, Json] = {name: getattr(self, name) for name in FIELDS}
         row["score"] = number_or_none(self.score)
         row["policy_version"] = [int(version) for version in self.policy_version]
@@ -52,7 +52,7 @@ class GenerationSample:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "GenerationSample":
-        """What `to_json` gave; other keys are ignored, and null numbers are NaN.
+        """Create a sample from `to_json`; other keys are ignored, and null numbers become NaN.
 
         Raises:
             DataError: A field is missing or of another type.
@@ -70,7 +70,7 @@ class GenerationSample:
         )
         if not is_whole or versions is None or components is None:
             raise DataError(
-                f"a generation sample must have {', '.join(FIELDS)}, as GenerationSample.to_json gives them; "
+                f"a generation sample must have {', '.join(FIELDS)}, as from GenerationSample.to_json; "
                 f"found {str(dict(row))[:300]}."
             )
         return cls(
@@ -87,21 +87,21 @@ FIELDS = tuple(one.name for one in fields(GenerationSample))
 def draw_generations(
     samples: Sequence[GenerationSample], *, count: int, seed: int, batches: Sequence[int] | None = None
 ) -> list[GenerationSample]:
-    """Draw samples to be shown: the same ones in whatever order, and from however many processes, they came.
+    """Draw samples to show, independently of the order of samples and the number of processes.
 
     Validations of the same prompts with equally many responses show the same prompts each time.
 
     Args:
         samples: All samples of a validation, of every batch and process.
-        count: How many; 0 and less give none, and as many as there are gives all.
-        seed: From 0 to 2**64 - 1.
-        batches: The batch of each sample; every batch then gives at least one, where so many are drawn.
+        count: Number of samples to draw; 0 or less draws none, and at most all are drawn.
+        seed: Seed from 0 to 2**64 - 1.
+        batches: Batch of each sample; every batch has at least one sample in the draw if `count` suffices.
 
     Returns:
         The drawn samples, sorted by input, output, prompt, and then everything else.
 
     Raises:
-        SettingsError: The seed is outside.
+        SettingsError: The seed is out of range.
     """
     numbered = zip(samples, [0] * len(samples) if batches is None else batches, strict=True)
     in_order = sorted(numbered, key=lambda pair: _sort_key(pair[0]))
@@ -110,35 +110,35 @@ def draw_generations(
 
 
 def draw_places(batches: Sequence[int], *, count: int, seed: int) -> list[int]:
-    """Draw places among what is in an order that does not change, such as problems by their names.
+    """Draw indices of items in a fixed order, such as problems by name.
 
     Args:
-        batches: The batch of each; every batch gives at least one, where so many are drawn.
-        count: How many; 0 and less give none, and as many as there are gives all.
-        seed: From 0 to 2**64 - 1.
+        batches: Batch of each item; every batch has at least one item in the draw if `count` suffices.
+        count: Number of items to draw; 0 or less draws none, and at most all are drawn.
+        seed: Seed from 0 to 2**64 - 1.
 
     Returns:
-        Rising places.
+        Increasing indices.
 
     Raises:
-        SettingsError: The seed is outside.
+        SettingsError: The seed is out of range.
     """
     if not 0 <= seed <= MAX_SEED:
         raise SettingsError(f"the seed of a draw must be from 0 to 2**64 - 1; found {seed}.")
     if count <= 0:
         return []
-    # Sorting raw Philox words, unlike Generator.choice, is the same in every numpy version. The key is no
-    # list: numpy would take one with a large seed through float64.
+    # Sorting raw Philox words, unlike Generator.choice, is the same in every numpy version. The key is not a
+    # list, because numpy would convert one with a large seed to float64.
     words = np.random.Philox(key=seed).random_raw(len(batches))
     drawn = [int(place) for place in np.argsort(words, kind="stable")]
-    first: dict[int, int] = {}  # of each batch, the one that is drawn first
+    first: dict[int, int] = {}  # the first drawn item of each batch
     for place in drawn:
         first.setdefault(batches[place], place)
     return sorted(list(dict.fromkeys([*first.values(), *drawn]))[:count])
 
 
 def _sort_key(sample: GenerationSample) -> tuple[str, str, str, str]:
-    # The process that gave it comes last: where a session ran is chance. JSON orders what NaN and None do not.
+    # The process comes last, because where a session ran is random. JSON text can be ordered; NaN and None cannot.
     row = sample.to_json()
     rest = [row[name] for name in ("score", "ground_truth", "failure", "components", "policy_version", "source")]
     return sample.input, sample.output, sample.prompt_uid, json.dumps(rest, sort_keys=True)

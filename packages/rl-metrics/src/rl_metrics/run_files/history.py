@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns: what curves, checks and comparisons are made from, also of runs of a million steps."""
+"""metrics.jsonl as columns for curves, checks and comparisons; fast enough for runs of a million steps."""
 
 from array import array
 from collections.abc import Iterator, Mapping
@@ -18,21 +18,21 @@ FloatColumn = NDArray[np.float64]
 IntColumn = NDArray[np.int64]
 
 _Part = tuple[IntColumn, IntColumn, FloatColumn]
-"""Of one metric and layout: the lines that have it, their rows in the history, and their values."""
+"""Lines with one metric in one layout, their rows in the history, and their values."""
 
 BLOCK_VALUES = 1 << 16
-"""Values that wait as Python numbers before they become an array."""
+"""Number of values collected as Python numbers before they are packed into an array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The metrics of a run as it stands.
+    """Metrics of a run so far.
 
     Attributes:
-        steps: [S] int64, rising: optimizer steps done.
-        times: [S] float64, seconds since the epoch when each was written; NaN where that is unknown.
-        values: [S] float64 of each metric, in the order in which they first appeared; NaN where a step lacks it, or
-            where it was not finite.
+        steps: [S] int64, increasing numbers of finished optimizer steps.
+        times: [S] float64, time of writing in seconds since the epoch; NaN if unknown.
+        values: [S] float64 by metric, in order of first appearance; NaN if a step lacks the metric or its value was not
+            finite.
     """
 
     steps: IntColumn
@@ -40,15 +40,15 @@ class History:
     values: Mapping[str, FloatColumn]
 
     def get(self, name: str) -> FloatColumn | None:
-        """[S] float64 of one metric; None where no step has it."""
+        """Return the [S] float64 column of a metric, or None if no step has it."""
         return self.values.get(name)
 
 
 @converts_arguments
 def read_history(path: Path) -> History:
-    """The metrics of a run, also of one that is still writing, with the resume rule of `read_metrics`.
+    """Read the metrics of a run, which may still be writing, with the resume rule of `read_metrics`.
 
-    A metric that few steps have takes only so much memory, until it is asked for.
+    Columns are stored sparsely until they are requested.
 
     Args:
         path: A file of JsonlTracker.
@@ -71,7 +71,7 @@ class _Columns(Mapping[str, FloatColumn]):
 
     def __getitem__(self, name: str) -> FloatColumn:
         rows, values = self._parts[name]
-        if len(rows) == self._num_rows:  # each row once, in order
+        if len(rows) == self._num_rows:  # every row once, in order
             return values
         column = np.full(self._num_rows, np.nan)
         column[rows] = values
@@ -103,7 +103,7 @@ class _Layout:
             self._pack()
 
     def take(self) -> FloatColumn:
-        """[lines, names] all values; they are then no longer kept here."""
+        """Return and release the [lines, names] values."""
         self._pack()
         matrix = np.concatenate(self.blocks).reshape(len(self.rows), len(self.names))
         self.blocks = []
@@ -120,7 +120,7 @@ class _Layout:
 
 
 class _Lines:
-    """All lines of a file in their order, replaced ones too."""
+    """All lines of a file in order, including replaced ones."""
 
     def __init__(self) -> None:
         self._steps = array("q")
@@ -152,7 +152,7 @@ class _Lines:
     def _columns(self, place: IntColumn, num_rows: int) -> _Columns:
         parts: dict[str, list[_Part]] = {}
         for names in list(self._layouts):
-            layout = self._layouts.pop(names)  # its memory is free before the next is unpacked
+            layout = self._layouts.pop(names)  # frees its memory before the next is unpacked
             lines = np.array(layout.rows, dtype=np.int64)
             kept = np.flatnonzero(place[lines] >= 0)
             if not len(kept) or not names:
@@ -164,7 +164,7 @@ class _Lines:
 
 
 def _standing(steps: IntColumn, late: IntColumn) -> IntColumn:
-    """Lines that no later line replaces: those whose step is below all that follow, late ones left aside."""
+    """Return lines that no later line replaces: their step is below all that follow, ignoring late lines."""
     own = np.setdiff1d(np.arange(len(steps)), late, assume_unique=True)
     if not len(own):
         return own
@@ -175,7 +175,7 @@ def _standing(steps: IntColumn, late: IntColumn) -> IntColumn:
 
 
 def _places(steps: IntColumn, late: IntColumn, standing: IntColumn) -> IntColumn:
-    """[lines] the row of the history that each line belongs to; -1 for none."""
+    """Return the [lines] row of the history that each line belongs to, or -1."""
     place = np.full(len(steps), -1, dtype=np.int64)
     place[standing] = np.arange(len(standing))
     if len(late) and len(standing):
@@ -186,7 +186,7 @@ def _places(steps: IntColumn, late: IntColumn, standing: IntColumn) -> IntColumn
 
 
 def _merged(parts: list[_Part]) -> tuple[IntColumn, FloatColumn]:
-    """Rows and values of one metric, by rising row; of several lines of a row the last one's."""
+    """Return increasing rows and values of one metric; the last line of a row wins."""
     if len(parts) == 1 and np.all(parts[0][1][1:] > parts[0][1][:-1]):
         return parts[0][1:]
     lines, rows, values = (np.concatenate(column) for column in zip(*parts, strict=True))

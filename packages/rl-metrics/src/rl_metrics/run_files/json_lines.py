@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, only ever appended to, that survive a kill at any moment."""
+"""Append-only files with one JSON object per line, which survive a kill at any moment."""
 
 import json
 import math
@@ -20,36 +20,36 @@ log = structlog.get_logger(__name__)
 
 BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
-"""Longer lines are not read."""
+"""Maximum length of a line; longer ones are skipped."""
 TOO_LONG = b"too long"
 
 
 class JsonLinesWriter:
-    """Appends objects to a file, each in one write, so that a reader sees whole lines.
+    """Appends objects to a file, each in one write, so that readers see complete lines.
 
-    A torn last line, left by a kill, gets its line end at the first append: it spoils no line but itself.
+    The first append ends a truncated last line, left by a kill, so that it corrupts no other line.
     """
 
     @converts_arguments
     def __init__(self, path: Path) -> None:
-        """Open or create the file; its folder is made where missing.
+        """Open or create the file, and its folder if missing.
 
         Args:
-            path: The file; what is in it stays.
+            path: Path of the file; existing lines are kept.
 
         Raises:
-            DataError: It is a pipe or a device.
+            DataError: The path is a pipe or a device.
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             self.close()
-            raise DataError(f"{path} must be a plain file to append to; it is a pipe or a device. Remove it.")
+            raise DataError(f"{path} must be a regular file; found a pipe or a device. Remove it.")
         self._is_torn = _ends_torn(self._file)
 
     def append(self, row: Mapping[str, Json]) -> None:
-        """Write one line; it is with the operating system when this returns.
+        """Write one line; on return, the operating system has it.
 
         Raises:
             NotReadyError: After `close`.
@@ -59,14 +59,14 @@ class JsonLinesWriter:
         self.append_line(line.encode("utf-8", errors="replace"))
 
     def append_line(self, line: bytes) -> None:
-        """Write one line that is JSON already, without its end.
+        """Write one line of JSON, given without its line break.
 
         Raises:
             NotReadyError: After `close`.
             OSError: The file cannot be written.
         """
         if self._file is None:
-            raise NotReadyError(f"{self.path} is closed; make a new JsonLinesWriter to append more.")
+            raise NotReadyError(f"{self.path} is closed; create a new JsonLinesWriter to append more.")
         payload = line + b"\n"
         if self._is_torn:
             payload = b"\n" + payload
@@ -77,7 +77,7 @@ class JsonLinesWriter:
         self._is_torn = False
 
     def close(self) -> None:
-        """Close the file. Can be called twice."""
+        """Close the file. Idempotent."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -87,17 +87,17 @@ class JsonLinesWriter:
 def read_json_lines(
     path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The objects that a file has now, in order, also while it is written.
+    """Yield the objects of a file, in order, even while it is written.
 
-    Lines that are torn, too long or no JSON object are left out, with one warning; the last line, while it has no
-    line end, without one: it may be on its way.
+    Lines that are truncated, too long or not a JSON object are skipped with one warning. A last line without a line
+    break is skipped silently, because it may be incomplete.
 
     Args:
-        path: The file; what is appended from now on is not read.
-        decode: Gives the object of a line, or None; `parse_line` when left out.
+        path: Path of the file; later appends are not read.
+        decode: Returns the object of a line, or None; None uses `parse_line`.
 
     Raises:
-        DataError: It is a pipe or a device.
+        DataError: The path is a pipe or a device.
         OSError: The file cannot be read.
     """
     decode = parse_line if decode is None else decode
@@ -115,7 +115,7 @@ def read_json_lines(
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The object of one line; None when it is none. NaN and Infinity, which JSON has not, are numbers."""
+    """Return the object of one line, or None if it is none. NaN and Infinity are accepted as numbers."""
     try:
         row = _ANYTHING.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -134,7 +134,7 @@ def _parsed_leniently(line: bytes) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Lines without their ends, and whether they have one; of a line that is too long, what stands for it."""
+    """Yield lines without their line breaks, and whether they have one; TOO_LONG replaces a line that is too long."""
     if path.exists():
         require_plain(path)
     with path.open("rb") as file:
@@ -156,7 +156,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
 
 
 def number_or_nan(value: Any) -> float:
-    """The number that was read; NaN when it is none, or not finite."""
+    """Return a finite number that was read, or else NaN."""
     try:
         number = float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
@@ -165,7 +165,7 @@ def number_or_nan(value: Any) -> float:
 
 
 def number_or_none(value: object) -> float | None:
-    """The number that was read; None when it is none (as True is), or not finite."""
+    """Return a finite number that was read, or None; booleans are not numbers."""
     number = math.nan if isinstance(value, bool) else number_or_nan(value)
     return None if math.isnan(number) else number
 
@@ -176,7 +176,7 @@ def _ends_torn(file: int) -> bool:
 
 
 def as_plain(value: Any) -> Json:
-    """The value as JSON: NaN and infinities are null, numpy scalars numbers, anything unknown its text."""
+    """Return a value as JSON: NaN and infinities become null, numpy values numbers, and unknown objects text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

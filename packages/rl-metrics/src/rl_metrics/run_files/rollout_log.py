@@ -1,4 +1,4 @@
-"""rollouts.jsonl: trajectories that trained, token by token; appended, never truncated."""
+"""rollouts.jsonl: trained trajectories, token by token; append-only."""
 
 import json
 import math
@@ -24,50 +24,53 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 DIGITS = 5
-"""Decimals that numbers of tokens are written with."""
+"""Number of decimals of written numbers."""
 
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
-"""In a text; two that are a pair are one character of it."""
+"""A lone surrogate in a text; a pair is one character."""
 
 MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""In JSON."""
+"""A possible surrogate in JSON."""
 
 INT_COLUMNS = ("token_ids", "versions")
 FLOAT_COLUMNS = ("rollout_logprobs", "policy_logprobs", "entropy", "advantages", "correction_weights")
 TOKEN_COLUMNS = (*INT_COLUMNS, *FLOAT_COLUMNS)
-"""Columns of a response's tokens that a trajectory may have beside the tokens themselves and their mask."""
+"""Optional columns of a response's tokens, in addition to the tokens and their mask."""
 
 ToldTurn = tuple[str, int, int, int | str, list[str], dict[str, int]]
-"""A turn of an agent's session: the role that asked, the sampled tokens' place in the trajectory (start and stop), and
-the output that trains it or why none does. Then the tools that it called, and its discarded tokens by reason."""
+"""A turn of an agent's session.
+
+In order: the role that asked; start and stop of the sampled tokens in the trajectory; the output that trains them, or
+why none does; the called tools; the number of discarded tokens by reason.
+"""
 
 
 @record
 class RolloutRow:
-    """One trajectory of a step; token columns are of the response alone, and equally long.
+    """One trajectory of a step; token columns cover only the response, and have equal lengths.
 
     Attributes:
-        step: That trained on it.
-        time: Seconds since the epoch when it was written.
-        prompt_uid: Its group.
-        problem: Names the problem: the same in every epoch and at every step.
-        session: Of the group, from 0.
-        output: Of the session, from 0.
+        step: Step that trained on it.
+        time: Time of writing, in seconds since the epoch.
+        prompt_uid: Identifier of its group.
+        problem: Identifier of the problem, equal in all epochs and steps.
+        session: Index of the session in the group, from 0.
+        output: Index of the output in the session, from 0.
         source: Data source of the prompt.
-        prompt: As text.
-        response: As text.
-        ground_truth: What was expected; None where nothing was.
-        reward: NaN where it has none.
+        prompt: Prompt as text.
+        response: Response as text.
+        ground_truth: Expected answer; None without one.
+        reward: Reward; NaN without one.
         components: Parts of the reward by name.
-        extras: What the reward and the agent loop said beside it, as JSON.
-        turns: Of an agent's session; none where the mask tells them.
+        extras: Further values from the reward and the agent loop, as JSON.
+        turns: Turns of an agent's session; empty if the mask shows them.
         finish: Why the response ended: "stop", "length", "abort".
-        timings: Seconds by part: generate_s, tools_s, reward_s; preemptions as a count.
-        failure: Why its session failed; None when it did not.
-        policy_version: The learner's, before the update.
+        timings: Seconds by part (generate_s, tools_s, reward_s), and preemptions as a count.
+        failure: Why its session failed; None if it did not.
+        policy_version: The learner's version before the update.
         tokens: Text of each token.
-        mask: True where the policy sampled the token.
-        columns: Of `TOKEN_COLUMNS`, what is known: a number a token; NaN where it is not.
+        mask: Whether the policy sampled each token.
+        columns: Known columns of `TOKEN_COLUMNS`, one number per token; NaN if unknown.
     """
 
     step: int
@@ -94,14 +97,14 @@ class RolloutRow:
 
     @staticmethod
     def turns_in(extras: Mapping[str, Json]) -> tuple[ToldTurn, ...]:
-        """The turns that a trajectory's extras tell of; none where "turns" is something else."""
+        """Return the turns in a trajectory's extras; empty if "turns" is something else."""
         try:
             return msgspec.convert(extras.get("turns", ()), tuple[ToldTurn, ...])
         except msgspec.ValidationError:
             return ()
 
     def to_json(self) -> dict[str, Json]:
-        """The row as JSON values; a number that is not finite is null."""
+        """Return the row as JSON values; numbers that are not finite are null."""
         row: dict[str, Json] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "columns"}
         row["reward"] = _written(self.reward)
         row["components"] = {name: _written(value) for name, value in self.components.items()}
@@ -117,15 +120,15 @@ class RolloutRow:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "RolloutRow":
-        """What `to_json` gave; other keys are ignored.
+        """Create a row from `to_json`; other keys are ignored.
 
         Raises:
-            DataError: A field is missing, of another type, or columns are not equally long.
+            DataError: A field is missing or of another type, or the lengths of columns differ.
         """
         try:
             read = msgspec.convert(row, _Row)
         except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"a trajectory must have the fields of RolloutRow; found: {error}.") from None
+            raise DataError(f"a trajectory must have the fields of RolloutRow; {error}.") from None
         columns = {name: values for name in TOKEN_COLUMNS if (values := getattr(read, name)) is not None}
         mask = (1,) * len(read.tokens) if read.mask is None else read.mask
         lengths = {"mask": len(mask)} | {name: len(values) for name, values in columns.items()}
@@ -144,7 +147,7 @@ class RolloutRow:
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """A line as it is written."""
+    """Format of a line."""
 
     step: int
     prompt_uid: str
@@ -185,17 +188,17 @@ class RolloutLog:
 
     @converts_arguments
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the file; a resumed run goes on behind what is there.
+        """Open or create the file; a resumed run appends to it.
 
         Args:
-            path: Such as `run/rollouts.jsonl`.
-            clock: Seconds since the epoch.
+            path: Path of the file, such as `run/rollouts.jsonl`.
+            clock: Returns seconds since the epoch.
         """
         self._writer = JsonLinesWriter(path)
         self._clock = clock
 
     def write(self, rows: Sequence[RolloutRow]) -> None:
-        """Append all rows of one step; their time is the clock's.
+        """Append all rows of one step, with the time of the clock.
 
         Raises:
             NotReadyError: After `close`.
@@ -206,16 +209,16 @@ class RolloutLog:
             self._writer.append_line(_encoded({**row.to_json(), "time": written, "index": index}))
 
     def close(self) -> None:
-        """Close the file. Can be called twice."""
+        """Close the file. Idempotent."""
         self._writer.close()
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRow]:
-    """The trajectories of a run, one at a time, by rising steps; a file that is not there gives none.
+    """Yield the trajectories of a run, ordered by step; a missing file has none.
 
-    Lines that are torn or no trajectory are left out, with one warning at the end; the last line, while it has no line
-    end, without one: it may be on its way. A resumed run repeats steps: what it wrote takes the place of what was there
-    of the first of them and of later ones. U+FFFD stands for a lone surrogate, which is no text.
+    Lines that are truncated or not a trajectory are skipped, with one warning at the end. A last line without a line
+    break is skipped silently, because it may be incomplete. A resumed run repeats steps; its lines replace earlier ones
+    of the first repeated step and later steps. U+FFFD replaces lone surrogates.
     """
     if not os.path.lexists(path):
         return
@@ -228,14 +231,14 @@ def read_rollouts(path: Path) -> Iterator[RolloutRow]:
                 try:
                     yield RolloutRow.from_json(_decoded(line))
                 except DataError:
-                    num_bad += _is_bad(line) and _place(line) is not None  # others are counted already
+                    num_bad += _is_bad(line) and _place(line) is not None  # the others are already counted
         if num_bad:
             log.warning("unreadable_lines", path=str(path), count=num_bad)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Where the trajectories that were written together lie in the file."""
+    """Position in the file of trajectories written together."""
 
     step: int
     start: int
@@ -243,17 +246,17 @@ class _Batch:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """What a line begins a batch by."""
+    """Fields of a line that show where a batch starts."""
 
     step: int
     index: int
 
 
 def _standing_batches(file: BinaryIO) -> tuple[list[_Batch], int]:
-    """Records that no later launch has rewritten, and the number of lines without a trajectory's place."""
+    """Return batches not rewritten by a later launch, and the number of bad lines without a step and index."""
     batches: list[_Batch] = []
     end = num_bad = 0
-    while line := file.readline(MAX_LINE_BYTES):  # what is longer is in pieces, which are no lines of trajectories
+    while line := file.readline(MAX_LINE_BYTES):  # pieces of longer lines are not trajectories
         start, end = end, end + len(line)
         place = _place(line)
         if place is None:
@@ -268,7 +271,7 @@ def _standing_batches(file: BinaryIO) -> tuple[list[_Batch], int]:
 
 
 def _is_bad(line: bytes) -> bool:
-    """Whether a line that is no trajectory should be one: it has its end, and something before it."""
+    """Return whether a line without a trajectory counts as bad: it is complete and not blank."""
     return line.endswith(b"\n") and bool(line.strip())
 
 
@@ -280,15 +283,15 @@ def _place(line: bytes) -> _Place | None:
 
 
 def _decoded(line: bytes) -> dict[str, Any]:
-    """Of a line that has a place.
+    """Decode a line that has a step and index.
 
     Raises:
-        DataError: It is no JSON object.
+        DataError: The line is not a JSON object.
     """
     try:
         return _decode(line, dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"a line of trajectories must be a JSON object; found: {error}.") from None
+        raise DataError(f"a line of trajectories must be a JSON object; {error}.") from None
 
 
 def _decode(line: bytes, expected: type[T]) -> T:
@@ -304,7 +307,7 @@ def _decode(line: bytes, expected: type[T]) -> T:
 
 
 def without_surrogates(line: bytes) -> bytes:
-    """A line of JSON with U+FFFD in place of lone surrogates, which Python writes; itself where it has none."""
+    """Replace lone surrogates, which Python writes, in a line of JSON by U+FFFD; without one, return the same line."""
     if MAYBE_SURROGATE.search(line) is None:
         return line
     try:
@@ -317,7 +320,7 @@ def without_surrogates(line: bytes) -> bytes:
 def _encoded(row: Mapping[str, Json]) -> bytes:
     try:
         return msgspec.json.encode(row)
-    except UnicodeEncodeError:  # a lone surrogate, which is no text
+    except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(row, ensure_ascii=False).encode("utf-8", errors="replace")
 
 
@@ -328,5 +331,5 @@ def _written(value: float) -> float | None:
 def _read(value: float | None) -> float:
     try:
         return math.nan if value is None else float(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer that overflows float
         return math.nan

@@ -1,4 +1,4 @@
-"""The folder of a run, each file read when it is first asked for."""
+"""The record of a run, whose files are read on first access."""
 
 import json
 import math
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 METRICS = "metrics.jsonl"
 MAX_DOCUMENT_BYTES = 64 << 20
-"""Larger settings and summaries are not read."""
+"""Maximum size of settings and summaries; larger ones are not read."""
 
 FILES = (
     METRICS,
@@ -47,24 +47,24 @@ FILES = (
     HANG_FILE,
     "health.json",
 )
-"""Any of them makes a folder one of a run."""
+"""Files of a run; a folder with any of them is a run's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRow:
-    """What the policy thinks at one token.
+    """The policy's prediction at one token.
 
     Attributes:
         step: Optimizer steps done.
-        time: Seconds since the epoch when it was written; NaN where that is unknown.
-        policy_version: Of the policy that was asked.
-        probe: Its name, the same at every step.
-        prompt: As text.
-        response: As text: what is asked about.
-        position: Of the token in the response, from 0.
-        token: As text.
-        logprob: Of the token; NaN where that is unknown.
-        candidates: Texts and logprobs of the likeliest tokens there, likeliest first.
+        time: Time of writing, in seconds since the epoch; NaN if unknown.
+        policy_version: Version of the probed policy.
+        probe: Name of the probe, the same at every step.
+        prompt: Prompt as text.
+        response: Probed response as text.
+        position: Index of the token in the response, from 0.
+        token: Token as text.
+        logprob: Logprob of the token; NaN if unknown.
+        candidates: Texts and logprobs of the top tokens at this position, most likely first.
     """
 
     step: int
@@ -80,23 +80,23 @@ class ProbeRow:
 
 
 _Dated = GenerationTable | StepHistograms | ProbeRow | RolloutRow
-"""What was written of a step."""
+"""Record of a step."""
 _AnyDated = TypeVar("_AnyDated", bound=_Dated)
 
 
 class RunRecord:
-    """What a run wrote, also one that is still writing, or was imported; files that are not there are empty.
+    """Files of a run, which may still be writing or be imported; missing files count as empty.
 
-    Only regular files in the folder are read: a pipe, a device, or a link that leads out of the folder is left out,
-    with a warning.
+    Only regular files in the folder are read. A pipe, a device, or a link to a file outside the folder is skipped with
+    a warning.
     """
 
     def __init__(self, folder: Path, *, metrics: str = METRICS) -> None:
-        """Nothing is read yet.
+        """Store the folder without reading.
 
         Args:
-            folder: Of the run.
-            metrics: Name of the file of its metrics; with another than the usual one, the run is that file alone.
+            folder: Folder of the run.
+            metrics: Name of the metrics file; with another than metrics.jsonl, the run consists of only that file.
         """
         self.folder = folder
         self.name = folder.resolve().name if metrics == METRICS else Path(metrics).stem
@@ -104,7 +104,7 @@ class RunRecord:
 
     @cached_property
     def history(self) -> History:
-        """The metrics by step."""
+        """Metrics by step."""
         path = self._file(self._metrics)
         if path is None:
             return History(steps=np.zeros(0, dtype=np.int64), times=np.zeros(0), values={})
@@ -112,31 +112,31 @@ class RunRecord:
 
     @cached_property
     def events(self) -> tuple[dict[str, Any], ...]:
-        """The events, in their order."""
+        """Events, in order."""
         path = self._file("events.jsonl")
         return () if path is None else tuple(read_events(path))
 
     @cached_property
     def generations(self) -> tuple[GenerationTable, ...]:
-        """The samples of each validation."""
+        """Samples of each validation."""
         path = self._file("generations.jsonl")
         return () if path is None else self._standing(read_generations(path))
 
     @cached_property
     def histograms(self) -> tuple[StepHistograms, ...]:
-        """The distributions by rising step."""
+        """Distributions, ordered by step."""
         path = self._file("histograms.jsonl")
         return () if path is None else self._standing(read_histograms(path))
 
     @cached_property
     def probes(self) -> tuple[ProbeRow, ...]:
-        """What the policy thinks at chosen tokens, by rising step."""
+        """The policy's predictions at chosen tokens, ordered by step."""
         path = self._file("probes.jsonl")
         return () if path is None else self._standing(_standing_probes(read_json_lines(path, decode=_probe_line)))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings of the run; tables are dicts."""
+        """Settings of the run; tables are dicts."""
         content = self._document("settings.toml")
         try:
             return parse_toml(content, where="it")
@@ -146,12 +146,12 @@ class RunRecord:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """What the run said when it ended."""
+        """Summary that the run wrote at its end."""
         return self._json_document("summary.json")
 
     @cached_property
     def hang(self) -> HangReport | None:
-        """What each role did when nothing had happened for too long."""
+        """Report of each role's activity after too long without progress; None without one."""
         path = self._file(HANG_FILE)
         try:
             return None if path is None else read_hang_report(path)
@@ -161,14 +161,14 @@ class RunRecord:
 
     @property
     def is_imported(self) -> bool:
-        """Whether another trainer trained it."""
+        """Whether the run was imported from another trainer."""
         return any(event["event"] == IMPORTED for event in self.events)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the newest launch ended by itself: not while one runs, nor after it was stopped, failed or killed.
+        """Whether the newest launch finished: it is not running, and was not stopped, failed or killed.
 
-        Where events tell nothing, a summary does.
+        Without such events, a run with a summary counts as finished.
         """
         for event in reversed(self.events):
             if event["event"] in (*BEGUN, *ENDED):
@@ -177,16 +177,16 @@ class RunRecord:
 
     @cached_property
     def health(self) -> dict[str, Any]:
-        """The newest verdict, as `Verdict.to_json` gave it."""
+        """Newest verdict, as an object of `Verdict.to_json`."""
         return self._json_document("health.json")
 
     def rollouts(self) -> Iterator[RolloutRow]:
-        """The trajectories, one at a time, by rising step."""
+        """Return an iterator over the trajectories, ordered by step."""
         path = self._file("rollouts.jsonl")
         return iter(()) if path is None else filter(self._stands, read_rollouts(path))
 
     def most_rollouts(self) -> int:
-        """How many trajectories there are at most: quickly counted, replaced and torn ones too."""
+        """Return an upper bound of the number of trajectories, including replaced and truncated ones; fast."""
         path = self._file("rollouts.jsonl")
         if path is None:
             return 0
@@ -198,12 +198,12 @@ class RunRecord:
 
     @cached_property
     def _began(self) -> float:
-        """When the newest launch began; NaN where that is unknown."""
+        """Start time of the newest launch, in seconds since the epoch; NaN if unknown."""
         times = [number_or_nan(event.get("time")) for event in self.events if event["event"] in BEGUN]
         return times[-1] if times else math.nan
 
     def _stands(self, row: _Dated) -> bool:
-        """False of what an earlier launch wrote of steps that a resume took back, and that were not done again yet."""
+        """Return False for rows of an earlier launch whose steps a resume undid and has not repeated yet."""
         steps = self.history.steps
         return not (len(steps) and row.step > steps[-1] and row.time < self._began)
 
@@ -234,21 +234,21 @@ class RunRecord:
 
     def _file(self, name: str) -> Path | None:
         if METRICS != self._metrics != name:
-            return None  # what lies beside a file of another name may be of other runs
+            return None  # files next to a file of another name may belong to other runs
         path = self.folder / name
         try:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:  # such as links in a circle, or no right to read
+        except OSError as error:  # such as circular links, or missing permissions
             log.warning("unreadable_file", path=str(path), error=str(error))
             return None
         if not stat.S_ISREG(mode):
-            why = "it is no regular file"
+            why = "it is not a regular file"
         elif not path.resolve().is_relative_to(self.folder.resolve()):
-            why = "it is a link that leads out of the run's folder"
+            why = "it is a link to a file outside the run's folder"
         elif not os.access(path, os.R_OK):
-            why = "there is no right to read it"
+            why = "its permissions do not allow reading"
         else:
             return path
         log.warning("unreadable_file", path=str(path), error=why)
@@ -257,31 +257,31 @@ class RunRecord:
 
 @converts_arguments
 def open_run(path: Path) -> RunRecord:
-    """The record of a run.
+    """Open the record of a run.
 
     Args:
-        path: Its folder, or a file of metrics as JsonlTracker writes it.
+        path: Folder of the run, or a metrics file of JsonlTracker.
 
     Raises:
-        DataError: There is no such folder or file, or it is none of a run.
+        DataError: The path does not exist, or is not a run's folder.
     """
     if path.is_file():
-        path = path.resolve()  # one that is named may be a link
+        path = path.resolve()  # the named file may be a link
         return RunRecord(path.parent, metrics=path.name)
     if not path.is_dir():
         raise DataError(f"{path} must be the folder of a run, or its {METRICS}; there is no such folder or file.")
     if not has_begun(path):
-        raise DataError(f"{path} must be the folder of a run; it has none of {', '.join(FILES)}.")
+        raise DataError(f"{path} must be the folder of a run; found none of {', '.join(FILES)} in it.")
     return RunRecord(path)
 
 
 def has_begun(path: Path) -> bool:
-    """True where a run has written something: at its folder, or at a file of metrics."""
+    """Return True if a run's folder has any of its files, or if the path is a file."""
     return path.is_file() or any((path / name).is_file() for name in FILES)
 
 
 def _standing_probes(lines: Iterable[dict[str, Any]]) -> list[ProbeRow]:
-    """The newest history: a lower step, or a token already probed at this step, restarts the step."""
+    """Return the newest rows: a lower step, or a token already probed at this step, restarts the step."""
     rows: list[ProbeRow] = []
     asked: set[tuple[str, int]] = set()
     for line in lines:
@@ -307,5 +307,5 @@ def _probe_row(line: Mapping[str, Any]) -> ProbeRow | None:
     try:
         candidates = [(text, math.nan if logprob is None else logprob) for text, logprob in line.get("candidates", ())]
         return msgspec.convert({**line, **unknown, "candidates": candidates}, ProbeRow)
-    except (TypeError, ValueError, OverflowError, RecursionError):  # ValueError: msgspec's are, too
+    except (TypeError, ValueError, OverflowError, RecursionError):  # msgspec's errors are ValueErrors too
         return None

@@ -1,4 +1,4 @@
-"""Where metrics go: one module for each tracker."""
+"""Destinations of metrics, one module per tracker."""
 
 from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.console import ConsoleKind, ConsoleTracker, run_console

@@ -1,4 +1,4 @@
-"""A slow tracker on a thread of its own: the run never waits for it."""
+"""Tracker wrapper that runs a slow tracker on its own thread, so that the run never waits for it."""
 
 import threading
 from collections import deque
@@ -15,20 +15,20 @@ log = structlog.get_logger(__name__)
 
 
 class BackgroundTracker:
-    """Hands calls to a tracker on a thread, in their order; what finds the queue full is dropped.
+    """Passes calls to a tracker on a thread, in order; calls are dropped if the queue is full.
 
-    Dropped calls are counted and warned of. An error of the tracker is raised by the next call, so that a `Fanout`
-    leaves it out. Calls come from any thread.
+    Dropped calls are counted and cause a warning. The next call raises an error of the tracker, so that a `Fanout`
+    removes it. Thread-safe.
     """
 
     def __init__(self, tracker: Tracker, *, name: str, capacity: int = 256, close_deadline_s: float = 30.0) -> None:
         """Start the thread.
 
         Args:
-            tracker: The slow one; from now on it is used by the thread alone.
-            name: As it appears in warnings.
-            capacity: Most calls that wait, at least 1.
-            close_deadline_s: Most seconds that `close` takes.
+            tracker: The slow tracker; only the thread may use it from now on.
+            name: Name in warnings.
+            capacity: Maximum number of queued calls, at least 1.
+            close_deadline_s: Maximum duration of `close`, in seconds.
 
         Raises:
             SettingsError: The capacity is less than 1, or the deadline negative.
@@ -53,7 +53,7 @@ class BackgroundTracker:
 
     @property
     def num_dropped(self) -> int:
-        """Calls that did not fit so far."""
+        """Number of calls dropped so far."""
         with self._changed:
             return self._num_dropped
 
@@ -61,14 +61,14 @@ class BackgroundTracker:
         """Queue the metrics of one step; never blocks.
 
         Raises:
-            Exception: What the tracker raised before.
-            NotReadyError: After that, and after `close`.
+            Exception: An earlier error of the tracker.
+            NotReadyError: After that error, or after `close`.
         """
         values = dict(metrics)
         self._put(f"log of step {step}", lambda: self._tracker.log(step, values))
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue metrics that come after those of later steps, as `log`."""
+        """Queue metrics that arrive after those of later steps, as `log` does."""
         values = dict(metrics)
         self._put(f"late metrics of step {step}", lambda: self._tracker.log_late(step, values))
 
@@ -76,22 +76,22 @@ class BackgroundTracker:
         """Queue a table; never blocks.
 
         Raises:
-            Exception: What the tracker raised before.
-            NotReadyError: After that, and after `close`.
+            Exception: An earlier error of the tracker.
+            NotReadyError: After that error, or after `close`.
         """
         rows = tuple(samples)
         self._put(f"{name} of step {step}", lambda: self._tracker.log_generations(step, name, rows))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Queue the distributions of one step, as `log`."""
+        """Queue the distributions of one step, as `log` does."""
         kept = dict(histograms)
         self._put(f"histograms of step {step}", lambda: self._tracker.log_histograms(step, kept))
 
     def close(self) -> None:
-        """Let the tracker take what is queued and close it, for as long as the deadline allows. Can be called twice.
+        """Process queued calls and close the tracker, within the deadline. Idempotent.
 
         Raises:
-            Exception: What the tracker raised, unless a call has raised it before.
+            Exception: An error of the tracker that no call has raised yet.
         """
         with self._changed:
             is_first, self._is_closing = not self._is_closing, True
@@ -122,7 +122,7 @@ class BackgroundTracker:
                 raise error
             if self._is_closing or self._has_failed:
                 state = "failed" if self._has_failed else "is closed"
-                raise NotReadyError(f"tracker {self._name} {state}; make a new BackgroundTracker.")
+                raise NotReadyError(f"tracker {self._name} {state}; create a new BackgroundTracker.")
             is_full = len(self._calls) >= self._capacity
             if not is_full:
                 self._calls.append((what, call))
@@ -130,7 +130,7 @@ class BackgroundTracker:
             else:
                 self._num_dropped += 1
             is_first_drop = is_full and self._num_dropped == 1
-        if is_first_drop:  # logged without the lock: the log may come back here
+        if is_first_drop:  # logged without the lock, because the log may call this again
             log.warning("tracker_behind", tracker=self._name, capacity=self._capacity, dropped=what)
 
     def _work(self) -> None:
@@ -144,7 +144,7 @@ class BackgroundTracker:
         self._close_tracker()
 
     def _next(self) -> Callable[[], None] | None:
-        """The next call; None when there will be none."""
+        """Return the next call, or None after the last one."""
         with self._changed:
             self._running = "nothing"
             self._changed.wait_for(lambda: bool(self._calls) or self._is_closing)

@@ -1,4 +1,4 @@
-"""The console: what is starting, how the steps go, and what came out."""
+"""Console output of a run: startup, steps and results."""
 
 import io
 import threading
@@ -26,27 +26,27 @@ from rl_metrics.validation.summary import headline
 log = structlog.get_logger(__name__)
 
 View = PlainView | LiveView
-"""How a ConsoleTracker draws; what it is given has nothing in it that a terminal obeys."""
+"""Renderer of a ConsoleTracker; its texts are already free of control sequences."""
 
 ConsoleKind = Literal["auto", "bar", "lines", "quiet", "json", "off"]
-"""A live display in a terminal and lines elsewhere; the one; the other; findings and the end; JSON; nothing."""
+"""Kind of output, in order: "bar" in a terminal and else "lines"; live display; lines; findings and end; JSON; none."""
 
 TICK_S = 0.5
 
 WORTH_SAYING_S = 2.0
-"""What usually takes less is not announced."""
+"""Minimum usual duration of a phase to announce it, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A number that the console shows of each step.
+    """A value of each step that the console shows.
 
     Attributes:
-        label: Such as "kl".
+        label: Label, such as "kl".
         names: Metrics; the first that the step has is shown.
-        format: A format specification, such as ".3f".
-        unit: Shown behind the value.
-        is_extra: Shown only where there is room.
+        format: Format specification, such as ".3f".
+        unit: Unit shown after the value.
+        is_extra: Whether it is shown only if there is room.
     """
 
     label: str
@@ -70,15 +70,14 @@ READINGS = (
     Reading(label="staleness", names=("training/staleness/mean",), format=".2f", is_extra=True),
     Reading(label="lr", names=("actor/lr", "sft/lr"), format=".2g", is_extra=True),
 )
-"""What the console shows unless told otherwise, beside the newest validation."""
+"""Default readings of the console, in addition to the newest validation."""
 
 
 class ConsoleTracker:
     """Shows a run: a live display in a terminal, plain lines otherwise.
 
-    Nothing that it does can stop a run: when the terminal is gone or cannot show something, it warns once and
-    is silent from then on. Nor can it hold a run up: the standard output is written by a thread, and what a terminal
-    does not take is dropped.
+    It never stops a run: if the terminal is gone or cannot show something, it warns once and is silent afterwards. It
+    never delays a run: a thread writes standard output, and drops what a terminal does not accept.
     """
 
     def __init__(
@@ -93,18 +92,18 @@ class ConsoleTracker:
         subject: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make a console; nothing is written yet.
+        """Create a console without writing.
 
         Args:
-            console: Where to write; None is the standard output, as `run_console` opens it.
-            kind: How to show the run.
-            min_interval_s: Outside a terminal, least seconds between the lines of two steps.
-            readings: What to show of a step.
-            hidden: Metrics to leave out, as they say nothing in this run.
-            generations_in: Where people find all samples of a table, such as "generations.jsonl".
-            subject: What the times of phases depend on, such as the policy's path: they are kept in the user's cache
-                folder, and shown to who waits for the same phase again. None keeps none.
-            clock: Seconds.
+            console: Destination; None opens standard output with `run_console`.
+            kind: Kind of output.
+            min_interval_s: Minimum seconds between the lines of two steps outside a terminal.
+            readings: Values to show of each step.
+            hidden: Metrics to hide because they are meaningless in this run.
+            generations_in: File with all samples of a table, such as "generations.jsonl".
+            subject: What the durations of phases depend on, such as the policy's path. They are stored in the user's
+                cache folder and shown when the same phase runs again. None stores none.
+            clock: Returns seconds.
         """
         target = console if console is not None else _target(kind)
         self._output = target.file if isinstance(target.file, OutputThread) else None
@@ -127,23 +126,23 @@ class ConsoleTracker:
         self._validation: float | None = None
 
     def say(self, text: str, *, style: str = "") -> None:
-        """Write lines that stay.
+        """Write permanent lines.
 
         Args:
-            text: To write.
-            style: Of rich, such as "yellow", for what also those should see who want quiet.
+            text: Text to write.
+            style: Style of rich, such as "yellow"; styled text is also shown with kind "quiet".
         """
         shown = Text(escaped_lines(text), style=style)
         self._draw(lambda view: view.say(shown))
 
     @contextmanager
     def phase(self, text: str, *, is_brief: bool = False, detail: Callable[[], str] = str) -> Iterator[None]:
-        """Show that something slow runs, at once, and how long it took, also when it fails or is stopped.
+        """Show that a slow phase runs, and its duration at the end, even if it fails or is interrupted.
 
         Args:
-            text: What runs, such as "starting vLLM".
-            is_brief: It is a part of a step, and is shown only while it runs.
-            detail: Says how far it is, such as "3 of 8 groups ready"; called twice a second, by another thread.
+            text: Name of the phase, such as "starting vLLM".
+            is_brief: Whether it is part of a step, and shown only while it runs.
+            detail: Returns the progress, such as "3 of 8 groups ready"; called twice a second from another thread.
         """
         is_first = phase_key(text) not in self._seen
         self._seen.add(phase_key(text))
@@ -158,7 +157,7 @@ class ConsoleTracker:
         self._phases = [*self._phases, phase]
         self._draw(lambda view: view.phase_began(phase))
         self._start_ticker()
-        outcome = "broken off after "
+        outcome = "interrupted after "
         try:
             yield
             outcome = ""
@@ -170,16 +169,16 @@ class ConsoleTracker:
                 self._usual.note(text, took_s)
 
     def running(self) -> list[str]:
-        """What slow things run now, such as `starting vLLM ... 12 s (usually 41 s)`."""
+        """Return the running phases, such as `starting vLLM ... 12 s (usually 41 s)`."""
         return [phase.progress(self._clock()) for phase in self._phases]
 
     def begin(self, title: str, *, total_steps: int, done_steps: int = 0) -> None:
-        """Start a bar of steps; the bar before it ends.
+        """Start a bar of steps, and end the previous one.
 
         Args:
-            title: Such as "warm start" or "GRPO".
+            title: Title, such as "warm start" or "GRPO".
             total_steps: Number of the last step.
-            done_steps: Steps done before, in a resumed run.
+            done_steps: Number of steps done before, in a resumed run.
         """
         self._title, self._total_steps = escaped(title), total_steps
         self._start(done_steps)
@@ -187,7 +186,7 @@ class ConsoleTracker:
         self._start_ticker()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show one step: its readings, its validation if it had one, and the time left."""
+        """Show one step: its readings, its validation if any, and the time left."""
         validation = headline(metrics)
         if validation is not None:
             self._validation = validation
@@ -211,16 +210,16 @@ class ConsoleTracker:
         self._draw(lambda view: view.stepped(report))
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a validation that is over; other late metrics are not shown."""
+        """Show a finished validation; other late metrics are not shown."""
         found = headline(metrics)
         if found is not None:
             self._validation = found
             self.say(f"validation of step {step}: {found:.3f}")
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Show a few of the first and the last table of a name, wrong ones first, and say where all of them are.
+        """Show a few samples of a name's first and last table, wrong ones first, and the file with all of them.
 
-        Without `begin` each may be the last one.
+        Without `begin`, each table may be the last, so all are shown.
         """
         is_first = name not in self._seen and not self._first_step
         self._seen.add(name)
@@ -231,20 +230,20 @@ class ConsoleTracker:
             self._draw(methodcaller("say", line))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Show nothing: a distribution is no line of text."""
+        """Show nothing, because a distribution does not fit a line of text."""
 
     def end(self) -> None:
-        """End the bar of steps. Can be called twice."""
+        """End the bar of steps. Idempotent."""
         self._has_begun = False
         self._draw(lambda view: view.progress_ended())
 
     def summary(self, title: str, rows: Mapping[str, object], *, notes: Mapping[str, str] | None = None) -> None:
-        """End the bar and show a table: what came out, and where everything lies.
+        """End the bar and show a table of results and locations of files.
 
         Args:
-            title: Such as "run finished".
-            rows: Value by name; a float is shown with four digits.
-            notes: What people read behind a value, by its name.
+            title: Title, such as "run finished".
+            rows: Values by name; floats are shown with four digits.
+            notes: Notes after values, by name of the value.
         """
         self.end()
         texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in rows.items()}
@@ -253,7 +252,7 @@ class ConsoleTracker:
         self._draw(lambda view: view.table(escaped(title), rows, shown))
 
     def close(self) -> None:
-        """Give the terminal back. Can be called twice."""
+        """Restore the terminal. Idempotent."""
         self._is_closed.set()
         self._draw(lambda view: view.close())
         if self._output is not None:
@@ -297,15 +296,15 @@ class ConsoleTracker:
                 self._view = None
                 with suppress(Exception):
                     view.close()
-                with suppress(OSError):  # the standard error is gone too
+                with suppress(OSError):  # standard error is gone too
                     log.warning("console_failed", error=f"{type(error).__name__}: {error}")
 
 
 def run_console(**options: Any) -> RunConsole:
-    """A console on the standard output that never waits for its reader.
+    """Return a console on standard output that never waits for its reader.
 
     Args:
-        options: Of rich's Console.
+        options: Options of rich's Console.
     """
     return RunConsole(file=cast("IO[str] | None", unhurried_stdout()), **options)
 
@@ -318,7 +317,7 @@ def _target(kind: ConsoleKind) -> Console:
     if kind != "auto":
         return run_console(force_terminal=False, force_interactive=False)
     target = run_console()
-    if not target.file.isatty():  # FORCE_COLOR makes no terminal of a file
+    if not target.file.isatty():  # FORCE_COLOR does not turn a file into a terminal
         target.is_interactive = False
     return target
 
@@ -334,7 +333,7 @@ def _view(kind: ConsoleKind, target: Console, *, min_interval_s: float, clock: C
 
 
 def duration_text(seconds: float) -> str:
-    """`42 s`, `3:05` or `1:02:03`."""
+    """Return a duration such as `42 s`, `3:05` or `1:02:03`."""
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)

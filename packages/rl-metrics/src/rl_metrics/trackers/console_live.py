@@ -1,4 +1,4 @@
-"""A live display at the bottom of a terminal: the last steps, a bar, the machine, and what runs now."""
+"""Live display at the bottom of a terminal: the last steps, a bar, the machine's load, and running phases."""
 
 import time
 from collections import deque
@@ -19,19 +19,19 @@ from rl_metrics.trackers.console_views import Phase, Row, StepReport
 from rl_metrics.trackers.output_thread import OutputThread
 
 MAX_ROWS = 6
-"""Steps in the table of the last ones."""
+"""Maximum number of steps in the table."""
 
 OTHER_LINES = 8
-"""Lines of a terminal that are left to the rest of the display, and to what scrolls above it."""
+"""Terminal lines reserved for the rest of the display and for scrolling text above it."""
 
 MIN_DRAW_S = 0.25
-"""Least time between two drawings, but for those that a tick asks for."""
+"""Minimum seconds between redraws, except those of ticks."""
 
 SETTLE_S = 0.5
-"""Longest wait for the terminal before others write to it."""
+"""Maximum wait for the terminal before others write to it, in seconds."""
 
 FIRST = ("step", "loss", "reward", "validation")
-"""Columns that come first."""
+"""First columns of the table, in order."""
 
 STYLES = {
     "step": "bold",
@@ -44,10 +44,10 @@ STYLES = {
 
 
 class LiveView:
-    """The display; what stays scrolls above it."""
+    """The live display; permanent lines scroll above it."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Draw on a console that is a terminal."""
+        """Create a display on a console that is a terminal."""
         self._console = console
         self._clock = clock
         self._live: Live | None = None
@@ -62,30 +62,30 @@ class LiveView:
         self._drawn_s = 0.0
 
     def say(self, text: Text) -> None:
-        """Lines above the display."""
+        """Write lines above the display."""
         self._erase_wrapped()
         self._console.print(text, markup=False, highlight=False, emoji=False)
 
     def phase_began(self, phase: Phase) -> None:
-        """A spinner with the time that it has taken."""
+        """Show a spinner with the elapsed time."""
         self._phases.append(phase)
         self._show()
 
     def phase_ended(self, phase: Phase, outcome: str) -> None:
-        """A line for it, unless it was a part of a step."""
+        """Write a line for the phase, unless it was part of a step."""
         self._phases = [one for one in self._phases if one is not phase]
         if not phase.is_brief and self._title is None:
             self.say(Text.assemble(phase.text, (f": {outcome}", "dim")))
         self._show()
 
     def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
-        """A new bar."""
+        """Start a new bar."""
         self.progress_ended()
         self._title = title, total_steps, done_steps
         self._show()
 
     def stepped(self, report: StepReport) -> None:
-        """Move the bar; a validation also gets a line that stays."""
+        """Move the bar; a validation also gets a permanent line."""
         self._newest = report
         self._rows.append(self._cells(report))
         self._title = report.title, report.total_steps, report.step
@@ -95,7 +95,7 @@ class LiveView:
         self._show()
 
     def progress_ended(self) -> None:
-        """Leave the table and the bar where they are. Can be called twice."""
+        """Leave table and bar on the screen. Idempotent."""
         if self._title is None:
             return
         self._stop(is_kept=True)
@@ -105,7 +105,7 @@ class LiveView:
         self._show()
 
     def table(self, title: str, rows: Mapping[str, Any], shown: Sequence[Row]) -> None:  # noqa: ARG002
-        """A table; long values fold."""
+        """Write a table, with long values wrapped."""
         table = Table(
             title=title, title_justify="left", title_style="bold green", show_header=False, box=None, padding=(0, 2)
         )
@@ -116,14 +116,14 @@ class LiveView:
         self._console.print(table)
 
     def tick(self) -> None:
-        """Draw again."""
+        """Redraw the display."""
         if self._live is not None:
             self._drawn_s = self._clock()
             self._erase_wrapped()
             self._live.refresh()
 
     def close(self) -> None:
-        """Give the terminal back. Can be called twice."""
+        """Restore the terminal. Idempotent."""
         self._resources.stop()
         self._phases = []
         self._stop(is_kept=self._title is not None)
@@ -139,7 +139,7 @@ class LiveView:
             self._live.start()
             self.tick()
         elif self._clock() - self._drawn_s >= MIN_DRAW_S:
-            self.tick()  # else the next tick shows it: drawing takes milliseconds, a step may be as quick
+            self.tick()  # else the next tick shows it, because a step may be as fast as a redraw
 
     def _stop(self, *, is_kept: bool) -> None:
         if self._live is None:
@@ -150,7 +150,7 @@ class LiveView:
         live.stop()
         self._drawn = 0, []
         if isinstance(self._console.file, OutputThread):
-            self._console.file.drain(SETTLE_S)  # else others write before the display is erased
+            self._console.file.drain(SETTLE_S)  # otherwise others write before the display is erased
 
     def _rendered(self) -> RenderableType:
         parts: list[RenderableType] = []
@@ -162,7 +162,7 @@ class LiveView:
         frame = f"{self._spinner.render(now)} "
         parts += [_line(frame + phase.progress(now), "") for phase in self._phases]
         if self._live is not None and not self._phases:
-            parts.append(Text(" "))  # the display keeps its height between the parts of a step
+            parts.append(Text(" "))  # keeps the display's height between the parts of a step
         if self._live is not None and self._resources.text:
             parts.append(_line(self._resources.text, "dim"))
         lines = self._console.render_lines(Group(*parts), pad=False)
@@ -171,7 +171,7 @@ class LiveView:
         return Segments([segment for line in ended for segment in line])
 
     def _erase_wrapped(self) -> None:
-        """Erase the rows by which a terminal that was made narrower has wrapped the display: rich counts its lines."""
+        """Erase the extra rows of a display wrapped by a narrowed terminal, which rich does not count."""
         before, lengths = self._drawn
         width = self._console.width
         if width < before:
@@ -181,7 +181,7 @@ class LiveView:
             self._drawn = width, lengths
 
     def _table(self) -> Table:
-        """The last steps, with as many columns as fit; the most telling ones first."""
+        """Return the last steps, with as many columns as fit, most important first."""
         rows = list(self._rows)[-max(1, self._console.height - OTHER_LINES) :]
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
         room = self._console.width
@@ -197,7 +197,7 @@ class LiveView:
         return table
 
     def _cells(self, report: StepReport) -> dict[str, str]:
-        """A row; the validation is there where it is new."""
+        """Return a row; the validation is shown only if it is new."""
         cells = {"step": str(report.step), **dict(report.readings), **dict(report.more)}
         before, self._validation = self._validation, cells.get("validation", "")
         if before and report.validation is None and self._validation == before:

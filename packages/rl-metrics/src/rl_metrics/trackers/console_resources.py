@@ -1,4 +1,4 @@
-"""What the machine of a run is busy with, in a line: processors, memory, GPUs."""
+"""Load of a run's machine in one line: processors, memory, GPUs."""
 
 import os
 import shutil
@@ -15,14 +15,14 @@ GPU_QUERY = ("--query-gpu=utilization.gpu,memory.used,memory.total", "--format=c
 
 
 class ResourceWatch:
-    """Looks at the machine every few seconds, in a thread of its own: a GPU's driver may take its time.
+    """Measures the machine's load every few seconds in a thread, because a GPU's driver may be slow.
 
     Attributes:
-        text: What it saw last, such as "CPU 87 %  memory 3.2/7.6 GiB (run 2.1)"; "" before that.
+        text: Newest measurement, such as "CPU 87 %  memory 3.2/7.6 GiB (run 2.1)"; "" before the first.
     """
 
     def __init__(self, *, proc: Path = PROC) -> None:
-        """Watch nothing yet."""
+        """Create a watch without starting it."""
         self.text = ""
         self._proc = proc
         self._nvidia_smi = shutil.which("nvidia-smi")
@@ -31,17 +31,17 @@ class ResourceWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to watch. Can be called twice."""
+        """Start the thread. Idempotent."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="console-resources", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more; the thread ends by itself."""
+        """Stop measuring; the thread ends by itself."""
         self._is_over.set()
 
     def look(self) -> str:
-        """What there is now; processors since the last look."""
+        """Return the current load; for processors, since the previous call."""
         return "  ".join(filter(None, (self._processors(), self._memory(), self._gpus())))
 
     def _work(self) -> None:
@@ -76,7 +76,7 @@ class ResourceWatch:
             )
             rows = [[float(cell) for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
             busy, used, total = (sum(column) for column in zip(*rows, strict=True))
-        except (OSError, ValueError, subprocess.SubprocessError):  # no driver, or a device that does not tell
+        except (OSError, ValueError, subprocess.SubprocessError):  # no driver, or a device that does not report it
             self._nvidia_smi = None
             return ""
         name = "GPU" if len(rows) == 1 else f"{len(rows)} GPUs"

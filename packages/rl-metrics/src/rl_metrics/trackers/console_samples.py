@@ -1,4 +1,4 @@
-"""Which samples of a validation the console shows, and how."""
+"""Selection and format of validation samples in the console."""
 
 import math
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ MAX_WRONG, MAX_RIGHT = 3, 1
 """Maximum number of samples shown, one line each, so that the run's own lines stay visible."""
 
 MAX_TEXT, MAX_FAILURE = 60, 120
-"""Characters of a text, and of the reason of a failure, that are shown."""
+"""Maximum number of shown characters of a text and of a failure's reason."""
 
 STYLES = {"failed": "bold red", "wrong": "red", "right": "green"}
 
 
 def sample_lines(title: str, samples: Sequence[GenerationSample], *, place: str | None) -> list[Text]:
-    """A heading, the worst samples that are not right, and one that is.
+    """Return a heading, the worst samples that are not right, and one that is.
 
     Args:
-        title: What the samples are, such as "validation at step 0".
-        samples: Of one validation.
-        place: Where people find all of them.
+        title: Title of the samples, such as "validation at step 0".
+        samples: Samples of one validation.
+        place: File with all samples; None shows no file.
     """
     ranked = sorted(samples, key=_goodness)
     right = [sample for sample in ranked if _verdict(sample) == "right"]
     others = [sample for sample in ranked if _verdict(sample) != "right"]
     is_judged = all(_verdict(sample) in STYLES for sample in samples)
-    heading = f"{title}: {len(samples)} samples" + (f", {len(others)} wrong" if is_judged else ", the worst first")
+    heading = f"{title}: {len(samples)} samples" + (f", {len(others)} wrong" if is_judged else ", worst first")
     if (len(others) > MAX_WRONG or len(right) > MAX_RIGHT) and place is not None:
         heading += f"; all are in {place}"
     return [Text(heading), *(_line(sample) for sample in (*others[:MAX_WRONG], *right[:MAX_RIGHT]))]
@@ -48,7 +48,7 @@ def _line(sample: GenerationSample) -> Text:
 
 
 def _verdict(sample: GenerationSample) -> str:
-    """Right and wrong where that is clear; else the score, whose scale is not known here."""
+    """Return right or wrong if that is clear, else the score, whose scale is unknown here."""
     value = _main_value(sample)
     if sample.failure is not None:
         return "failed"
@@ -63,6 +63,6 @@ def _main_value(sample: GenerationSample) -> float:
 
 
 def _goodness(sample: GenerationSample) -> tuple[bool, float]:
-    """Sorts failed sessions first, then by score."""
+    """Return a sort key: failed sessions first, then by score."""
     value = _main_value(sample)
     return sample.failure is None, -math.inf if math.isnan(value) else value

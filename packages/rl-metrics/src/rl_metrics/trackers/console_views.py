@@ -1,4 +1,4 @@
-"""What a console shows, and the ways to show it that are lines: for people, for those who want quiet, for programs."""
+"""Contents of a console, and its views as lines: plain, quiet and JSON."""
 
 import json
 import os
@@ -17,24 +17,24 @@ from rl_metrics.run_files.json_lines import as_plain
 Row = tuple[str, str]
 
 REMIND_AFTER_S = 30.0
-"""A part that takes longer gets a line then, and again each time that it has taken twice as long."""
+"""Seconds after which a running phase gets a reminder; repeated whenever its duration doubles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a view shows of one step.
+    """Contents of a view for one step.
 
     Attributes:
-        title: What is running, such as "GRPO".
-        step: Steps done.
-        total_steps: Steps to do.
-        readings: (label, value) pairs such as ("reward", "0.912"); the most telling ones.
-        more: Further ones, for who has room.
-        metrics: All that the step has.
-        step_s: Mean seconds of a step so far; None while unknown.
-        eta: Time left, such as "1:05"; "" while unknown.
+        title: Title of the running part, such as "GRPO".
+        step: Number of finished steps.
+        total_steps: Number of steps in total.
+        readings: (label, value) pairs such as ("reward", "0.912"); the most important ones.
+        more: Further pairs, shown if there is room.
+        metrics: All metrics of the step.
+        step_s: Mean seconds of a step so far; None if unknown.
+        eta: Time left, such as "1:05"; "" if unknown.
         validation: Validation of this step, such as "0.968"; None without one.
-        is_due: True for a step that is always shown: the first, the last, and those with a validation.
+        is_due: Whether the step is always shown: the last one, and those with a validation.
     """
 
     title: str
@@ -51,14 +51,14 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Phase:
-    """Something slow that runs.
+    """A slow phase.
 
     Attributes:
-        text: What it is, such as "starting vLLM".
-        began_s: When, by the console's clock.
-        usual: What it usually takes, such as " (usually 41 s)"; "" where that is not known.
-        is_brief: True for a part of a step, which gets no lines of its own unless it takes long.
-        detail: Gives how far it is; "" where that is not known.
+        text: Name of the phase, such as "starting vLLM".
+        began_s: Start time by the console's clock, in seconds.
+        usual: Usual duration, such as " (usually 41 s)"; "" if unknown.
+        is_brief: Whether it is part of a step, which gets no lines of its own unless it takes long.
+        detail: Returns the progress; "" if unknown.
     """
 
     text: str
@@ -68,16 +68,16 @@ class Phase:
     detail: Callable[[], str]
 
     def progress(self, now_s: float) -> str:
-        """`starting vLLM ... 12 s (usually 41 s)`."""
+        """Return the progress, such as `starting vLLM ... 12 s (usually 41 s)`."""
         detail = self.detail()
         return f"{self.text} ... {now_s - self.began_s:.0f} s{self.usual}" + (f", {detail}" if detail else "")
 
 
 class RunConsole(Console):
-    """A rich console that goes silent, instead of ending the program, when its reader is gone."""
+    """A rich console that becomes silent, instead of ending the program, if its reader is gone."""
 
     def on_broken_pipe(self) -> None:
-        """Write nothing more, here or to the file behind (rich's own way is SystemExit)."""
+        """Stop all output, also of the underlying file; rich would raise SystemExit."""
         self.quiet = True
         try:
             target = self.file.fileno()
@@ -89,17 +89,17 @@ class RunConsole(Console):
 
 
 class PlainView:
-    """Plain lines: a line for a step at most every `min_interval_s`, always one for a step that is due."""
+    """Plain lines: one per step at most every `min_interval_s`, and always one for a step that is due."""
 
     def __init__(
         self, console: Console, *, min_interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Write to a console.
+        """Create a view of a console.
 
         Args:
-            console: Where to.
-            min_interval_s: Least seconds between the lines of two steps that are not due.
-            clock: Seconds.
+            console: Destination.
+            min_interval_s: Minimum seconds between the lines of two steps that are not due.
+            clock: Returns seconds.
         """
         self._console = console
         self._min_interval_s = min_interval_s
@@ -109,28 +109,28 @@ class PlainView:
         self._reminders: dict[Phase, float] = {}
 
     def say(self, text: Text) -> None:
-        """A line."""
+        """Write a line."""
         self._print(text)
 
     def phase_began(self, phase: Phase) -> None:
-        """`starting vLLM ... (usually 41 s)`."""
+        """Write a line such as `starting vLLM ... (usually 41 s)`."""
         self._reminders[phase] = REMIND_AFTER_S
         if not phase.is_brief:
             self._print(f"{phase.text} ...{phase.usual}")
 
     def phase_ended(self, phase: Phase, outcome: str) -> None:
-        """`starting vLLM: 7.8 s`, with the outcome "7.8 s"."""
+        """Write a line such as `starting vLLM: 7.8 s`, with the outcome "7.8 s"."""
         self._reminders.pop(phase, None)
         if not phase.is_brief:
             self._print(f"{phase.text}: {outcome}")
 
     def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
-        """`GRPO: 20 steps`, and from where when resumed."""
+        """Write a line such as `GRPO: 20 steps`, with the steps done before if resumed."""
         self.progress_ended()
         self._print(f"{title}: {total_steps} steps" + (f", {done_steps} done before" if done_steps else ""))
 
     def stepped(self, report: StepReport) -> None:
-        """A line, unless the last one is too recent."""
+        """Write a line, unless the last one is too recent."""
         now = self._clock()
         if report.is_due or self._last_line_s is None or now - self._last_line_s >= self._min_interval_s:
             self._line(report)
@@ -139,20 +139,20 @@ class PlainView:
             self._pending = report
 
     def progress_ended(self) -> None:
-        """Show the last step when its line was held back. Can be called twice."""
+        """Show the last step if its line was held back. Idempotent."""
         if self._pending is not None:
             self._line(self._pending)
         self._last_line_s = None
 
     def table(self, title: str, rows: Mapping[str, Any], shown: Sequence[Row]) -> None:  # noqa: ARG002
-        """Aligned `name  value` lines."""
+        """Write aligned `name  value` lines."""
         self._print(title)
         width = max((len(name) for name, _ in shown), default=0)
         for name, value in shown:
             self._print(f"  {name.ljust(width)}  {value}")
 
     def tick(self) -> None:
-        """Say of a part that takes long that it still runs."""
+        """Write a reminder for each phase that takes long."""
         now = self._clock()
         for phase, after_s in self._reminders.items():
             if now - phase.began_s >= after_s:
@@ -160,7 +160,7 @@ class PlainView:
                 self._print(f"still {phase.progress(now)}")
 
     def close(self) -> None:
-        """Show what was held back."""
+        """Show a line that was held back."""
         self.progress_ended()
 
     def _print(self, text: Text | str) -> None:
@@ -174,53 +174,53 @@ class PlainView:
 
 
 class QuietView(PlainView):
-    """What went wrong and what came out, in plain lines."""
+    """Plain lines of problems and results only."""
 
     def say(self, text: Text) -> None:
-        """A line, for a text that has a colour."""
+        """Write a line for text with a style."""
         if text.style:
             self._print(text)
 
     def phase_began(self, phase: Phase) -> None:
-        """Nothing."""
+        """Write nothing."""
 
     def phase_ended(self, phase: Phase, outcome: str) -> None:
-        """Nothing."""
+        """Write nothing."""
 
     def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
-        """Nothing."""
+        """Write nothing."""
 
     def stepped(self, report: StepReport) -> None:
-        """Nothing."""
+        """Write nothing."""
 
 
 class JsonView(PlainView):
-    """A JSON object a line, for programs; each has `event` and `time`."""
+    """One JSON object per line, for programs; each has `event` and `time`."""
 
     def say(self, text: Text) -> None:
-        """`message`."""
+        """Write `message`."""
         self._write("message", text=text.plain)
 
     def phase_began(self, phase: Phase) -> None:
-        """`phase_began`; none for parts of steps, whose times are metrics."""
+        """Write `phase_began`, except for parts of steps, whose times are metrics."""
         if not phase.is_brief:
             self._write("phase_began", phase=phase.text)
 
     def phase_ended(self, phase: Phase, outcome: str) -> None:
-        """`phase_ended`."""
+        """Write `phase_ended`, except for parts of steps."""
         if not phase.is_brief:
             self._write("phase_ended", phase=phase.text, outcome=outcome)
 
     def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
-        """`began`."""
+        """Write `began`."""
         self._write("began", title=title, total_steps=total_steps, done_steps=done_steps)
 
     def stepped(self, report: StepReport) -> None:
-        """`step`, with all metrics."""
+        """Write `step` with all metrics."""
         self._write("step", step=report.step, total_steps=report.total_steps, metrics=report.metrics)
 
     def table(self, title: str, rows: Mapping[str, Any], shown: Sequence[Row]) -> None:  # noqa: ARG002
-        """`summary`."""
+        """Write `summary`."""
         self._write("summary", title=title, rows=rows)
 
     def _write(self, event: str, **fields: Any) -> None:

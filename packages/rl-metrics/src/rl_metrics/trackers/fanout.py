@@ -1,4 +1,4 @@
-"""Several trackers as one; none of them can stop a run."""
+"""Several trackers as one, which cannot stop a run."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -17,17 +17,17 @@ log = structlog.get_logger(__name__)
 
 
 class Fanout:
-    """Passes everything to trackers; one that raises is warned of once, closed and left out from then on.
+    """Passes calls to several trackers; one that raises causes a warning, is closed and removed.
 
-    One that is kept is tried again at every call: a disk that was full for a while costs its steps, not all the rest.
+    A kept tracker is tried again at every call, so that a temporarily full disk loses only the steps of that time.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], *, kept: Collection[str] = ()) -> None:
-        """Hold the trackers.
+        """Store the trackers.
 
         Args:
-            trackers: By name, as it appears in the warning.
-            kept: Names of those that are tried again after they raised.
+            trackers: Trackers by name, which warnings show.
+            kept: Names of trackers to try again after an error.
         """
         self._trackers = dict(trackers)
         self._kept = frozenset(kept)
@@ -35,35 +35,35 @@ class Fanout:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Names of the trackers that still get what comes."""
+        """Names of the trackers that still receive calls."""
         return tuple(self._trackers)
 
     def add(self, name: str, tracker: Tracker) -> None:
-        """Pass what comes from now on to one more tracker; the first to be closed."""
+        """Add a tracker for later calls; it is closed first."""
         self._trackers[name] = tracker
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of one step to every tracker that still works."""
+        """Pass the metrics of one step to all active trackers."""
         named = _encodable(metrics)
         self._pass(lambda tracker: tracker.log(step, named))
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass metrics that come after those of later steps to every tracker that still works."""
+        """Pass metrics that arrive after those of later steps to all active trackers."""
         named = _encodable(metrics)
         self._pass(lambda tracker: tracker.log_late(step, named))
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Pass a table of samples to every tracker that still works."""
+        """Pass a table of samples to all active trackers."""
         self._pass(lambda tracker: tracker.log_generations(step, encodable(name), samples))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Pass distributions, where there are some, to every tracker that still works."""
+        """Pass distributions, if any, to all active trackers."""
         if histograms:
             named = _encodable(histograms)
             self._pass(lambda tracker: tracker.log_histograms(step, named))
 
     def close(self) -> None:
-        """Close all trackers. Can be called twice."""
+        """Close all trackers. Idempotent."""
         while self._trackers:
             name, tracker = self._trackers.popitem()
             self._survives(name, tracker.close)
@@ -95,5 +95,5 @@ class Fanout:
 
 
 def _encodable(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Values by names that every tracker takes: a name may have that of a data source in it."""
+    """Replace characters of names that trackers cannot encode; a name may contain that of a data source."""
     return {encodable(name): value for name, value in values.items()}

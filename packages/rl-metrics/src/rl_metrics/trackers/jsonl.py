@@ -1,4 +1,4 @@
-"""metrics.jsonl and histograms.jsonl: one line a step, generations.jsonl: one line a sample; never truncated."""
+"""metrics.jsonl and histograms.jsonl with one line per step, generations.jsonl with one per sample; append-only."""
 
 import bisect
 import operator
@@ -26,8 +26,8 @@ class MetricRow:
 
     Attributes:
         step: Optimizer steps done.
-        time: Seconds since the epoch when it was written.
-        metrics: Values by name; NaN where the value was not finite.
+        time: Time of writing, in seconds since the epoch.
+        metrics: Values by name; NaN for values that were not finite.
     """
 
     step: int
@@ -41,9 +41,9 @@ class GenerationTable:
 
     Attributes:
         step: Optimizer steps done.
-        name: Of the table.
-        time: Seconds since the epoch when it was written.
-        samples: In their order; fewer than were logged when a kill tore the table.
+        name: Name of the table.
+        time: Time of writing, in seconds since the epoch.
+        samples: Samples in order; fewer than logged if a kill truncated the table.
     """
 
     step: int
@@ -58,8 +58,8 @@ class StepHistograms:
 
     Attributes:
         step: Optimizer steps done.
-        time: Seconds since the epoch when it was written.
-        histograms: By name.
+        time: Time of writing, in seconds since the epoch.
+        histograms: Histograms by name.
     """
 
     step: int
@@ -68,29 +68,29 @@ class StepHistograms:
 
 
 LATE = "late"
-"""Marks a line whose metrics came after those of later steps."""
+"""Key that marks a line whose metrics arrived after those of later steps."""
 
 RESERVED = frozenset({"step", "time", LATE})
-"""What a line says of itself; a metric of such a name is left out."""
+"""Keys of a line that are not metrics; metrics with these names are dropped."""
 
 
 class JsonlTracker:
     """Writes `{"step": 1, "time": ..., "actor/entropy": ...}` lines; non-finite values are null.
 
-    Metrics named `step`, `time` and `late` are left out, with a warning: the line says these of itself.
+    Metrics named `step`, `time` or `late`, which are keys of the line, are dropped with a warning.
 
-    Generations are in a file of their own: `{"step": 1, "name": ..., "index": 0, "prompt_uid": ...}`, a line a sample,
-    with whole texts. So are distributions: `{"step": 1, "time": ..., "histograms": {"distribution/reward": {...}}}`.
+    Generations have their own file with complete texts, one line per sample: `{"step": 1, "name": ..., "index": 0,
+    "prompt_uid": ...}`. So do distributions: `{"step": 1, "time": ..., "histograms": {"distribution/reward": {...}}}`.
     """
 
     @converts_arguments
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the file; a resumed run goes on behind what is there.
+        """Open or create the file; a resumed run appends to it.
 
         Args:
-            path: Such as `run/metrics.jsonl`; `generations.jsonl` and `histograms.jsonl` lie beside it, and are made
-                when there is something to write.
-            clock: Seconds since the epoch.
+            path: Path of the file, such as `run/metrics.jsonl`. `generations.jsonl` and `histograms.jsonl` are created
+                next to it when needed.
+            clock: Returns seconds since the epoch.
         """
         self._writer = JsonLinesWriter(path)
         self._beside: dict[str, JsonLinesWriter] = {}
@@ -102,24 +102,24 @@ class JsonlTracker:
         """Append one line.
 
         Raises:
-            DataError: The step is no count of steps.
+            DataError: The step is not an integer >= 0.
         """
         self._append(step, metrics)
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line that adds to the step's own, and replaces none.
+        """Append one line that adds to the step's line and replaces none.
 
         Raises:
-            DataError: The step is no count of steps.
+            DataError: The step is not an integer >= 0.
         """
         self._append(step, metrics, **{LATE: True})
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Append one line for each sample.
+        """Append one line per sample.
 
         Raises:
             NotReadyError: After `close`.
-            DataError: The step is no count of steps.
+            DataError: The step is not an integer >= 0.
         """
         step = _checked_step(step)
         file = self._file_beside("generations.jsonl")
@@ -133,7 +133,7 @@ class JsonlTracker:
 
         Raises:
             NotReadyError: After `close`.
-            DataError: The step is no count of steps.
+            DataError: The step is not an integer >= 0.
         """
         step = _checked_step(step)
         sketches = {name: histogram.to_json() for name, histogram in histograms.items()}
@@ -141,7 +141,7 @@ class JsonlTracker:
         self._file_beside("histograms.jsonl").append_line(msgspec.json.encode(row))
 
     def close(self) -> None:
-        """Close the files. Can be called twice."""
+        """Close the files. Idempotent."""
         self._is_closed = True
         self._writer.close()
         for file in self._beside.values():
@@ -158,14 +158,14 @@ class JsonlTracker:
     def _file_beside(self, name: str) -> JsonLinesWriter:
         path = self._writer.path.with_name(name)
         if self._is_closed:
-            raise NotReadyError(f"{path} is closed; make a new JsonlTracker to append more.")
+            raise NotReadyError(f"{path} is closed; create a new JsonlTracker to append more.")
         if name not in self._beside:
             self._beside[name] = JsonLinesWriter(path)
         return self._beside[name]
 
 
 def as_step(value: Any) -> int | None:
-    """The step that a value which was read stands for: a whole number that int64 holds, 3.0 too; None for others."""
+    """Return a value as a step if it is an integer within int64, or a float such as 3.0; else None."""
     if type(value) is not int:
         if type(value) is not float or not value.is_integer():
             return None
@@ -176,9 +176,9 @@ def as_step(value: Any) -> int | None:
 def read_step_lines(
     path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The step of each line of a file, and what else the line has.
+    """Yield the step of each line of a file, and the rest of the line.
 
-    Lines that have something, but no step, are left out, with one warning.
+    Lines with data but without a step are skipped, with one warning.
 
     Args:
         path: A file of JsonlTracker.
@@ -207,7 +207,7 @@ def read_step_lines(
 
 
 def warn_of_lines_without_step(path: Path, *, count: int, first_line: int) -> None:
-    """Say that lines of a file have metrics, and no whole number as their step."""
+    """Warn that lines of a file have metrics without an integer step."""
     log.warning("lines_without_step", path=str(path), count=count, first_line=first_line)
 
 
@@ -217,21 +217,21 @@ def _checked_step(step: SupportsIndex) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < 2**63:
-        raise DataError(f"a step must be a whole number, at least 0: optimizer steps done; found {step!r}.")
+        raise DataError(f"a step must be an integer >= 0, the number of finished optimizer steps; found {step!r}.")
     return number
 
 
 @converts_arguments
 def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
-    """The metrics of a run, also one that is still writing.
+    """Read the metrics of a run, which may still be writing.
 
-    A run that was killed and resumed from an older checkpoint repeats steps: a line replaces the earlier lines of
-    its own and later steps, so the result is the history of the run as it stands, with rising steps. What came late of
-    a step is among its metrics.
+    A run that was killed and resumed from an older checkpoint repeats steps. A line replaces earlier lines of its own
+    and later steps, so the result is the current history, with increasing steps. Late metrics are merged into their
+    step.
 
     Args:
         path: A file of JsonlTracker.
-        with_replaced: True keeps the replaced lines, in the order of the file.
+        with_replaced: Whether to keep replaced lines, in the order of the file.
     """
     rows: list[MetricRow] = []
     for step, line in read_step_lines(path):
@@ -248,14 +248,14 @@ def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
 
 @converts_arguments
 def read_generations(path: Path, *, with_replaced: bool = False) -> list[GenerationTable]:
-    """The tables of samples of a run, also one that is still writing.
+    """Read the tables of samples of a run, which may still be writing.
 
-    As in `read_metrics`, a table replaces the earlier ones of its name and its own and later steps. Lines that hold no
-    sample are left out.
+    As in `read_metrics`, a table replaces earlier ones of its name at its own and later steps. Lines without a sample
+    are skipped.
 
     Args:
         path: A file of JsonlTracker.
-        with_replaced: True keeps the replaced tables, in the order of the file.
+        with_replaced: Whether to keep replaced tables, in the order of the file.
     """
     tables: list[tuple[GenerationTable, list[GenerationSample]]] = []
     for step, line in read_step_lines(path):
@@ -274,13 +274,13 @@ def read_generations(path: Path, *, with_replaced: bool = False) -> list[Generat
 
 @converts_arguments
 def read_histograms(path: Path, *, with_replaced: bool = False) -> list[StepHistograms]:
-    """The distributions of a run, also one that is still writing.
+    """Read the distributions of a run, which may still be writing.
 
-    As in `read_metrics`, a line replaces the earlier ones of its own and later steps; what is no histogram is left out.
+    As in `read_metrics`, a line replaces earlier ones of its own and later steps. Invalid histograms are skipped.
 
     Args:
         path: `histograms.jsonl` of JsonlTracker.
-        with_replaced: True keeps the replaced lines, in the order of the file.
+        with_replaced: Whether to keep replaced lines, in the order of the file.
     """
     rows: list[StepHistograms] = []
     for step, line in read_step_lines(path):
@@ -302,7 +302,7 @@ def _histogram(sketch: Any) -> Histogram | None:
 
 
 def _add_late(rows: list[MetricRow], late: MetricRow, *, is_rising: bool) -> None:
-    """Add what came late to the rows of its step."""
+    """Merge late metrics into the rows of their step."""
     start = bisect.bisect_left(rows, late.step, key=lambda row: row.step) if is_rising else 0
     for index in range(start, start + 1 if is_rising else len(rows)):
         if index < len(rows) and rows[index].step == late.step:

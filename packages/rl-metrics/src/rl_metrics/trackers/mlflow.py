@@ -1,4 +1,4 @@
-"""MLflow: the same run again after a resume, in a database in the run's folder, or on a server."""
+"""MLflow tracker, with a database in the run's folder or a server; a resumed run continues its MLflow run."""
 
 import hashlib
 import json
@@ -30,40 +30,41 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 STATUS: dict[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-"""How MLflow calls it."""
+"""MLflow's status of each ending."""
 
 ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # else it tells its makers how it is used; it is read at the import
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # otherwise it reports usage; read at import
 }
 DEFAULT_ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # seven take minutes to say that there is no server
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # MLflow's default of seven takes minutes to report a missing server
 }
 RUN_ID_FILE = "mlflow_run_id"
 RUN_ID = re.compile(r"[a-zA-Z0-9][\w\-]{0,255}", re.ASCII)
 
 MAX_METRICS, MAX_PARAMS = 1000, 100
-"""Most of each in one request, as MLflow allows."""
+"""MLflow's maximum number of each in one request."""
 
 MAX_NAME, MAX_PARAM = 250, 6000
-"""Most characters of a name, and of a parameter's text, as MLflow allows."""
+"""MLflow's maximum length of a name, and of a parameter's text."""
 
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95}
-"""What MLflow gets of a distribution, as it knows no histograms."""
+"""Logged quantiles of a distribution, because MLflow has no histograms."""
 
 TABLES_TAG = "mlflow.loggedArtifacts"
-"""Where MLflow looks for tables to be shown."""
+"""Tag that lists the tables MLflow shows."""
 
 REFUSED = re.compile(r"[^/\w.\- ]|_(?=at[_@])")
-"""What a name must not hold: all but what MLflow takes, the escapes' colon, and what would read as an @."""
+"""Characters to escape: those that MLflow refuses, the colon of escapes, and text that would read as an @."""
 
 
 class MlflowTracker:
     """Logs metrics, settings and tables to one run of MLflow, at the trainer's steps.
 
-    The run's id is in the run's folder, so that a resumed run continues it. MLflow keeps every value of a step
-    that is repeated; its newest is the last. Of a distribution it gets three quantiles. Names: see `mlflow_name`.
+    The run's folder stores the id of MLflow's run, so that a resumed run continues it. MLflow keeps every value of a
+    repeated step; the last one is the newest. Distributions are logged as three quantiles. `mlflow_name` converts
+    names.
     """
 
     @converts_arguments
@@ -77,20 +78,20 @@ class MlflowTracker:
         config: Mapping[str, Json] | None = None,
         ending: Callable[[], Ending] = lambda: "finished",
     ) -> None:
-        """Start the run, or continue it.
+        """Start or continue the run.
 
         Args:
             directory: The run's folder.
-            experiment: MLflow's name of what runs are compared in; it is made where missing.
-            name: What MLflow shows; None lets it choose.
-            uri: A tracking server, or a database such as "sqlite:///runs/mlflow.db"; None takes MLFLOW_TRACKING_URI,
-                and without it a database in the run's folder, `mlflow/mlflow.db`.
-            config: The run's settings: parameters, as far as MLflow lets them be set again, and `settings.json`.
-            ending: Asked when the tracker is closed.
+            experiment: Name of MLflow's experiment; created if missing.
+            name: Name of the run in MLflow; None lets MLflow choose.
+            uri: A tracking server, or a database such as "sqlite:///runs/mlflow.db"; None uses MLFLOW_TRACKING_URI, or
+                without it the database `mlflow/mlflow.db` in the run's folder.
+            config: The run's settings, logged as parameters, unless already set, and as `settings.json`.
+            ending: Returns how the run ended; called by `close`.
 
         Raises:
             MissingExtraError: MLflow is not installed.
-            SettingsError: MLflow cannot be reached, or refuses.
+            SettingsError: MLflow cannot be reached, or refuses the run.
             DataError: The file with the run's id is broken.
         """
         client = _client_class()
@@ -118,7 +119,7 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=rows[start : start + MAX_METRICS])
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The same as `log`: every value has a step of its own."""
+        """Log late metrics as `log` does, because every value has its own step."""
         self.log(step, metrics)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
@@ -133,7 +134,7 @@ class MlflowTracker:
         )
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Log a table as an artefact, `generations/{name}/{step}.json`; MLflow shows the newest as a table.
+        """Log a table as the artifact `generations/{name}/{step}.json`; MLflow shows the newest as a table.
 
         Raises:
             NotReadyError: After `close`.
@@ -147,14 +148,14 @@ class MlflowTracker:
         self._client.set_tag(self._run_id, TABLES_TAG, json.dumps(shown))
 
     def close(self) -> None:
-        """End the run, as `ending` says. Can be called twice."""
+        """End the run with the status of `ending`. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._client.set_terminated(self._run_id, status=STATUS[self._ending()])
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise NotReadyError("the run of MLflow is ended; make a new MlflowTracker to continue it.")
+            raise NotReadyError("the MLflow run has ended; create a new MlflowTracker to continue it.")
 
     def _start(
         self, client: "type[MlflowClient]", file: Path, experiment: str, name: str | None, config: Mapping[str, Json]
@@ -177,12 +178,14 @@ class MlflowTracker:
             try:
                 created: str = self._client.create_experiment(name, _artifacts(self._uri))
                 return created
-            except MlflowException:  # another run has just made it
+            except MlflowException:  # another run has just created it
                 found = self._client.get_experiment_by_name(name)
                 if found is None:
                     raise
         if found.lifecycle_stage != "active":
-            raise SettingsError(f"MLflow's experiment {name!r} is deleted; restore it there, or choose another name.")
+            raise SettingsError(
+                f"MLflow's experiment {name!r} is deleted; restore it in MLflow, or choose another name."
+            )
         identity: str = found.experiment_id
         return identity
 
@@ -192,33 +195,33 @@ class MlflowTracker:
         if not config:
             return
         texts = {mlflow_name(key): text[:MAX_PARAM] for key, text in _flat(config)}
-        # A parameter cannot be changed, as a resumed run's settings may have: its first value stays.
+        # Parameters cannot be changed, so a resumed run keeps the first value of a changed setting.
         rows = [Param(key, text) for key, text in texts.items() if key not in run.data.params]
         for start in range(0, len(rows), MAX_PARAMS):
             self._client.log_batch(self._run_id, params=rows[start : start + MAX_PARAMS])
         self._client.log_dict(self._run_id, dict(config), "settings.json")
 
     def _translated(self, call: Callable[[], None]) -> None:
-        """Translate what MLflow and its database or network say into what the user can do."""
+        """Translate errors of MLflow, its database or the network into one with advice."""
         try:
             call()
         except (DataError, SettingsError):
             raise
-        except Exception as error:  # of MLflow, SQLAlchemy, requests, the disk: none knows of the others
+        except Exception as error:  # from MLflow, SQLAlchemy, requests or the disk, without a common class
             reason = hide(str(error).strip().split("\n")[0][:300], {"uri": self._uri})
             raise SettingsError(
                 f"MLflow must start at {redact_option('uri', self._uri)}; found {type(error).__name__}: {reason} Set "
-                f"metrics.mlflow_uri or MLFLOW_TRACKING_URI to a server or a database that is there; to begin a new "
-                f"run there, remove {RUN_ID_FILE} from the run's folder."
+                f"metrics.mlflow_uri or MLFLOW_TRACKING_URI to an existing server or database; to start a new run "
+                f"there, remove {RUN_ID_FILE} from the run's folder."
             ) from error
 
 
 def mlflow_name(name: str) -> str:
-    """A name that MLflow accepts for a metric or a part of a path; `metric_name` is the inverse.
+    """Return a name that MLflow accepts for a metric or a part of a path; `metric_name` is the inverse.
 
-    `@` becomes `_at_`, as verl writes it; any other character that MLflow refuses becomes its number between colons,
-    `{` as `:7b:`; so do slashes and dots that would make it another path. A name of more than 250 characters is cut,
-    ends with a digest, and has no inverse.
+    `@` becomes `_at_`, as in verl. Other characters that MLflow refuses become their code between colons, such as
+    `:7b:` for `{`; so do slashes and dots that would change the path. A name of more than 250 characters is cut, ends
+    with a digest, and has no inverse.
     """
     plain = REFUSED.sub(lambda match: "_at_" if match[0] == "@" else _escape(match[0]), name)
     if posixpath.normpath(plain) != plain or plain.startswith(("/", "..")) or plain == ".":
@@ -231,13 +234,13 @@ def mlflow_name(name: str) -> str:
 
 
 def metric_name(name: str) -> str:
-    """What `mlflow_name` was given."""
+    """Return the original name of a result of `mlflow_name`."""
     plain = name.replace("_at_", "@")
     return re.sub(":([0-9a-f]*):", lambda match: chr(int(match[1], 16)) if match[1] else "", plain)
 
 
 def _joined(parts: Sequence[str]) -> Iterator[str]:
-    """Parts with slashes between them, escaped where a part beside is empty."""
+    """Yield parts with slashes between them, escaped next to an empty part."""
     for index, part in enumerate(parts):
         if index:
             yield "/" if parts[index - 1] and part else _escape("/")
@@ -249,13 +252,13 @@ def _escape(character: str) -> str:
 
 
 def _client_class() -> "type[MlflowClient]":
-    """MLflow's client, after its environment is as it must be when it is imported."""
+    """Return MLflow's client class, after setting the environment variables that it reads at import."""
     os.environ.update(ENVIRONMENT)
     for variable, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
         import alembic
-        import sqlalchemy  # noqa: F401 - the client without a server needs both, and says so late
+        import sqlalchemy  # noqa: F401 - the client without a server needs both, and reports it late
         from mlflow import MlflowClient
     except ImportError as error:
         raise MissingExtraError("this tracker needs MLflow. Install rl-metrics[mlflow] as the README says.") from error
@@ -269,7 +272,7 @@ def _database(folder: Path) -> str:
 
 
 def _artifacts(uri: str) -> str | None:
-    """Where the artefacts of a local database lie: beside it, where MLflow takes the current folder."""
+    """Return the artifacts' folder of a local database, next to it; MLflow would use the current folder."""
     if not uri.startswith("sqlite:///"):
         return None
     return (Path(unquote(uri.removeprefix("sqlite:///"))).resolve().parent / "mlartifacts").as_uri()
@@ -279,8 +282,8 @@ def _read_run_id(file: Path) -> str:
     found = read_plain(file, max_bytes=4096).decode("utf-8", errors="replace").strip()
     if not RUN_ID.fullmatch(found):
         raise DataError(
-            f"{file} must hold the id of MLflow's run; found {found[:80]!r}. Write the id into it, or remove it to "
-            "begin a new run."
+            f"{file} must contain the id of MLflow's run; found {found[:80]!r}. Write the id into it, or remove it to "
+            "start a new run."
         )
     return found
 

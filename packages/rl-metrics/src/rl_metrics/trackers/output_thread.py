@@ -1,4 +1,4 @@
-"""Standard output that a run never waits for: a terminal that is held (Ctrl-S), or a pipe that nobody reads."""
+"""Standard output that never blocks a run, even if a terminal is paused (Ctrl-S) or a pipe is not read."""
 
 import atexit
 import io
@@ -8,26 +8,25 @@ import threading
 from collections import deque
 
 CAPACITY_BYTES = 1 << 20
-"""What waits at most; what comes then is dropped, a write at a time."""
+"""Maximum queued bytes; further writes are dropped."""
 
 DRAIN_S = 2.0
-"""Longest wait at the end for what was written."""
+"""Maximum wait for queued writes at the end, in seconds."""
 
 
 class OutputThread(io.TextIOBase):
-    """A text stream whose writes a thread of its own makes, in their order.
+    """A text stream whose writes are made by its own thread, in order.
 
-    An error of the thread is raised by the next write, once. A process that is killed loses what was written in its
-    last moment.
+    The next write raises an error of the thread, once. A killed process loses writes that are still queued.
     """
 
     def __init__(self, descriptor: int, *, encoding: str = "utf-8", errors: str = "strict") -> None:
-        """Write to a descriptor, which is not closed.
+        """Create a stream on a descriptor, which is never closed.
 
         Args:
-            descriptor: Of an open file, pipe or terminal.
-            encoding: Of the text.
-            errors: What happens with text that it has not, as `str.encode` takes it.
+            descriptor: Descriptor of an open file, pipe or terminal.
+            encoding: Encoding of the text.
+            errors: Handling of characters that the encoding lacks, as in `str.encode`.
         """
         self._descriptor = descriptor
         self._encoding = encoding
@@ -41,27 +40,27 @@ class OutputThread(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of the text."""
+        """Encoding of the text."""
         return self._encoding
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """True for a terminal."""
+        """Return True for a terminal."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Queue some text.
+        """Queue text.
 
         Raises:
-            OSError: What the thread met, such as a pipe without a reader.
-            UnicodeEncodeError: The encoding has not this text.
+            OSError: An error of the thread, such as a pipe without a reader.
+            UnicodeEncodeError: The encoding lacks a character of the text.
         """
         content = text.encode(self._encoding, self._errors)
         with self._changed:
@@ -81,7 +80,7 @@ class OutputThread(io.TextIOBase):
         return len(text)
 
     def drain(self, deadline_s: float = DRAIN_S) -> bool:
-        """Wait until all is written, or the deadline; gives whether it is."""
+        """Wait until everything is written, or for the deadline; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_waiting_bytes, deadline_s)
 
@@ -107,7 +106,7 @@ class OutputThread(io.TextIOBase):
 
 
 def unhurried_stdout() -> OutputThread | None:
-    """Standard output through a thread; None where it is no file of the system's, such as in a notebook or a test."""
+    """Return standard output through a thread, or None if it has no descriptor, as in a notebook or a test."""
     stream = sys.stdout
     if stream is not sys.__stdout__ or stream is None:
         return None

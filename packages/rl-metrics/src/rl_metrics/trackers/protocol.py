@@ -1,4 +1,4 @@
-"""What every tracker does."""
+"""Protocol of all trackers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
@@ -11,40 +11,40 @@ Ending = Literal["finished", "stopped", "failed"]
 
 
 class Tracker(Protocol):
-    """Takes the metrics of a run, step after step, and what the policy generates."""
+    """Receives the metrics of a run, step by step, and samples of the policy's responses."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take all metrics of one step, validation included where there was one.
+        """Receive all metrics of one step, including its validation.
 
         Args:
-            step: Optimizer steps done; 0 is before the first.
+            step: Number of finished optimizer steps; 0 is before the first.
             metrics: Values by name.
         """
         ...
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take metrics of a step that come after those of later steps, such as of a validation beside the training."""
+        """Receive metrics of a step after those of later steps, such as from a validation concurrent with training."""
         ...
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Take a table of samples, once for each validation.
+        """Receive a table of samples, once per validation.
 
         Args:
-            step: Optimizer steps done by the weights that are validated.
-            name: What the table is called, such as "val/generations".
-            samples: In the order in which they are shown.
+            step: Number of optimizer steps of the validated weights.
+            name: Name of the table, such as "val/generations".
+            samples: Samples in the order of display.
         """
         ...
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Take the distributions of one step.
+        """Receive the distributions of one step.
 
         Args:
-            step: Optimizer steps done.
-            histograms: By name; from now on nobody adds to them.
+            step: Number of finished optimizer steps.
+            histograms: Histograms by name; the caller must not change them afterwards.
         """
         ...
 
     def close(self) -> None:
-        """Write what is pending and free everything. Can be called twice."""
+        """Write pending data and release resources. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""Generations as rows of a table, as wandb and MLflow show them."""
+"""Generations as rows of a table, for wandb and MLflow."""
 
 import json
 
@@ -21,7 +21,7 @@ COLUMNS = (
 
 
 def table_row(step: int, sample: GenerationSample) -> list[Json]:
-    """The cells of a sample, a column each; a number that is not finite is None: no browser reads NaN."""
+    """Return the cells of a sample; numbers that are not finite are None, because browsers cannot parse NaN."""
     oldest, newest = sample.policy_version
     plain = sample.to_json()
     row: list[Json] = encodable_json(

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written by tensorboard itself, without torch or TensorFlow."""
+"""TensorBoard event files, written by the tensorboard package, without torch or TensorFlow."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
 MAX_CELL = 4_000
-"""Characters of a text in a table; the page of a run would hold them all."""
+"""Maximum length of a text in a table, because the page of a run contains all texts."""
 
 BUCKETS = 60
-"""Most buckets of a histogram; the pages draw 30."""
+"""Maximum number of buckets of a histogram; the pages draw 30."""
 
 HEAD = "| score | input | output | ground truth | failure | policy version | source | prompt |\n" + "|---" * 8 + "|\n"
 
@@ -29,15 +29,15 @@ HEAD = "| score | input | output | ground truth | failure | policy version | sou
 class TensorBoardTracker:
     """Writes scalars, histograms, and generations as a table in the text plugin, at the trainer's steps.
 
-    What a resumed run writes takes the place of what is there of the first step that it logs, and of later ones.
+    A resumed run replaces earlier data of the first step that it logs, and of later steps.
     """
 
     @converts_arguments
     def __init__(self, directory: Path) -> None:
-        """Begin an event file; a resumed run's stands beside those that are there.
+        """Create an event file, in a resumed run next to the existing ones.
 
         Args:
-            directory: Where event files lie, such as `run/tensorboard`; it is made where missing.
+            directory: Folder of event files, such as `run/tensorboard`; created if missing.
 
         Raises:
             MissingExtraError: tensorboard is not installed.
@@ -58,10 +58,10 @@ class TensorBoardTracker:
         self._early: list[Event] | None = []
         self._is_closed = False
         if not is_resumed:
-            self._start(0)  # readers take the first start of all for none of a resumed run
+            self._start(0)  # readers do not treat the very first start as a resume
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a scalar for each metric; a resumed run's first also drops what is there of its step and later ones.
+        """Write a scalar for each metric; a resumed run's first call also drops old data of its step and later ones.
 
         Raises:
             NotReadyError: After `close`.
@@ -72,20 +72,20 @@ class TensorBoardTracker:
         self.log_late(step, metrics)
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a scalar for each metric and drop nothing, as every value has a step of its own.
+        """Write a scalar for each metric without dropping data, because every value has its own step.
 
         Raises:
             NotReadyError: After `close`.
             OSError: The file cannot be written.
         """
-        with np.errstate(over="ignore"):  # scalars are float32: beyond it they are infinite
+        with np.errstate(over="ignore"):  # scalars are float32, so larger values become infinite
             values = {name: float(np.float32(value)) for name, value in metrics.items()}
-        # Simple values, as torch's writer has them: every reader of event files knows these.
+        # Simple values, as in torch's writer, which every reader of event files supports.
         scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step, self._summaries.Summary(value=scalars))
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Write a Markdown table in which everything is shown as it is, and nothing is taken for Markdown or HTML.
+        """Write a Markdown table whose texts are shown literally, not as Markdown or HTML.
 
         Raises:
             NotReadyError: After `close`.
@@ -101,7 +101,7 @@ class TensorBoardTracker:
             NotReadyError: After `close`.
             OSError: The file cannot be written.
         """
-        # As torch's writer has them, too: the pages make their own tensors of these.
+        # As in torch's writer; the pages convert these to tensors.
         values = [
             self._summaries.Summary.Value(tag=name, histo=self._histogram(histogram))
             for name, histogram in histograms.items()
@@ -110,7 +110,7 @@ class TensorBoardTracker:
         self._write(step, self._summaries.Summary(value=values))
 
     def close(self) -> None:
-        """Write what is pending and close the file. Can be called twice."""
+        """Write pending data and close the file. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._writer.close()
@@ -120,7 +120,7 @@ class TensorBoardTracker:
         is_filled = counts > 0
         middles = (edges[:-1] / 2 + edges[1:] / 2)[is_filled]
         with np.errstate(over="ignore"):
-            sum_squares = float((counts[is_filled] * middles**2).sum())  # no page shows it
+            sum_squares = float((counts[is_filled] * middles**2).sum())  # not shown on any page
         return self._summaries.HistogramProto(
             min=histogram.min,
             max=histogram.max,
@@ -133,10 +133,10 @@ class TensorBoardTracker:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise NotReadyError(f"the event file in {self._directory} is closed; make a new TensorBoardTracker.")
+            raise NotReadyError(f"the event file in {self._directory} is closed; create a new TensorBoardTracker.")
 
     def _start(self, step: int) -> None:
-        """Have readers drop, once, what they have read of this step and later ones; what this tracker wrote stays."""
+        """Make readers drop, once, earlier data of this step and later ones, except what this tracker wrote."""
         early, self._early = self._early, None
         if early is None:
             return
@@ -171,6 +171,6 @@ def _row(sample: GenerationSample) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text in which no character means anything to Markdown, its tables, or HTML."""
+    """Escape all characters with a meaning in Markdown, its tables, or HTML."""
     shown = plain_text(text, limit=MAX_CELL)
     return "".join(c if c.isalnum() or c == " " or not c.isascii() else f"&#{ord(c)};" for c in shown)

@@ -1,4 +1,4 @@
-"""Text of models, made safe to show: it may hold anything."""
+"""Text of models, made safe for display."""
 
 from rl_core.terminal_text import escaped
 
@@ -6,13 +6,13 @@ GAP = " ... "
 
 
 def plain_text(text: str, *, limit: int) -> str:
-    r"""The text on one line: what cannot be seen is escaped (`\n`, `\x1b`, `\u202e`), and the middle of long ones cut.
+    r"""Return the text as one line, with invisible characters escaped (`\n`, `\x1b`, `\u202e`) and a long middle cut.
 
     Args:
-        text: Anything.
-        limit: Most characters of the result; at least as many as the gap in the middle.
+        text: Any text.
+        limit: Maximum length of the result; at least the length of the gap that replaces the middle.
     """
-    if len(text) > limit:  # before it is escaped: a response may be long
+    if len(text) > limit:  # before escaping, because a response may be long
         text = text[:limit] + text[-limit:]
     return _cut(escaped(text), limit)
 

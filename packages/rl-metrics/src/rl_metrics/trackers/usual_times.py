@@ -1,4 +1,4 @@
-"""How long the slow phases of earlier runs took, to show while the same phase runs."""
+"""Durations of slow phases in earlier runs, shown while the same phase runs."""
 
 import json
 import os
@@ -16,29 +16,29 @@ MAX_SUBJECTS = 50
 
 
 class UsualTimes:
-    """The newest few times of each phase, in the user's cache folder; a file that cannot be used is no error."""
+    """The newest durations of each phase, in the user's cache folder; an unusable file is ignored."""
 
     def __init__(self, subject: str, *, file: Path | None = None) -> None:
-        """Read what earlier runs took.
+        """Read the durations of earlier runs.
 
         Args:
-            subject: What the times depend on, such as the policy's path.
-            file: Where they are kept; None is in the user's cache folder.
+            subject: What the durations depend on, such as the policy's path.
+            file: File of the durations; None uses the user's cache folder.
         """
         self._subject = subject
         self._file = file
         if file is None:
-            with suppress(RuntimeError):  # this user has no home
+            with suppress(RuntimeError):  # the user has no home folder
                 self._file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / FILE
         self._known = self._read().get(subject, {})
 
     def of(self, phase: str) -> float | None:
-        """Median seconds of a phase in earlier runs; None where there was none. Numbers in its name do not count."""
+        """Return the median duration of a phase in earlier runs, in seconds, or None; ignores numbers in its name."""
         times = self._known.get(phase_key(phase), [])
         return median(times) if times else None
 
     def note(self, phase: str, took_s: float) -> None:
-        """Keep how long a phase took."""
+        """Store the duration of a phase, in seconds."""
         if self._file is None:
             return
         subjects = self._read()
@@ -60,10 +60,10 @@ class UsualTimes:
                 subject: {phase: [float(took_s) for took_s in times] for phase, times in phases.items()}
                 for subject, phases in found.items()
             }
-        except (OSError, DataError, ValueError, TypeError, AttributeError):  # another version's, or torn
+        except (OSError, DataError, ValueError, TypeError, AttributeError):  # from another version, or truncated
             return {}
 
 
 def phase_key(phase: str) -> str:
-    """What phases have in common that differ by the number of a step alone."""
+    """Return a key that is equal for phases whose names differ only in numbers."""
     return re.sub(r"\d+", "N", phase)

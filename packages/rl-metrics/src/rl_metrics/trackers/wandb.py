@@ -1,4 +1,4 @@
-"""Weights & Biases: the same run again after a resume, online or offline."""
+"""Weights & Biases tracker, online or offline; a resumed run continues its wandb run."""
 
 import os
 import re
@@ -26,7 +26,7 @@ Mode = Literal["online", "offline", "disabled"]
 """Destination of rows: the server, files only, or none."""
 
 STEP = "training/global_step"
-"""The step axis. wandb's own counts rows, and a row that repeats a step of it, as after a resume, would be dropped."""
+"""The step axis. wandb's own step counts rows, and drops rows of repeated steps, as after a resume."""
 
 RUN_ID_FILE = "wandb_run_id"
 RUN_ID = re.compile(r"[a-z0-9]{1,64}")
@@ -38,9 +38,9 @@ INIT_TIMEOUT_S = 90.0
 class WandbTracker:
     """Logs rows and tables to one run of wandb, at the trainer's steps.
 
-    The run's id is in the run's folder, so that a resumed run continues it. Offline, each launch is a folder of
-    its own under `wandb/`, all with this id; nothing reaches the network, and `wandb sync` sends them later. The newest
-    32 KiB or so of a launch are in memory alone, and a process that is killed at once loses them.
+    The run's folder stores the id of the wandb run, so that a resumed run continues it. Offline, each launch writes its
+    own folder under `wandb/` with this id; nothing reaches the network, and `wandb sync` uploads them later. About the
+    newest 32 KiB of a launch are only in memory, and lost if the process is killed.
     """
 
     @converts_arguments
@@ -53,23 +53,23 @@ class WandbTracker:
         mode: Mode | None = None,
         config: Mapping[str, Json] | None = None,
     ) -> None:
-        """Start the run, or continue it.
+        """Start or continue the run.
 
         Args:
-            directory: The run's folder; wandb writes below `wandb/` in it.
-            project: Of wandb; its entity, key and server are as wandb finds them.
-            name: What wandb shows; None lets wandb choose.
-            mode: None takes WANDB_MODE, and "online" without it.
-            config: The run's settings, to be shown beside it.
+            directory: The run's folder; wandb writes to `wandb/` in it.
+            project: Project in wandb; entity, key and server come from wandb's own configuration.
+            name: Name of the run in wandb; None lets wandb choose.
+            mode: Destination; None uses WANDB_MODE, or "online" without it.
+            config: The run's settings, shown with it.
 
         Raises:
             MissingExtraError: wandb is not installed.
-            SettingsError: The mode is another, or wandb cannot start: no key, no server.
+            SettingsError: The mode is invalid, or wandb cannot start, as without a key or server.
             DataError: The file with the run's id is broken.
         """
         chosen = _checked_mode(mode)
         if chosen != "online":
-            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else its own faults are sent; it is read at the import
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # otherwise it reports its own errors; read at import
         try:
             import wandb
         except ImportError as error:
@@ -88,7 +88,7 @@ class WandbTracker:
                 mode=chosen,
                 config=None if config is None else dict(config),
                 settings=wandb.Settings(
-                    console="off",  # the terminal is the console tracker's
+                    console="off",  # the console tracker uses the terminal
                     silent=True,
                     login_timeout=LOGIN_TIMEOUT_S,
                     init_timeout=INIT_TIMEOUT_S,
@@ -122,7 +122,7 @@ class WandbTracker:
         self._append({**{name: float(value) for name, value in metrics.items()}, STEP: step})
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The same as `log`: every value has a step of its own."""
+        """Log late metrics as `log` does, because every value has its own step."""
         self.log(step, metrics)
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
@@ -148,15 +148,15 @@ class WandbTracker:
         self._append({**row, STEP: step})
 
     def close(self) -> None:
-        """Finish the run: online, when everything is sent. Can be called twice."""
+        """Finish the run, after uploading everything if online. Idempotent."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
 
     def _append(self, row: dict[str, Any]) -> None:
         if self._run is None:
-            raise NotReadyError("the run of wandb is finished; make a new WandbTracker to continue it.")
-        self._run.log(row)  # never with a step of wandb's own
+            raise NotReadyError("the wandb run is finished; create a new WandbTracker to continue it.")
+        self._run.log(row)  # never with wandb's own step
 
 
 def _checked_mode(mode: str | None) -> Mode:
@@ -167,13 +167,13 @@ def _checked_mode(mode: str | None) -> Mode:
 
 
 def _run_id(file: Path) -> str:
-    """The id in the file; a new one is there before wandb knows of it."""
+    """Return the id in the file, creating it first if missing."""
     if not file.exists():
         write_durably(file, secrets.token_hex(8).encode())
     found = read_plain(file, max_bytes=4096).decode("utf-8", errors="replace").strip()
     if not RUN_ID.fullmatch(found):
         raise DataError(
-            f"{file} must hold the id of wandb's run, small letters and digits; found {found[:80]!r}. Write the id "
-            "into it, or remove it to begin a new run."
+            f"{file} must contain the id of wandb's run in lowercase letters and digits; found {found[:80]!r}. Write "
+            "the id into it, or remove it to start a new run."
         )
     return found

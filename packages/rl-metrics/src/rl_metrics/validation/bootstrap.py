@@ -10,23 +10,23 @@ from rl_metrics.validation.responses import Floats
 IntArray = NDArray[np.int64]
 
 CHUNK = 2_000_000
-"""Prompts that are drawn at once, over all draws: bounds the memory."""
+"""Number of prompts drawn at once, over all draws; bounds memory."""
 
 KEPT_BITS = 40
-"""Of a value, beside the largest of its metric. What is left out is not known: it would part prompts of one kind."""
+"""Kept bits of a value, relative to the largest of its metric; uncertain bits would split prompts of one kind."""
 
 FEW_KINDS = 8
-"""Prompts of a kind, on average, from which on it is quicker to draw how many there are of each kind: the same law."""
+"""Minimum mean number of prompts per kind to draw counts of kinds instead, which is faster and has the same law."""
 
 
 @settings_record
 class Bootstrap:
-    """How intervals are drawn.
+    """Options of bootstrap intervals.
 
     Attributes:
-        level: Share of the draws that lie within the interval.
+        level: Share of the draws within the interval.
         num_draws: Number of bootstrap resamples; 0 computes no intervals.
-        seed: Of the draws; the same values get the same intervals.
+        seed: Seed of the draws; equal values get equal intervals.
     """
 
     level: float = 0.95
@@ -34,10 +34,10 @@ class Bootstrap:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the values.
 
         Raises:
-            SettingsError: One of them is impossible.
+            SettingsError: A value is out of range.
         """
         if not 0 < self.level < 1:
             raise SettingsError(f"level must be between 0 and 1, such as 0.95; found {self.level}.")
@@ -49,14 +49,14 @@ class Bootstrap:
 
 
 def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
-    """Percentile intervals of the means of several metrics of the same prompts.
+    """Return percentile intervals of the means of several metrics over the same prompts.
 
     Args:
-        values: [P, M] float, a number of each prompt and metric; NaN where a prompt does not count in the metric.
-        bootstrap: How they are drawn.
+        values: [P, M] float, one number per prompt and metric; NaN if a prompt does not count in the metric.
+        bootstrap: Options of the bootstrap.
 
     Returns:
-        [2, M] lower and upper ends; NaN for a metric in which less than two prompts count, or one is infinite.
+        [2, M] lower and upper ends; NaN for a metric with fewer than two prompts that count, or with an infinite one.
     """
     num_prompts, num_metrics = values.shape
     counted = ~np.isnan(values)
@@ -65,7 +65,9 @@ def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
         return np.full((2, num_metrics), np.nan)
     generator = np.random.Generator(np.random.Philox(key=np.array([bootstrap.seed, 0], dtype=np.uint64)))
     columns = np.concatenate([_rounded(np.where(counted & has_interval, values, 0.0)), counted], axis=1)
-    kinds, counts = np.unique(columns, axis=0, return_counts=True)  # right or wrong, where a prompt has one response
+    kinds, counts = np.unique(
+        columns, axis=0, return_counts=True
+    )  # such as right or wrong, if prompts have one response
     per_chunk = max(1, CHUNK // num_prompts)
     means = [
         _resampled_means(kinds, counts, min(per_chunk, bootstrap.num_draws - start), generator)
@@ -78,20 +80,20 @@ def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
 
 
 def _rounded(values: Floats) -> Floats:
-    """[P, M] without the last bits, so that draws do not depend on them."""
+    """Return [P, M] values without the last bits, so that draws do not depend on them."""
     shifts = KEPT_BITS - np.frexp(np.abs(values).max(axis=0))[1]
     rounded: Floats = np.ldexp(np.round(np.ldexp(values, shifts)), -shifts)
     return rounded
 
 
 def _resampled_means(columns: Floats, counts: IntArray, num_draws: int, generator: np.random.Generator) -> Floats:
-    """[D, M] means of as many prompts; NaN where a draw has none that counts.
+    """Return [D, M] means of resampled prompts; NaN if a draw has no prompt that counts.
 
     Args:
-        columns: [K, 2 M] kinds of prompts: values, and 1 where they count.
-        counts: [K] prompts of each kind.
-        num_draws: How often all are drawn.
-        generator: Draws.
+        columns: [K, 2 M] kinds of prompts: values, and 1 if they count, else 0.
+        counts: [K] number of prompts of each kind.
+        num_draws: Number of resamples.
+        generator: Random generator.
     """
     num_kinds, num_metrics, num_prompts = len(columns), columns.shape[1] // 2, int(counts.sum())
     if num_kinds * FEW_KINDS <= num_prompts:

@@ -1,8 +1,8 @@
-"""What is estimated from the responses to each prompt: mean, spread, best, worst, majority and pass@k.
+"""Estimators from the responses to each prompt: mean, spread, best, worst, majority and pass@k.
 
-An estimator takes a `ResponseTable` and gives [P] numbers by name, one of each prompt, NaN where a prompt does not
-count; the metric is their mean over prompts. Best, worst and majority of n are those of n responses drawn with
-replacement: their expectation and standard deviation exactly, where verl takes 1000 draws.
+An estimator maps a `ResponseTable` to [P] numbers by name, one per prompt, NaN if a prompt does not count; the metric
+is their mean over prompts. Best, worst and majority of n refer to n responses drawn with replacement. Their expectation
+and standard deviation are exact, while verl uses 1000 draws.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,16 +13,16 @@ from rl_metrics.validation.majority import MAX_VOTES, vote_weights
 from rl_metrics.validation.responses import NO_VOTE, Floats, Ints, ResponseTable
 
 Estimator = Callable[[ResponseTable], Mapping[str, Floats]]
-"""A validation metric: the key is the last part of its name, the value a number of each prompt, NaN where none."""
+"""Function to numbers per prompt, NaN if missing, by the last part of the metric's name."""
 
 
 def mean_at_n(table: ResponseTable) -> dict[str, Floats]:
-    """`mean@N`: mean of each prompt's responses."""
+    """Return `mean@N`, the mean of each prompt's responses."""
     return {f"mean@{table.max_count}": table.over_prompts(table.values) / table.counts}
 
 
 def std_at_n(table: ResponseTable) -> dict[str, Floats]:
-    """`std@N`: population standard deviation of each prompt's responses, of prompts with at least two."""
+    """Return `std@N`, the population standard deviation of each prompt's responses, for prompts with at least two."""
     if table.max_count < 2:
         return {}
     _, deviations = _expectation(table, 1.0 / table.counts[table.prompt_of])
@@ -30,19 +30,19 @@ def std_at_n(table: ResponseTable) -> dict[str, Floats]:
 
 
 def best_at_n(table: ResponseTable) -> dict[str, Floats]:
-    """`best@n/mean` and `best@n/std`: the largest of n drawn responses, of prompts with at least n."""
+    """Return `best@n/mean` and `best@n/std`, of the maximum of n drawn responses, for prompts with at least n."""
     return _of_order_statistics(table, "best", table.ranks)
 
 
 def worst_at_n(table: ResponseTable) -> dict[str, Floats]:
-    """`worst@n/mean` and `worst@n/std`: the smallest of n drawn responses, of prompts with at least n."""
+    """Return `worst@n/mean` and `worst@n/std`, of the minimum of n drawn responses, for prompts with at least n."""
     return _of_order_statistics(table, "worst", table.counts[table.prompt_of] + 1 - table.ranks)
 
 
 def majority_at_n(table: ResponseTable) -> dict[str, Floats]:
-    """`maj@n/mean` and `maj@n/std`: the value of the majority of n drawn responses, of prompts with at least n.
+    """Return `maj@n/mean` and `maj@n/std`, of the majority's value in n drawn responses, for prompts with at least n.
 
-    Nothing without predictions. `vote_weights` says how ties and missing predictions count.
+    The result is empty without predictions. `vote_weights` defines how ties and missing predictions count.
     """
     if table.votes is None or (table.votes == NO_VOTE).all():
         return {}
@@ -51,15 +51,15 @@ def majority_at_n(table: ResponseTable) -> dict[str, Floats]:
 
 
 def pass_at_k(table: ResponseTable, *, threshold: float | None = None) -> dict[str, Floats]:
-    """`pass@k`: how likely one of k responses passes, k of a prompt's n drawn without replacement; unbiased.
+    """Return `pass@k`, the unbiased probability that one of k responses passes, drawn without replacement from n.
 
-    With c responses that pass it is 1 - C(n-c, k) / C(n, k), of prompts with n >= k. Nothing of 0/1 values where
-    no prompt has two responses: there it is the mean.
+    With c passing responses, it is 1 - C(n-c, k) / C(n, k), for prompts with n >= k. Without a threshold, the result is
+    empty if no prompt has two responses, because it would equal the mean.
 
     Args:
-        table: Any.
-        threshold: A value from here on passes; None takes 1 for passed and 0 for failed, and gives nothing where
-            there are other values.
+        table: Responses of one variable.
+        threshold: Minimum value that passes; None treats 1 as passed and 0 as failed, and returns nothing if there are
+            other values.
 
     Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
     """
@@ -79,13 +79,13 @@ def pass_at_k(table: ResponseTable, *, threshold: float | None = None) -> dict[s
 
 
 def subset_sizes(max_count: int) -> list[int]:
-    """2, 4, 8, .. below N, and N; empty where N is 1."""
+    """Return 2, 4, 8, .. below N, and N; empty if N is 1."""
     powers = [2**power for power in range(1, max_count.bit_length()) if 2**power < max_count]
     return [*powers, max_count] if max_count >= 2 else []
 
 
 def _of_order_statistics(table: ResponseTable, stem: str, ranks: Ints) -> dict[str, Floats]:
-    """The value of rank r is the extreme of n drawn ones with chance (r/N)**n - ((r-1)/N)**n."""
+    """Weight values: that of rank r is the extreme of n draws with probability (r/N)**n - ((r-1)/N)**n."""
     counts = table.counts[table.prompt_of]
     shares, shares_below = ranks / counts, (ranks - 1) / counts
     sizes = subset_sizes(table.max_count)
@@ -103,7 +103,7 @@ def _of_weights(table: ResponseTable, stem: str, weights_of: Mapping[int, Floats
 
 
 def _expectation(table: ResponseTable, weights: Floats) -> tuple[Floats, Floats]:
-    """[P] mean and standard deviation of a response's value that is drawn with these probabilities."""
+    """Return the [P] mean and standard deviation of a response's value drawn with these probabilities."""
     mean = table.over_prompts(weights * table.values)
     squared = (table.values - mean[table.prompt_of]) ** 2
     return mean, np.sqrt(table.over_prompts(weights * squared))

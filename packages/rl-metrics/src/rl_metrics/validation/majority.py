@@ -1,9 +1,9 @@
-"""Majority votes over responses drawn with replacement: exactly how likely each prediction wins.
+"""Majority votes over responses drawn with replacement: exact winning probabilities of predictions.
 
-How often predictions are drawn follows a multinomial distribution, which is that of independent Poisson variables
-given their sum. A product of their generating functions, cut off where another prediction would win, has the
-probability as one coefficient, which a short Fourier sum reads. The product of all predictions is evaluated once, and
-divided by the factor of each that may win.
+The counts of drawn predictions follow a multinomial distribution, which equals that of independent Poisson variables
+given their sum. In the product of their generating functions, truncated where another prediction would win, the
+probability is one coefficient, which a short Fourier sum extracts. The product over all predictions is evaluated once,
+and divided by the factor of each possible winner.
 """
 
 import math
@@ -18,25 +18,25 @@ from rl_metrics.validation.responses import NO_VOTE, Floats, Ints, ResponseTable
 Complexes = NDArray[np.complex128]
 
 MAX_VOTES = 256
-"""Votes of more responses are not computed: they take long, and say hardly more."""
+"""Maximum number of votes; more take long and add little information."""
 
 NEGLIGIBLE = 1e-18
-"""Probabilities below this are not looked for."""
+"""Probabilities below this are ignored."""
 
 CHUNK = 1 << 16
-"""Complex numbers at once: bounds the memory, and few enough that a processor keeps them at hand."""
+"""Number of complex numbers processed at once; bounds memory, and fits into the processor's cache."""
 
 
 def vote_weights(table: ResponseTable, num_votes: int) -> Floats:
-    """[V] how likely it is that the vote's value is that of each response; sums to 1 for each prompt that counts.
+    """Return the [V] probability that the vote's value is that of each response; sums to 1 for each prompt that counts.
 
-    `num_votes` responses of a prompt are drawn with replacement. The prediction that is drawn most often wins, among
-    several that are drawn as often each is as likely, and the value is that of one of the drawn responses that
-    gave it. A response without a prediction casts no vote; where nobody votes the value is that of one of these.
+    `num_votes` responses of a prompt are drawn with replacement. The most frequent prediction wins, with equal
+    probabilities among ties, and the value is that of one of the drawn responses with this prediction. A response
+    without a prediction casts no vote; if no drawn response votes, the value is that of one of them.
 
     Args:
-        table: With votes.
-        num_votes: At most MAX_VOTES; prompts with fewer responses get zeros.
+        table: Responses with votes.
+        num_votes: Number of draws, at most MAX_VOTES; prompts with fewer responses get zeros.
     """
     if table.votes is None:
         return np.zeros(len(table.values))
@@ -61,15 +61,15 @@ def vote_weights(table: ResponseTable, num_votes: int) -> Floats:
 
 
 def winning_probabilities(patterns: Ints, *, num_votes: int) -> Floats:
-    """How likely a prediction wins a vote, for several ways in which responses may be shared among predictions.
+    """Return the probability that a prediction wins a vote, for several distributions of responses over predictions.
 
     Args:
-        patterns: [Q, T+1] of T responses: column c is how many predictions have c responses, column 0 how many
-            responses have no prediction. Columns times (1, 1, 2, .., T) add up to T.
-        num_votes: Responses that are drawn with replacement.
+        patterns: [Q, T+1] for T responses: column c is the number of predictions with c responses, column 0 the number
+            of responses without a prediction. Columns times (1, 1, 2, .., T) add up to T.
+        num_votes: Number of responses drawn with replacement.
 
     Returns:
-        [Q, T+1] probability that one prediction of c responses wins, where there is one; in column 0 that nobody votes.
+        [Q, T+1] probability that one prediction with c responses wins, 0 without one; column 0: that no response votes.
     """
     total = patterns.shape[1] - 1
     silent, multiplicity = patterns[:, 0], patterns[:, 1:].astype(np.float64)
@@ -105,14 +105,14 @@ def winning_probabilities(patterns: Ints, *, num_votes: int) -> Floats:
 def _can_win(
     multiplicity: Floats, silent: Ints, *, terms: Floats, chances: Floats, chance_of_sum: float
 ) -> NDArray[np.bool_]:
-    """[Q, n+1] whether a winner may be drawn so often: some prediction is, and it is likely that no other is more.
+    """Return [Q, n+1] whether a winner can have each count: some prediction has it, and probably none exceeds it.
 
     Args:
-        multiplicity: [Q, S] predictions of each size.
-        silent: [Q] responses without a prediction.
+        multiplicity: [Q, S] number of predictions of each size.
+        silent: [Q] number of responses without a prediction.
         terms: [S, n+1] Poisson probabilities that a prediction of each size is drawn 0 to n times.
-        chances: [S, n+1] the binomial ones.
-        chance_of_sum: That Poisson variables of all predictions have the sum n.
+        chances: [S, n+1] binomial probabilities of the same.
+        chance_of_sum: Probability that the Poisson variables of all predictions have the sum n.
     """
     counts = np.arange(terms.shape[1])
     some: Floats = (multiplicity > 0).astype(np.float64) @ (chances > NEGLIGIBLE)
@@ -123,10 +123,10 @@ def _can_win(
 
 
 def _blocks(counts: Ints, multiplicity: Floats, *, num_votes: int) -> Iterator[tuple[Ints, Floats, Floats]]:
-    """The nodes where ties are integrated, of all counts, as many at a time as CHUNK allows.
+    """Yield the nodes for integrating over ties, of all counts, in blocks bounded by CHUNK.
 
     Yields:
-        [J] how often the winner is drawn, rising, as many times as it has nodes; [J] places from 0 to 1; their weights.
+        [J] count of the winner, increasing, repeated for each of its nodes; [J] positions from 0 to 1; [J] weights.
     """
     most = int(multiplicity.sum(axis=1).max())
     ties = [_tie_nodes(min(num_votes // count, most)) for count in counts.tolist()]
@@ -140,7 +140,7 @@ def _blocks(counts: Ints, multiplicity: Floats, *, num_votes: int) -> Iterator[t
 
 
 def _factors(counts: Ints, places: Floats, *, terms: Floats) -> Complexes:
-    """[S, J, L] generating functions of a prediction that is drawn less often than the winner, or is tied with it."""
+    """Return [S, J, L] generating functions of a prediction drawn less often than the winner, or tied with it."""
     roots, _ = _fourier_roots(terms.shape[1] - 1)
     first, last = counts[0], counts[-1]
     below = np.empty((len(terms), last - first + 1, roots.shape[1]), dtype=np.complex128)
@@ -152,7 +152,7 @@ def _factors(counts: Ints, places: Floats, *, terms: Floats) -> Complexes:
 
 
 def _coefficients(counts: Ints, weights: Floats, *, num_votes: int) -> Complexes:
-    """[J, L] what reads the coefficient of the votes that are left, when the winner has its own."""
+    """Return the [J, L] factors that extract the coefficient of the remaining votes, without the winner's."""
     roots, root_weights = _fourier_roots(num_votes)
     return (weights[:, None] * root_weights) * roots[num_votes - counts].conj()
 
@@ -165,23 +165,23 @@ def _multiply(products: Complexes, factors: Complexes, exponents: Floats) -> Non
 
 
 def _parts(numbers: Complexes) -> Floats:
-    """[X, ..] real and imaginary parts."""
+    """Return [X, ..] real and imaginary parts."""
     parts: Floats = numbers.reshape(len(numbers), -1).view(np.float64)
     return parts
 
 
 @lru_cache(maxsize=MAX_VOTES)
 def _tie_nodes(max_winners: int) -> tuple[Floats, Floats]:
-    """Nodes and weights that integrate from 0 to 1 exactly: with t others as often drawn, u**t gives 1 / (t + 1)."""
+    """Return nodes and weights for exact integrals over [0, 1]: with t ties, u**t integrates to 1 / (t + 1)."""
     nodes, weights = np.polynomial.legendre.leggauss((max_winners - 1) // 2 + 1)
     return (nodes + 1.0) / 2.0, weights / 2.0
 
 
 @lru_cache(maxsize=16)
 def _fourier_roots(num_votes: int) -> tuple[Complexes, Floats]:
-    """Powers 0 to n of half of the roots of unity, and weights that read a real coefficient.
+    """Return powers 0 to n of half of the roots of unity, and weights that extract a real coefficient.
 
-    There are so many roots, L, that no other coefficient mixes in.
+    The number of roots, L, is large enough to avoid aliasing with other coefficients.
 
     Returns:
         [n+1, L] and [L].
@@ -207,14 +207,14 @@ def _log_factorials(largest: int) -> Floats:
 
 
 def _poisson(rates: Floats, largest: int) -> Floats:
-    """[C, largest+1] probabilities of 0 to largest, for each rate above 0."""
+    """Return [C, largest+1] probabilities of 0 to largest, for each rate above 0."""
     counts = np.arange(largest + 1)
     chances: Floats = np.exp(counts * np.log(rates)[:, None] - rates[:, None] - _log_factorials(largest))
     return chances
 
 
 def _binomial(chances: Floats, num_draws: int) -> Floats:
-    """[C, num_draws+1] probabilities of 0 to num_draws hits."""
+    """Return [C, num_draws+1] probabilities of 0 to num_draws hits."""
     counts, logs = np.arange(num_draws + 1), _log_factorials(num_draws)
     choose = logs[-1] - logs - logs[::-1]
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Responses of a validation, and one variable of them, prompt by prompt."""
+"""Responses of a validation, and tables of one of their variables by prompt."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ NO_VOTE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationResponses:
-    """Responses of a validation, in any order; what has [R] may be any sequence, a numpy array too.
+    """Responses of a validation, in any order; [R] fields may be any sequence, including numpy arrays.
 
     Attributes:
-        uids: [R] uid of each response's prompt; one uid in two sources is two prompts.
+        uids: [R] identifier of each response's prompt; the same one in two sources means two prompts.
         sources: [R] data source of each response's prompt.
-        variables: Numbers of each response by name, [R] each; NaN where a response has none, as which infinite ones
-            count. "acc" or "reward" is the main one.
-        predictions: [R] what each response answers, such as "42", for majority votes; None where it answers nothing.
-            None for the whole where there are no predictions.
+        variables: [R] numbers per response, by name; NaN if missing, and infinite values count as missing. "acc" or
+            "reward" is the main variable.
+        predictions: [R] answer of each response, such as "42", for majority votes; None for a response without an
+            answer, or instead of the sequence if there are none.
     """
 
     uids: Sequence[str]
@@ -40,10 +40,10 @@ class ResponseTable:
     """One variable in one source: the responses that have it, by prompt and then by value.
 
     Attributes:
-        values: [V] float64, rising within a prompt.
-        prompt_of: [V] int64 row of each value's prompt, rising from 0 to P - 1.
-        counts: [P] int64 values of each prompt, each at least 1.
-        votes: [V] int64 number of each response's prediction, NO_VOTE where it has none; None without predictions.
+        values: [V] float64, increasing within a prompt.
+        prompt_of: [V] int64, row of each value's prompt, increasing from 0 to P - 1.
+        counts: [P] int64, number of values of each prompt, at least 1.
+        votes: [V] int64, number of each response's prediction, NO_VOTE without one; None without predictions.
     """
 
     values: Floats
@@ -53,7 +53,7 @@ class ResponseTable:
 
     @property
     def max_count(self) -> int:
-        """N, the largest number of responses of a prompt."""
+        """N, the maximum number of responses of a prompt."""
         return int(self.counts.max(initial=0))
 
     @property
@@ -64,20 +64,20 @@ class ResponseTable:
         return ranks
 
     def over_prompts(self, weighted: Floats) -> Floats:
-        """[P] sums of [V] numbers by prompt."""
+        """Return [P] sums of [V] numbers by prompt."""
         return np.bincount(self.prompt_of, weights=weighted, minlength=len(self.counts)).astype(np.float64)
 
 
 def response_table(values: ArrayLike, *, prompt_of: ArrayLike, votes: ArrayLike | None = None) -> ResponseTable:
-    """Gather values by prompt; NaN is left out, and so is a prompt that has nothing else.
+    """Gather values by prompt, without NaN, and without prompts that have only NaN.
 
     Args:
-        values: [R] float.
-        prompt_of: [R] int, the prompt of each value.
-        votes: [R] int, the number of each response's prediction, NO_VOTE where it has none.
+        values: [R] float, value of each response.
+        prompt_of: [R] int, prompt of each value.
+        votes: [R] int, number of each response's prediction, NO_VOTE without one.
 
     Returns:
-        The same table for any order of the responses.
+        The table, independent of the order of the responses.
     """
     flat, prompts = np.asarray(values, dtype=np.float64), np.asarray(prompt_of)
     cast = None if votes is None else np.asarray(votes, dtype=np.int64)
@@ -96,18 +96,18 @@ def response_table(values: ArrayLike, *, prompt_of: ArrayLike, votes: ArrayLike 
 
 
 def numbered(texts: Sequence[str | None]) -> Ints:
-    """[R] the number of each text among all different ones in their order, NO_VOTE where it is None."""
+    """Return the [R] index of each text among the sorted distinct texts; NO_VOTE for None."""
     index: dict[str | None, int] = {text: at for at, text in enumerate(sorted({t for t in texts if t is not None}))}
     index[None] = NO_VOTE
     return np.fromiter(map(index.__getitem__, texts), dtype=np.int64, count=len(texts))
 
 
 def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
-    """The variables as arrays; infinite values are NaN.
+    """Return the variables as arrays, with NaN for infinite values.
 
     Raises:
-        ShapeError: uids, sources, predictions and variables are not equally long.
-        DataError: A uid or source is no text, a prediction neither text nor None, or a variable no numbers.
+        ShapeError: The lengths of uids, sources, predictions and variables differ.
+        DataError: A uid or source is not text, a prediction is neither text nor None, or a variable is not numeric.
     """
     expected = (len(responses.uids),)
     columns = {name: _numbers(name, values) for name, values in responses.variables.items()}
@@ -117,20 +117,20 @@ def checked_columns(responses: ValidationResponses) -> dict[str, Floats]:
     for name, shape in (shapes | {name: values.shape for name, values in columns.items()}).items():
         if shape != expected:
             raise ShapeError(
-                f"{name} must have uids' shape {list(expected)}; found {list(shape)}. Give one value for each "
-                f"response, {'None' if name == 'predictions' else 'NaN'} where there is none."
+                f"{name} must have uids' shape {list(expected)}; found {list(shape)}. Pass one value per "
+                f"response, {'None' if name == 'predictions' else 'NaN'} if it is missing."
             )
     for name, texts in (("uids", responses.uids), ("sources", responses.sources)):
         if others := _other_types(texts, str):
             raise DataError(
-                f"{name} must be text; found {', '.join(sorted(others))}. Give one for each response, such as "
+                f"{name} must be text; found {', '.join(sorted(others))}. Pass one per response, such as "
                 f"{'str(index) of its prompt' if name == 'uids' else 'the name of its data set'}."
             )
     predictions = () if responses.predictions is None else responses.predictions
     if others := _other_types(predictions, str, NoneType):
         raise DataError(
-            f"predictions must be text, or None where there is none; found {', '.join(sorted(others))}. Write each "
-            "answer in one way, such as str(answer), and a missing one as None."
+            f"predictions must be text, or None if missing; found {', '.join(sorted(others))}. Convert each answer to "
+            "text, such as str(answer)."
         )
     return columns
 
@@ -144,6 +144,6 @@ def _numbers(name: str, values: ArrayLike) -> Floats:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
-            f"variable {name!r} must have a number for each response, NaN where there is none; {error}."
+            f"variable {name!r} must have a number for each response, NaN if it is missing; {error}."
         ) from None
     return np.where(np.isfinite(numbers), numbers, np.nan)

@@ -1,7 +1,7 @@
-"""Validation by source and variable: values of several responses to each prompt, reduced to one number.
+"""Validation by source and variable, from several responses to each prompt.
 
-Prompts may have different numbers of responses: each prompt counts once, with the responses it has, and the number in
-the name of `mean@N` and `std@N` is the largest. Of what needs n responses only prompts count that have as many.
+Prompts may have different numbers of responses. Each prompt counts once, with its responses, and N in the names
+`mean@N` and `std@N` is the maximum. Estimates that need n responses use only prompts with as many.
 """
 
 import re
@@ -32,13 +32,13 @@ from rl_metrics.validation.responses import (
 __all__ = ["ESTIMATORS", "ResponseTable", "ValidationResponses", "headline", "response_table", "summarize_validation"]
 
 MAIN_VARIABLES = ("acc", "reward")
-"""The main variable of a source is the first of these that it has."""
+"""Candidates for the main variable; the first that a source has is used."""
 
 CORE_STEMS = ("mean", "best", "maj", "pass")
-"""Of the main variable these are in `val-core`, each with its largest number; everything else is in `val-aux`."""
+"""Estimates of the main variable in `val-core`, each with its largest n; all others are in `val-aux`."""
 
 ESTIMATORS: tuple[Estimator, ...] = (mean_at_n, std_at_n, pass_at_k, best_at_n, worst_at_n, majority_at_n)
-"""What `summarize_validation` computes unless told otherwise."""
+"""Default estimators of `summarize_validation`."""
 
 HEADLINE = re.compile(r"val-core/.+/mean@[0-9]+", re.DOTALL)
 
@@ -50,31 +50,34 @@ def summarize_validation(
     pass_threshold: float | None = None,
     bootstrap: Bootstrap | None = None,
 ) -> dict[str, float]:
-    """`val-core/{source}/{variable}/mean@N` and others of each source's main variable, `val-aux/...` of all else.
+    """Return `val-core/{source}/{variable}/...` for each source's main variable, and `val-aux/...` for all else.
 
     Args:
         responses: All responses of the validation.
-        estimators: What to compute of each variable; None computes `ESTIMATORS`.
-        pass_threshold: From which value on a response passes, for `pass@k`; None gives `pass@k` of variables whose
-            values are all 0 or 1.
-        bootstrap: How the intervals of the metrics in `val-core` are drawn; None draws 1000 times for 95 %.
+        estimators: Estimators of each variable; None uses `ESTIMATORS`.
+        pass_threshold: Minimum value that passes, for `pass@k`; None computes `pass@k` only for variables whose values
+            are all 0 or 1.
+        bootstrap: Options of the intervals in `val-core`; None draws 1000 times for 95 %.
 
     Returns:
-        Metrics by name, the same for any order of the responses. `{metric}/ci_low` and `{metric}/ci_high` hold the
-        mean over prompts, as far as which prompts were asked is chance. A missing value (NaN, or infinite) is counted
-        in `val-aux/{source}/{variable}/num_missing`, and is in no mean. A variable that a source never has is left out,
-        and the source's main one may be another; where no source has it, it is missing in each, and stays the main one.
+        Metrics by name, independent of the order of the responses. `{metric}/ci_low` and `{metric}/ci_high` are the
+        interval of the mean over prompts, for a random choice of prompts. A missing value (NaN or infinite) is counted
+        in `val-aux/{source}/{variable}/num_missing`, and excluded from means. A variable that a source never has is
+        left out, so its main variable may differ. A variable that no source has counts as missing in each, and remains
+        the main one.
 
     Raises:
-        ShapeError: uids, sources, predictions and variables are not equally long.
-        DataError: A uid or source is no text, a prediction neither text nor None, or a variable no numbers.
+        ShapeError: The lengths of uids, sources, predictions and variables differ.
+        DataError: A uid or source is not text, a prediction is neither text nor None, or a variable is not numeric.
     """
     columns = checked_columns(responses)
     if estimators is None:
         estimators = [partial(pass_at_k, threshold=pass_threshold) if e is pass_at_k else e for e in ESTIMATORS]
     uids, sources = numbered(responses.uids), numbered(responses.sources)
     votes = None if responses.predictions is None else numbered(responses.predictions)
-    is_lost = {name: bool(np.isnan(values).all()) for name, values in columns.items()}  # by all, so not by design
+    is_lost = {
+        name: bool(np.isnan(values).all()) for name, values in columns.items()
+    }  # missing everywhere, so not by design
     metrics: dict[str, float] = {}
     for number, source in enumerate(sorted(set(responses.sources))):
         rows = np.flatnonzero(sources == number)
@@ -99,27 +102,27 @@ def summarize_validation(
 
 
 def headline(metrics: Mapping[str, float]) -> float | None:
-    """One number for a validation: the mean of `val-core/.../mean@N` over sources; None when there is none."""
+    """Return one number for a validation: the mean of `val-core/.../mean@N` over sources, or None without one."""
     values = [value for name, value in metrics.items() if HEADLINE.fullmatch(name)]
     return float(np.mean(values)) if values else None
 
 
 def _estimates(table: ResponseTable, estimators: Sequence[Estimator]) -> dict[str, Floats]:
-    """Numbers of each prompt by metric; of those alone in which a prompt counts."""
-    with np.errstate(invalid="ignore", over="ignore"):  # huge values give infinite means, and no spread
+    """Return numbers per prompt by metric, for metrics in which at least one prompt counts."""
+    with np.errstate(invalid="ignore", over="ignore"):  # huge values result in infinite means, and no spread
         found = {metric: values for estimator in estimators for metric, values in estimator(table).items()}
     return {metric: values for metric, values in found.items() if not np.isnan(values).all()}
 
 
 def _named(variable: str, found: Mapping[str, Floats], *, core: Set[str]) -> dict[str, float]:
-    """The means over prompts, each in its section."""
+    """Return the means over prompts, each in its section."""
     with np.errstate(invalid="ignore"):
         means = {metric: float(np.nanmean(of_prompts)) for metric, of_prompts in found.items()}
     return {f"{'val-core' if m in core else 'val-aux'}/{variable}/{m}": value for m, value in means.items()}
 
 
 def _core_names(names: Mapping[str, Floats]) -> set[str]:
-    """Metrics of the main variable that are in `val-core`."""
+    """Return the metrics of the main variable that belong to `val-core`."""
     largest: dict[str, int] = {}
     number_of: dict[str, tuple[str, int]] = {}
     for name in names:
@@ -131,7 +134,7 @@ def _core_names(names: Mapping[str, Floats]) -> set[str]:
 
 
 def _intervals(found: Mapping[str, Floats], bootstrap: Bootstrap) -> dict[str, float]:
-    """`mean@8/ci_low`, `best@8/ci_low` (of best@8/mean) and so on; none of a spread, or of a single prompt."""
+    """Return `mean@8/ci_low`, `best@8/ci_low` (of best@8/mean) and so on; none for a spread, or for a single prompt."""
     means = {name.removesuffix("/mean"): values for name, values in found.items() if not name.endswith("/std")}
     if not means:
         return {}

@@ -1,4 +1,4 @@
-"""Engines that generate responses. Importing this loads no engine; import each from its own module."""
+"""Engines that generate responses. Importing this package loads no engine; import each from its own module."""
 
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.model_folder import end_token_ids, max_positions, vocabulary_size

@@ -1,23 +1,23 @@
-"""An engine's load and idle time, as its caller sees them."""
+"""An engine's load and idle time, as its caller measures them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 EngineState = Literal["starting", "serving", "restarting", "draining", "dead"]
-"""The state of an engine that finishes its requests and accepts no more."""
+"""State of an engine; a draining one finishes its requests and accepts no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Load of one replica. Counts and times cover its whole life, including restarts.
+    """Load of one replica. Counts and times include restarts.
 
     Attributes:
         index: Index of the replica.
         state: Current state.
         num_running: Samples that it is generating or scoring.
         busy_s: Seconds with at least one running sample.
-        idle_s: Seconds without any, for whatever reason: no requests, a weight update, a restart, or its end.
+        idle_s: Seconds without a running sample, including weight updates, restarts and the time after its end.
         num_tokens: Response tokens of finished samples, including aborted ones.
         num_requests: Requests it received, including unfinished ones.
         num_restarts: Number of restarts.

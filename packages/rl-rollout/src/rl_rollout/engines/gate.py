@@ -1,4 +1,4 @@
-"""A gate that holds back an engine's new requests while the current ones end."""
+"""A gate that holds back an engine's new requests until the current ones end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -11,7 +11,7 @@ from rl_rollout.engines.tickets import StoppedError, Ticket
 from rl_rollout.engines.waiting import Changes, Turn
 
 DRAIN_DEADLINE_S = 3600.0
-"""Maximum time that engines have to end their requests, in seconds."""
+"""Maximum seconds for engines to finish their requests."""
 
 
 class Gate:
@@ -67,8 +67,8 @@ class Gate:
                     await self._changes.next()
         except TimeoutError:
             raise DeadlineError(
-                f"{self._num_inside} requests had not ended {deadline_s:g} s after new ones were held back. Give them "
-                "longer, shorten responses, or publish without drain."
+                f"{self._num_inside} requests were still running {deadline_s:g} s after new ones were held back. "
+                "Raise the deadline, shorten responses, or publish without drain."
             ) from None
 
     async def _let_in(self, request: GenerateRequest) -> bool:

@@ -1,4 +1,4 @@
-"""Reads what an engine needs from a Hugging Face folder, without loading the model."""
+"""Reads an engine's inputs from a Hugging Face folder, without loading the model."""
 
 from pathlib import Path
 from typing import Any
@@ -32,18 +32,18 @@ KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementatio
 
 
 def require_model_folder(model_dir: Path) -> None:
-    """Check that the folder holds a model, and no files that a library must not open.
+    """Check that the folder contains a model, and no files that are unsafe to open.
 
     Raises:
         EngineError: config.json or the safetensors files are missing, truncated or invalid.
     """
     if not (model_dir / "config.json").is_file():
-        raise EngineError(f"a model folder has a config.json; found none in {model_dir}.")
+        raise EngineError(f"a model folder must contain config.json; found none in {model_dir}.")
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise EngineError(
-            f"a model folder has *.safetensors files; found none in {model_dir}. Other formats can run code when they "
-            "are read: convert them with transformers' save_pretrained."
+            f"a model folder must contain *.safetensors files; found none in {model_dir}. Other formats can run code "
+            "when loaded: convert them with transformers' save_pretrained."
         )
     for file in files:
         read_safetensors_header(file, error=EngineError)
@@ -87,7 +87,7 @@ def end_token_ids(model_dir: Path) -> tuple[int, ...]:
         if found is not None:
             several = found if isinstance(found, list) else [found]
             if any(type(token) is not int for token in several):
-                raise EngineError(f"{file} must have whole numbers as eos_token_id; found {shown(found)}.")
+                raise EngineError(f"{file} must have integers as eos_token_id; found {shown(found)}.")
             return tuple(several)
     return ()
 

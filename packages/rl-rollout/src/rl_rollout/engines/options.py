@@ -1,4 +1,4 @@
-"""Options of the engines; importing this loads no engine."""
+"""Options of the engines. Importing this module loads no engine."""
 
 from typing import Literal
 

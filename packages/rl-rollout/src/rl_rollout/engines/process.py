@@ -1,4 +1,4 @@
-"""Runs any engine in its own process, on this machine or on Ray, behind the same protocol."""
+"""Runs any engine in its own process, on this machine or on Ray, with the same protocol."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -47,7 +47,7 @@ from rl_rollout.engines.streaming import HostedStreams, generate_streamed
 T = TypeVar("T")
 
 OF_THIS_LIFE = ("sees", "update_weights", "more_tokens")
-"""Calls that do not wait for a restart. Their weights are older than those of `on_restart`, and streams are lost."""
+"""Calls that do not wait for a restart: `on_restart` sends newer weights than theirs, and streams are lost."""
 
 
 @settings_record
@@ -73,7 +73,7 @@ class EngineCalls:
     """The engine protocol's methods on top of any way to call an engine by method name."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
-        """Store how to call: `call(method, *args, **kwargs)`."""
+        """Store the call function: `call(method, *args, **kwargs)`."""
         self._call = call
         self._sees_files: bool | None = None
 
@@ -105,13 +105,13 @@ class EngineCalls:
             return await self._take(replace(update, tensors=None), None)
         if update.file is None:
             raise EngineError(
-                "an engine in its own process takes weights from a file; found tensors of this process. Pack the "
+                "an engine in its own process needs weights from a file; found tensors of this process. Pack the "
                 "update with rl_core.weights.SharedFileTransport."
             )
         if not update.file.is_file():
             raise WeightsGoneError(
-                f"the file of weight update {update.version} is gone: {update.file}. Keep its transport open until "
-                "every engine has taken it."
+                f"the file of weight update {update.version} no longer exists: {update.file}. Keep its transport open "
+                "until every engine has loaded it."
             )
         if self._sees_files is None:
             self._sees_files = await self._call("sees", update.file)
@@ -210,7 +210,7 @@ class ProcessEngine(EngineCalls):
 
     @property
     def death(self) -> EngineDiedError | None:
-        """Why the process ended permanently, from the side that noticed it."""
+        """Why the process ended permanently, as described by the caller's side."""
         error = None if self._role is None else self._role.death
         return None if error is None else _engine_died(error)
 
@@ -224,7 +224,7 @@ class ProcessEngine(EngineCalls):
     async def start(self) -> None:
         """See `RolloutEngine.start`."""
         if self._is_closed:
-            raise NotReadyError("the engine is closed; make a new one.")
+            raise NotReadyError("the engine is closed; create a new one.")
         if self._traits is not None:
             return
         host = self._host
@@ -239,8 +239,8 @@ class ProcessEngine(EngineCalls):
                 self._traits = await self._loaded(role)
         except TimeoutError:
             if not limit.expired():
-                raise  # a deadline of its own, which says more
-            raise DeadlineError(f"{self._spec} had not loaded its model after {host.deadline_s:g} s.") from None
+                raise  # another deadline, with a more specific message
+            raise DeadlineError(f"{self._spec} did not load its model within {host.deadline_s:g} s.") from None
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
@@ -284,8 +284,8 @@ class ProcessEngine(EngineCalls):
     async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.traits  # noqa: B018 - raises unless started
         if method in OF_THIS_LIFE and self.state == "restarting":
-            what = "its streams are gone" if method == "more_tokens" else "takes no weights now"
-            raise EngineDiedError(f"the process of {self._spec} is being started again, and {what}.")
+            what = "its streams are lost" if method == "more_tokens" else "it accepts no weights now"
+            raise EngineDiedError(f"the process of {self._spec} is restarting; {what}.")
         return await self._call_role(method, *args, **kwargs)
 
     async def _call_role(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -296,14 +296,14 @@ class ProcessEngine(EngineCalls):
             return await role.call(method, *args, **kwargs)
         except RoleError as error:
             if incarnation == role.incarnation and isinstance(error, RoleDiedError):
-                self._died_in = incarnation  # a call hears of it before its role does
+                self._died_in = incarnation  # the call fails before the role reports the death
             raise _engine_died(error) from error
 
     async def _revive(self, roles: Sequence[RestartedRole]) -> None:
         """Bring a restarted process to the state of the other engines."""
         (role,) = roles
         if self._traits is None:
-            return  # it died before its engine was there: `start` starts it
+            return  # it died before its engine started; `start` handles this
         self._traits = await role.call("start")
         if self.on_restart is not None:
             await self.on_restart(EngineCalls(role.call))
@@ -344,7 +344,7 @@ class HostedEngine:
         await self._streams.drop(name)
 
     def sees(self, file: Path) -> bool:
-        """True where a file of the learner's host is here too."""
+        """Return True if the file of the learner's host is also visible here."""
         return file.is_file()
 
     async def update_weights(self, update: WeightUpdate, content: NDArray[np.uint8] | None) -> WeightReceipt:
@@ -371,7 +371,7 @@ class HostedEngine:
 
 
 def _engine_died(error: RLError) -> EngineDiedError:
-    return EngineDiedError(f"the engine failed and serves no more: {error}")
+    return EngineDiedError(f"the engine failed and no longer serves: {error}")
 
 
 async def _or_end(answer: Awaitable[T]) -> T:

@@ -35,14 +35,15 @@ class Structure:
 
 @settings_record
 class SamplingParams:
-    """How to sample tokens.
+    """Sampling parameters.
 
     Attributes:
         max_tokens: Maximum number of new tokens in a response.
         temperature: 0 means greedy.
         top_p: Nucleus sampling; 1 keeps every token.
         top_k: Keep the k most likely tokens. None keeps all.
-        seed: Seed for repeatable samples. Sample i of a request uses seed + i, unless each has its own parameters.
+        seed: Seed for repeatable samples. Sample i of a request uses seed + i, unless each sample has its own
+            parameters.
         stop_token_ids: Tokens that end a response, in addition to the model's end token. The response includes the
             token.
         stop: Strings that end a response. The response includes the token that completes one. They are matched in the

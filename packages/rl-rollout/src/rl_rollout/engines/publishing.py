@@ -1,4 +1,4 @@
-"""Publishes weights to engines of any kind, with proof, and between whole responses on request."""
+"""Publishes weights to engines of any kind, with proof, and optionally between whole responses."""
 
 import time
 from dataclasses import replace
@@ -23,14 +23,14 @@ async def publish_to(
     Args:
         engine: The engine.
         update: The update to serve.
-        canary: Prompts for the proof.
+        canary: Sequences for the proof.
         tolerances: Tolerances of the proof.
-        drain: Let requests end under the weights they began with, and hold back new ones meanwhile. Every response then
-            has one policy version. Otherwise, requests continue under the new weights.
+        drain: Let running requests finish with the current weights, and hold back new ones meanwhile. Every response
+            then has one policy version. Otherwise, requests continue with the new weights.
         drain_deadline_s: Maximum seconds for running requests to end.
 
     Raises:
-        WeightProofError: An engine serves other weights. The message names the first tensor that differs.
+        WeightProofError: An engine serves different weights. The message names the first tensor that differs.
         EngineDiedError: No engine is left.
         EngineError: The engine cannot drain: it is paused, or cannot hold back requests.
         DeadlineError: Requests did not end in time.
@@ -46,7 +46,7 @@ async def publish_to(
     gate = getattr(engine, "gate", None)
     if not isinstance(gate, Gate):
         raise EngineError(
-            f"{engine.traits.name} cannot hold requests back; put it behind ReplicatedEngine([engine]), or publish "
+            f"{engine.traits.name} cannot hold requests back. Wrap it in ReplicatedEngine([engine]), or publish "
             "without drain."
         )
     began_at = time.perf_counter()

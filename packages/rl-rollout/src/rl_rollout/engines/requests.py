@@ -1,4 +1,4 @@
-"""Checks whether an engine can serve a request, the same way for every engine."""
+"""Checks whether an engine can serve a request, in the same way for every engine."""
 
 import numpy as np
 
@@ -65,7 +65,9 @@ def check_top_k(top_k: int, traits: EngineTraits) -> None:
         EngineError: top_k is invalid. The message states the maximum and the fix.
     """
     if top_k < 0:
-        raise EngineError(f"top_k must be at least 0, which gives the tokens' own logprobs alone; found {top_k}.")
+        raise EngineError(
+            f"top_k must be at least 0 (0 returns only the logprobs of the tokens themselves); found {top_k}."
+        )
     if top_k > traits.vocab_size:
         raise EngineError(f"top_k must be at most the model's vocabulary of {traits.vocab_size} tokens; found {top_k}.")
     if top_k > traits.max_top_k:
@@ -84,13 +86,13 @@ def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> 
     if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu":
         raise EngineError(
             f"{what} must be a [T] integer array with T >= 1; found shape {list(token_ids.shape)} of "
-            f"{token_ids.dtype}. An empty prompt has nothing to continue: add a token that begins the text."
+            f"{token_ids.dtype}. Add at least one token to an empty prompt."
         )
     low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= traits.vocab_size:
         raise EngineError(
-            f"{what} must hold token ids from 0 to {traits.vocab_size - 1}; found {low if low < 0 else high}. "
-            "Does the tokenizer belong to this model?"
+            f"{what} must contain token ids from 0 to {traits.vocab_size - 1}; found {low if low < 0 else high}. "
+            "Check that the tokenizer belongs to this model."
         )
 
 
@@ -106,11 +108,11 @@ def aborted_generations(request: GenerateRequest) -> list[Generation]:
 def _check_adapter(adapter: str, traits: EngineTraits) -> None:
     """Refuse adapters on an engine without adapter support, whose weights may contain one that it cannot omit."""
     if adapter != "base":
-        raise EngineError(f'adapter must be None, which is what was published last, or "base"; found {adapter!r}.')
+        raise EngineError(f'adapter must be None (the last published weights) or "base"; found {adapter!r}.')
     if not traits.max_lora_rank:
         raise EngineError(
-            f'adapter = "base" needs an engine that keeps the adapter beside its weights; {traits.name} has no room '
-            "for one. Start it with max_lora_rank, or leave adapter out."
+            f'adapter = "base" needs an engine that keeps the adapter separate from its weights, which {traits.name} '
+            "does not. Start it with max_lora_rank, or leave out adapter."
         )
 
 
@@ -142,7 +144,7 @@ def _check_stop(stop: tuple[str, ...], traits: EngineTraits) -> None:
             "folder, or use stop_token_ids."
         )
     if "" in stop:
-        raise EngineError("a stop string must not be empty: it would end every response at once. Leave it out.")
+        raise EngineError("a stop string must not be empty: it would end every response immediately. Remove it.")
     length = sum(map(len, stop))
     if len(stop) > MAX_STOPS or length > MAX_TEXT:
         raise EngineError(
@@ -154,12 +156,12 @@ def _check_stop(stop: tuple[str, ...], traits: EngineTraits) -> None:
 def _check_structure(structure: Structure, traits: EngineTraits) -> None:
     kinds = structure.kinds
     if len(kinds) != 1:
-        raise EngineError(f"a Structure must have one kind; found {', '.join(kinds) or 'none'}.")
+        raise EngineError(f"a Structure must have exactly one kind; found {', '.join(kinds) or 'none'}.")
     if kinds[0] not in traits.structures:
         raise EngineError(
-            f"{traits.name} cannot follow a structure of kind {kinds[0]}; it can follow "
-            f"{', '.join(traits.structures) or 'none'}. Ask without one and check the response, or use the vLLM engine "
-            "and a model folder with a tokenizer."
+            f"{traits.name} does not support a structure of kind {kinds[0]}; it supports "
+            f"{', '.join(traits.structures) or 'none'}. Send the request without it and check the response, or use "
+            "the vLLM engine and a model folder with a tokenizer."
         )
     length = sum(map(len, structure.choices)) + sum(
         len(text) for text in (structure.json_schema, structure.regex, structure.grammar) if text is not None

@@ -6,7 +6,7 @@ Decode = Callable[[list[int]], str]
 """Decodes token ids to text, including special tokens."""
 
 CONTEXT_TOKENS = 8
-"""Maximum number of prompt tokens to decode: one decides on a space, and a character has up to four."""
+"""Maximum number of prompt tokens to decode: a space depends on one, and a character has up to four."""
 MAX_BYTES = 4
 """Maximum bytes of a character; each may have its own token."""
 MAX_WINDOW = 64
@@ -34,7 +34,7 @@ class ResponseText:
         self._stop = tuple(stop)
         self._num_held = max(map(len, self._stop), default=1) - 1
         self._held = ""
-        self._window: list[int] = []  # tokens of the last whole characters, and those after them
+        self._window: list[int] = []  # tokens of the last complete characters, and those after them
         self._num_whole = 0
         self._num_taken = 0  # characters of the window's text
         context = list(prompt_ids[-CONTEXT_TOKENS:])
@@ -44,7 +44,7 @@ class ResponseText:
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that is safe to show: no partial character, and no possible part of a stop string.
 
-        With stop strings, it holds back one character less than the longest stop string has.
+        With stop strings, it holds back up to one character less than the length of the longest stop string.
         """
         given = []
         for token_id in token_ids:
@@ -65,7 +65,7 @@ class ResponseText:
         text = self._decode(self._window)
         is_whole = not text.endswith(UNKNOWN)
         begin, end = self._num_taken, len(text)
-        if not is_whole:  # a character's first bytes, or no text at all
+        if not is_whole:  # the first bytes of a character, or no text
             num_tokens = len(self._window) - self._num_whole
             end = _num_settled(text) if num_tokens >= MAX_BYTES else begin
         self._num_taken = max(begin, end)

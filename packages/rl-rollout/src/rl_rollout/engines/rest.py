@@ -25,10 +25,10 @@ class Rest:
     def check(self, update: WeightUpdate | None = None) -> None:
         """Refuse an update that is impossible in this state. Without an update, refuse any request."""
         if self.is_asleep:
-            raise EngineError("the engine sleeps; wake it before it is asked.")
+            raise EngineError("the engine is asleep; wake it first.")
         if self.lacks_weights and (update is None or update.adapter is not None):
-            what = "it cannot be asked" if update is None else "an adapter has no base"
+            what = "it cannot serve requests" if update is None else "an adapter has no base"
             raise EngineError(
-                f"the engine slept at level 2, which drops its weights, and {what}: publish all weights first, or let "
-                "it sleep at level 1."
+                f"the engine slept at level 2, which drops its weights, so {what}: publish all weights first, or use "
+                "level 1."
             )

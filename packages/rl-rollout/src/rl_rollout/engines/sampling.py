@@ -46,7 +46,7 @@ def draw_tokens(
     cumulative = logprobs.double().exp().cumsum(-1)
     marks = torch.tensor(uniforms, dtype=torch.float64, device=logprobs.device).unsqueeze(-1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, marks, right=True).squeeze(-1)
-    # a mark beyond the last token that can be drawn is a rounding of that token's upper edge
+    # A mark beyond the last token that can be drawn is due to rounding.
     last = logprobs.shape[-1] - 1 - torch.isfinite(logprobs).flip(-1).int().argmax(-1)
     is_greedy = torch.tensor([params.temperature == 0 for params in sampling], device=logprobs.device)
     return torch.where(is_greedy, greedy, torch.minimum(drawn, last))

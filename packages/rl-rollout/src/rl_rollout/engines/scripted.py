@@ -179,7 +179,7 @@ class ScriptedEngine:
         said = self._said(request, index)
         saying = self._say(said, request, index, sample)
         if not isinstance(said, Awaitable) and self._resumed is None and self._pace is None:
-            await saying  # at once
+            await saying  # synchronously
         elif not await self._finished(saying, request):
             sample.finish_reason = "abort"
         _tell(request, index, sample)

@@ -1,7 +1,7 @@
 """An engine that decodes in steps, behind the asynchronous protocol.
 
 A `Stepper` is the model with its scheduler. It is synchronous, and one thread calls it. `SteppedEngine` does everything
-else: it turns requests into samples, runs steps while there is work, and wakes all waiters.
+else: it converts requests into samples, runs steps while there is work, and wakes all waiters.
 
 Requests made in the same turn of the event loop are admitted together, in order, before the next step. Weight updates,
 aborts, requests and the search for stop strings happen between two steps. After a failure of the stepper, every waiting
@@ -91,7 +91,7 @@ class SteppedEngine:
     async def start(self) -> None:
         """See `RolloutEngine.start`."""
         if self._is_closed:
-            raise NotReadyError("the engine is closed; make a new one.")
+            raise NotReadyError("the engine is closed; create a new one.")
         if self._stepper is not None:
             return
         try:
@@ -192,7 +192,7 @@ class SteppedEngine:
         """See `RolloutEngine.pause`."""
         stepper = self._working()
         self._is_paused = True
-        await self._call(stepper.remove, [])  # behind the step that is under way
+        await self._call(stepper.remove, [])  # queued behind the current step
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
@@ -208,7 +208,7 @@ class SteppedEngine:
         """See `RolloutEngine.sleep`."""
         stepper = self._working()
         if not stepper.traits.can_sleep:
-            raise EngineError(f"{stepper.traits.name} has no memory that it could free; ask traits.can_sleep first.")
+            raise EngineError(f"{stepper.traits.name} cannot free memory; check traits.can_sleep first.")
         if self._jobs:
             raise EngineError(f"{len(self._jobs)} samples are running; wait for them or abort them before sleep.")
         if not self._rest.is_asleep:
@@ -229,7 +229,7 @@ class SteppedEngine:
         self._is_closed = True
         self._fail(NotReadyError("the engine was closed."))
         try:
-            await self._call(self._unload)  # waits for a start that is still loading, though nobody waits for that
+            await self._call(self._unload)  # waits for a start that is still loading
         finally:
             self._preparing.shutdown(cancel_futures=True)
             if self._executor is not None:
@@ -274,7 +274,7 @@ class SteppedEngine:
     async def _run(self, samples: list[Sample], on_tokens: Callable[[NewTokens], None] | None = None) -> None:
         if not samples:
             return
-        self._working()  # it may have failed while something was loaded for these
+        self._working()  # it may have failed while these were prepared
         loop = asyncio.get_running_loop()
         job = _Job(samples, loop.create_future(), len(samples), on_tokens)
         self._jobs.update(dict.fromkeys(samples, job))
@@ -304,7 +304,7 @@ class SteppedEngine:
         await self._call(stepper.remove, samples)
         for sample in samples:
             sample.finish_reason = sample.finish_reason or "abort"
-        self._tell({self._jobs[sample] for sample in samples if sample in self._jobs})  # the others may be in a step
+        self._tell({self._jobs[sample] for sample in samples if sample in self._jobs})  # others may be in a step
         self._settle(samples)
 
     async def _pump_steps(self) -> None:
@@ -397,4 +397,4 @@ def _advance(
 def _failed(error: Exception) -> EngineError:
     if isinstance(error, NotReadyError):
         return EngineError(str(error))
-    return EngineDiedError(f"the engine failed and serves no more: {type(error).__name__}: {error}. Start a new one.")
+    return EngineDiedError(f"the engine failed and no longer serves: {type(error).__name__}: {error}. Start a new one.")

@@ -21,8 +21,8 @@ async def stream(engine: RolloutEngine, request: GenerateRequest) -> AsyncGenera
     dropped, or its task is cancelled.
 
     Raises:
-        EngineError: See `generate`. Also raised if an engine dies after it returned tokens, since these cannot be taken
-            back.
+        EngineError: See `generate`. Also raised if an engine dies after it returned tokens, because these cannot be
+            retracted.
     """
     tokens = TokenStream(engine, request)
     try:
@@ -72,7 +72,7 @@ class TokenStream:
         self._running.cancel()
         await asyncio.wait([self._running])
         if not self._running.cancelled():
-            self._running.exception()  # which nobody wants to know
+            self._running.exception()  # retrieves it, so that asyncio does not report it
 
     def _take(self, piece: NewTokens) -> None:
         self._pieces.setdefault(piece.sample_index, []).append(piece)
@@ -117,7 +117,7 @@ class HostedStreams:
         """
         tokens = self._streams.get(name)
         if tokens is None:
-            raise EngineError("the engine was started again since, and its streams are gone; ask again.")
+            raise EngineError("the engine restarted and lost its streams. Send the request again.")
         is_over = True
         try:
             pieces = await tokens.next()
@@ -156,7 +156,7 @@ async def generate_streamed(
                 return [ended[index] for index in range(request.num_samples)]
             pieces = await call("more_tokens", name)
     finally:
-        if len(ended) < request.num_samples:  # nobody wants the rest
+        if len(ended) < request.num_samples:  # the rest is not needed
             dropping = asyncio.ensure_future(_drop(call, name))
             _dropping.add(dropping)
             dropping.add_done_callback(_dropping.discard)
@@ -166,7 +166,7 @@ _dropping: set["asyncio.Future[None]"] = set()
 
 
 async def _drop(call: Callable[..., Awaitable[Any]], name: str) -> None:
-    with suppress(RLError):  # it may have died of this
+    with suppress(RLError):  # the engine may have died
         await call("drop_stream", name)
 
 

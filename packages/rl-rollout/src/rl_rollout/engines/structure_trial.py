@@ -1,4 +1,4 @@
-"""A script for a child process: compiles an untrusted grammar, and computes the allowed first tokens.
+"""A script for a child process that compiles an untrusted grammar, and computes the allowed first tokens.
 
 llguidance bounds its own work almost everywhere, but a list of a billion items uses all available memory.
 """

@@ -26,7 +26,8 @@ class Ticket:
         request_id: Id for `RolloutEngine.abort`.
         is_aborted: Whether it must not reach another engine.
         is_asked: Whether an engine is running it.
-        has_told: Whether its caller has received tokens. These cannot be taken back, so it cannot restart elsewhere.
+        has_told: Whether its caller has received tokens, which cannot be retracted, so the request cannot restart
+            elsewhere.
     """
 
     num_samples: int

@@ -38,8 +38,7 @@ class TransformersEngine(SteppedEngine):
             from rl_rollout.engines.transformers_stepper import TransformersStepper
         except ImportError as error:
             raise MissingExtraError(
-                f"the transformers engine needs torch and transformers: {error}. "
-                "Install rl-rollout[transformers] as the README says."
+                f"the transformers engine needs torch and transformers: {error}. Install rl-rollout[transformers]."
             ) from error
         if not self._options.max_lora_rank:
             return TransformersStepper(self._model_dir, self._options)

@@ -56,8 +56,8 @@ class ModelAdapter:
         modules = list(dict.fromkeys(map(module_of, tensors)))
         if barred := [name for name in modules if name not in self._allowed]:
             raise EngineError(
-                f"an adapter may change linear layers of the engine's lora_target_modules; found {barred[0]!r}. Add "
-                "the last part of its name there, or leave it out of the adapter."
+                f"an adapter may change only linear layers in the engine's lora_target_modules; found {barred[0]!r}. "
+                "Add the last part of its name there, or remove it from the adapter."
             )
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if shapes != self._shapes or self.problems(tensors):
@@ -94,11 +94,11 @@ class ModelAdapter:
         return found
 
     def problems(self, tensors: Iterable[str]) -> list[str]:
-        """Describe problems besides A and B, such as an adapter that is off, scaled, or missing from the update."""
+        """Describe problems other than A and B, such as a disabled, scaled or unexpected adapter."""
         wanted = set(map(module_of, tensors))
         layers = dict(_adapted(self._model))
         found = [f"{name} has no adapter." for name in sorted(wanted - layers.keys())]
-        found += [f"{name} has an adapter, and the update has none for it." for name in sorted(layers.keys() - wanted)]
+        found += [f"{name} has an adapter, but the update has none for it." for name in sorted(layers.keys() - wanted)]
         for name in sorted(wanted & layers.keys()):
             found += [f"{name} {problem}" for problem in _problems(layers[name])]
         return found
@@ -112,7 +112,7 @@ class ModelAdapter:
     def _put(self, modules: list[str], *, rank: int) -> None:
         targets = "|".join(map(re.escape, modules))
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, inference_mode=True)
-        with torch.random.fork_rng(devices=[]):  # peft draws values, which are replaced
+        with torch.random.fork_rng(devices=[]):  # peft draws initial values, which are replaced
             inject_adapter_in_model(config, self._model, NAME)
         self._model.eval()
 
@@ -130,14 +130,14 @@ def _adapted(model: torch.nn.Module) -> list[tuple[str, LoraLayer]]:
 
 def _problems(layer: LoraLayer) -> Iterator[str]:
     if layer.disable_adapters:
-        yield "leaves its adapter out."
+        yield "does not use its adapter."
     if layer.merged:
-        yield f"has the adapters {layer.merged_adapters} in its base."
+        yield f"has merged the adapters {layer.merged_adapters} into its base."
     if list(layer.active_adapters) != [NAME]:
-        yield f"serves the adapters {list(layer.active_adapters)}; {[NAME]} is the one that is published."
+        yield f"serves the adapters {list(layer.active_adapters)}; only {[NAME]} is published."
     scaling = layer.scaling.get(NAME)
     if scaling != 1.0:
-        yield f"scales its adapter by {scaling}; B is multiplied already, so that it must be 1."
+        yield f"scales its adapter by {scaling}; the scaling must be 1 because B is already multiplied."
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

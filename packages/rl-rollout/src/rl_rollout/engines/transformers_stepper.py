@@ -60,7 +60,7 @@ class TransformersStepper:
                 model = AutoModelForCausalLM.from_pretrained(
                     model_dir, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
                 )
-        except Exception as error:  # of many kinds for a damaged folder
+        except Exception as error:  # a damaged folder raises many types
             raise EngineError(
                 f"{model_dir}: transformers cannot load the model ({type(error).__name__}: {error})."
             ) from error
@@ -191,7 +191,7 @@ class TransformersStepper:
     def _receipt(self, sums: PassingChecksums, adapted: Mapping[str, torch.Tensor]) -> WeightReceipt:
         arrived, live = sums.with_probes(self._base())
         problems = [
-            f"{len(batch.samples)} samples continue with what version {batch.served.version} computed of them."
+            f"{len(batch.samples)} samples continue with the cache of version {batch.served.version}."
             for batch in self._batches
             if batch.cache is not None and batch.served is not self._served_to(batch.adapter)
         ]

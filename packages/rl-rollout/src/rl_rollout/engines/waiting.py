@@ -1,4 +1,4 @@
-"""Waits for changes made by other tasks. Not tied to an event loop, because an engine may outlive several."""
+"""Waits for changes made by other tasks. Not bound to an event loop, because an engine may outlive several."""
 
 import asyncio
 from types import TracebackType

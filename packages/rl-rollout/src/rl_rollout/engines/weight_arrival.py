@@ -13,7 +13,7 @@ class WeightArrival:
     """Connects to the senders of updates, as their only worker."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create without connecting.
+        """Initialize without connecting.
 
         Args:
             device: Device of the received tensors.
@@ -26,8 +26,8 @@ class WeightArrival:
         """Yield each tensor of an update when it is complete, in order.
 
         Raises:
-            WeightsGoneError: A sender is gone or has another version. Nothing was sent.
-            TransferError: A sender is gone midway.
+            WeightsGoneError: A sender has ended or has another version. Nothing was sent.
+            TransferError: A sender ended midway.
             DeadlineError: A sender stopped sending.
         """
         try:

@@ -20,11 +20,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-    """Yield the tensors of an update, from this process or from its file.
+    """Return the tensors of an update, from this process or from its file.
 
     Raises:
         EngineError: The update has neither tensors nor a file.
-        WeightsGoneError: The file is gone or truncated.
+        WeightsGoneError: The file is missing or truncated.
     """
     if update.tensors is not None:
         return update.tensors
@@ -44,25 +44,25 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
 
     Raises:
         EngineError: The update has neither tensors nor a file.
-        WeightsGoneError: The file is gone or truncated.
+        WeightsGoneError: The file is missing or truncated.
     """
     if update.file is None:
-        raise EngineError(f"weight update {update.version} has neither tensors nor a file; a transport packs one.")
+        raise EngineError(f"weight update {update.version} has neither tensors nor a file. Pack it with a transport.")
     require_plain(update.file, error=WeightsGoneError)
     try:
         yield update.file
     except (OSError, SafetensorError) as error:
         raise WeightsGoneError(
             f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
-            "engine has taken it."
+            "engine has loaded it."
         ) from error
 
 
 def tensor_shapes(model_dir: Path) -> Shapes:
     """Return the shapes of the folder's tensors, from the file headers. Joined experts are listed separately.
 
-    Layers after the last, with which GLM and others predict further tokens, are skipped because engines do not load
-    them.
+    Layers after the last, with which GLM and other models predict further tokens, are skipped because engines do not
+    load them.
     """
     config = read_json_object(model_dir / "config.json", error=EngineError)
     num_layers = config.get("text_config", config).get("num_hidden_layers", math.inf)
@@ -80,7 +80,7 @@ def _layer(name: str) -> int:
 
 
 def each_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Yield the tensors by the names that learners publish. Joined experts become one view per expert.
+    """Return the tensors by the names that learners publish. Joined experts become one view per expert.
 
     transformers 5 computes with [experts, 2 * ffn, hidden] `gate_up_proj` and [experts, hidden, ffn] `down_proj`.
     """
@@ -143,16 +143,16 @@ def check_adapter(
     adapter = update.adapter
     if adapter is None or not 1 <= adapter.rank <= traits.max_lora_rank:
         raise EngineError(
-            f"{traits.name} takes adapters of rank 1 to its max_lora_rank = {traits.max_lora_rank}; found rank "
-            f"{adapter and adapter.rank}. Start it with more, or publish all weights with the adapter in them "
-            '([lora] serving = "merged").'
+            f"{traits.name} accepts adapters of rank 1 to its max_lora_rank = {traits.max_lora_rank}; found rank "
+            f"{adapter and adapter.rank}. Start it with a larger max_lora_rank, or publish all weights with the "
+            'adapter merged ([lora] serving = "merged").'
         )
     matrices = {}
     for name in tensors:
         module = module_of(name)
         shape = expected.get(f"{module}.weight", ())
         if len(shape) != 2:
-            raise EngineError(f"an adapter must be of matrices of the model; found {name!r}. Leave it out.")
+            raise EngineError(f"an adapter must change matrices of the model; found {name!r}. Remove it.")
         matrices[f"{PEFT_PREFIX}{module}{LORA_A}"] = adapter.rank, shape[1]
         matrices[f"{PEFT_PREFIX}{module}{LORA_B}"] = shape[0], adapter.rank
     if not matrices:
@@ -164,10 +164,10 @@ def check_adapter(
 def _check_whole(found: Shapes, expected: Shapes, tied: Iterable[str] = (), *, of: str = "the model") -> None:
     missing = set(expected) - set(found) - set(tied)
     if missing:
-        raise EngineError(f"a weight update must hold every tensor of {of}; {_some(missing)} missing.")
+        raise EngineError(f"a weight update must contain every tensor of {of}; missing: {_some(missing)}.")
     unknown = set(found) - set(expected) - set(tied)
     if unknown:
-        raise EngineError(f"a weight update must hold only tensors of {of}; found {_some(unknown)} beside them.")
+        raise EngineError(f"a weight update must contain only tensors of {of}; found {_some(unknown)} in addition.")
     for name, shape in found.items():
         if name in expected and shape != expected[name]:
             raise EngineError(f"tensor {name!r} must have {of}'s shape {list(expected[name])}; found {list(shape)}.")

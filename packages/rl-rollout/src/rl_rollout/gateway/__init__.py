@@ -1,4 +1,4 @@
-"""A gateway: agents of any kind talk to the policy over HTTP, and exactly the sampled tokens train."""
+"""A gateway that serves the policy to any agent over HTTP. Exactly the sampled tokens train."""
 
 from rl_rollout.gateway.server import Gateway, GatewayOptions
 from rl_rollout.gateway.service import ServiceOptions

@@ -1,4 +1,4 @@
-"""An agent's request and its answer, independent of the API."""
+"""An agent's request and its answer, in a form independent of the API."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,19 @@ MAX_CHOICES = 16
 
 @record
 class Ask:
-    """A request of an agent, whichever API it came in by.
+    """A request of an agent, from any API.
 
     Attributes:
         messages: The conversation.
-        tools: That the model may call, as chat templates take them.
-        prompt: What is to be continued, as text or tokens, in the place of a conversation.
-        may_call: Calls are read; else they are text.
-        must_call: JSON schema of the call that is to be made; None where the model is free.
-        wishes: How it is to be drawn.
-        num_choices: Answers to give.
-        trains: False for what the agent asks outside of its task.
-        idempotency_key: Equal in requests that are one.
-        retry_count: How often the client has made the request before.
+        tools: Tools that the model may call, in the format of chat templates.
+        prompt: Text or token ids to continue, instead of a conversation.
+        may_call: Parse tool calls; otherwise they remain text.
+        must_call: JSON schema of a forced call; None leaves the choice to the model.
+        wishes: The sampling parameters that the client asks for.
+        num_choices: Number of answers.
+        trains: False for requests outside the agent's task.
+        idempotency_key: Identical in all retries of one request.
+        retry_count: Number of earlier tries of the request, as reported by the client.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -53,12 +53,12 @@ class Ask:
 
     @property
     def form(self) -> ReplyForm:
-        """How what the model says is to be read."""
+        """How the model's response is parsed."""
         return "text" if self.prompt is not None else "call" if self.must_call else "chat"
 
     @property
     def digests(self) -> list[bytes]:
-        """Of the tools, then of each beginning of the conversation; or of the prompt as a whole."""
+        """Digests of the tools and of each prefix of the conversation, or a single digest of the prompt."""
         if self.prompt is None:
             return context_digests(self.tools, self.messages)
         if isinstance(self.prompt, str):
@@ -67,7 +67,7 @@ class Ask:
 
     @property
     def num_chars(self) -> int:
-        """Of all that is to be encoded, about."""
+        """Approximate number of characters to encode."""
         texts = [
             text for one in self.messages for text in (one.content, one.reasoning, *(c.arguments for c in one.calls))
         ]
@@ -76,14 +76,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a request is answered with.
+    """The answer to a request.
 
     Attributes:
-        samples: One a choice.
-        num_prompt_tokens: That the engine was given.
-        overridden: What of the request is not honoured, by field.
-        name: Of the request, unlike all others.
-        log: Keeps that it was delivered.
+        samples: One sample per choice.
+        num_prompt_tokens: Number of tokens in the engine's input.
+        overridden: Fields of the request that were not honoured, each with its change, such as "0.2->1.0".
+        name: Unique name of the request.
+        log: Records the delivery on disk.
     """
 
     name: str
@@ -94,11 +94,11 @@ class Answer:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that were sampled."""
+        """Number of sampled tokens in all choices."""
         return sum(len(sample.generation.token_ids) for sample in self.samples)
 
     def deliver(self) -> None:
-        """Say that the client got it."""
+        """Record that the client received the answer."""
         for sample in self.samples:
             sample.is_delivered = True
         if self.log is not None:
@@ -106,20 +106,20 @@ class Answer:
 
 
 class Live:
-    """An answer under way.
+    """An answer in progress.
 
     Attributes:
-        answer: What it will be.
-        news: Set when there is more to take, and when there is the answer.
-        name: Of the request.
-        num_prompt_tokens: That the engine was given.
-        overridden: See `Answer`.
+        answer: Task that returns the complete answer.
+        news: Set when new text is available, and when the answer is complete.
+        name: Unique name of the request.
+        num_prompt_tokens: Number of tokens in the engine's input.
+        overridden: Fields that were not honoured, as in `Answer`.
     """
 
     answer: "asyncio.Future[Answer]"
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Start without text."""
         self.news = asyncio.Event()
         self.name, self.num_prompt_tokens = "", 0
         self.overridden: Mapping[str, str] = {}
@@ -127,40 +127,40 @@ class Live:
         self._pieces: list[tuple[int, str, str]] = []
 
     async def changes(self, *, within_s: float | None = None) -> bool:
-        """Wait for news or for the answer; False where neither came in time."""
+        """Wait for new text or for the answer; return False if neither arrives within `within_s` seconds."""
         if not self.answer.done():
             limit = None if within_s is None else asyncio.get_running_loop().call_later(within_s, self.news.set)
             try:
-                await self.news.wait()  # neither a task nor a timeout for each token
+                await self.news.wait()  # avoids creating a task or timeout per token
             finally:
                 if limit is not None:
                     limit.cancel()
         return bool(self._pieces) or self.answer.done()
 
     def begin(self, name: str, num_prompt_tokens: int, overridden: Mapping[str, str]) -> None:
-        """The request is placed, and nothing refuses it."""
+        """Set the attributes of an accepted request."""
         self.name, self.num_prompt_tokens, self.overridden = name, num_prompt_tokens, overridden
         self.news.set()
 
     def read_along(self, streams: Sequence[ReplyStream]) -> None:
-        """Take what the engine gives, one stream a choice."""
+        """Set the streams that decode the engine's tokens, one per choice."""
         self._streams = list(streams)
 
     def feed(self, new: NewTokens) -> None:
-        """Take tokens of one choice."""
+        """Decode new tokens of one choice."""
         pieces = self._streams[new.sample_index].feed(new.token_ids.tolist(), has_ended=new.ended is not None)
         self._pieces += ((new.sample_index, *piece) for piece in pieces)
         if self._pieces:
             self.news.set()
 
     def take(self) -> list[tuple[int, str, str]]:
-        """What is new: choice, "reasoning" or "content", and text."""
+        """Return and clear the new pieces: index of the choice, "reasoning" or "content", and text."""
         pieces, self._pieces = self._pieces, []
         runs = groupby(pieces, key=lambda piece: piece[:2])
         return [(index, kind, "".join(piece[2] for piece in run)) for (index, kind), run in runs]
 
     def take_rest(self, answer: Answer) -> list[tuple[int, str, str]]:
-        """All that has not been taken of the messages."""
+        """Return the remaining pieces of the complete messages."""
         for index, sample in enumerate(answer.samples):
             said = self._streams[index].said if self._streams else NOTHING_SAID
             self._pieces += ((index, *piece) for piece in unsaid(sample.message, said))

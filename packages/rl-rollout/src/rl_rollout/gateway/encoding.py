@@ -1,4 +1,4 @@
-"""Conversations as tokens: an opening is encoded whole, and later only what follows a turn that was sampled."""
+"""Encodes conversations as tokens: first the entire opening, then only what follows a sampled turn."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -12,43 +12,43 @@ from rl_rollout.loops.turns import ChatTurns, Role
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 MAX_TOOLSETS = 64
-"""Sets of tools whose templates are kept; agents change theirs seldom."""
+"""Number of tool sets whose checked templates are kept; agents rarely change their tools."""
 
 
 class ConversationEncoder:
-    """Writes messages by the tokenizer's chat template, which `ChatTurns` tries first with each set of tools."""
+    """Encodes messages with the tokenizer's chat template; `ChatTurns` first checks the template with each tool set."""
 
     def __init__(self, tokenizer: PromptTokenizer, *, end_token_ids: Sequence[int] = ()) -> None:
-        """Try nothing yet.
+        """Set the tokenizer, without checking its template yet.
 
         Args:
-            tokenizer: With a chat template.
-            end_token_ids: What can end a turn, beside the tokenizer's own end token.
+            tokenizer: A tokenizer with a chat template.
+            end_token_ids: Tokens that can end a turn, in addition to the tokenizer's own end token.
         """
         self._tokenizer = tokenizer
         self._end_token_ids = tuple(end_token_ids)
         self._known: OrderedDict[tuple[bytes, Role], ChatTurns] = OrderedDict()
 
     def try_template(self) -> None:
-        """Try the template without tools.
+        """Check the template without tools.
 
         Raises:
-            SettingsError: It cannot be used for several turns; the message says what it does.
+            SettingsError: The template does not support several turns; the message has the reason.
         """
         self._turns(b"", (), role="user")
 
     def opening_ids(
         self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Json]], toolset: bytes
     ) -> IntArray:
-        """[P] int32 tokens of a conversation from its beginning to where the model is to answer.
+        """Return the [P] int32 tokens of a conversation, including the generation prompt.
 
         Args:
-            messages: All of them.
-            tools: As chat templates take them.
-            toolset: A digest of the tools.
+            messages: All messages.
+            tools: Tools in the format of chat templates.
+            toolset: Digest of the tools.
 
         Raises:
-            RefusedError: The template refuses a message, or cannot show tools.
+            RefusedError: The template refuses a message or does not support tools.
         """
         has_calls = any(message.calls for message in messages)
         turns = self._turns_for(toolset, tools, role="tool" if tools and has_calls else "user")
@@ -63,17 +63,17 @@ class ConversationEncoder:
         tools: Sequence[Mapping[str, Json]],
         toolset: bytes,
     ) -> IntArray:
-        """[N] int32 tokens between a turn that was sampled and the next one.
+        """Return the [N] int32 tokens between a sampled turn and the next one.
 
         Args:
             messages: The conversation.
-            after: How many of them there are up to the turn, it included.
-            last_token: The last token that was sampled for it.
-            tools: As chat templates take them.
-            toolset: A digest of the tools.
+            after: Number of messages up to and including the sampled turn.
+            last_token: Last sampled token of the turn.
+            tools: Tools in the format of chat templates.
+            toolset: Digest of the tools.
 
         Raises:
-            RefusedError: The template refuses a message, or cannot show tools.
+            RefusedError: The template refuses a message or does not support tools.
         """
         turn = messages[after - 1]
         turns = self._turns_for(toolset, tools, role="tool" if turn.calls else "user")
@@ -107,8 +107,8 @@ class ConversationEncoder:
                 self._known[key] = ChatTurns(self._tokenizer, role=role, tools=tools, end_token_ids=self._end_token_ids)
             except SettingsError as error:
                 raise SettingsError(
-                    f"the gateway cannot serve this tokenizer's chat template: {error} Of the gateway these are "
-                    "stop_tokens (`rl-rollout serve --stop-token`) and the tokenizer's template (`--chat-template`)."
+                    f"the gateway cannot serve this tokenizer's chat template: {error} In the gateway, set stop_tokens "
+                    "(`rl-rollout serve --stop-token`) or another template (`--chat-template`)."
                 ) from error
             if len(self._known) > MAX_TOOLSETS:
                 self._known.popitem(last=False)
@@ -119,10 +119,10 @@ class ConversationEncoder:
 def _encoded(
     messages: Sequence[ChatMessage], num_before: int, encode: Callable[[Sequence[ChatMessage]], IntArray]
 ) -> IntArray:
-    """What the template gives.
+    """Encode messages.
 
     Raises:
-        RefusedError: It refuses the messages; names the first with which it does.
+        RefusedError: The template refuses the messages; the error names the first refused one.
     """
 
     def is_refused(count: int) -> bool:

@@ -1,4 +1,4 @@
-"""Finished sessions for other stacks: as JSON lines, as Parquet, or put into a queue."""
+"""Exports finished sessions as JSON lines or Parquet, or puts them into a queue."""
 
 from argparse import Namespace
 from collections import Counter
@@ -29,11 +29,11 @@ TOKENS = {"input_ids": INT, "loss_mask": pa.bool_(), "rollout_logprobs": pa.floa
 OF_ROW = {"prompt_uid": TEXT, "session_index": INT, "output_index": INT, "parent": INT, "num_prompt_tokens": INT}
 OF_ROW |= {"finish_reason": TEXT, "reward": FLOAT}
 JSON = ("reward_components", "metadata")
-"""Objects in JSON lines, their texts in Parquet."""
+"""Columns that are objects in JSON lines and JSON strings in Parquet."""
 
 
 def run_list(arguments: Namespace) -> int:
-    """The command `sessions list`: a line a session, with why it cannot train."""
+    """Run `sessions list`: print one line per session, with the reason if it cannot train."""
     rows = []
     for file in session_files(_folder(arguments), OPEN, FINISHED, QUEUED):
         try:
@@ -51,29 +51,28 @@ def run_list(arguments: Namespace) -> int:
 
 
 def run_export(arguments: Namespace) -> int:
-    """The command `sessions export`."""
+    """Run `sessions export`."""
     counts, unreadable = export_sessions(_folder(arguments), arguments.to)
     lines = [f"{arguments.to}: {counts['trajectories']} trajectories of {counts['sessions']} sessions"]
     if counts["failed"]:
-        lines.append(f"left out: {counts['failed']} sessions that failed; `sessions list` says why")
+        lines.append(f"left out: {counts['failed']} failed sessions; `sessions list` shows the reasons")
     lines += [f"left out: {printable(why, width=None)}" for why in unreadable]
     write_out("\n".join([*lines, ""]))
     return FOUND if unreadable else 0
 
 
 def export_sessions(folder: Path, target: Path) -> tuple[Counter[str], list[str]]:
-    """Write the trajectories of all finished sessions that have a reward; the file appears whole or not at all.
+    """Write the trajectories of all finished sessions that did not fail. The file appears complete or not at all.
 
     Args:
-        folder: Of the sessions; a gateway may be at work in it.
-        target: Ends in .jsonl or .parquet.
+        folder: Folder of the sessions; a running gateway may be using it.
+        target: Path of the file, with the suffix .jsonl or .parquet.
 
     Returns:
-        How many "sessions" and "trajectories" the file has, and how many sessions that "failed" it has not; why files
-        of sessions could not be read.
+        Counts of exported "sessions" and "trajectories" and of skipped "failed" sessions; errors of unreadable files.
 
     Raises:
-        SettingsError: The target has another end.
+        SettingsError: The target has another suffix.
     """
     if target.suffix not in (".jsonl", ".parquet"):
         raise SettingsError(f"the export must end in .jsonl or .parquet; found {target.name!r}.")
@@ -94,20 +93,20 @@ def export_sessions(folder: Path, target: Path) -> tuple[Counter[str], list[str]
 
 
 class QueueFeed:
-    """Puts each finished session into a queue, once: what the queue has already is not put again."""
+    """Puts each finished session into a queue exactly once."""
 
     def __init__(self, folder: Path, queue: TransferQueue) -> None:
-        """Nothing is put yet.
+        """Set the folder and the queue.
 
         Args:
-            folder: Of the sessions.
+            folder: Folder of the sessions.
             queue: The queue in which the sessions' groups were issued.
         """
         self._folder, self._queue = folder, queue
         self._refused: set[str] = set()
 
     def put_all(self) -> None:
-        """Put what there is; what the queue refuses is named in the log, and stays for the next start."""
+        """Put all finished sessions. A session that the queue refuses is logged, and retried after the next start."""
         for file in session_files(self._folder, FINISHED):
             try:
                 if file.stem not in self._refused:
@@ -134,12 +133,12 @@ class QueueFeed:
 def _folder(arguments: Namespace) -> Path:
     folder: Path = arguments.folder
     if not folder.is_dir():
-        raise SettingsError(f"{folder} is not a folder. Give what `rl-rollout serve` got as --sessions.")
+        raise SettingsError(f"{folder} is not a folder. Give the folder from `rl-rollout serve --sessions`.")
     return folder
 
 
 def _rows(folder: Path, counts: Counter[str], unreadable: list[str]) -> Iterator[dict[str, Any]]:
-    """What an export writes, while it counts."""
+    """Yield the rows of an export and update the counts."""
     for file in session_files(folder, FINISHED, QUEUED):
         try:
             session, _ = read_session(file if file.exists() else file.with_suffix(QUEUED))

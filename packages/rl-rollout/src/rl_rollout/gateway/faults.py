@@ -12,22 +12,22 @@ MAX_TRACEBACK_CHARS = 16_384
 
 
 class FaultLog:
-    """Logs a line for each fault; only the first at a place in the code has its traceback.
+    """Logs one line per fault, with a traceback only for the first fault at each place in the code.
 
-    No traceback has the values of variables: keys of sessions are among them.
+    Tracebacks never contain values of variables, which include session keys.
     """
 
     def __init__(self) -> None:
-        """No fault is known."""
+        """Start without known faults."""
         self._known: set[tuple[type[Exception], str, int | None]] = set()
 
     def note(self, event: str, error: Exception, **about: str) -> None:
-        """Log a fault that was caught.
+        """Log a caught error.
 
         Args:
-            event: Its name.
-            error: What was raised.
-            about: More of the event.
+            event: Name of the log event.
+            error: The error.
+            about: Further fields of the event.
         """
         innermost = traceback.extract_tb(error.__traceback__)[-1]
         place = type(error), innermost.filename, innermost.lineno

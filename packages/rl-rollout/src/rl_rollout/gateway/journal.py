@@ -1,6 +1,7 @@
-"""Sessions on disk: a file each, to which a turn is appended before its client gets the answer.
+"""Stores sessions on disk, one file each. A turn is appended before its client receives the answer.
 
-A file is `MAGIC` and frames of a length, a crc32c and a msgpack record. Its name says the outcome of the session.
+A file is `MAGIC` followed by frames, each with a length, a crc32c and a msgpack record. Its suffix is the state of the
+session.
 """
 
 import fcntl
@@ -33,14 +34,14 @@ MAGIC = b"rl-rollout session 1\n"
 FRAME = struct.Struct("<II")
 SESSION_ID = re.compile(r"session-[0-9a-f]{16}")
 OPEN, FINISHED, QUEUED = ".open", ".finished", ".queued"
-"""Ends of names; a queued session is finished, and some queue has it."""
+"""Suffixes of session files. A queued session is finished and has been put into a queue."""
 
 
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Opening(msgspec.Struct, tag="opening", forbid_unknown_fields=True):
-    """Named after the session's attributes, as are the others after what they keep."""
+    """First record of a file. The fields of all records have the names of the attributes that they store."""
 
     session_id: str
     key_digest: bytes
@@ -67,11 +68,11 @@ class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True
     request_index: int
     generate_s: float
     never_trains: bool
-    after: _Number | None = None  # the number of the sample that the turn follows
+    after: _Number | None = None  # number of the sample before the turn
     digests: list[bytes] = []
     new_ids: IntArray | None = None
     asked_by: MessageRole = "user"
-    kept_ids: IntArray | None = None  # None where all are kept
+    kept_ids: IntArray | None = None  # None if all tokens are kept
     state: _State | None = None
 
 
@@ -86,7 +87,7 @@ def _array_as_plain(array: Any) -> Any:
 def _plain_as_array(_kind: Any, plain: Any) -> Any:
     dtype, shape, content = plain
     if dtype not in ("<i2", "<i4", "<f4"):
-        raise ValueError(f"an array must not be of {dtype!r}")
+        raise ValueError(f"an array must have dtype <i2, <i4 or <f4; found {dtype!r}")
     return np.frombuffer(content, np.dtype(dtype)).reshape(shape)
 
 
@@ -96,29 +97,29 @@ _decode = msgspec.msgpack.Decoder(_Opening | _State | _Said | _Delivered, dec_ho
 
 
 class SessionLog:
-    """The file of an open session."""
+    """File of an open session."""
 
     def __init__(self, session: Session, file: Path, *, size: int) -> None:
-        """Continue with a file.
+        """Continue an existing file.
 
         Args:
-            session: Whose it is.
-            file: Where.
-            size: Bytes of it that are complete; what follows is cut off by the next write.
+            session: The session.
+            file: Path of the file.
+            size: Number of bytes in complete records; the next write truncates the file to this size.
         """
         self._session, self._file, self._size = session, file, size
         self._numbers = {sample: number for number, sample in enumerate(session.tree.samples)}
         self._is_closed = False
 
     def said(self, sample: Sample, digests: Sequence[bytes]) -> None:
-        """Keep what the model said.
+        """Record a sample.
 
         Args:
-            sample: Not yet in the tree.
-            digests: Of the beginnings of its conversation that are new, the whole of it last.
+            sample: The sample, not yet added to the tree.
+            digests: Digests of the new prefixes of its conversation; the last is that of the entire conversation.
 
         Raises:
-            RefusedError: It cannot be kept.
+            RefusedError: The record cannot be written.
         """
         turn, kept = sample.turn, sample.kept_ids
         kept_fields = {name: getattr(sample, name) for name in _OF_SAMPLE}
@@ -130,29 +131,29 @@ class SessionLog:
         self._numbers[sample] = len(self._numbers)
 
     def delivered(self, samples: Sequence[Sample]) -> None:
-        """Keep that the client got them; a session that cannot keep it has failed."""
+        """Record that the client received the samples; mark the session as failed if that is not possible."""
         with suppress(RefusedError):
             self.append(_Delivered([self._numbers[sample] for sample in samples]))
 
     def state(self, *, is_finished: bool) -> None:
-        """Keep what the session has beside its turns; once that it is finished is kept, nothing follows.
+        """Record the session's state except its turns. A finished state is the last record.
 
         Raises:
-            RefusedError: It cannot be kept.
+            RefusedError: The record cannot be written.
         """
         state = _state(self._session)
         state.is_finished = is_finished
         self.append(state)
         if is_finished:
             self._is_closed = True
-            with suppress(OSError):  # the next start does it
+            with suppress(OSError):  # the next start renames it
                 self._file.rename(self._file.with_suffix(FINISHED))
 
     def append(self, record: msgspec.Struct) -> None:
-        """Keep a record.
+        """Append a record.
 
         Raises:
-            RefusedError: It cannot be kept, and the session has failed.
+            RefusedError: The session has ended, or the record cannot be written and the session has failed.
         """
         if self._is_closed:
             raise RefusedError("the session has ended.", kind="permission_error", code="session_limit")
@@ -160,18 +161,18 @@ class SessionLog:
             payload = _encode(record)
             self._size = _write(self._file, FRAME.pack(len(payload), checksum(payload)) + payload, at=self._size)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError, struct.error) as error:
-            self._session.failure = self._session.failure or f"the gateway cannot keep the session: {error}"
+            self._session.failure = self._session.failure or f"the gateway cannot store the session: {error}"
             raise RefusedError(self._session.failure, kind="api_error") from error
 
 
 class Journal:
-    """A folder of sessions, of one gateway at a time."""
+    """A folder of sessions, locked by one gateway at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Take a folder, which is made where it is not there.
+        """Create the folder if necessary, and lock it.
 
         Raises:
-            SettingsError: Another gateway has it, or it cannot be written.
+            SettingsError: Another gateway uses the folder, or it is not writable.
         """
         self.folder = folder
         try:
@@ -179,19 +180,19 @@ class Journal:
             self._lock = os.fdopen(open_lock_file(folder / "lock"), "wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SettingsError(f"another gateway keeps its sessions in {folder}. Name another folder.") from None
+            raise SettingsError(f"another gateway stores its sessions in {folder}. Choose another folder.") from None
         except OSError as error:
-            raise SettingsError(f"sessions cannot be kept in {folder}: {error}.") from error
+            raise SettingsError(f"sessions cannot be stored in {folder}: {error}.") from error
 
     def close(self) -> None:
-        """Leave the folder to others. Can be called twice."""
+        """Unlock the folder. Safe to call twice."""
         self._lock.close()
 
     def begin(self, session: Session) -> None:
-        """Keep a session from now on.
+        """Create the file of a new session.
 
         Raises:
-            RefusedError: It cannot be kept.
+            RefusedError: The file cannot be written.
         """
         file = self.folder / f"{session.session_id}{OPEN}"
         opening = msgspec.convert(session, _Opening, from_attributes=True)
@@ -200,11 +201,11 @@ class Journal:
             file.touch(mode=0o600, exist_ok=False)
             session.log = SessionLog(session, file, size=_write(file, MAGIC, at=0))
         except OSError as error:
-            raise RefusedError(f"the gateway cannot keep the session: {error}", kind="api_error") from error
+            raise RefusedError(f"the gateway cannot store the session: {error}", kind="api_error") from error
         session.log.append(opening)
 
     def restore(self, sampling: Callable[[int], SamplingParams]) -> Iterator[Session]:
-        """The sessions that were open when the last gateway ended; files that are none are named in the log."""
+        """Yield the sessions that were open when the last gateway ended; invalid files are logged."""
         for file in session_files(self.folder, OPEN):
             try:
                 session, size = read_session(file, sampling)
@@ -218,7 +219,7 @@ class Journal:
                 yield session
 
     def names(self) -> Iterator[tuple[str, int]]:
-        """Group and index of each session that is kept, whatever became of it."""
+        """Yield the group and index of every stored session, in any state."""
         for file in session_files(self.folder, OPEN, FINISHED, QUEUED):
             opening = None
             with suppress(DataError, ValueError, msgspec.MsgspecError), open_plain(file, follows_links=False) as opened:
@@ -229,45 +230,45 @@ class Journal:
                 yield opening.prompt_uid, opening.session_index
 
     def find_finished(self, session_id: str) -> Session | None:
-        """A session that was finished, as its file has it."""
+        """Read a finished session from its file; return None if there is none."""
         files = (self.folder / f"{session_id}{end}" for end in (FINISHED, QUEUED) if SESSION_ID.fullmatch(session_id))
         return next((read_session(file)[0] for file in files if file.exists()), None)
 
 
 def session_files(folder: Path, *ends: str) -> list[Path]:
-    """The files of sessions in a folder whose names have these ends, in the order of their ids."""
+    """Return the session files in a folder with one of these suffixes, sorted by session id."""
     found = {file.stem: file for end in ends for file in folder.glob(f"*{end}") if SESSION_ID.fullmatch(file.stem)}
-    return [found[name] for name in sorted(found)]  # one may be renamed in between
+    return [found[name] for name in sorted(found)]  # a dict by id, since a file may be renamed during the search
 
 
 def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = None) -> tuple[Session, int]:
-    """The session in a file, and how many of its bytes are complete: a write that was cut off counts for nothing.
+    """Read a session, and return it with the number of bytes in complete records. A truncated last record is ignored.
 
     Args:
-        file: Which.
-        sampling: Of its next turns, if it is to go on.
+        file: The session's file.
+        sampling: Returns the sampling parameters of a turn by its number; needed only to continue the session.
 
     Raises:
-        DataError: It is damaged, or none of ours.
+        DataError: The file is damaged, or not a session file.
     """
     with open_plain(file, follows_links=False) as (stream, size):
         try:
             if stream.read(len(MAGIC)) != MAGIC:
-                raise ValueError("it does not begin as one")
+                raise ValueError("it has no header of a session file")
             records = _records(stream, size)
             opening, place = next(records, (None, 0))
             if not isinstance(opening, _Opening) or opening.session_id != file.stem:
-                raise ValueError("it does not begin with the opening of the session of its name")
+                raise ValueError("its first record must be the opening of the session that the file is named after")
             session, size = _opened(opening, sampling), place
             for record, size in records:  # noqa: B007 - the last one is the result
                 _take(session, record)
-        except Exception as error:  # the file of a stranger may make any library raise
-            raise DataError(f"{file} is no session that can be read: {error}. Move it away.") from error
+        except Exception as error:  # an untrusted file may make any library raise
+            raise DataError(f"{file} is not a readable session: {error}. Move it elsewhere.") from error
     return session, size
 
 
 def _records(stream: BinaryIO, size: int) -> Iterator[tuple[Any, int]]:
-    """Each record, and where it ends; stops before one that is not whole."""
+    """Yield each record and the byte position of its end, up to the last complete record."""
     place = len(MAGIC)
     while place + FRAME.size <= size:
         length, crc = FRAME.unpack(stream.read(FRAME.size))
@@ -275,7 +276,7 @@ def _records(stream: BinaryIO, size: int) -> Iterator[tuple[Any, int]]:
             return
         payload = stream.read(length)
         if checksum(payload) != crc:
-            raise ValueError(f"the record at byte {place} has another checksum")
+            raise ValueError(f"the record at byte {place} does not match its checksum")
         place += FRAME.size + length
         yield _decode(payload), place
 
@@ -288,9 +289,9 @@ def _opened(opening: _Opening, sampling: Callable[[int], SamplingParams] | None)
 
 
 def _take(session: Session, record: Any) -> None:
-    """Do again what a record tells of."""
+    """Apply a record to the session."""
     if isinstance(record, _Opening):
-        raise TypeError("it opens twice")
+        raise TypeError("it has a second opening")
     if isinstance(record, _Delivered):
         for number in record.samples:
             session.tree.samples[number].is_delivered = True
@@ -317,7 +318,7 @@ def _state(session: Session) -> _State:
 
 
 def _write(file: Path, content: bytes, *, at: int) -> int:
-    """Append to what is complete of a file, all of it or nothing; gives its new size."""
+    """Write content at the end of a file's complete records; return the new size."""
     descriptor = os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != at:

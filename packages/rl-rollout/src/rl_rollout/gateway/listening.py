@@ -1,4 +1,4 @@
-"""A server of HTTP/1.1 that no client holds up: connections are bounded, and none waits long for its client."""
+"""An HTTP/1.1 server that slow clients cannot block: connections are limited in number and in waiting time."""
 
 import asyncio
 import resource
@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 START_DEADLINE_S = 30.0
 CLOSE_DEADLINE_S = 5
 BACKLOG = 128
-"""Connections that the loop accepts at a time, before any of them can be counted."""
+"""Maximum number of connections that the event loop accepts at once, before they are counted."""
 
 
 class Listener:
@@ -34,14 +34,14 @@ class Listener:
         patience_s: float,
         every_second: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Listen to nothing yet.
+        """Prepare the server, without listening yet.
 
         Args:
-            application: What is served.
-            max_connections: Beyond, those go that have waited longest for their clients; half of the files that the
-                process may open is the most.
-            patience_s: How long a connection waits for a client that sends no whole head, or takes no answer.
-            every_second: Awaited about once a second.
+            application: The application to serve.
+            max_connections: Beyond this number, connections that have waited longest for their client are closed.
+                Capped at half the process's limit on open files.
+            patience_s: Maximum wait in seconds for a complete request head, or for a client to read more of its answer.
+            every_second: Awaited about once per second.
         """
         most = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
         if max_connections > most:
@@ -50,7 +50,7 @@ class Listener:
         self._server = _Server(
             uvicorn.Config(
                 application,
-                http=_Connection,  # h11 bounds heads; httptools, if it is there, does not
+                http=_Connection,  # h11 limits the size of request heads; httptools, if installed, does not
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -69,39 +69,39 @@ class Listener:
         self._serving: asyncio.Task[None] | None = None
 
     def bind(self, host: str, port: int) -> None:
-        """Take an address, once.
+        """Bind the address; later calls have no effect.
 
         Raises:
-            SettingsError: It cannot be listened on.
+            SettingsError: The address is not available.
         """
         try:
             self._socket = self._socket or socket.create_server((host, port), backlog=BACKLOG)
         except (OSError, OverflowError) as error:
             raise SettingsError(f"the gateway cannot listen on {host}:{port}: {error}.") from error
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # for connections; asyncio does not do it
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio omits it
 
     async def start(self) -> int:
-        """Listen to the address that is taken; gives the port."""
+        """Listen on the bound address and return its port."""
         listening = self._socket
         if listening is None:
-            raise NotReadyError("the gateway's address is not taken.")
+            raise NotReadyError("the gateway has no address. Call bind first.")
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         async with asyncio.timeout(START_DEADLINE_S):
             while not self._server.started:
                 if self._serving.done():
                     self._serving.result()
-                    raise NotReadyError("the gateway's server ended as it began.")
+                    raise NotReadyError("the gateway's server stopped during its start.")
                 await asyncio.sleep(0.005)
         return int(listening.getsockname()[1])
 
     async def close(self) -> None:
-        """Listen no longer; requests under way get some seconds. Can be called twice."""
+        """Stop listening; running requests get CLOSE_DEADLINE_S to finish. Safe to call twice."""
         serving, self._serving = self._serving, None
         self._server.should_exit = True
         try:
             if serving is not None:
                 await serving
-        finally:  # uvicorn does not close it, where the event loop ends first
+        finally:  # uvicorn does not close the socket if the event loop ends first
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
@@ -119,35 +119,35 @@ class Listener:
 
 
 class _Server(uvicorn.Server):
-    """One that leaves the signals of the process alone."""
+    """A server that does not handle the process's signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield
 
 
 class _Connection(H11Protocol):
-    """One that knows how long it has waited for its client."""
+    """A connection that measures how long it has waited for its client."""
 
     def connection_made(self, transport: Any) -> None:
-        """Where there are too many, those go that have waited longest."""
+        """Accept a connection; if there are too many, close those that have waited longest."""
         super().connection_made(transport)
         self._state: tuple[Any, ...] = ()
         self._since = self.loop.time()
         if len(self.connections) >= (self.limit_concurrency or 0):
             idle = (one for one in self.connections if isinstance(one, _Connection) and one.is_idle and one is not self)
             longest = sorted(idle, key=lambda one: one._since)
-            for one in longest[: len(longest) // 4 + 1]:  # some at once: a flood need not sort for each
+            for one in longest[: len(longest) // 4 + 1]:  # several at once, so that a flood does not sort each time
                 one.drop()
 
     @property
     def is_idle(self) -> bool:
-        """True where no request is under way."""
+        """True if no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def waited_s(self, now: float) -> float:
-        """For how long nothing has changed that its client could change."""
+        """Return the seconds since the last change that depends on the client."""
         unsent = self.transport.get_write_buffer_size()
         state = (self.cycle, self.is_idle, unsent)
         if state != self._state or not (self.is_idle or unsent):
@@ -155,6 +155,6 @@ class _Connection(H11Protocol):
         return now - self._since
 
     def drop(self) -> None:
-        """Close at once, whatever is unsent."""
+        """Close the connection immediately and discard unsent data."""
         self.connections.discard(self)
         self.transport.abort()

@@ -14,11 +14,11 @@ from rl_rollout.gateway.sampling import DecidedBy
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 MAX_CHARS_PER_TOKEN = 32
-"""Tokens of text have fewer by far; those of long runs of spaces alone have more."""
+"""Far above the average of any text; only long runs of spaces have more characters per token."""
 
 
 class GatewayEngine(Protocol):
-    """What a gateway asks of an engine; see `RolloutEngine`, which has it all."""
+    """The part of `RolloutEngine` that a gateway needs."""
 
     @property
     def traits(self) -> EngineTraits: ...  # noqa: D102
@@ -29,10 +29,10 @@ class GatewayEngine(Protocol):
 
 
 def check_asked(request: GenerateRequest, traits: EngineTraits) -> None:
-    """Refuse what the client asks for and the engine cannot do: this is no fault of the engine.
+    """Check that the engine supports a request; a request that it does not support is the client's error.
 
     Raises:
-        RefusedError: Says what.
+        RefusedError: The engine does not support the request.
     """
     try:
         check_request(request, traits)
@@ -41,15 +41,17 @@ def check_asked(request: GenerateRequest, traits: EngineTraits) -> None:
 
 
 def within_means(ask: Ask, traits: EngineTraits, tokenizer: PromptTokenizer, *, decided_by: DecidedBy) -> Ask:
-    """The request as tokens and structures; a call that cannot be had by force is left to the model, and reported.
+    """Return the request with its prompt as tokens and a forced call as a structure.
+
+    If the engine cannot force a call, or a forced call must train, the model decides and "tool_choice" has no effect.
 
     Raises:
-        RefusedError: Names the field that cannot be honoured, or that cannot train.
+        RefusedError: A field cannot be honoured, or its samples could not train; the error names it.
     """
     check_length(ask, traits)
     wishes, may_force = ask.wishes, decided_by == "client" or not ask.trains
     if wishes.stop and not traits.can_match_text:
-        raise RefusedError("this engine cannot end a response at stop strings. Leave stop out.", param="stop")
+        raise RefusedError("this engine does not support stop strings. Omit stop.", param="stop")
     if isinstance(ask.prompt, str):
         ask = replace(ask, prompt=tokenizer.encode([ask.prompt], add_special_tokens=True)[0])
     elif ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < traits.vocab_size:
@@ -62,28 +64,28 @@ def within_means(ask: Ask, traits: EngineTraits, tokenizer: PromptTokenizer, *, 
     if wishes.structure is None:
         return ask
     if not set(wishes.structure.kinds) <= set(traits.structures):
-        raise RefusedError("this engine cannot follow a structure. Leave response_format out.", param="response_format")
+        raise RefusedError("this engine does not support structures. Omit response_format.", param="response_format")
     if not may_force:
         raise RefusedError(
-            "what is sampled under a structure cannot train: its logprobs are those of another distribution. Leave "
-            "response_format out, or send the header x-rl-train: false.",
+            "tokens sampled under a structure cannot train: their logprobs are those of another distribution. Omit "
+            "response_format, or send the header x-rl-train: false.",
             param="response_format",
         )
     return ask
 
 
 def check_length(ask: Ask, traits: EngineTraits) -> None:
-    """Refuse what would take the event loop long to encode, for nothing.
+    """Check the number of characters before encoding, which would block the event loop.
 
     Raises:
-        RefusedError: It has too many characters for any context.
+        RefusedError: The request has too many characters for the model's context.
     """
     if ask.num_chars > MAX_CHARS_PER_TOKEN * traits.max_model_len:
         raise too_long(f"{ask.num_chars} characters", traits)
 
 
 def too_long(size: str, traits: EngineTraits) -> RefusedError:
-    """That a conversation fits no context, with the code that agents look for."""
+    """Return the error for a conversation beyond the context length, with the code that agents recognize."""
     return RefusedError(
         f"the conversation has {size}; this model's maximum context length is {traits.max_model_len} tokens. "
         "Shorten the messages.",

@@ -14,14 +14,14 @@ DIGEST_BYTES = 16
 EXACT_FLOAT = 2**53
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)  # no record: each turn brings all messages again
+@dataclass(frozen=True, slots=True, kw_only=True)  # cheaper than a record: each turn repeats all messages
 class Call:
     """A tool call in an assistant's message.
 
     Attributes:
-        name: Of the tool.
+        name: Name of the tool.
         arguments: JSON text, as the client or the model wrote it.
-        call_id: What the tool's message names it by.
+        call_id: Id by which the tool's message refers to the call.
     """
 
     name: str
@@ -34,11 +34,11 @@ class ChatMessage:
     """One message of a conversation.
 
     Attributes:
-        role: Who speaks; a developer is the system.
+        role: Author of the message; "developer" is read as "system".
         content: Text; text parts are joined.
-        reasoning: What an assistant thought before it spoke.
-        calls: Of an assistant.
-        call_id: Of the call that a tool's message answers.
+        reasoning: An assistant's reasoning before the content.
+        calls: Tool calls of an assistant.
+        call_id: Id of the call that a tool's message answers.
     """
 
     role: MessageRole
@@ -49,10 +49,10 @@ class ChatMessage:
 
     @property
     def digest(self) -> bytes:
-        """Equal for messages that say the same.
+        """Digest that is equal for equivalent messages.
 
-        Reasoning is left out, since most message types cannot carry it; so are the ids of calls, which some frameworks
-        number again. Arguments count as JSON values, and an assistant's text without its outer white space.
+        It leaves out reasoning, which most message types cannot contain, and call ids, which some frameworks renumber.
+        Arguments are compared as JSON values, and an assistant's text without leading and trailing white space.
         """
         content = self.content.strip() if self.role == "assistant" else self.content
         calls = [(call.name, canonical_json(call.arguments)) for call in self.calls]
@@ -60,7 +60,7 @@ class ChatMessage:
 
 
 def context_digests(tools: Sequence[Mapping[str, Json]], messages: Iterable[ChatMessage]) -> list[bytes]:
-    """A digest of each beginning of a conversation: of the tools alone, then with one more message each."""
+    """Return a digest of each prefix of a conversation: the tools alone, then one more message each."""
     digests = [_digest(json.dumps(list(tools), sort_keys=True))]
     for message in messages:
         digests.append(blake2b(digests[-1] + message.digest, digest_size=DIGEST_BYTES).digest())
@@ -68,7 +68,7 @@ def context_digests(tools: Sequence[Mapping[str, Json]], messages: Iterable[Chat
 
 
 def canonical_json(text: str) -> str:
-    """One text for all ways to write a JSON value; what is no JSON stays as it is."""
+    """Return the canonical text of a JSON value; text that is not JSON is only stripped."""
     try:
         return json.dumps(_canonical(json.loads(text or "{}")), sort_keys=True)
     except (ValueError, RecursionError):
@@ -82,15 +82,15 @@ def template_messages(
     arguments_are_text: bool,
     after: ChatMessage | None = None,
 ) -> list[dict[str, Json]]:
-    """Messages as chat templates take them; no text of a client becomes a control token.
+    """Return messages in the format of chat templates. Control tokens in a client's text are broken up.
 
-    The calls of each assistant's message are numbered, and the tools' messages name the numbers.
+    The calls of each assistant's message are numbered; the tools' messages refer to these numbers.
 
     Args:
-        messages: In order.
-        control_tokens: Finds what is broken up.
-        arguments_are_text: How the template reads the arguments of calls.
-        after: The message before them, whose calls they may answer.
+        messages: The messages, in order.
+        control_tokens: Pattern of the control tokens to break up.
+        arguments_are_text: True if the template expects call arguments as JSON text, not as objects.
+        after: The preceding message, whose calls the messages may answer.
     """
 
     def harmless(text: str) -> str:
@@ -128,7 +128,7 @@ def template_messages(
 
 
 def numbered_call(index: int) -> str:
-    """Nine letters and digits: what Mistral's templates ask for."""
+    """Return a call id of nine letters and digits, the format that Mistral's templates require."""
     return f"call{index:05d}"
 
 
@@ -142,7 +142,7 @@ def _arguments(text: str, *, are_text: bool) -> Json:
 
 
 def _canonical(value: Json) -> Json:
-    """Whole floats as ints: JavaScript writes 1.0 as 1."""
+    """Convert integral floats to ints, since JavaScript writes 1.0 as 1."""
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_FLOAT:
         return int(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Counts of the gateway, as Prometheus reads them."""
+"""The gateway's metrics in Prometheus format."""
 
 import re
 
@@ -7,7 +7,7 @@ from rl_rollout.gateway.sessions import Sessions
 
 
 def metrics_text(service: PolicyService, sessions: Sessions) -> str:
-    """Lines of the text format 0.0.4."""
+    """Return the metrics in Prometheus text format 0.0.4."""
     lines = ["# TYPE rl_gateway_sessions gauge", f"rl_gateway_sessions {len(sessions)}"]
     lines += ["# TYPE rl_gateway_requests_running gauge"]
     lines += [f"rl_gateway_requests_running {sum(len(session.running) for session in sessions)}"]

@@ -12,14 +12,14 @@ from rl_rollout.gateway.sessions import Session
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Offer:
-    """A session to claim.
+    """A session offered to workers.
 
     Attributes:
-        session: It.
-        shown: What its worker is told beside its key.
-        ends_at: When it fails, by the monotonic clock.
-        is_claimed: A worker has it.
-        is_finished: Set by the worker.
+        session: The session.
+        shown: Fields that its worker receives in addition to the key.
+        ends_at: Deadline by the monotonic clock; the session fails if it is not finished by then.
+        is_claimed: True once a worker has claimed it.
+        is_finished: Set once the worker has finished it.
     """
 
     session: Session
@@ -30,23 +30,23 @@ class Offer:
 
     @property
     def seconds_left(self) -> float:
-        """Until it fails."""
+        """Seconds until the deadline."""
         return self.ends_at - time.monotonic()
 
 
 class Offers:
-    """Offers in order, each to one worker."""
+    """Queue of offers; each goes to one worker."""
 
     def __init__(self) -> None:
-        """Offer nothing yet."""
+        """Start without offers."""
         self._waiting: asyncio.Queue[Offer] = asyncio.Queue()
         self._by_id: dict[str, Offer] = {}
 
     async def finished(self, session: Session, shown: Mapping[str, Json], *, deadline_s: float) -> None:
-        """Offer a session, and wait until its worker has finished it.
+        """Offer a session and wait until its worker has finished it.
 
         Raises:
-            RolloutError: Nobody has, by the deadline.
+            RolloutError: No worker claimed or finished the session by the deadline.
         """
         offer = Offer(session=session, shown=shown, ends_at=time.monotonic() + deadline_s)
         self._by_id[session.session_id] = offer
@@ -61,7 +61,7 @@ class Offers:
             del self._by_id[session.session_id]
 
     async def claim(self) -> Offer:
-        """The next session that waits, from now on the caller's."""
+        """Wait for the next offer and claim it for the caller."""
         while True:
             offer = await self._waiting.get()
             if offer.session.session_id in self._by_id:
@@ -69,7 +69,7 @@ class Offers:
                 return offer
 
     def finish(self, session: Session) -> bool:
-        """Say that a session is finished; False where nobody offered it."""
+        """Mark a session as finished; return False if it was not offered."""
         offer = self._by_id.get(session.session_id)
         if offer is not None:
             offer.is_finished.set()

@@ -25,7 +25,7 @@ CLAIM_WAIT_S, MAX_CLAIM_WAIT_S = 30.0, 600.0
 
 
 class OwnerRoutes:
-    """Routes below /sessions; each asks for the owner's key."""
+    """Routes below /sessions; each requires the owner's key."""
 
     def __init__(
         self,
@@ -33,7 +33,13 @@ class OwnerRoutes:
         on_finished: Callable[[Session, SessionResult], None] | None,
         bodies: BodyReader,
     ) -> None:
-        """Serve a gateway's sessions; `on_finished` gets each that is finished."""
+        """Serve a gateway's sessions.
+
+        Args:
+            gateway: The gateway.
+            on_finished: Called with each finished session and its result.
+            bodies: Reads request bodies.
+        """
         self._gateway = gateway
         self._on_finished = on_finished
         self._bodies = bodies
@@ -42,7 +48,7 @@ class OwnerRoutes:
             self._taken[group].add(index)
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Return all routes."""
         return [
             Route("/sessions", InWordsOf("openai", self._open), methods=["POST"]),
             Route("/sessions/claim", InWordsOf("openai", self._claim), methods=["POST"]),
@@ -55,7 +61,7 @@ class OwnerRoutes:
         body = await self._body(request, "group", "session_index", "limits", "metadata")
         group = body.get("group")
         if not isinstance(group, str) or not group:
-            raise refused_field("group", group, "a text: the prompt that this is a session of")
+            raise refused_field("group", group, "a string, the uid of the session's prompt")
         taken = self._taken[group]
         index = body.get("session_index")
         if index is None:
@@ -64,7 +70,7 @@ class OwnerRoutes:
             raise refused_field("session_index", index, "an integer of at least 0")
         if index in taken:
             raise RefusedError(
-                f"group {group[:80]!r} has had its session {index}. Leave session_index out, to get the next.",
+                f"group {group[:80]!r} already has a session {index}. Omit session_index to get the next one.",
                 param="session_index",
             )
         metadata = body.get("metadata") or {}
@@ -76,7 +82,7 @@ class OwnerRoutes:
         return JSONResponse(opened, status_code=201)
 
     async def _claim(self, request: Request) -> Response:
-        """Wait for a session that is offered to workers; 204 where none came in time."""
+        """Wait for an offered session; respond with 204 if there is none in time."""
         body = await self._body(request, "wait_s")
         wait_s = body.get("wait_s", CLAIM_WAIT_S)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_CLAIM_WAIT_S:
@@ -102,7 +108,7 @@ class OwnerRoutes:
     async def _finish(self, request: Request) -> Response:
         body = await self._body(request, "reward", "components", "failure")
         session = self._session(request)
-        if session.is_finished:  # asked again, since the answer was lost
+        if session.is_finished:  # a retry whose first answer was lost
             result = session.result()
         else:
             if body.get("reward") is not None:
@@ -112,7 +118,7 @@ class OwnerRoutes:
             if self._gateway.offers.finish(session):
                 return JSONResponse(_shown(session))
             if session.reward is None and session.failure is None:
-                raise RefusedError("a session ends with a reward, or with a failure: why it has none.", param="reward")
+                raise RefusedError("finish needs a reward, or a failure that says why there is none.", param="reward")
             result = await self._gateway.finish(session)
             if self._on_finished is not None:
                 self._on_finished(session, result)
@@ -135,7 +141,7 @@ class OwnerRoutes:
 
     def _admit(self, request: Request) -> None:
         if not same_secret(self._gateway.owner_key, secret_of(request)):
-            raise RefusedError("this needs the owner's key.", kind="authentication_error", code="invalid_api_key")
+            raise RefusedError("this route needs the owner's key.", kind="authentication_error", code="invalid_api_key")
 
 
 def _limits(given: Json) -> SessionLimits:

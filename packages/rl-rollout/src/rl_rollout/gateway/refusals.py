@@ -1,4 +1,4 @@
-"""Refused requests, in the formats of both providers."""
+"""Errors for refused requests, in the formats of OpenAI and Anthropic."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -27,7 +27,7 @@ STATUS: Mapping[RefusalKind, int] = {
 
 
 class RefusedError(RLError, ValueError):
-    """A request that is not served; the client gets the message."""
+    """The gateway refuses a request; the client receives the message."""
 
     def __init__(
         self,
@@ -37,38 +37,38 @@ class RefusedError(RLError, ValueError):
         param: str | None = None,
         code: str | None = None,
     ) -> None:
-        """Keep what the client is told beside the message.
+        """Set the message and the fields of the error response.
 
         Args:
             message: What is wrong and what to do.
-            kind: Of error, as both providers name them.
-            param: Field of the request that is at fault.
-            code: OpenAI's name of the fault, which agents look for.
+            kind: Error type, in the names that both providers use.
+            param: Field of the request that caused the error.
+            code: OpenAI's error code, which agents recognize.
         """
         super().__init__(message)
         self.kind, self.param, self.code = kind, param, code
 
     @property
     def status(self) -> int:
-        """Of the response."""
+        """HTTP status of the response."""
         return STATUS[self.kind]
 
     @property
     def may_retry(self) -> bool:
-        """Whether the same request may be served later; the SDKs retry 429 by themselves unless they are told."""
+        """True if the same request may succeed later; reported to the SDKs, which by default retry every 429."""
         return self.kind in ("api_error", "rate_limit_error")
 
     def as_openai(self) -> dict[str, Json]:
-        """The body of OpenAI's errors."""
+        """Return the body of an OpenAI error."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     def as_anthropic(self) -> dict[str, Json]:
-        """The body of Anthropic's errors."""
+        """Return the body of an Anthropic error."""
         return {"type": "error", "error": {"type": self.kind, "message": str(self)}}
 
 
 def refused_field(name: str, found: object, expected: str) -> RefusedError:
-    """Says which field of a request is at fault, what it must be and what it is."""
+    """Return the error for an invalid field, with the expected and the found value."""
     shown = repr(found)
     return RefusedError(
         f"{name} must be {expected}; found {shown if len(shown) <= 80 else shown[:77] + '...'}.", param=name

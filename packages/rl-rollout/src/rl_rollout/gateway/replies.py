@@ -1,4 +1,4 @@
-"""Turns a model's tokens into the client's message: reasoning, text and calls."""
+"""Converts a model's tokens to the client's message: reasoning, text and tool calls."""
 
 import json
 import secrets
@@ -16,17 +16,17 @@ from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
 ReplyForm = Literal["chat", "call", "text"]
 NOTHING_SAID: Mapping[str, str] = {"reasoning": "", "content": ""}
 TAIL_TOKENS = 16
-"""Tokens in which a prompt that opens the reasoning has done so."""
+"""Number of tokens at the end of a prompt that are searched for the start of the reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyReader:
-    """Reads turns.
+    """Parses the turns of a model.
 
     Attributes:
-        tokenizer: Of the policy.
-        parser: Reads calls; None where the model makes none.
-        ends: Texts of the tokens that end a turn, which a client does not see.
+        tokenizer: The policy's tokenizer.
+        parser: Parser of tool calls; None leaves them in the text.
+        ends: Text of each token that ends a turn, by token id; removed from the message.
     """
 
     tokenizer: PromptTokenizer
@@ -35,14 +35,14 @@ class ReplyReader:
 
     @classmethod
     def of(cls, tokenizer: PromptTokenizer, parser: ToolParser | None, stop_token_ids: Sequence[int]) -> "ReplyReader":
-        """One that knows the tokenizer's own end token too."""
+        """Create a reader whose `ends` also include the tokenizer's own end token."""
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         ends = list(dict.fromkeys((*stop_token_ids, *own)))
         texts = tokenizer.decode([[end] for end in ends], skip_special_tokens=False)
         return cls(tokenizer=tokenizer, parser=parser, ends=dict(zip(ends, texts, strict=True)))
 
     def opens_reasoning(self, new_ids: IntArray) -> bool:
-        """True where what the engine is asked to continue ends within `<think>`."""
+        """Return True if the engine's input ends inside an open `<think>`."""
         (tail,) = self.tokenizer.decode([new_ids[-TAIL_TOKENS:]], skip_special_tokens=False)
         return _opens_reasoning(tail)
 
@@ -55,16 +55,16 @@ class ReplyReader:
         stop: str | None = None,
         form: ReplyForm = "chat",
     ) -> ChatMessage:
-        """A turn as a message.
+        """Convert a turn to a message.
 
-        Calls that cannot be read stay in the text, as they stand: a client then sees what is wrong with them.
+        Invalid calls stay in the text unchanged, so that the client sees what is wrong with them.
 
         Args:
-            token_ids: [R] int32 as sampled.
-            after: [N] int32 what the engine was asked to continue, or its end.
-            tools: That the model may call, as chat templates take them.
-            stop: The stop string that ended it; what comes with it is not shown.
-            form: "call" where it had to be the JSON of a call, "text" where it is shown as it is.
+            token_ids: [R] int32 sampled tokens.
+            after: [N] int32 input of the engine, or its end.
+            tools: Tools that the model may call, in the format of chat templates.
+            stop: Stop string that ended the turn; the message ends before it.
+            form: "chat" parses reasoning and calls, "call" parses the JSON of a forced call, "text" keeps the text.
         """
         tail, text = self.tokenizer.decode([after[-TAIL_TOKENS:], token_ids], skip_special_tokens=False)
         shown = text if stop is None else text[: text.find(stop)]
@@ -89,7 +89,7 @@ class ReplyReader:
         stop: Sequence[str],
         form: ReplyForm,
     ) -> list["ReplyStream"]:
-        """What becomes the messages of a turn that is being sampled; the arguments are those of `read`."""
+        """Create the streams of a turn's choices while they are sampled; the arguments are those of `read`."""
         openings = () if self.parser is None else getattr(self.parser, "openings", None)
         if form == "call":
             openings = None
@@ -107,13 +107,13 @@ class ReplyReader:
         ]
 
     def without_reasoning(self, token_ids: IntArray, *, after: IntArray) -> IntArray:
-        """[K] int32 the tokens of a turn from its answer on; the same array where nothing was thought."""
+        """Return the [K] int32 tokens of a turn from its answer on; the same array if it has no reasoning."""
         is_open = self.opens_reasoning(after)
         (text,) = self.tokenizer.decode([token_ids], skip_special_tokens=False)
         reasoning, start = split_reasoning(text, is_open=is_open)
         if not reasoning or THOUGHT not in text:
             return token_ids
-        wanted = text.index(THOUGHT) if is_open else start  # a prompt that opens it needs it closed
+        wanted = text.index(THOUGHT) if is_open else start  # keep the closing tag if the prompt has the opening one
         low, high = 0, len(token_ids)
         while low < high:
             middle = (low + high) // 2
@@ -132,11 +132,11 @@ class ReplyReader:
 
 
 def split_reasoning(text: str, *, is_open: bool) -> tuple[str, int]:
-    """The reasoning at the beginning of a turn, and where the rest begins.
+    """Return the reasoning at the beginning of a turn, and the index at which the rest begins.
 
     Args:
-        text: The turn.
-        is_open: The prompt has opened the reasoning, so that the turn begins within it.
+        text: Text of the turn.
+        is_open: The prompt has opened the reasoning, so the turn begins inside it.
     """
     indent = len(text) - len(text.lstrip())
     begins = text.startswith(THINKING, indent)
@@ -151,10 +151,10 @@ def _opens_reasoning(tail: str) -> bool:
 
 
 class ReplyStream:
-    """What a client may see of a turn while it is sampled: always a beginning of the message that it will be.
+    """Decodes a turn while it is sampled. Its output is always a prefix of the final message.
 
     Attributes:
-        said: Of "reasoning" and "content", what was given so far.
+        said: The "reasoning" and "content" returned so far.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ class ReplyStream:
         end_token_ids: frozenset[int] = frozenset(),
         is_raw: bool = False,
     ) -> None:
-        """Begin with nothing.
+        """Start an empty stream.
 
         Args:
-            text: Of the turn.
+            text: Decoder of the turn's tokens.
             is_reasoning: The prompt has opened the reasoning.
-            openings: What calls begin with; None where a turn cannot be distinguished before its end.
-            end_token_ids: Tokens that end a turn, which a client does not see.
-            is_raw: All that is said is content, as it is.
+            openings: Strings that begin a call; None if calls are only recognized at the end of the turn.
+            end_token_ids: Tokens that end a turn; they are not shown.
+            is_raw: Return all text unchanged as content.
         """
         self.said: Mapping[str, str] = NOTHING_SAID
         self._is_reasoning, self._openings, self._end_token_ids = is_reasoning, openings, end_token_ids
@@ -181,7 +181,7 @@ class ReplyStream:
         self._text = ""
 
     def feed(self, token_ids: Sequence[int], *, has_ended: bool = False) -> list[tuple[str, str]]:
-        """More of the turn; gives "reasoning" or "content", and what is new of it."""
+        """Decode more tokens; return pairs of "reasoning" or "content" and the new text."""
         if self._openings is None and not self._is_raw:
             return []
         shown = [token_id for token_id in token_ids if token_id not in self._end_token_ids]
@@ -204,22 +204,22 @@ class ReplyStream:
 
 
 def unsaid(message: ChatMessage, said: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What of a message has not been said: "reasoning" or "content", and text."""
+    """Return the rest of a message after `said`, as pairs of "reasoning" or "content" and text."""
     whole = {"reasoning": message.reasoning, "content": message.content}
     return [(kind, text[len(said[kind]) :]) for kind, text in whole.items() if len(text) > len(said[kind])]
 
 
 def _held_back(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of a text that may become a mark."""
+    """Return the number of characters at the end of a text that may be the start of a mark."""
     longest = max(map(len, marks))
     if not any(mark[:1] in text[-longest:] for mark in marks):
-        return 0  # most often
+        return 0  # the most frequent case
     ends = (size for size in range(min(longest - 1, len(text)), 0, -1))
     return next((size for size in ends if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
 def _forced_call(text: str) -> tuple[Call, ...]:
-    """The call that a structure made the model write; none where a limit cut it."""
+    """Parse a call that was sampled under a structure; return an empty tuple if a length limit truncated it."""
     try:
         call = json.loads(text)
         return (_call(call["name"], call["arguments"]),)

@@ -1,4 +1,4 @@
-"""HTTP requests to the gateway: their bodies within bounds, their keys, and errors in the words of their API."""
+"""HTTP requests to the gateway: bodies of limited size, keys, and errors in the format of the API."""
 
 import asyncio
 from collections import Counter
@@ -23,22 +23,23 @@ CLIENT_GONE = 499
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection; nobody reads an answer."""
+    """The client has closed its connection."""
 
 
 class BodyReader:
-    """Reads bodies within bounds: of each, of those of one session at a time, and of all at a time."""
+    """Reads request bodies, with limits per request, per session and for all sessions together."""
 
     def __init__(self, *, max_bytes: int, timeout_s: float) -> None:
-        """Read none yet."""
+        """Set the maximum size of a body in bytes and the maximum time to receive it in seconds."""
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._held: Counter[str] = Counter()
 
     async def read(self, request: Request, reader: str = "") -> dict[str, Json]:
-        """The JSON object in a request's body; `reader` names whose it is.
+        """Read the JSON object in a request's body. Bodies with the same `reader` share a limit.
 
         Raises:
-            RefusedError: It is too large, too slow, or no JSON object; or too much is read already.
+            RefusedError: The body is too large, too slow or not a JSON object, or too many bodies are being read.
+            ClientGoneError: The client has closed its connection.
         """
         read = bytearray()
         try:
@@ -48,7 +49,7 @@ class BodyReader:
                     self._held[reader] += len(part)
                     self._check(len(read), reader)
         except TimeoutError:
-            raise RefusedError(f"the body took longer than {self._timeout_s:g} s.") from None
+            raise RefusedError(f"the body took longer than {self._timeout_s:g} s to arrive.") from None
         except ClientDisconnect:
             raise ClientGoneError from None
         finally:
@@ -71,13 +72,14 @@ class BodyReader:
         for whose, number in most.items():
             if held[whose] > number * self._max_bytes:
                 raise RefusedError(
-                    f"{held[whose]} bytes of {whose} are being read, the most. Wait.", kind="rate_limit_error"
+                    f"{held[whose]} bytes of {whose} are being read, above the limit. Retry later.",
+                    kind="rate_limit_error",
                 )
 
 
 def secret_of(request: Request) -> str:
-    """The key that a request shows, in its path, as a bearer token or as x-api-key; empty where it shows none."""
-    if "key" in request.path_params:  # verifiers takes its keys from one environment variable for all sessions
+    """Return the key in a request's path, bearer token or x-api-key header; empty if there is none."""
+    if "key" in request.path_params:  # verifiers has one environment variable for the keys of all sessions
         return str(request.path_params["key"])
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:
@@ -86,10 +88,10 @@ def secret_of(request: Request) -> str:
 
 
 async def unless_gone(request: Request, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What a call gives; it is cancelled when the client goes.
+    """Await a call, and cancel it if the client disconnects.
 
     Raises:
-        ClientGoneError: It has gone.
+        ClientGoneError: The client has disconnected.
     """
     task = asyncio.ensure_future(call)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -104,15 +106,15 @@ async def unless_gone(request: Request, call: Coroutine[Any, Any, ResultT]) -> R
 
 
 class InWordsOf:
-    """Serves a handler whose refusals become the errors of an API, and whose faults tell a client nothing of us."""
+    """Serves a handler: refusals are sent as errors of the API, other errors only without details."""
 
     def __init__(self, api: Api, handler: Handler) -> None:
-        """Serve a handler; what it enters in `request.state.stack` is left once its response is sent."""
+        """Serve a handler. Contexts entered in `request.state.stack` end once its response is sent."""
         self._api, self._handler = api, handler
         self._faults = FaultLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an application of ASGI."""
+        """Handle a request as an ASGI application."""
         request, has_begun = Request(scope, receive), False
 
         async def sending(message: Message) -> None:
@@ -128,7 +130,7 @@ class InWordsOf:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except Exception as error:
             refused = self._refused(error, request)
-            if not has_begun:  # else the server closes the connection, since the response has no end
+            if not has_begun:  # otherwise the server closes the connection, as the response is incomplete
                 await refusal(refused, self._api)(scope, receive, send)
 
     def _refused(self, error: Exception, request: Request) -> RefusedError:
@@ -138,16 +140,16 @@ class InWordsOf:
             case DataError():
                 return RefusedError(str(error))
             case RecursionError():
-                return RefusedError("the body is nested too deep. Write it flatter.")
-        route = getattr(request.scope.get("route"), "path", "")  # a path may have a session's key
+                return RefusedError("the body is nested too deeply. Reduce its nesting.")
+        route = getattr(request.scope.get("route"), "path", "")  # the actual path may contain a session's key
         self._faults.note("gateway_request_failed", error, route=route)
-        return RefusedError("the gateway failed; its log says why.", kind="api_error")
+        return RefusedError("the gateway failed; its log has the reason.", kind="api_error")
 
 
 def refusal(error: RefusedError, api: Api) -> Response:
-    """The response that tells a client why it is refused, and the SDKs whether to try again.
+    """Return the error response, with a header that tells the SDKs whether to retry.
 
-    It closes the connection: the server would else go on to read and drop a body that may be endless.
+    It closes the connection; otherwise the server would read the rest of a possibly endless body.
     """
     body = error.as_openai() if api == "openai" else error.as_anthropic()
     headers = {"x-should-retry": "true" if error.may_retry else "false", "connection": "close"}

@@ -1,4 +1,4 @@
-"""Decides between the run's and the client's sampling parameters."""
+"""Decides between the sampling parameters of the run and of the client."""
 
 import json
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ from rl_rollout.gateway.refusals import refused_field
 DecidedBy = Literal["run", "client"]
 
 DRAWING = ("temperature", "top_p", "top_k", "seed")
-"""Fields of a request that change the distribution, or the draw from it."""
+"""Request fields that change the sampling distribution or its random seed."""
 
 
 @record
 class Wishes:
-    """How a client asks for tokens to be drawn.
+    """Sampling parameters that a client asks for.
 
     Attributes:
-        max_tokens: Most tokens of a response.
-        drawing: Of `DRAWING`, the fields that it gave.
+        max_tokens: Maximum number of tokens of a response; None if not given.
+        drawing: The given fields among `DRAWING`.
         stop: Strings that end a response.
-        stop_token_ids: Tokens that do.
-        structure: What a response must be.
-        without_effect: Names of fields that it gave and that change nothing here.
+        stop_token_ids: Tokens that end a response.
+        structure: Structure that the response must follow.
+        without_effect: Names of given fields that the gateway ignores.
     """
 
     max_tokens: int | None = None
@@ -40,15 +40,15 @@ class Wishes:
 def decide(
     wishes: Wishes, own: SamplingParams, *, decided_by: DecidedBy, room: int
 ) -> tuple[SamplingParams, dict[str, str]]:
-    """How a turn is drawn, and what of the client's wishes is overridden, by field: "0.2->1.0", or "ignored".
+    """Return a turn's sampling parameters, and the changes to the client's fields, such as "0.2->1.0" or "ignored".
 
-    Training needs the run's distribution, so there the client decides on lengths and stop strings alone.
+    Training needs the run's distribution: with "run", the client decides only lengths, stops and structure.
 
     Args:
-        wishes: The client's.
-        own: The run's, or the defaults.
-        decided_by: Who.
-        room: Tokens that the model can still write.
+        wishes: The client's parameters.
+        own: The run's parameters, or the gateway's defaults.
+        decided_by: Whether the run or the client decides on the fields of `DRAWING`.
+        room: Number of tokens left in the model's context.
     """
     chosen: dict[str, Any] = {}
     overridden = dict.fromkeys(wishes.without_effect, "ignored")
@@ -75,17 +75,17 @@ def read_wishes(
     without_effect: tuple[str, ...],
     schema: Json = None,
 ) -> Wishes:
-    """The wishes in a request.
+    """Read the sampling parameters of a request.
 
     Args:
         body: The request.
-        max_tokens: Its field for the most tokens.
-        stop: Its field for stop strings.
-        without_effect: Its fields that change nothing here.
-        schema: The JSON schema that a response must follow, wherever the request has it.
+        max_tokens: Name of the field for the maximum number of tokens.
+        stop: Name of the field for stop strings.
+        without_effect: Names of fields that the gateway ignores.
+        schema: JSON schema that the response must follow, already extracted from the request.
 
     Raises:
-        RefusedError: A field cannot be what it is.
+        RefusedError: A field has an invalid value.
     """
     limit = body.get(max_tokens)
     if limit is not None and (not _is_int(limit) or limit < 1):
@@ -102,7 +102,7 @@ def read_wishes(
     stops = body.get(stop) or []
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
-        raise refused_field(stop, stops, "a text, or a list of at most 16 texts")
+        raise refused_field(stop, stops, "a string or a list of at most 16 strings")
     ends = body.get("stop_token_ids") or []
     if not isinstance(ends, list) or len(ends) > 1024 or not all(_is_int(one) and one >= 0 for one in ends):
         raise refused_field("stop_token_ids", ends, "a list of token ids")

@@ -1,4 +1,4 @@
-"""The gateway over HTTP: agents show the keys of their sessions, the owner of the sessions a key of its own."""
+"""The gateway's HTTP server. Agents use the keys of their sessions; the owner of the sessions has a separate key."""
 
 import gc
 import secrets
@@ -50,22 +50,22 @@ OVERRIDDEN = "x-rl-overridden"
 
 @settings_record
 class GatewayOptions:
-    """How the gateway listens.
+    """Options of the gateway's server.
 
     Attributes:
-        host: Address; keys and texts are not encrypted, so anything but loopback needs a network that is trusted.
-        port: 0 takes a free one.
-        model: The policy's name; requests may name any model, and get this one.
-        owner_key: Of the owner's routes; None makes one up.
-        max_body_bytes: Longest request.
-        client_timeout_s: Longest time for a request's head, for its body, and for which a client takes nothing of its
-            answer.
-        max_connections: At once; beyond, those close that have waited longest for a request. Half of `ulimit -n` is the
-            most.
-        max_sessions: Sessions that are open at once.
-        grace_s: How long after its wall time a session can still be rewarded and finished; then it is removed.
-        sessions: Folder in which sessions are kept; a gateway that was killed continues them. None keeps none.
-        service: How requests are answered.
+        host: Address to listen on. Keys and texts are not encrypted: use only loopback or a trusted network.
+        port: Port to listen on; 0 chooses a free one.
+        model: The policy's name. Requests may name any model and always use the policy.
+        owner_key: Key of the owner's routes, at least 32 characters; None generates one.
+        max_body_bytes: Maximum size of a request body in bytes.
+        client_timeout_s: Maximum time in seconds to receive a request's head, to receive its body, and without the
+            client reading its answer.
+        max_connections: Maximum number of connections, at most half of `ulimit -n`. Beyond it, the connections that
+            have waited longest for a request are closed.
+        max_sessions: Maximum number of open sessions.
+        grace_s: Seconds after its wall time in which a session can still be rewarded and finished. Then it fails.
+        sessions: Folder in which sessions are stored, so that a restarted gateway continues them; None stores none.
+        service: Options of the answers.
     """
 
     host: str = "127.0.0.1"
@@ -81,10 +81,10 @@ class GatewayOptions:
     service: ServiceOptions = ServiceOptions()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the options.
 
         Raises:
-            SettingsError: A key that can be guessed, or a limit that is not positive.
+            SettingsError: The owner's key is too short, or a limit is not positive.
         """
         if self.owner_key is not None and len(self.owner_key) < 32:
             raise SettingsError("owner_key must have at least 32 characters, chosen at random.")
@@ -97,12 +97,12 @@ class Gateway:
     """Serves sessions of agents with an engine.
 
     Attributes:
-        sessions: Those that are open.
-        journal: Keeps them on disk.
-        service: Answers their requests.
-        offers: Those that wait for workers elsewhere.
-        owner_key: Of the owner's routes.
-        url: Base of all routes, once started; agents of OpenAI's SDK append "/v1", those of Anthropic's do not.
+        sessions: The open sessions.
+        journal: Stores sessions on disk; None without `options.sessions`.
+        service: Answers the requests of the sessions.
+        offers: Sessions offered to remote workers.
+        owner_key: Key of the owner's routes.
+        url: Base URL of all routes, once started. For OpenAI's SDK append "/v1"; for Anthropic's use it unchanged.
     """
 
     def __init__(
@@ -114,17 +114,17 @@ class Gateway:
         sampling: SamplingParams,
         on_finished: Callable[[Session, SessionResult], None] | None = None,
     ) -> None:
-        """Try the chat template.
+        """Check the chat template and restore stored sessions.
 
         Args:
-            engine: Started.
-            tokenizer: The policy's.
-            options: How to listen.
-            sampling: The run's, or the defaults of a gateway that stands alone.
-            on_finished: Gets each session that its owner finishes over HTTP, with its audited trajectories.
+            engine: A started engine.
+            tokenizer: The policy's tokenizer.
+            options: Options of the server.
+            sampling: Sampling parameters of the run, or defaults of a standalone gateway.
+            on_finished: Called with each session that is finished over HTTP or expires, and its audited result.
 
         Raises:
-            SettingsError: The chat template cannot join turns, or an option names what is not there.
+            SettingsError: The chat template cannot join turns, or an option names an unknown parser or token.
         """
         self.options = options or GatewayOptions()
         self.service = PolicyService(engine, tokenizer, self.options.service)
@@ -147,25 +147,25 @@ class Gateway:
         )
 
     def bind(self) -> None:
-        """Take the address; `start` does so by itself, but a taken one should be known before a model is loaded.
+        """Bind the address. `start` also does this, but calling it first reports a used port before a model is loaded.
 
         Raises:
-            SettingsError: The address cannot be listened on.
+            SettingsError: The address is not available.
         """
         self._listener.bind(self.options.host, self.options.port)
 
     async def start(self) -> None:
-        """Listen.
+        """Start the server and set `url`.
 
         Raises:
-            SettingsError: The address cannot be listened on.
+            SettingsError: The address is not available.
         """
         self.bind()
         self.url = f"http://{self.options.host}:{await self._listener.start()}"
-        gc.freeze()  # else turns wait, 0.2 s at a time, for a look at half a million objects that are loaded for good
+        gc.freeze()  # otherwise turns wait 0.2 s whenever the collector visits half a million permanent objects
 
     async def close(self) -> None:
-        """Listen no longer; requests under way get some seconds. Can be called twice."""
+        """Stop the server; running requests get some seconds to finish. Safe to call twice."""
         await self._listener.close()
         gc.unfreeze()
         if self.journal is not None:
@@ -180,17 +180,17 @@ class Gateway:
         limits: SessionLimits | None = None,
         metadata: Mapping[str, Json] | None = None,
     ) -> Session:
-        """A new session; its `key` is what the agent shows.
+        """Open a session. The agent authenticates with its `key`.
 
         Args:
-            prompt_uid: Its group.
-            session_index: Which session of the group.
-            sampling: How a turn is drawn, by its number; the gateway's own sampling by default.
-            limits: How far it goes.
-            metadata: The owner's.
+            prompt_uid: uid of the session's group.
+            session_index: Index of the session in its group.
+            sampling: Returns the sampling parameters of a turn by its number; None uses those of the gateway.
+            limits: Limits of the session.
+            metadata: JSON object of the owner, stored and exported with the session.
 
         Raises:
-            RefusedError: Too many are open.
+            RefusedError: Too many sessions are open, or the metadata is too large.
         """
         return self.sessions.open(
             prompt_uid=prompt_uid,
@@ -201,10 +201,10 @@ class Gateway:
         )
 
     async def finish(self, session: Session) -> SessionResult:
-        """End a session: its requests are aborted, and what it has is audited.
+        """Finish a session: abort its requests and audit its trajectories.
 
         Raises:
-            RefusedError: That it is finished cannot be kept, so it is not.
+            RefusedError: The finished state cannot be stored; the session stays open.
         """
         session.keep(is_finished=True)
         self.sessions.forget(session)
@@ -219,7 +219,7 @@ class Gateway:
         return self._sampling
 
     def application(self) -> Starlette:
-        """The routes, for a server of one's own."""
+        """Return the ASGI application, for use with another server."""
         agents: list[tuple[str, str, Api, Handler]] = [
             ("POST", "/v1/chat/completions", "openai", partial(self._answered, ChatCompletions)),
             ("POST", "/v1/completions", "openai", partial(self._answered, Completions)),
@@ -243,7 +243,7 @@ class Gateway:
         )
 
     async def _remove_expired(self) -> None:
-        """Remove sessions that nobody finished in time; what they have goes where finished ones go."""
+        """Finish expired sessions as failed and pass them to `on_finished`."""
         for session in self.sessions:
             if session.seconds_left > -self.options.grace_s:
                 continue
@@ -254,7 +254,7 @@ class Gateway:
                 self._on_finished(session, result)
 
     async def _session(self, request: Request) -> Session:
-        """The session whose key a request shows, to the end of its response."""
+        """Return the session of a request's key; the request counts as attended until its response is sent."""
         session = self.sessions.by_key(secret_of(request))
         await request.state.stack.enter_async_context(session.attend())
         return session
@@ -264,7 +264,7 @@ class Gateway:
         body = await self._bodies.read(request, session.session_id)
         api = kind(body, self.options.model)
         ask, is_stream = _with_headers(api.ask, request), bool(body.get("stream"))
-        del body  # which is large, where it is
+        del body  # it may be large
         if not is_stream:
             answer = await unless_gone(request, self.service.answer(session, ask))
             return _json(api.whole(answer), answer)
@@ -297,14 +297,14 @@ class Gateway:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """An unknown path, as an error of the API."""
+    """Return the error for an unknown path."""
     status = error.status_code if isinstance(error, HTTPException) else 404
-    refused = RefusedError(f"there is no {request.method} {request.url.path[:200]} here.", kind="not_found_error")
+    refused = RefusedError(f"unknown route: {request.method} {request.url.path[:200]}.", kind="not_found_error")
     return JSONResponse(refused.as_openai(), status_code=status)
 
 
 def _with_headers(ask: Ask, request: Request) -> Ask:
-    """A request with what its headers say."""
+    """Return the request with the values from its headers."""
     retries = request.headers.get("x-stainless-retry-count", "0")
     changes: dict[str, Any] = {
         "idempotency_key": request.headers.get("idempotency-key"),
@@ -321,7 +321,7 @@ def _override_header(overridden: Mapping[str, str]) -> dict[str, str]:
 
 
 def _stream(events: AsyncIterator[str], live: Live) -> Response:
-    """A response of events; whatever becomes of it, the answer does not go on without it."""
+    """Return a response of events. The answer is cancelled when the response ends for any reason."""
 
     async def end() -> None:
         live.answer.cancel()
@@ -335,7 +335,7 @@ def _stream(events: AsyncIterator[str], live: Live) -> Response:
 
 
 def _json(body: str, answer: Answer) -> Response:
-    """An answer that counts as delivered once it is sent."""
+    """Return a JSON response; the answer counts as delivered once it is sent."""
 
     async def delivered() -> None:
         answer.deliver()

@@ -1,4 +1,4 @@
-"""Answers requests of sessions with an engine: places them, encodes what is new, and keeps what was sampled."""
+"""Answers requests of sessions: finds their place in the tree, encodes new messages, samples, and stores samples."""
 
 import asyncio
 import time
@@ -32,22 +32,23 @@ VLLM = "vllm:"
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 KEPT_OVERHEADS = 4096
 FIRST_TOKEN_S = 5.0
-"""Longest time that a stream waits for its first token before it begins."""
+"""Maximum time in seconds that a stream waits for its first token before it begins."""
 
 
 @settings_record
 class ServiceOptions:
-    """How requests are answered.
+    """Options of the answers to requests.
 
     Attributes:
-        decided_by: Who decides on temperature, top-p, top-k and seed: "run", as training needs, or "client".
-        tool_parser: Reads the model's calls: a name of ours, `path.py:Class`, or "vllm:NAME" for one of vLLM's; None
-            leaves them in the text.
-        reasoning_parser: Reads what the model thought: "vllm:NAME"; None reads `<think>`, and what `tool_parser` does.
-        reasoning: "keep" leaves what was thought in later contexts, so that a conversation stays one trajectory;
-            "drop" takes it out, and each turn that had some is a trajectory of its own.
-        stop_tokens: Tokens that end a turn, beside the tokenizer's own end token.
-        chats: False tries no chat template at the start, for programs that bring prompts of tokens or text alone.
+        decided_by: Whose temperature, top-p, top-k and seed apply: "run" (needed for training) or "client".
+        tool_parser: Parser of the model's tool calls: a built-in name, `path.py:Class`, or "vllm:NAME" for one of
+            vLLM's; None leaves calls in the text.
+        reasoning_parser: Parser of the model's reasoning: "vllm:NAME"; None parses `<think>` and whatever
+            `tool_parser` recognizes.
+        reasoning: "keep" leaves reasoning in later contexts, so that a conversation is one trajectory. "drop" removes
+            it, and each turn with reasoning is a separate trajectory.
+        stop_tokens: Tokens that end a turn, in addition to the tokenizer's own end token.
+        chats: Check the chat template at the start; False is for programs that send only prompts of tokens or text.
     """
 
     decided_by: DecidedBy = "run"
@@ -58,10 +59,10 @@ class ServiceOptions:
     chats: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse parsers that do not go together.
+        """Check that the parsers are compatible.
 
         Raises:
-            SettingsError: A parser of reasoning is not vLLM's, or stands beside one of ours.
+            SettingsError: `reasoning_parser` is not vLLM's, or `tool_parser` is neither vLLM's nor None.
         """
         if self.reasoning_parser is None:
             return
@@ -74,7 +75,7 @@ class ServiceOptions:
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """A request that is placed and encoded."""
+    """An encoded request and its place in the session's tree."""
 
     session: Session
     ask: Ask
@@ -83,28 +84,28 @@ class _Request:
     place: Place
     turn: Turn
     input_ids: IntArray
-    is_own: bool = True  # drawn as the session draws
+    is_own: bool = True  # sampled from the session's own distribution
     started_at: float = field(default_factory=time.perf_counter)
 
 
 class PolicyService:
-    """The policy, as agents talk to it.
+    """The policy as a service for agents.
 
     Attributes:
-        counts: Of all sessions.
-        overheads_ms: Milliseconds of the last turns beside the engine's.
+        counts: Event counts over all sessions.
+        overheads_ms: Time of the most recent turns in milliseconds, without the engine's time.
     """
 
     def __init__(self, engine: GatewayEngine, tokenizer: PromptTokenizer, options: ServiceOptions) -> None:
-        """Try the chat template.
+        """Load the parsers and check the chat template.
 
         Args:
-            engine: Generates; started.
-            tokenizer: The policy's, with a chat template.
-            options: How.
+            engine: A started engine.
+            tokenizer: The policy's tokenizer, with a chat template.
+            options: Options of the answers.
 
         Raises:
-            SettingsError: The template cannot join turns, or an option names what is not there.
+            SettingsError: The template cannot join turns, or an option names an unknown parser or token.
         """
         parser = _parser(options, tokenizer)
         stops = [tokenizer.token_id(token) for token in (parser.stop_tokens if parser else ())]
@@ -125,12 +126,12 @@ class PolicyService:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def begin(self, session: Session, ask: Ask) -> Live:
-        """Begin to answer a request, for a client that reads along; it is cancelled by its `answer`.
+        """Start a streamed answer. Cancel its `answer` to abort it.
 
-        The engine gets a while for the first token: no SDK retries what fails once a stream has begun.
+        Returns after the first text, or after FIRST_TOKEN_S: SDKs do not retry a stream that fails once it has begun.
 
         Raises:
-            RefusedError: It cannot be served; the message says why.
+            RefusedError: The request cannot be served; the message has the reason.
         """
         live = Live()
         live.answer = asyncio.ensure_future(self.answer(session, ask, live))
@@ -148,10 +149,10 @@ class PolicyService:
         return live
 
     async def answer(self, session: Session, ask: Ask, live: Live | None = None) -> Answer:
-        """Sample a turn; a request that is cancelled is aborted in the engine, and what it had trains nothing.
+        """Sample a turn. A cancelled request is aborted in the engine, and its tokens do not train.
 
         Raises:
-            RefusedError: It cannot be served; the message says why.
+            RefusedError: The request cannot be served; the message has the reason.
         """
         if ask.idempotency_key is None:
             return await self._answer(session, ask, live)
@@ -163,7 +164,7 @@ class PolicyService:
             except asyncio.CancelledError:
                 if not earlier.cancelled():
                     raise
-                session.answers.pop(key, None)  # the first of the requests has been cancelled, not this one
+                session.answers.pop(key, None)  # the earlier request was cancelled, not this one
         task = asyncio.ensure_future(self._answer(session, ask, live))
         session.keep_answer(key, task)
         try:
@@ -174,10 +175,10 @@ class PolicyService:
             raise
 
     def num_input_tokens(self, ask: Ask) -> int:
-        """Tokens of a conversation as its opening; nothing is sampled or kept.
+        """Return the number of tokens of a conversation, without sampling or storing anything.
 
         Raises:
-            RefusedError: The chat template refuses it.
+            RefusedError: The conversation is too long, or the chat template refuses it.
         """
         check_length(ask, self.engine.traits)
         toolset = context_digests(ask.tools, ())[0]
@@ -249,7 +250,7 @@ class PolicyService:
         )
 
     def _accept(self, request: _Request) -> None:
-        """Count a request that nothing refuses, and open its turn; nobody else's has begun since it was admitted."""
+        """Count an accepted request and open its turn. No other request has been accepted since it was admitted."""
         session, place, turn = request.session, request.place, request.turn
         self._count(session, "turns")
         self._count_place(session, place, request.ask)
@@ -276,7 +277,7 @@ class PolicyService:
             generations = await asyncio.shield(task)
         except asyncio.CancelledError:
             ending = asyncio.ensure_future(self._abandon(session, task, str(asked.request_id)))
-            self._ending.add(ending)  # on its own: a request may be cancelled twice
+            self._ending.add(ending)  # a separate task, since a request may be cancelled twice
             ending.add_done_callback(self._ending.discard)
             raise
         except RLError as error:
@@ -286,7 +287,7 @@ class PolicyService:
             raise RefusedError(f"the engine cannot serve the request: {error}", kind="api_error") from error
         for generation in generations:
             if generation.finish_reason == "abort" or not len(generation.token_ids):
-                reason = f"the engine gave {len(generation.token_ids)} tokens and aborted"
+                reason = f"the engine aborted after {len(generation.token_ids)} tokens"
                 session.note_fault(digest, reason)
                 self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
                 session.keep()
@@ -295,7 +296,7 @@ class PolicyService:
         return generations, time.perf_counter() - started_at
 
     async def _abandon(self, session: Session, task: "asyncio.Future[list[Generation]]", request_id: str) -> None:
-        """End a request whose client has gone."""
+        """Abort a request whose client has disconnected, and count its tokens."""
         self._count(session, "disconnected")
         try:
             await self.engine.abort([request_id])
@@ -349,7 +350,7 @@ class PolicyService:
                 log.info("gateway_new_root", session=session.session_id, differs=reason, message_index=place.num_known)
 
     def _report(self, session: Session, overridden: Mapping[str, str]) -> None:
-        """Say once of each field that it is overridden."""
+        """Count overridden fields, and log each field once."""
         session.counts["overridden"] += bool(overridden)
         for name, change in overridden.items():
             self.counts[f"overridden_{name}"] += 1
@@ -362,7 +363,7 @@ class PolicyService:
         self.counts[name] += number
 
     def overhead_ms(self, quantile: float) -> float:
-        """Milliseconds of a turn beside the engine's, of the last turns; NaN before the first."""
+        """Return a quantile of `overheads_ms` in milliseconds; NaN before the first turn."""
         return float(np.quantile(self.overheads_ms, quantile)) if self.overheads_ms else float("nan")
 
 
@@ -385,7 +386,7 @@ def _parser(options: ServiceOptions, tokenizer: PromptTokenizer) -> ToolParser |
 
 
 def _first_difference(session: Session, place: Place, ask: Ask) -> str:
-    """Why a conversation is a new root: the role of the first message that no request before had there."""
+    """Return why a conversation is a new root: the role of its first new message, or one of the reasons below."""
     if session.tree.is_empty:
         return "first"
     if ask.prompt is not None:
@@ -394,4 +395,4 @@ def _first_difference(session: Session, place: Place, ask: Ask) -> str:
         return "tools"
     if place.num_known < len(ask.messages):
         return ask.messages[place.num_known].role
-    return "shorter"  # a beginning of what was asked before
+    return "shorter"  # a prefix of an earlier conversation

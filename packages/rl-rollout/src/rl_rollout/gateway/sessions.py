@@ -1,4 +1,4 @@
-"""Sessions of the gateway, each with its own key, limits, and tree of sampled tokens."""
+"""Sessions of the gateway. Each has its own key, limits and tree of sampled tokens."""
 
 import asyncio
 import hmac
@@ -33,13 +33,13 @@ MAX_KEPT_OVERHEADS = 64
 
 @settings_record
 class SessionLimits:
-    """How far a session goes; beyond a limit its requests are refused, and what it has stays.
+    """Limits of a session. Requests beyond a limit are refused; earlier samples are kept.
 
     Attributes:
-        max_turns: Requests that are answered.
-        max_tokens: Tokens that are sampled.
-        max_concurrent: Requests under way at once.
-        wall_s: Seconds from its opening.
+        max_turns: Maximum number of answered requests.
+        max_tokens: Maximum number of sampled tokens; no request starts beyond it.
+        max_concurrent: Maximum number of concurrent requests.
+        wall_s: Maximum duration in seconds from the opening.
     """
 
     max_turns: int = 256
@@ -48,7 +48,7 @@ class SessionLimits:
     wall_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the limits.
 
         Raises:
             SettingsError: A limit is not positive.
@@ -63,27 +63,27 @@ class Session:
     """One run of an agent.
 
     Attributes:
-        session_id: Names it to its owner.
-        key: What the agent shows; never logged. Empty where the session was opened by a gateway that has died.
-        key_digest: SHA-256 of it.
-        prompt_uid: Its group.
-        session_index: Which session of the group.
-        limits: How far it goes.
-        sampling: How a turn is drawn, by its number.
-        metadata: The owner's.
-        tree: What was prompted and sampled.
-        counts: What happened: turns, forks, roots by reason, and the rest.
-        overheads_ms: Milliseconds of its last turns beside the engine's.
-        answers: Of the last requests that had an idempotency key.
-        faults: Requests that the engine failed and that no retry made good, with its reasons.
-        reward: The owner's.
-        reward_components: Named parts of it.
-        failure: Why the session cannot train.
-        is_finished: Its requests are refused.
-        opened_at: By the monotonic clock.
-        running: Names of the requests under way, as the engine knows them.
-        num_attended: Requests of clients that have not got all of their response.
-        log: Keeps what happens on disk; None where nothing does.
+        session_id: Id by which the owner refers to the session.
+        key: The agent's key; never logged. Empty if an earlier gateway process opened the session.
+        key_digest: SHA-256 of the key.
+        prompt_uid: uid of the session's group.
+        session_index: Index of the session in its group.
+        limits: Limits of the session.
+        sampling: Returns the sampling parameters of a turn by its number.
+        metadata: JSON object of the owner, stored and exported with the session.
+        tree: Prompts and samples.
+        counts: Event counts: turns, forks, roots by reason and others.
+        overheads_ms: Time of the most recent turns in milliseconds, without the engine's time.
+        answers: Answers to the most recent requests with an idempotency key, by that key and the conversation's digest.
+        faults: Reasons of failed requests that were not retried successfully, by the conversation's digest.
+        reward: Reward set by the owner; None until then.
+        reward_components: Named parts of the reward.
+        failure: Why the session cannot train; None if it can.
+        is_finished: True once the session refuses requests.
+        opened_at: Opening time by the monotonic clock.
+        running: Request ids of the running requests, as the engine knows them.
+        num_attended: Number of client requests whose response is incomplete.
+        log: Records the session on disk; None if sessions are not stored.
     """
 
     session_id: str
@@ -110,20 +110,20 @@ class Session:
 
     @property
     def seconds_left(self) -> float:
-        """Of its wall time; below 0 when it has lasted longer."""
+        """Seconds left of the wall time; negative once it has passed."""
         return self.opened_at + self.limits.wall_s - time.monotonic()
 
     @asynccontextmanager
     async def attend(self) -> AsyncIterator[None]:
-        """Count a client's request, from its head to the end of its response; it ends with the session's time.
+        """Count a client's request until its response is complete. It is cancelled when the wall time has passed.
 
         Raises:
-            RefusedError: The session has ended, or has as many requests as it may have at once.
+            RefusedError: The session has ended, or too many requests are running.
         """
         self._check_is_open()
         if self.num_attended >= self.limits.max_concurrent:
             raise RefusedError(
-                f"the session has {self.num_attended} requests under way, its limit. Wait for one.",
+                f"the session has {self.num_attended} running requests, its limit. Wait for one to finish.",
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
             )
@@ -133,23 +133,23 @@ class Session:
                 yield
         except TimeoutError:
             if deadline.expired():
-                raise self._over(f"has lasted its {self.limits.wall_s:g} s") from None
+                raise self._over(f"has reached its limit of {self.limits.wall_s:g} s") from None
             raise
         finally:
             self.num_attended -= 1
 
     @contextmanager
     def admit(self) -> Iterator[tuple[int, str]]:
-        """Let a request run; gives the number of its turn, which counts once nothing refuses it, and its name.
+        """Admit a request; yield the number of its turn, which is not counted yet, and its unique name.
 
         Raises:
-            RefusedError: The session has ended, or a limit is reached.
+            RefusedError: The session has ended or failed, or a limit is reached.
         """
         self._check_is_open()
         if self.counts["turns"] >= self.limits.max_turns:
-            raise self._over(f"has had its {self.limits.max_turns} turns")
+            raise self._over(f"has reached its limit of {self.limits.max_turns} turns")
         if self.counts["sampled_tokens"] >= self.limits.max_tokens:
-            raise self._over(f"has had its {self.limits.max_tokens} tokens")
+            raise self._over(f"has reached its limit of {self.limits.max_tokens} tokens")
         if self.failure is not None:
             raise RefusedError(f"the session has failed: {self.failure}", kind="api_error")
         number = self.counts["turns"]
@@ -158,28 +158,29 @@ class Session:
         try:
             yield number, name
         except Exception as error:
-            if not isinstance(error, RLError):  # a fault of ours, which no agent answers for
+            if not isinstance(error, RLError):  # the gateway's fault, not the agent's
                 self.note_fault(name.encode(), f"the gateway failed: {shown_error(error)}")
             raise
         finally:
             self.running.discard(name)
 
     def keep_answer(self, key: str, answer: "asyncio.Future[Answer]") -> None:
-        """Remember the answer to a request, for when it comes again."""
+        """Keep the answer to a request, in case the request is repeated."""
         self.answers[key] = answer
         while len(self.answers) > MAX_KEPT_ANSWERS:
             self.answers.pop(next(iter(self.answers)))
 
     def note_fault(self, digest: bytes, reason: str) -> None:
-        """Remember a request that the engine failed; what the end of the session aborts is no fault."""
+        """Record a failed request, unless the session is finished: finishing aborts requests."""
         if not self.is_finished:
             self.faults[digest] = reason
 
     def set_reward(self, reward: float, components: Mapping[str, float] | None = None) -> None:
-        """Take the owner's reward; the last one counts.
+        """Set the reward; a later call replaces it.
 
         Raises:
-            DataError: It is no finite number, or the components are no mapping.
+            DataError: The reward or a component is not a finite number, or the components are not a mapping.
+            RefusedError: The reward cannot be stored.
         """
         if not isinstance(components or {}, Mapping):
             raise DataError(f"components of session {self.session_id} must be an object; found {components!r:.80}.")
@@ -190,30 +191,30 @@ class Session:
         self.keep()
 
     def keep(self, *, is_finished: bool = False) -> None:
-        """Have what the session has beside its turns kept on disk.
+        """Record the session's state except its turns on disk, if sessions are stored.
 
         Raises:
-            RefusedError: It cannot be.
+            RefusedError: The state cannot be written.
         """
         if self.log is not None:
             self.log.state(is_finished=is_finished)
 
     def result(self) -> SessionResult:
-        """The session's trajectories with its reward, audited; a session that failed has none that train.
+        """Return the session's audited trajectories with its reward, or without reward and with the failure.
 
-        What the engine could not serve, and no retry made good, fails the session: it is never a reward of 0. The last
-        trajectory has the session's counts as the extra "gateway".
+        A failed request that was not retried successfully fails the session; it never becomes a reward of 0. The last
+        trajectory has the session's counts in its extra "gateway".
         """
         rows = self._told(self.tree.trajectories(self.prompt_uid, self.session_index))
         failure = self.failure or next(iter(self.faults.values()), None)
         if failure is None and not rows:
-            failure = "the agent asked for nothing that trains"
+            failure = "the agent made no request that trains"
             if self.counts["other_sampling"]:
-                failure += ': its client decided on the sampling; serve with --decided-by run (decided_by = "run")'
+                failure += ': its client decided on the sampling. Set decided_by = "run" (--decided-by run)'
         try:
             self.tree.audit(rows)
         except DataError as error:
-            failure = f"the audit refuses the session: {error}"
+            failure = f"the audit rejected the session: {error}"
         if failure is not None:
             return SessionResult(trajectories=rows, failure=failure)
         components = self.reward_components
@@ -221,7 +222,7 @@ class Session:
         return SessionResult(trajectories=tuple(scored))
 
     def _told(self, rows: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-        """Trajectories, the last of them with what happened in the session."""
+        """Add the session's id and counts to the extras of the last trajectory."""
         if not rows:
             return ()
         overheads = [round(each, 2) for each in self.overheads_ms]
@@ -233,7 +234,7 @@ class Session:
         if self.is_finished:
             raise self._over("has ended")
         if self.seconds_left <= 0:
-            raise self._over(f"has lasted its {self.limits.wall_s:g} s")
+            raise self._over(f"has reached its limit of {self.limits.wall_s:g} s")
 
     @staticmethod
     def _over(reason: str) -> RefusedError:
@@ -241,10 +242,10 @@ class Session:
 
 
 class Sessions:
-    """All sessions that are open, by key and by id."""
+    """The open sessions, by key and by id."""
 
     def __init__(self, *, max_sessions: int = 4096, begin: Callable[[Session], None] | None = None) -> None:
-        """Open none yet; `begin` gets each before it is served."""
+        """Set the maximum number of open sessions; `begin` is called with each new session before it is served."""
         self._max_sessions, self._begin = max_sessions, begin
         self._by_key: dict[bytes, Session] = {}
         self._by_id: dict[str, Session] = {}
@@ -264,15 +265,13 @@ class Sessions:
         limits: SessionLimits | None = None,
         metadata: Mapping[str, Json] | None = None,
     ) -> Session:
-        """A new session, with a key of 256 random bits.
+        """Open a session with a key of 256 random bits.
 
         Raises:
-            RefusedError: There are too many, or the metadata is too large.
+            RefusedError: Too many sessions are open, or the metadata is too large.
         """
         if len(self) >= self._max_sessions:
-            raise RefusedError(
-                f"{len(self)} sessions are open, the most there may be. Finish some.", kind="rate_limit_error"
-            )
+            raise RefusedError(f"{len(self)} sessions are open, the maximum. Finish some.", kind="rate_limit_error")
         if len(str(metadata or "")) > MAX_METADATA_CHARS:
             raise RefusedError(f"metadata must have at most {MAX_METADATA_CHARS} characters.", param="metadata")
         key = f"rl-{secrets.token_urlsafe(KEY_BYTES)}"
@@ -292,45 +291,45 @@ class Sessions:
         return session
 
     def adopt(self, session: Session) -> None:
-        """Serve a session that there is."""
+        """Serve an existing session."""
         self._by_id[session.session_id] = self._by_key[session.key_digest] = session
 
     def by_key(self, key: str) -> Session:
-        """The session whose key this is; keys are found by a digest, so that no time tells of their characters.
+        """Return the session with a key. The lookup uses a digest, so that its duration reveals nothing about keys.
 
         Raises:
-            RefusedError: It is nobody's.
+            RefusedError: No open session has this key.
         """
         digest = _lookup(key)
         session = self._by_key.get(digest)
         if session is None or not hmac.compare_digest(session.key_digest, digest):
             raise RefusedError(
-                "the API key is not that of an open session. Use the key that the session was opened with.",
+                "the API key belongs to no open session. Use the key that was returned when the session was opened.",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
         return session
 
     def by_id(self, session_id: str) -> Session:
-        """A session by its id.
+        """Return the session with an id.
 
         Raises:
-            RefusedError: There is none.
+            RefusedError: No open session has this id.
         """
         try:
             return self._by_id[session_id]
         except KeyError:
-            raise RefusedError(f"there is no session {session_id[:80]!r}.", kind="not_found_error") from None
+            raise RefusedError(f"no open session has the id {session_id[:80]!r}.", kind="not_found_error") from None
 
     def forget(self, session: Session) -> None:
-        """Serve a session no longer."""
+        """Stop serving a session."""
         session.is_finished = True
         self._by_id.pop(session.session_id, None)
         self._by_key.pop(session.key_digest, None)
 
 
 def same_secret(expected: str, given: str) -> bool:
-    """Whether two secrets are equal, in a time that tells nothing of them."""
+    """Return True if two secrets are equal, in a time independent of their content."""
     return hmac.compare_digest(expected.encode(), given.encode(errors="replace"))
 
 

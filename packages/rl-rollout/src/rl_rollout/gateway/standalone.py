@@ -1,4 +1,4 @@
-"""The gateway as its own program: an engine, sessions over HTTP, and a clean shutdown."""
+"""The gateway as a standalone program: an engine, sessions over HTTP, and a clean shutdown."""
 
 import asyncio
 import secrets
@@ -38,10 +38,10 @@ OF_SERVICE = ("decided_by", "tool_parser", "reasoning_parser", "reasoning", "sto
 
 
 def run_serve(arguments: Namespace) -> int:
-    """The command `serve`: until SIGINT or SIGTERM; requests under way then get some seconds.
+    """Run `serve` until SIGINT or SIGTERM; running requests then get some seconds to finish.
 
     Raises:
-        RLError: Something cannot be served; the message says what to do.
+        RLError: The gateway cannot be started; the message says what to do.
     """
     asyncio.run(_serve(arguments))
     return 0
@@ -84,7 +84,7 @@ async def _serve(arguments: Namespace) -> None:
 
 
 def _engine(arguments: Namespace) -> RolloutEngine:
-    """The engine that is asked for; not started."""
+    """Create the engine, without starting it."""
     name = arguments.engine
     try:
         options = msgspec.json.decode(arguments.engine_options, type=dict[str, Any])
@@ -93,18 +93,18 @@ def _engine(arguments: Namespace) -> RolloutEngine:
             return ProcessEngine(name, arguments.folder, made, host=EnginePlacement())
         engine: RolloutEngine = engine_class(name)(arguments.folder, made)
     except (msgspec.MsgspecError, TypeError) as error:
-        fields = ", ".join(getattr(ENGINE_OPTIONS.get(name), "__dataclass_fields__", ("as the engine names them",)))
+        fields = ", ".join(getattr(ENGINE_OPTIONS.get(name), "__dataclass_fields__", ("as defined by the engine",)))
         raise SettingsError(
-            f"--engine-options must be a JSON object of options of {name}: {error}. Fields: {fields}."
+            f"--engine-options must be a JSON object with options of {name}: {error}. Fields: {fields}."
         ) from None
     return engine
 
 
 def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:
-    """Refuse at once what would refuse each request.
+    """Check at the start that the engine supports the default sampling parameters.
 
     Raises:
-        SettingsError: Says what.
+        SettingsError: A parameter is not supported.
     """
     one = replace(sampling, max_tokens=1)
     try:
@@ -114,14 +114,14 @@ def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:
 
 
 def _owner_key(file: Path) -> str:
-    """The key in a file, which is made, for its user alone, where it is not there."""
+    """Read the owner's key from a file; create the file, readable only by this user, if it does not exist."""
     if not file.exists():
         _write_key(file, f"rl-owner-{secrets.token_urlsafe(32)}")
     return _read_key(file)
 
 
 def _standing_key(gateway: Gateway) -> str:
-    """The key of the session without limits: while the one of an earlier start is open, no other is opened."""
+    """Return the key of the session without limits, which is opened unless that of an earlier start is still open."""
     file = None if gateway.journal is None else gateway.journal.folder / "standing.key"
     if file is not None:
         with suppress(SettingsError, RefusedError):
@@ -145,26 +145,26 @@ def _read_key(file: Path) -> str:
 
 
 def _feed(arguments: Namespace) -> Callable[[], None]:
-    """Puts finished sessions into the queue that is named, if one is."""
+    """Return a function that puts finished sessions into the queue from the arguments, if there is one."""
     if arguments.queue is None:
         return lambda: None
     if arguments.sessions is None:
-        raise SettingsError("--queue needs --sessions FOLDER, so that no session is lost on the way to the queue.")
+        raise SettingsError("--queue needs --sessions FOLDER, so that no session is lost before it is queued.")
     return QueueFeed(arguments.sessions, SharedMemoryQueue.connect(arguments.queue)).put_all
 
 
 def _greeting(gateway: Gateway, key_file: Path | None, *, opens_session: bool) -> str:
-    """Where the gateway is, and how one begins."""
+    """Return the message printed at the start: the gateway's URL and keys, and example commands."""
     url, traits = gateway.url, gateway.service.engine.traits
     owner, kept = (gateway.owner_key,) * 2 if key_file is None else (f"$(cat {key_file})", f"in {key_file}")
     key = _standing_key(gateway) if opens_session else "KEY_OF_THE_SESSION"
     begun = f"A session without limits is open; its key is {key}\n" if opens_session else ""
     note = ""
     if gateway.journal is not None and gateway.options.service.decided_by == "client":
-        note = "Clients decide on sampling: what they have drawn otherwise than this server draws never trains.\n\n"
+        note = "Clients decide on sampling: tokens sampled with other parameters than this server's never train.\n\n"
     return (
         f"Serving {gateway.options.model} at {url} ({traits.name}, up to {traits.max_model_len} tokens).\n"
-        f"The owner's key is {kept}\n{begun}\n" + note + "Open a session; the answer has its key:\n"
+        f"The owner's key is {kept}\n{begun}\n" + note + "Open a session; the response has its key:\n"
         f'  curl -s {url}/sessions -H "Authorization: Bearer {owner}" -d \'{{"group": "my-prompt"}}\'\n'
         "Connect an SDK:\n"
         f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} python agent.py\n"

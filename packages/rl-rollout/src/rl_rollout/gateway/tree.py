@@ -18,18 +18,18 @@ from rl_rollout.loops.outcomes import join_experts
 PROBE = "probe"
 MAX_NAMES = 8
 MAX_NAME_CHARS = 64
-"""Of the tools that a turn called, as people are shown them."""
+"""Limits on the tool names of a turn in the extra "turns"."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
-    """What the engine was asked to continue.
+    """One input of the engine, with all samples drawn from it.
 
     Attributes:
-        after: The sample that it follows; None at the beginning of a conversation.
-        new_ids: [N] int32 tokens since then, up to where the model answers.
+        after: The preceding sample; None at the beginning of a conversation.
+        new_ids: [N] int32 tokens after that sample, including the generation prompt.
         asked_by: Role of the last message.
-        samples: What was sampled, each on its own: several for retries and for choices.
+        samples: Samples of this input; several if the request was retried or asked for several choices.
     """
 
     after: "Sample | None"
@@ -39,7 +39,7 @@ class Turn:
 
     @property
     def input_ids(self) -> IntArray:
-        """[P] int32 all that the engine is asked to continue."""
+        """[P] int32 complete input of the engine."""
         parts = [self.new_ids]
         turn = self
         while turn.after is not None:
@@ -51,19 +51,19 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sample:
-    """What the model said once.
+    """One response of the model.
 
     Attributes:
-        turn: Which it answers.
-        message: As the client got it.
-        generation: As the engine gave it.
-        asked_digest: Of the tokens that the engine was given.
-        kept_ids: [K] int32 what later turns have of it: all, or its tokens without the reasoning.
-        request_index: Which request of the session it answers; choices of one request share it.
-        generate_s: Seconds that the engine took.
-        never_trains: It was asked for outside of the task.
-        is_delivered: It reached the client.
-        turns: What followed, by the digest of the conversation.
+        turn: The turn that it answers.
+        message: The message sent to the client.
+        generation: The engine's result.
+        asked_digest: Digest of the engine's input tokens.
+        kept_ids: [K] int32 tokens that later turns contain: all, or those without the reasoning.
+        request_index: Index of the request in the session; all choices of a request share it.
+        generate_s: The engine's time in seconds, divided by the number of choices.
+        never_trains: True for probes and for samples from another distribution than the session's.
+        is_delivered: True if the client received it.
+        turns: The turns that follow it, by digest of the conversation.
     """
 
     turn: Turn
@@ -79,15 +79,15 @@ class Sample:
 
 
 class Place(NamedTuple):
-    """Where a request stands in the tree.
+    """The place of a request in the tree.
 
     Attributes:
-        after: The last sample that the conversation has; None where it has none.
-        num_matched: Messages up to it, it included.
-        turn: The same request, where it was made before.
-        num_known: Messages that some request of the session began with.
-        knows_tools: Some request of the session had these tools.
-        is_fork: Another conversation goes on from `after`.
+        after: The last sample in the conversation; None if it contains none.
+        num_matched: Number of messages up to and including that sample.
+        turn: The turn of an identical earlier request; None if there is none.
+        num_known: Length in messages of the longest prefix shared with an earlier request.
+        knows_tools: True if an earlier request of the session had the same tools.
+        is_fork: True if another conversation also continues from `after`.
     """
 
     after: Sample | None
@@ -99,10 +99,13 @@ class Place(NamedTuple):
 
 
 class SessionTree:
-    """Grows by requests, each placed by digests of its messages; nothing that was sampled is encoded again."""
+    """The turns and samples of a session.
+
+    Requests are placed by digests of their messages, so that sampled tokens are never encoded again.
+    """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Create an empty tree."""
         self._roots: dict[bytes, Turn] = {}
         self._samples: dict[bytes, list[Sample]] = {}
         self._known: set[bytes] = set()
@@ -115,14 +118,14 @@ class SessionTree:
 
     @property
     def samples(self) -> Sequence[Sample]:
-        """All of them, in the order in which they ended."""
+        """All samples, in the order of their completion."""
         return self._in_order
 
     def place(self, digests: Sequence[bytes], messages: Sequence[ChatMessage]) -> Place:
-        """Find where a request goes on.
+        """Find the place of a conversation.
 
         Args:
-            digests: Of the tools, then of each beginning of the conversation; see `context_digests`.
+            digests: Digests of the tools and of each prefix of the conversation, from `context_digests`.
             messages: The conversation.
         """
         num_known = next((i for i, digest in enumerate(digests) if digest not in self._known), len(digests))
@@ -144,7 +147,7 @@ class SessionTree:
         )
 
     def place_tokens(self, input_ids: IntArray) -> tuple[Place, int]:
-        """Find where a request of tokens goes on: after the sample that has most of them; gives how many those are."""
+        """Find the place of a prompt of tokens, after the longest matching sample; also return the matched length."""
         after, num_said = None, 0
         for sample in self._in_order:
             said = np.concatenate([sample.turn.input_ids, sample.kept_ids])
@@ -158,13 +161,13 @@ class SessionTree:
     def open_turn(
         self, place: Place, digests: Sequence[bytes], new_ids: IntArray, *, asked_by: MessageRole = "user"
     ) -> Turn:
-        """Add a request where it stands; the same one again is the turn that there is."""
+        """Add the turn of a request; an identical request returns the existing turn."""
         beside = self._roots if place.after is None else place.after.turns
         self._known.update(digests)
         return beside.setdefault(digests[-1], Turn(after=place.after, new_ids=new_ids, asked_by=asked_by))
 
     def add(self, sample: Sample, digests: Sequence[bytes]) -> None:
-        """Add what the model said to a turn whose conversation has these digests."""
+        """Add a sample to its turn, whose conversation has these digests."""
         digest = blake2b(digests[-1] + sample.message.digest, digest_size=len(digests[-1])).digest()
         sample.turn.samples.append(sample)
         self._samples.setdefault(digest, []).append(sample)
@@ -172,10 +175,10 @@ class SessionTree:
         self._in_order.append(sample)
 
     def trained(self) -> set[Sample]:
-        """The samples that train.
+        """Return the samples that train.
 
-        Of those that answer one turn, the ones that the agent went on from; where it went on from none, the first
-        choice of the last request. What an agent asked for again, or did not choose, it did not act on.
+        For each turn these are the samples from which the agent continued. If there are none, it is the first delivered
+        choice of the last request. The agent did not act on samples that it asked for again or did not choose.
         """
         chosen: set[Sample] = set()
         for turn in {sample.turn: None for sample in self._in_order}:
@@ -189,15 +192,15 @@ class SessionTree:
 
     @property
     def num_untrained_tokens(self) -> int:
-        """Tokens that were sampled and train nothing: retries, choices that were not used, probes."""
+        """Number of sampled tokens that do not train: those of retries, unused choices and probes."""
         trains = self.trained()
         return sum(len(one.generation.token_ids) for one in self._in_order if one not in trains)
 
     def trajectories(self, prompt_uid: str, session_index: int) -> tuple[Trajectory, ...]:
-        """A trajectory for each leaf, unscored, in the order in which they ended.
+        """Return one trajectory per leaf, without reward, in the order of their completion.
 
-        A token that several share trains in the first of them; `parent` is the one that trains the last token which a
-        trajectory shares. The extra "turns" says the outcome of each turn; see `_told`.
+        A token shared by several trajectories trains only in the first. `parent` is the trajectory that trains the last
+        shared token. The extra "turns" describes each turn; see `_told`.
         """
         trains = self.trained()
         owners: dict[Sample, int] = {}
@@ -213,29 +216,29 @@ class SessionTree:
         return tuple(built)
 
     def spans(self) -> list[SampledSpan]:
-        """What the engine was asked and gave, for the audit; the tree keeps each token once.
+        """Return the inputs and results of the engine, for the audit.
 
         Raises:
-            DataError: The tokens of a turn are not those that the engine was given.
+            DataError: The tokens of a turn differ from the engine's input.
         """
         spans = []
         for number, sample in enumerate(self._in_order):
             input_ids = sample.turn.input_ids
             if digest_of(input_ids) != sample.asked_digest:
-                raise DataError(f"request {number} of the session was given other tokens than the tree has of it.")
+                raise DataError(f"the tree's tokens of request {number} differ from the engine's input.")
             spans.append(SampledSpan.of(input_ids, sample.generation))
         return spans
 
     def audit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Prove the session's trajectories; see `audit_session`.
+        """Audit the session's trajectories with `audit_session`.
 
         Raises:
-            DataError: A token that trains was not sampled in its context, or trains twice.
+            DataError: A trained token was not sampled in its context, or trains twice.
         """
         audit_session(trajectories, self.spans())
 
     def _leaves(self, trains: set[Sample]) -> Iterator[Sample]:
-        """Samples that train and have none after them, and those that later turns keep a part of alone."""
+        """Yield the trained samples without a trained successor, and those that later turns keep only in part."""
         has_later: set[Sample] = set()
         for sample in trains:
             above = sample.turn.after
@@ -246,12 +249,12 @@ class SessionTree:
 
 
 def digest_of(input_ids: IntArray) -> bytes:
-    """Of the tokens that an engine is given."""
+    """Return the digest of an engine's input tokens."""
     return blake2b(np.ascontiguousarray(input_ids, dtype=np.int32).tobytes(), digest_size=16).digest()
 
 
 def _likeliest(candidates: Sequence[Sample], sent: ChatMessage) -> Sample:
-    """Of samples that say the same, the one whose calls or reasoning the client sends back; else the last one."""
+    """Return the sample among equivalent ones whose call ids or reasoning the client repeats, else the last one."""
     ids = [call.call_id for call in sent.calls]
     return max(
         enumerate(candidates),
@@ -276,7 +279,7 @@ def _path(leaf: Sample) -> list[Sample]:
 
 
 def _placed(path: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]]:
-    """Each sample of a path, with the place of its tokens."""
+    """Yield each sample of a path with the start and stop of its tokens."""
     start = 0
     for sample in path:
         start += len(sample.turn.new_ids)
@@ -286,10 +289,10 @@ def _placed(path: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]]:
 
 
 def _told(path: Sequence[Sample], owners: Mapping[Sample, int], trains: set[Sample]) -> list[Json]:
-    """Description of the turns of a path, for people.
+    """Describe the turns of a path for reports.
 
-    Each turn has the role that asked, the sampled tokens' place (start and stop), and the output that trains it or why
-    none does. It also has the tools that it called, and its discarded tokens by reason.
+    Each turn is a list: role of the last message, start and stop of the sampled tokens, index of the output that trains
+    them (or "probe"), names of the called tools, and numbers of discarded tokens by reason.
     """
     told: list[Json] = []
     for sample, start, stop in _placed(path):
@@ -313,7 +316,7 @@ def _why_unused(sample: Sample, used: Sample) -> str:
 def _trajectory(
     path: Sequence[Sample], own: Sequence[Sample], name: tuple[str, int, int], parent: int | None
 ) -> Trajectory:
-    """The tokens of a path; only `own` train."""
+    """Build the trajectory of a path, in which only `own` samples train."""
     leaf = path[-1]
     parts = [part for one in path for part in (one.turn.new_ids, one.kept_ids)]
     parts[-1] = leaf.generation.token_ids

@@ -1,4 +1,4 @@
-"""vLLM's parsers of calls and reasoning, for model formats that this package does not parse."""
+"""vLLM's parsers of tool calls and reasoning, for model formats that this package does not parse itself."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,23 +24,23 @@ MAX_TOOLSETS = 64
 
 
 class VLLMParser:
-    """Reads a turn as vLLM's own server does; what its parsers raise leaves the turn as it stands."""
+    """Parses a turn as vLLM's own server does. If a parser raises an error, the turn stays unchanged."""
 
     stop_tokens = ()
 
     def __init__(
         self, tokenizer: PromptTokenizer, *, calls: str | None, reasoning: str | None, ends: Sequence[str]
     ) -> None:
-        """Try the parsers.
+        """Load the parsers.
 
         Args:
-            tokenizer: The policy's.
-            calls: vLLM's name of the parser of calls; None reads none.
-            reasoning: Of the parser of reasoning; None leaves it in the text.
+            tokenizer: The policy's tokenizer.
+            calls: vLLM's name of a tool call parser; None parses no calls.
+            reasoning: vLLM's name of a reasoning parser; None leaves reasoning in the text.
             ends: Texts of the tokens that end a turn.
 
         Raises:
-            SettingsError: vLLM has no such parser, or it does not work with this tokenizer.
+            SettingsError: vLLM has no such parser, or the parser does not support this tokenizer.
         """
         self._tokenizer = get_cached_tokenizer(tokenizer.wrapped)
         self._ends = tuple(ends)
@@ -55,12 +55,12 @@ class VLLMParser:
             self._reasoning = self._try("reasoning_parser", reasoning, lambda: parser_class(self._tokenizer))
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
-        """See `ToolParser.parse`."""
+        """Parse a turn, as in `ToolParser.parse`."""
         for end in self._ends:
             text = text.removesuffix(end)
         try:
             return self._parse(text, parameters)
-        except Exception as error:  # a parser of vLLM may raise anything for a text of a policy that learns
+        except Exception as error:  # vLLM's parsers may raise any error for the output of a policy in training
             log.warning("gateway_parser_failed", error=f"{type(error).__name__}: {error}")
             return ParsedTurn(answer=text)
 
@@ -77,7 +77,7 @@ class VLLMParser:
         return ParsedTurn(calls=calls, answer=found.content or "", reasoning=reasoning or "")
 
     def _parser(self, parameters: Mapping[str, Mapping[str, Json]]) -> tuple[Any, ChatCompletionRequest]:
-        """The parser of calls for some tools, None where there are none, and the request that it reads them from."""
+        """Return the call parser for some tools, or None without tools, and the request to pass to it."""
         key = tuple(f"{name} {schema}" for name, schema in parameters.items())
         if key not in self._known:
             tools = [

@@ -1,4 +1,4 @@
-"""Agent loops: turn a prompt into trajectories."""
+"""Agent loops, which turn prompts into trajectories."""
 
 from rl_rollout.loops.agent_task import AgentTask
 from rl_rollout.loops.conversation import TurnLimits

@@ -1,4 +1,4 @@
-"""Third-party agents: each session runs one, which talks to the policy through the gateway."""
+"""Third-party agents: each session runs one, which calls the policy through the gateway."""
 
 import asyncio
 import time
@@ -113,7 +113,7 @@ class AgentsLoop(SessionLoop):
             except BaseException as error:
                 if ends_the_run(error):
                     raise
-                if not session.faults:  # what the engine could not do is the reason for what an agent then raised
+                if not session.faults:  # an engine fault is the cause of the agent's error
                     session.failure = describe_failure(self, error)
                 return await gateway.finish(session)
             finally:
@@ -137,7 +137,7 @@ class AgentsLoop(SessionLoop):
             wall_s = time.perf_counter() - started_at
             if session.failure is None and not session.tree.samples and not session.faults:
                 how = f": {describe_run(outcome.run)}" if outcome.run else ""
-                reason = f"the agent got no answer of the policy{how}"
+                reason = f"the agent received no response from the policy{how}"
                 session.failure = hide(reason, {"env": dict(self._options.env)})
             session.counts["agent_failed"] += bool(
                 outcome.run and (outcome.run.ended, outcome.run.exit_code) != ("exited", 0)
@@ -160,8 +160,8 @@ class AgentsLoop(SessionLoop):
 
     def _make_gateway(self, tokenizer: PromptTokenizer | None) -> Gateway:
         if tokenizer is None:
-            raise SettingsError("the agent loop 'agent' needs a tokenizer. Give Rollout one: tokenizer=...")
-        sampling = SamplingParams(max_tokens=1)  # each session brings its own
+            raise SettingsError("the agent loop 'agent' needs a tokenizer. Pass tokenizer=... to Rollout.")
+        sampling = SamplingParams(max_tokens=1)  # each session sets its own
         return Gateway(self._engines, tokenizer, self._options.gateway, sampling=sampling)
 
 

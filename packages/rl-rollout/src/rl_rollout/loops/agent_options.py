@@ -12,18 +12,18 @@ from rl_rollout.gateway import GatewayOptions, SessionLimits
 
 @settings_record
 class AgentSandbox:
-    """What an agent that nobody trusts may reach and take.
+    """Permissions and limits of a sandboxed agent.
 
-    It writes its session's folder alone, and reads Python, the system's programs and `readable`.
+    The agent can write only to its session's folder, and can read Python, the system's programs and `readable`.
 
     Attributes:
-        network: "gateway" lets it reach nothing else; "allow" gives it this machine's network.
-        readable: More files and folders that it may read, such as that of its program.
-        memory_bytes: Resident memory of all its processes.
-        processes: Processes and threads at once.
-        file_bytes: Size of a file, and of all files in /tmp.
-        open_files: File descriptors of each process.
-        cpu_s: Processor seconds of each process.
+        network: "gateway" allows only the gateway; "allow" gives access to this machine's network.
+        readable: Further readable files and folders, such as the program's folder.
+        memory_bytes: Maximum resident memory of all its processes.
+        processes: Maximum number of concurrent processes and threads.
+        file_bytes: Maximum size of one file, and of all files in /tmp.
+        open_files: Maximum number of file descriptors per process.
+        cpu_s: Maximum CPU seconds per process.
     """
 
     network: Literal["gateway", "allow"] = "gateway"
@@ -37,23 +37,24 @@ class AgentSandbox:
 
 @settings_record
 class AgentOptions:
-    """Options of the `agent` loop: one of `command`, `function` and `remote`, and how it is run.
+    """Options of the `agent` loop: exactly one of `command`, `function` and `remote`, and how to run it.
 
     Attributes:
-        command: Program and arguments, where {prompt}, {prompt_file}, {workspace} and {cwd} (where the run was started)
-            are filled in; a first "python" is the interpreter that runs this.
-        function: Name, or `path.py:name`, of an `async def agent(task)` of this process, which may give the reward.
-        remote: Workers elsewhere claim sessions at the gateway, with `gateway.owner_key`.
-        env: More environment variables, with the same placeholders, {base_url} and {api_key}; in settings "$NAME" takes
-            a variable of this process.
-        workspace: Folder that each session gets a copy of to work in; None gives an empty one.
-        columns: Columns of the prompt's row that the program is shown; the others may tell the answer.
-        time_limit_s: Seconds until everything is killed; of a remote session until it fails.
-        max_output_bytes: Printed output after which everything is killed; the last 64 KiB are kept.
-        max_concurrent: Agents at once; other sessions wait.
-        sandbox: Keeps the program in; None runs it with all that this user may do.
-        limits: How far a session goes.
-        gateway: How the gateway listens, and how it answers.
+        command: Program and arguments. {prompt}, {prompt_file}, {workspace} and {cwd} (the run's working directory) are
+            replaced; a leading "python" means the current interpreter.
+        function: Name, or `path.py:name`, of an `async def agent(task)` that runs in this process and may return the
+            reward.
+        remote: True for remote workers, which claim sessions at the gateway with `gateway.owner_key`.
+        env: Additional environment variables, with the same placeholders, {base_url} and {api_key}; in settings,
+            "$NAME" refers to a variable of this process.
+        workspace: Template folder that is copied for each session; None creates an empty folder.
+        columns: Columns of the prompt's row that the program can see; other columns may reveal the answer.
+        time_limit_s: Seconds until all processes are killed; for a remote session, until it fails.
+        max_output_bytes: Maximum size of the output before all processes are killed; the last 64 KiB are kept.
+        max_concurrent: Maximum number of concurrent agents; other sessions wait.
+        sandbox: Sandbox of the program; None runs it with all permissions of this user.
+        limits: Limits of a session.
+        gateway: Options of the gateway.
     """
 
     command: tuple[str, ...] = ()
@@ -70,28 +71,26 @@ class AgentOptions:
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the options.
 
         Raises:
-            SettingsError: There is not one kind of agent, a limit is not positive, or clients would decide on what
-                trains.
+            SettingsError: There is not exactly one kind of agent, a limit is not positive, or clients control sampling.
         """
         num_kinds = sum(map(bool, (self.command and self.command[0], self.function, self.remote)))
         if num_kinds != 1:
             raise SettingsError(
-                f"found {num_kinds} of these; "
-                'an agent needs one of command, such as ["python", "{cwd}/agent.py"], function, such as '
-                '"agent.py:agent", and remote = true.'
+                'an agent needs exactly one of command, such as ["python", "{cwd}/agent.py"], function, such as '
+                f'"agent.py:agent", and remote = true; found {num_kinds} of them.'
             )
         if self.remote and not self.gateway.owner_key:
-            raise SettingsError("remote agents need gateway.owner_key, at least 32 characters chosen at random.")
+            raise SettingsError("remote agents need gateway.owner_key, at least 32 random characters.")
         for name in ("time_limit_s", "max_output_bytes", "max_concurrent"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} of an agent must be above 0; found {getattr(self, name)}.")
         if self.time_limit_s > self.limits.wall_s:
             raise SettingsError(
-                f"limits.wall_s ({self.limits.wall_s:g}) must be at least time_limit_s ({self.time_limit_s:g}): later "
-                "requests of the agent would be refused."
+                f"limits.wall_s ({self.limits.wall_s:g}) must be at least time_limit_s ({self.time_limit_s:g}); "
+                "otherwise later requests of the agent would be refused."
             )
         if self.gateway.service.decided_by != "run":
-            raise SettingsError('gateway.service.decided_by must be "run" where sessions train.')
+            raise SettingsError('gateway.service.decided_by must be "run" for sessions that train.')

@@ -50,7 +50,7 @@ class AgentFunction:
         try:
             done, _ = await asyncio.wait({call}, timeout=self._time_limit_s)
         finally:
-            call.cancel()  # and left behind: a function can refuse to be cancelled
+            call.cancel()  # not awaited: a function can refuse cancellation
         yield call.result() if done else AgentOutcome(run=AgentRun(ended="wall_time"))
 
     async def _call(self, task: AgentTask) -> AgentOutcome:

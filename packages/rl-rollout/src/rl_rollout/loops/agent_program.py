@@ -1,4 +1,4 @@
-"""An agent's program: started in its own folder, told the policy's address, ended with all its processes."""
+"""An agent's program, started in its own folder with the policy's address, and ended with all its processes."""
 
 import asyncio
 import difflib
@@ -52,8 +52,8 @@ class AgentProgram:
             is_copied = workspace is not None and (workspace / name).exists()
             if Path(name).is_file() and not Path(name).is_absolute() and not is_copied:
                 raise SettingsError(
-                    f"command: {name!r} is a file here, but an agent starts in a folder of its own. Write "
-                    f'"{{cwd}}/{name}", or put it into the workspace.'
+                    f"command: {name!r} is a file in the current folder, but an agent starts in its own folder. Use "
+                    f'"{{cwd}}/{name}", or put the file into the workspace.'
                 )
         self._check_places()
         program = _filled(program, {"cwd": str(Path.cwd())})
@@ -61,8 +61,8 @@ class AgentProgram:
         is_there = "{" in program or program == "python" or is_copied
         if not is_there and shutil.which(program, path=self._environment({}).get("PATH")) is None:
             raise SettingsError(
-                f"command: there is no program {program!r} on the PATH. Install it, or give the whole path of an "
-                "executable file."
+                f"command: program {program!r} is not on the PATH. Install it, or use the full path of an executable "
+                "file."
             )
         level = await self._sandbox.start()
         return f"agent ({level}): {' '.join(self._options.command)}"
@@ -77,7 +77,7 @@ class AgentProgram:
         readable = [Path(path).resolve() for path in own.readable] if own else []
         for path in readable:
             if not path.exists():
-                raise SettingsError(f"sandbox.readable: there is no {path}.")
+                raise SettingsError(f"sandbox.readable: {path} does not exist.")
         for text in (*self._options.command, *self._options.env.values()):
             for name in re.findall(r"\{([a-z_]+)\}", text):
                 if name not in PLACES and (near := difflib.get_close_matches(name, PLACES, n=1, cutoff=0.75)):
@@ -87,11 +87,11 @@ class AgentProgram:
                 continue
             path = Path(text.replace("{cwd}", str(Path.cwd()), 1))
             if number < 2 and not path.exists():
-                raise SettingsError(f"command: there is no file {path}.")
+                raise SettingsError(f"command: file {path} does not exist.")
             if own and path.exists() and not any(path.resolve().is_relative_to(one) for one in readable):
                 raise SettingsError(
-                    f"command: in the sandbox an agent cannot read {path}. Add its folder to sandbox.readable, or put "
-                    "it into the workspace."
+                    f"command: a sandboxed agent cannot read {path}. Add its folder to sandbox.readable, or put the "
+                    "file into the workspace."
                 )
 
     @asynccontextmanager
@@ -105,7 +105,7 @@ class AgentProgram:
             folder = opened.enter_context(sandbox_folder(None))
             try:
                 yield AgentOutcome(run=await self._run(task, folder))
-            finally:  # elsewhere: there may be a lot to remove
+            finally:  # in a thread: removal may take long
                 await asyncio.shield(asyncio.to_thread(opened.pop_all().close))
 
     async def _run(self, task: AgentTask, folder: str) -> AgentRun:
@@ -113,7 +113,7 @@ class AgentProgram:
         await self._fill(workspace)
         Path(folder, "tmp").mkdir()
         prompt_file.write_text(json.dumps(task.shown(self._options.columns)))
-        text = task.text.replace("\0", "\ufffd")  # which neither arguments nor variables can hold
+        text = task.text.replace("\0", "\ufffd")  # arguments and variables cannot contain NUL
         places = {"prompt": text, "prompt_file": str(prompt_file), "workspace": str(workspace)}
         values = {**places, "cwd": str(Path.cwd()), "base_url": task.base_url}
         program, *arguments = (_filled(one, values) for one in self._options.command)
@@ -181,9 +181,9 @@ class AgentProgram:
 
 def describe_run(run: AgentRun) -> str:
     """Describe in one line how a program ended, with the end of its stderr."""
-    how = f"it exited with code {run.exit_code}" if run.ended == "exited" else f"its limit on {run.ended} ended it"
+    how = f"it exited with code {run.exit_code}" if run.ended == "exited" else f"it exceeded its limit on {run.ended}"
     said = " ".join((run.stderr or run.stdout).split())[-SHOWN_CHARS:]
-    return f"{how}; it said: {said}" if said else how
+    return f"{how}; its output: {said}" if said else how
 
 
 def _sandbox_options(options: AgentOptions) -> SandboxOptions:
@@ -223,7 +223,7 @@ async def _relayed(listening: socket.socket, *, url: str) -> AsyncIterator[None]
                 one.close()
 
     async with await asyncio.start_server(relay, sock=listening, start_serving=False) as server:
-        await server.start_serving()  # only here, since a cancelled start would never be closed
+        await server.start_serving()  # separate, because a cancelled start would never be closed
         yield
 
 

@@ -19,16 +19,17 @@ from rl_rollout.rewards.scorer import Scored, reward_input
 
 @settings_record
 class TurnLimits:
-    """How far a session goes.
+    """Limits of a session.
 
-    The sampling parameters' max_tokens bounds everything after the prompt of a trajectory, replies included.
+    The sampling parameters' max_tokens limits all tokens after the prompt of a trajectory, including replies.
 
     Attributes:
-        max_turns: Turns of the model in a session.
-        max_turn_tokens: Tokens of one turn; None leaves only the other limits.
-        on_context_full: "stop" ends the session when a reply no longer fits. "new_trajectory" goes on, when a reply
-            leaves less than a quarter of the room, in a trajectory that begins with the prompt and the latest turns.
-        max_trajectories: Trajectories of a session, where it goes on.
+        max_turns: Maximum number of the model's turns.
+        max_turn_tokens: Maximum tokens of one turn; None applies only the other limits.
+        on_context_full: "stop" ends the session when a reply no longer fits. "new_trajectory" continues, when a reply
+            leaves less than a quarter of the room, in a new trajectory that begins with the prompt and the latest
+            turns.
+        max_trajectories: Maximum number of trajectories of a session, for "new_trajectory".
     """
 
     max_turns: int = 8
@@ -37,7 +38,7 @@ class TurnLimits:
     max_trajectories: int = 4
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the limits.
 
         Raises:
             SettingsError: A limit is not positive.
@@ -110,7 +111,7 @@ class Conversation:
         prompt: Its prompt.
         prompt_ids: [P] int32 input of the first turn.
         session_index: Index of the session in the group.
-        context: What the loop works with.
+        context: Objects that the loop works with.
         limits: Limits of the session.
         stop_token_ids: Tokens that end a turn, in addition to those of the sampling parameters.
         num_turns: Number of sampled turns.
@@ -160,7 +161,7 @@ class Conversation:
         if generation.finish_reason == "abort":
             raise EngineError(f"the engine aborted turn {self.num_turns} after {len(generation.token_ids)} tokens.")
         if not len(generation.token_ids):
-            raise EngineError(f"the engine gave no token in turn {self.num_turns}.")
+            raise EngineError(f"the engine returned no tokens in turn {self.num_turns}.")
         self._turns.append(generation)
         return generation
 
@@ -235,7 +236,7 @@ class Conversation:
             input_ids=np.concatenate(self._open.parts).astype(np.int32, copy=False),
             sampling=replace(
                 sampling,
-                max_tokens=max(room, 1),  # a prompt that leaves no room is for the engine to refuse
+                max_tokens=max(room, 1),  # the engine refuses a prompt that leaves no room
                 stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *self.stop_token_ids))),
             ),
             request_id=f"{self.prompt.uid}/{self.session_index}",

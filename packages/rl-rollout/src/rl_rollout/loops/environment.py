@@ -1,4 +1,4 @@
-"""Several turns with an environment, which observes each and may reward it."""
+"""Sessions of several turns with an environment, which observes each turn and may reward it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import field
@@ -26,13 +26,12 @@ class EnvironmentOptions:
     """Options of the `environment` loop.
 
     Attributes:
-        environment: Name, or `path.py:Class`.
-        arguments: Keyword arguments that each environment is made with.
-        timeout_s: Longest time of one `reset` or `step`; then the session fails.
-        max_observation_chars: Longest observation, in characters; of a longer one the model gets the beginning, with a
-            note.
-        limits: How far a session goes.
-        turns: How turns are joined.
+        environment: Registered name, or `path.py:Class`.
+        arguments: Keyword arguments of each environment.
+        timeout_s: Maximum seconds of one `reset` or `step`; then the session fails.
+        max_observation_chars: Maximum characters of an observation; longer ones are truncated with a note.
+        limits: Limits of a session.
+        turns: Format of turns.
     """
 
     environment: str
@@ -43,15 +42,15 @@ class EnvironmentOptions:
     turns: TurnFormat = field(default_factory=TurnFormat)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the options.
 
         Raises:
             SettingsError: timeout_s or max_observation_chars is not positive.
         """
         if not self.timeout_s > 0 or self.max_observation_chars < 1:
             raise SettingsError(
-                "an environment needs timeout_s > 0 and max_observation_chars >= 1; found "
-                f"{self.timeout_s} and {self.max_observation_chars}."
+                f"an environment needs timeout_s > 0 and max_observation_chars >= 1; found {self.timeout_s} and "
+                f"{self.max_observation_chars}."
             )
 
 
@@ -60,7 +59,7 @@ class EnvironmentLoop(SessionLoop):
 
     A session's reward is the sum over its steps, and so is each component. If no step returned a reward, the scorer
     judges the last turn. The time of steps with a reward is `reward_s`. The time of other steps and of `reset` is
-    `tools_s`. A turn that was cut for length is the last one, and is stepped too.
+    `tools_s`. A turn truncated for length is the last one, and is stepped too.
     """
 
     Options = EnvironmentOptions
@@ -83,7 +82,7 @@ class EnvironmentLoop(SessionLoop):
             SettingsError: There is no tokenizer, a stop token is unknown, or the chat template cannot join turns.
         """
         if tokenizer is None:
-            raise SettingsError("the agent loop 'environment' needs a tokenizer. Give Rollout one: tokenizer=...")
+            raise SettingsError("the agent loop 'environment' needs a tokenizer. Pass tokenizer=... to Rollout.")
         self._joined = join_turns(tokenizer, self._options.turns, role="user")
 
     async def check(self, tokenizer: PromptTokenizer | None) -> list[str]:

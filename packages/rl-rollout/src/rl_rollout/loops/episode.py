@@ -59,9 +59,9 @@ class Episode:
 
         Args:
             make: Creates the environment.
-            blocking: Runs what is not `async def`.
+            blocking: Runs methods that are not `async def`.
             timeout_s: Maximum seconds of one call.
-            max_observation_chars: Maximum characters of an observation; the rest is cut.
+            max_observation_chars: Maximum characters of an observation; longer ones are truncated.
         """
         self.earned: RewardResult | None = None
         self.reward_s = 0.0
@@ -76,14 +76,14 @@ class Episode:
         """Create and reset the environment.
 
         Raises:
-            RolloutError: It raised, timed out, or did not return a text or None. The message has the details.
+            RolloutError: It raised, timed out, or did not return a string or None. The message has the details.
         """
         started_at = time.perf_counter()
         self._environment = await self._guarded("__init__", self._in_thread(self._make))
         observation = await self._call("reset", prompt)
         self.other_s += time.perf_counter() - started_at
         if observation is not None and not isinstance(observation, str):
-            raise RolloutError(f"the environment's reset gave {_seen(observation)}; expected a text or None.")
+            raise RolloutError(f"the environment's reset returned {_seen(observation)}; expected a string or None.")
         return None if observation is None else self._readable(observation)
 
     async def step(self, text: str) -> tuple[str, bool]:
@@ -97,13 +97,15 @@ class Episode:
         elapsed_s = time.perf_counter() - started_at
         if not isinstance(outcome, tuple | list) or len(outcome) != 3:
             raise RolloutError(
-                f"the environment's step gave {_seen(outcome)}; expected (observation, reward or None, is done)."
+                f"the environment's step returned {_seen(outcome)}; expected (observation, reward or None, is_done)."
             )
         observation, reward, is_done = outcome
         if not isinstance(observation, str):
-            raise RolloutError(f"the environment's step gave observation = {_seen(observation)}; expected a text.")
+            raise RolloutError(
+                f"the environment's step returned observation = {_seen(observation)}; expected a string."
+            )
         if not isinstance(is_done, bool | np.bool_):
-            raise RolloutError(f"the environment's step gave is_done = {_seen(is_done)}; expected True or False.")
+            raise RolloutError(f"the environment's step returned is_done = {_seen(is_done)}; expected True or False.")
         if reward is None:
             self.other_s += elapsed_s
         else:
@@ -126,7 +128,7 @@ class Episode:
 
     def _earn(self, reward: Any) -> None:
         earned = self.earned or RewardResult(reward=0.0)
-        whose = "the environment's step gave"
+        whose = "the environment's step returned"
         try:
             given = read_output(reward)
             whose = "the rewards of the environment's steps add up to"
@@ -140,7 +142,7 @@ class Episode:
             )
         except DataError as error:
             raise RolloutError(f"{whose} {error}") from error
-        except Exception as error:  # a mapping or a number of the user's own can raise anything when it is read
+        except Exception as error:  # user-defined mappings or numbers can raise anything when read
             raise RolloutError(f"{whose} a reward that cannot be read ({shown_error(error)})") from error
 
     def _readable(self, observation: str) -> str:
@@ -158,7 +160,7 @@ class Episode:
         try:
             await asyncio.wait({task}, timeout=self._timeout_s)
         finally:
-            if not task.done():  # one that will not be cancelled is left behind
+            if not task.done():  # a call that refuses cancellation keeps running
                 task.cancel()
                 LEFT_BEHIND.add(task)
                 task.add_done_callback(LEFT_BEHIND.discard)
@@ -182,7 +184,7 @@ class Episode:
         try:
             return await self._blocking.run(call, timeout_s=self._timeout_s)
         except TimeoutError as error:
-            if has_ended:  # its own
+            if has_ended:  # the environment's own error
                 raise
             raise _TookTooLongError from error
 

@@ -64,7 +64,9 @@ def _value(kind: Any, value: Any, *, where: str) -> Any:
         return {str(key): _value(arguments[1], item, where=f"{where}.{key}") for key, item in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         if value.bit_length() > MAX_FLOAT_BITS:
-            raise SettingsError(f"{where} must be a number that a float holds; found one of {value.bit_length()} bits.")
+            raise SettingsError(
+                f"{where} must be a number that fits into a float; found one of {value.bit_length()} bits."
+            )
         return float(value)
     if kind is Path and isinstance(value, str):
         return Path(value)
@@ -104,5 +106,5 @@ def _words(kind: Any) -> str:
         return "a list"
     if typing.get_origin(kind) in (dict, Mapping) or dataclasses.is_dataclass(kind):
         return "a table"
-    names = {str: "text", int: "an integer", float: "a number", bool: "true or false", type(None): "nothing"}
+    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false", type(None): "nothing"}
     return names.get(kind) or str(getattr(kind, "__name__", kind))

@@ -20,13 +20,13 @@ def check_sessions(given: Any, *, loop: object, prompt: Prompt, num_sessions: in
         given: The result of `run_group`.
         loop: The loop, for messages.
         prompt: The sessions' prompt.
-        num_sessions: Expected number of sessions. With another number of results, all sessions fail.
+        num_sessions: Expected number of sessions. If the number of results differs, all sessions fail.
     """
     name = loop_name(loop)
     if not isinstance(given, list | tuple):
-        failure = f"{name} gave {_seen(given)}; expected a list of {num_sessions} SessionResult, one a session"
+        failure = f"{name} returned {_seen(given)}; expected a list of {num_sessions} SessionResult, one per session"
     elif len(given) != num_sessions:
-        failure = f"{name} gave {len(given)} results for {num_sessions} sessions"
+        failure = f"{name} returned {len(given)} results for {num_sessions} sessions"
     else:
         return tuple(_checked(session, name=name, prompt=prompt, index=index) for index, session in enumerate(given))
     return (SessionResult(failure=failure),) * num_sessions
@@ -58,9 +58,9 @@ def _checked(given: Any, *, name: str, prompt: Prompt, index: int) -> SessionRes
     try:
         return _read(given, prompt=prompt, index=index)
     except DataError as error:
-        failure = f"{name} gave {error}"
-    except Exception as error:  # a number or a mapping of the user's own can raise anything when it is read
-        failure = f"{name} gave a session that cannot be read ({shown_error(error)})"
+        failure = f"{name} returned {error}"
+    except Exception as error:  # user-defined numbers or mappings can raise anything when read
+        failure = f"{name} returned a session that cannot be read ({shown_error(error)})"
     kept = (
         tuple(replace(trajectory, reward=None) for trajectory in given.trajectories)
         if isinstance(given, SessionResult)
@@ -73,7 +73,7 @@ def _read(given: Any, *, prompt: Prompt, index: int) -> SessionResult:
     """Read a session, with its rewards as floats.
 
     Raises:
-        DataError: The session is invalid. The message continues a sentence that ends in "gave".
+        DataError: The session is invalid. The message continues a sentence that ends in "returned".
     """
     if not isinstance(given, SessionResult):
         raise DataError(f"{_seen(given)} for session {index}; expected a SessionResult.")

@@ -1,4 +1,4 @@
-"""Agent loops: turn a prompt into sessions, and each session into trajectories."""
+"""Interfaces of agent loops, which turn a prompt into sessions, and each session into trajectories."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -56,7 +56,7 @@ class LoopContext:
         engine: The engine.
         sampling: Sampling parameters. A seed, if any, is this prompt's own.
         scorer: Computes rewards.
-        decode: Decodes token sequences, for rewards and people.
+        decode: Decodes token sequences, for rewards and display.
         tokenizer: Required by loops with more than one turn. None if the caller passed none.
     """
 
@@ -108,7 +108,7 @@ class SessionLoop(ABC):
         """Run all sessions of a prompt at once."""
         sessions = (self._guarded(prompt, index, context) for index in range(num_sessions))
         settled = await asyncio.gather(*sessions, return_exceptions=True)
-        return [  # what is left as an error is a cancellation that reached one session alone
+        return [  # a remaining error is a cancellation of a single session
             SessionResult(failure=describe_failure(self, one)) if isinstance(one, BaseException) else one
             for one in settled
         ]

@@ -1,4 +1,4 @@
-"""Samples one response per session."""
+"""A loop that samples one response per session."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class SingleTurnLoop:
         generations = await context.engine.generate(request)
         generate_s = time.perf_counter() - started_at
         if len(generations) != num_sessions:
-            raise EngineError(f"the engine gave {len(generations)} responses to a request for {num_sessions}.")
+            raise EngineError(f"the engine returned {len(generations)} responses to a request for {num_sessions}.")
         trajectories = [
             trajectory_of(prompt, generation, session_index=index, generate_s=generate_s)
             for index, generation in enumerate(generations)
@@ -101,5 +101,5 @@ def _failure_of(generation: Generation) -> str | None:
     if generation.finish_reason == "abort":
         return f"the engine aborted the response after {len(generation.token_ids)} tokens"
     if not len(generation.token_ids):
-        return "the engine gave a response without tokens"
+        return "the engine returned a response without tokens"
     return None

@@ -1,4 +1,4 @@
-"""Several turns with tool calls in between."""
+"""Sessions of several turns with tool calls."""
 
 import asyncio
 import time
@@ -32,13 +32,13 @@ class ToolsOptions:
     """Options of the `tools` loop.
 
     Attributes:
-        tools: Names, or `path.py:function`.
-        mcp_servers: Servers by name; all their tools are the model's.
-        parser: Format of the calls: hermes, qwen3_coder, gpt_oss, another package's, or `path.py:Class`.
-        calls: How calls are run.
-        max_calls_per_turn: Calls beyond this are answered with an error.
-        limits: How far a session goes.
-        turns: How turns are joined.
+        tools: Registered names, or `path.py:function`.
+        mcp_servers: MCP servers by name; the model gets all of their tools.
+        parser: Format of calls: hermes, qwen3_coder, gpt_oss, a name registered by another package, or `path.py:Class`.
+        calls: Options of call execution.
+        max_calls_per_turn: Maximum number of calls per turn; further calls return an error.
+        limits: Limits of a session.
+        turns: Format of turns.
     """
 
     tools: tuple[str, ...] = ()
@@ -89,13 +89,13 @@ class ToolsLoop(SessionLoop):
             MissingExtraError: Servers need the extra `mcp`.
         """
         if tokenizer is None:
-            raise SettingsError("the agent loop 'tools' needs a tokenizer. Give Rollout one: tokenizer=...")
+            raise SettingsError("the agent loop 'tools' needs a tokenizer. Pass tokenizer=... to Rollout.")
         self.close()
         try:
             self._listed = await self._start_servers()
             self._toolbox = ToolBox([*self._given, *self._own, *chain.from_iterable(self._listed.values())])
             if not self._toolbox.names():
-                raise SettingsError("the agent loop 'tools' has no tools. Name some in tools or mcp_servers.")
+                raise SettingsError("the agent loop 'tools' has no tools. Set tools or mcp_servers.")
             self._runner = ToolRunner(self._toolbox, self._options.calls)
             self._joined = join_turns(
                 tokenizer,

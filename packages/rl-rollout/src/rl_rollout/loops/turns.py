@@ -1,4 +1,4 @@
-"""Joins the turns of a session as token ids. Sampled tokens are never encoded again."""
+"""Joining of a session's turns as token ids. Sampled tokens are never encoded again."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from rl_core.record_fields import settings_record
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 Role = Literal["tool", "user"]
-"""Who replies to the model: its tools, or an environment in the user's place."""
+"""Sender of replies to the model: its tools, or an environment in the user's place."""
 
 Message = dict[str, Json]
 
@@ -36,13 +36,13 @@ class Reply:
 
 @settings_record
 class TurnFormat:
-    """How turns are joined.
+    """Format of turns.
 
     Attributes:
-        kind: "chat": by the tokenizer's chat template; "plain": a reply is text between the two below.
-        prefix: Before a reply, in plain turns.
-        suffix: After it.
-        stop_tokens: Tokens that end a turn, beside the tokenizer's own end token.
+        kind: "chat" uses the tokenizer's chat template; "plain" puts a reply between `prefix` and `suffix`.
+        prefix: Text before a reply in plain turns.
+        suffix: Text after a reply in plain turns.
+        stop_tokens: Tokens that end a turn, in addition to the tokenizer's end token.
     """
 
     kind: Literal["chat", "plain"] = "chat"
@@ -54,7 +54,7 @@ class TurnFormat:
 class ChatTurns:
     """Turns in the chat template's format: returns the token ids of everything in a session that is not sampled.
 
-    The text after a turn is cut out of the rendering of a short fixed conversation, whose assistant turn contains a
+    The text after a turn is extracted from the rendering of a short fixed conversation, whose assistant turn contains a
     mark: everything that the template writes after the mark and the turn's end token. Neither sampled turns nor the
     history are ever rendered, so a template that would write them differently cannot change them.
     """
@@ -71,7 +71,7 @@ class ChatTurns:
 
         Args:
             tokenizer: A tokenizer with a chat template.
-            role: Who replies.
+            role: Sender of replies.
             tools: Schemas, given to the template.
             end_token_ids: Tokens that can end a turn, in addition to the tokenizer's own.
 
@@ -88,7 +88,7 @@ class ChatTurns:
         self.control_tokens = re.compile("|".join(re.escape(token) for token in tokenizer.special_tokens) or r"(?!)")
         if not tokenizer.has_chat_template:
             raise SettingsError(
-                'the tokenizer has no chat template, which several turns need. Give one, or set turns.kind = "plain".'
+                'the tokenizer has no chat template, which several turns need. Add one, or set turns.kind = "plain".'
             )
         self._shape = self._find_shape()
 
@@ -146,10 +146,10 @@ class ChatTurns:
         """
         tail = self._encode(self._tail(messages, calls))
         ends = np.flatnonzero(tail == last_token)
-        if len(ends) and last_token in self._may_end:  # a turn that a limit cut may end with any token
+        if len(ends) and last_token in self._may_end:  # a turn truncated by a limit may end with any token
             return tail[ends[0] + 1 :]
         ends = np.flatnonzero(np.isin(tail, list(self._end_token_ids)))
-        return tail[ends[0] :]  # ended by a token that the template does not write, which then follows
+        return tail[ends[0] :]  # the turn ended with another token; the template's end token follows it
 
     def _find_shape(self) -> "_Shape":
         """Return the first format of an assistant turn that the template keeps complete.
@@ -168,8 +168,7 @@ class ChatTurns:
                 return shape
             faults.append(fault)
         raise SettingsError(
-            f"the chat template cannot join turns: {faults[-1]} Give another chat template, or set "
-            'turns.kind = "plain".'
+            f'the chat template cannot join turns: {faults[-1]} Use another chat template, or set turns.kind = "plain".'
         )
 
     def _fault(self, shape: "_Shape") -> str | None:
@@ -178,19 +177,19 @@ class ChatTurns:
         turn = [*shape(replies, MARK), *self._messages(replies)]
         text = self._render([QUESTION, *turn])
         if not text.startswith(self._render([QUESTION], add_generation_prompt=False)):
-            return "it writes earlier messages otherwise once later ones follow, so a session has no fixed beginning."
+            return "it renders earlier messages differently once later ones follow, so a session has no fixed prefix."
         _, mark, tail = text.rpartition(MARK)
         before, reply, _ = tail.partition("replymark")
         if not mark or not reply:
-            return f"it leaves out {'the reply' if mark else 'what the assistant said'}."
+            return f"it omits {'the reply' if mark else 'the assistant message'}."
         if not np.isin(self._encode(before), list(self._end_token_ids)).any():
             return (
-                f"after the assistant's turn it writes {before!r}, which has none of the end tokens "
-                f"{sorted(self._end_token_ids)}. Name the right one in turns.stop_tokens."
+                f"after the assistant's turn it writes {before!r}, which contains none of the end tokens "
+                f"{sorted(self._end_token_ids)}. Add the right one to turns.stop_tokens."
             )
         later = self._render([QUESTION, *turn, *shape(replies, MARK), *self._messages(replies)])
         if later.rpartition(MARK)[2] != tail:
-            return "it writes a reply otherwise after two turns than after one."
+            return "it renders a reply differently after two turns than after one."
         return None
 
     def _tail(self, messages: Sequence[Message], calls: Sequence[str]) -> str:
@@ -201,7 +200,7 @@ class ChatTurns:
         turn = self._shape([Reply(text="", name=name) for name in calls], mark)
         _, found, tail = self._render([QUESTION, *turn, *messages]).rpartition(mark)
         if not found:
-            raise DataError("the chat template leaves out what the assistant said before this reply.")
+            raise DataError("the chat template omits the assistant message before this reply.")
         return tail
 
     def _messages(self, replies: Sequence[Reply]) -> list[Message]:
@@ -262,7 +261,7 @@ def join_turns(
     tools: Sequence[Mapping[str, Json]] = (),
     known_stops: Sequence[str] = (),
 ) -> Joined:
-    """Check how turns are joined.
+    """Check a turn format against a tokenizer and its chat template.
 
     Args:
         tokenizer: The policy's tokenizer.
@@ -290,7 +289,7 @@ def join_turns(
 
 
 _Shape = Callable[[Sequence[Reply], str], list[Message]]
-"""Renders the assistant's turn before some replies, with the mark as near to its end as the shape allows."""
+"""Renders the assistant's turn before some replies, with the mark as near to its end as the format allows."""
 
 
 def _calls_as_objects(replies: Sequence[Reply], mark: str) -> list[Message]:
@@ -314,4 +313,4 @@ def _calls(replies: Sequence[Reply], arguments: Any) -> list[Message]:
 
 
 def _call_id(index: int) -> str:
-    return f"call{index:05d}"  # nine letters and digits: what Mistral's templates ask for
+    return f"call{index:05d}"  # nine letters and digits, as Mistral's templates require

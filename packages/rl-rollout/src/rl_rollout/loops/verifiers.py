@@ -1,4 +1,4 @@
-"""Environments of the verifiers library, which runs them and gets tokens from this package's engine."""
+"""Environments of the verifiers library, which runs them with tokens from this package's engine."""
 
 import asyncio
 import time
@@ -36,13 +36,13 @@ class VerifiersOptions:
     """Options of the `verifiers` loop.
 
     Attributes:
-        tokenizer: Folder of the policy's tokenizer, from which verifiers renders turns; nothing is downloaded.
+        tokenizer: Folder of the policy's tokenizer, with which verifiers renders turns; nothing is downloaded.
         environment: The `[env]` table of a verifiers run, such as {taskset = {id = "sums"}, agent = {runtime = {type =
             "subprocess"}}}.
         renderer: Table of a `renderers.RendererConfig`; None lets verifiers choose by the tokenizer's model.
-        task_column: Column of the prompts that holds the index of the task in the taskset.
-        max_tasks: Tasks read of the taskset.
-        timeout_s: Longest time of one episode; then the session fails.
+        task_column: Column of the prompts with the index of the task in the taskset.
+        max_tasks: Maximum number of tasks to load from the taskset.
+        timeout_s: Maximum seconds of one episode; then the session fails.
     """
 
     tokenizer: str
@@ -56,7 +56,7 @@ class VerifiersOptions:
 class VerifiersLoop(SessionLoop):
     """Runs an episode of a verifiers environment as a session. Each branch of a trace is a trajectory.
 
-    verifiers renders turns as tokens and appends to the sampled ones. The gateway sends it the engine's tokens, and
+    verifiers renders turns as tokens and appends them to the sampled ones. The gateway returns the engine's tokens, and
     supplies logprobs and versions. verifiers scores the episode, and its reward is the session's.
     """
 
@@ -213,7 +213,7 @@ def _trajectories(episode: Any, session: Session, *, wall_s: float) -> list[Traj
             if columns[0].any():
                 trajectories.append(_trajectory(trace, ids, columns, session, spans, output_index=len(trajectories)))
     if not trajectories:
-        raise DataError("no branch of the episode has tokens that were sampled.")
+        raise DataError("no branch of the episode has sampled tokens.")
     reward_s = sum(trace.timing.scoring.duration for trace in traces)
     generate_s = sum(sample.generate_s for sample in samples)
     timings = Timings(
@@ -299,7 +299,7 @@ def _begins_with(input_ids: IntArray, span: SampledSpan) -> bool:
 def _reason(episode: Any) -> str:
     errors: Sequence[Any] = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
-        return "the episode did not complete, and gave no reason"
+        return "the episode did not complete, without a reported reason"
     return f"{errors[-1].type}: {errors[-1].message}"
 
 
@@ -313,13 +313,13 @@ def _refused(what: str, given: Any) -> Iterator[None]:
 
 
 def _refusal(what: str, error: BaseException, given: Any) -> SettingsError:
-    problems = getattr(error, "errors", None)  # pydantic has them
+    problems = getattr(error, "errors", None)  # pydantic's errors have this method
     reason = "; ".join(map(_problem, problems())) if callable(problems) else shown_error(error)
-    return SettingsError(f"verifiers refuses the {what}: {hide(reason, given)}")
+    return SettingsError(f"verifiers rejected the {what}: {hide(reason, given)}")
 
 
 def _problem(problem: Mapping[str, Any]) -> str:
-    """Format one of pydantic's errors, by the option's place."""
+    """Format one of pydantic's errors, with the path of the option."""
     place = ".".join(map(str, problem["loc"]))
     if problem["type"] != "union_tag_invalid":
         return f"{place}: {problem['msg']}" if place else str(problem["msg"])
@@ -338,9 +338,9 @@ def _require_account(config: Any) -> None:
             import_module("verifiers.v1.utils.prime").ensure_prime_auth()
         except SystemExit as error:
             raise SettingsError(
-                f"environment.{name}.runtime is {runtime.type!r}, a hosted one, which verifiers takes where none is "
-                f'given: {error}. Set environment.{name}.runtime = {{ type = "subprocess" }} to run on this machine, '
-                '"docker" for a container, or log in.'
+                f"environment.{name}.runtime is {runtime.type!r}, a hosted runtime, which is the default of verifiers: "
+                f'{error}. Set environment.{name}.runtime = {{ type = "subprocess" }} to run on this machine, or '
+                '"docker" to run in a container, or log in.'
             ) from error
 
 
@@ -349,6 +349,6 @@ def _library() -> Any:
         return import_module("verifiers.v1")
     except ImportError as error:
         raise MissingExtraError(
-            f"the agent loop 'verifiers' needs the library verifiers ({error}). "
-            "Install rl-rollout[verifiers] as docs/guides/agent-loops.md says: not beside vLLM 0.32."
+            f"the agent loop 'verifiers' needs the library verifiers ({error}). Install rl-rollout[verifiers] as "
+            "docs/guides/agent-loops.md explains; it cannot be installed together with vLLM 0.32."
         ) from error

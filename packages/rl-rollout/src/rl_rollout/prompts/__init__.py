@@ -1,4 +1,4 @@
-"""Prompts: reads files, checks and tokenizes their rows."""
+"""Reads prompt files, and checks and tokenizes their rows."""
 
 from rl_rollout.prompts.prompt_set import PromptOptions, PromptSet, load_prompts
 from rl_rollout.prompts.rows import Rows, open_rows

@@ -37,7 +37,7 @@ def read_hf_dataset(path: Path) -> Sequence[dict[str, Json]]:
     try_arrow_files(_arrow_files(path))
     try:
         found = datasets.load_from_disk(str(path)).with_format(None)
-    except Exception as error:  # datasets raises many kinds for a damaged folder
+    except Exception as error:  # datasets raises many types for a damaged folder
         raise DataError(f"{path}: not a readable dataset ({type(error).__name__}: {error}). Save it again.") from error
     _refuse_media(found.features, path)
     return found  # type: ignore[no-any-return]
@@ -52,7 +52,7 @@ def _arrow_files(folder: Path) -> list[Path]:
     listed = listed if isinstance(listed, list) else []
     names = [one.get("filename") if isinstance(one, dict) else None for one in listed]
     if not 1 <= len(names) <= MAX_FILES or any(not isinstance(name, str) or Path(name).name != name for name in names):
-        raise DataError(f"{folder / STATE} must list 1 to {MAX_FILES} files of its own folder. Save the dataset again.")
+        raise DataError(f"{folder / STATE} must list 1 to {MAX_FILES} files in its own folder. Save the dataset again.")
     return [folder / str(name) for name in names]
 
 

@@ -25,12 +25,13 @@ log = structlog.get_logger(__name__)
 
 @settings_record
 class PromptOptions:
-    """How rows become prompts.
+    """How to read and tokenize rows.
 
     Attributes:
-        max_tokens: Longest prompt, template included.
-        overlong: A longer one is an "error", or a "drop" that is counted.
-        plain_prompts: A string prompt is tokenized as it stands ("raw"), or as a user's message ("chat").
+        max_tokens: Maximum prompt length in tokens, including the chat template.
+        overlong: What to do with a prompt above `max_tokens`: "error", or "drop" and count it.
+        plain_prompts: How to tokenize a prompt that is plain text: "raw", exactly as it stands, or "chat", as a user
+            message.
         requires_ground_truth: Refuse rows without ground truth.
     """
 
@@ -182,7 +183,7 @@ def _encoded(rows: Rows, tokenizer: PromptTokenizer, options: PromptOptions) -> 
 
 def _fits(ids: Sequence[int], options: PromptOptions, *, where: str) -> bool:
     if not ids:
-        raise DataError(f"{where}, field `prompt`: it gives no tokens; expected at least one.")
+        raise DataError(f"{where}, field `prompt`: the prompt has no tokens; expected at least one.")
     limit = options.max_tokens
     if len(ids) <= limit:
         return True

@@ -48,7 +48,7 @@ class Rows:
         """Return a row by its index, from 0.
 
         Raises:
-            DataError: It has a value that Python cannot represent.
+            DataError: The row has a value that Python cannot represent.
         """
         with self._readable():
             return self._rows[row]
@@ -61,12 +61,12 @@ class Rows:
     def _readable(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # libraries raise many kinds, such as for a date beyond the year 9999
+        except Exception as error:  # libraries raise many types, for example for dates beyond the year 9999
             reason = f"{type(error).__name__}: {error}"
             raise DataError(f"{self.path}: a row has a value that cannot be read ({reason}). Repair it.") from error
 
     def locate(self, row: int) -> str:
-        """Describe a row's place for messages. Rows and lines are counted from 1."""
+        """Describe a row's location for messages. Rows and lines are counted from 1."""
         return f"{self.path}, row {row + 1}" if self._lines is None else f"{self.path}, line {self._lines[row]}"
 
 
@@ -105,7 +105,7 @@ def open_rows(path: Path) -> Rows:
     if path.is_dir():
         if not is_hf_dataset(path):
             raise DataError(
-                f"{path} is a folder, but not one that datasets' save_to_disk wrote (it has no state.json). "
+                f"{path} is a folder that datasets' save_to_disk did not write (it has no state.json). "
                 f"Give such a folder, or a {' or '.join(EXTENSIONS)} file."
             )
         rows = Rows(path, read_hf_dataset(path))
@@ -125,15 +125,17 @@ def open_rows(path: Path) -> Rows:
 
 def _parse_line(line: bytes, *, where: str) -> dict[str, Json]:
     if len(line) > MAX_LINE_BYTES or count_values(line) > MAX_LINE_VALUES:
-        raise DataError(f"{where}: a row has at most {MAX_LINE_BYTES} bytes and {MAX_LINE_VALUES} values.")
+        raise DataError(f"{where}: a row must have at most {MAX_LINE_BYTES} bytes and {MAX_LINE_VALUES} values.")
     try:
         value = json.loads(line.decode("utf-8-sig").rstrip("\r\n"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}, column {error.colno}: not JSON ({error.msg}). Expected one object a line.") from None
+        raise DataError(
+            f"{where}, column {error.colno}: not JSON ({error.msg}). Expected one object per line."
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}). Expected one object a line.") from None
+        raise DataError(f"{where}: not JSON ({error}). Expected one object per line.") from None
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}.")
     return value

@@ -8,7 +8,7 @@ from rl_core.data import Json, encodable_json
 from rl_core.errors import DataError
 from rl_core.record_fields import record
 
-WITHOUT = "allow rows without it: prompts.requires_ground_truth = false"
+WITHOUT = "set prompts.requires_ground_truth = false to allow such rows"
 
 
 @record
@@ -19,8 +19,8 @@ class Problem:
         messages: Chat messages; empty for a plain prompt.
         text: The plain prompt; None when there are messages.
         data_source: Name of the dataset.
-        ground_truth: Reference for the reward.
-        columns: The row, with its texts as `encodable` returns them.
+        ground_truth: Reference that the reward compares with.
+        columns: Columns of the row, with text passed through `encodable`.
     """
 
     messages: tuple[Mapping[str, Json], ...]
@@ -51,7 +51,9 @@ def read_problem(row: Mapping[str, Json], *, where: str, requires_ground_truth: 
     prompt = row.get("prompt")
     if prompt is None:
         found = ", ".join(sorted(map(str, row)))
-        raise DataError(f"{where}, field `prompt`: missing. Expected a string or a list of messages; found {found}.")
+        raise DataError(
+            f"{where}, field `prompt`: missing. Expected a string or a list of messages; found the columns {found}."
+        )
     try:
         columns: dict[str, Json] = encodable_json(row)
     except DataError as error:
@@ -86,7 +88,7 @@ def _read_message(message: Json, *, where: str, field: str) -> Mapping[str, Json
     if not message["role"]:
         raise DataError(f"{where}, field `{field}.role`: expected a role such as 'user', found an empty string.")
     _check_unicode(message["content"], where=where, field=f"{field}.content")
-    # Arrow gives every message all keys of the column; templates ask whether a key is there.
+    # Arrow adds every key of the column to each message, but templates test whether a key is present.
     kept: dict[str, Json] = encodable_json({key: value for key, value in message.items() if value is not None})
     return kept
 
@@ -100,7 +102,7 @@ def _read_ground_truth(row: Mapping[str, Json], *, where: str, is_required: bool
             return reward_model["ground_truth"]
         if is_required:
             raise DataError(
-                f"{where}, field `reward_model.ground_truth`: missing. Add what the reward compares with, or {WITHOUT}."
+                f"{where}, field `reward_model.ground_truth`: missing. Add the reference for the reward, or {WITHOUT}."
             )
     answer = row.get("answer")
     if answer is None and is_required:
@@ -123,8 +125,8 @@ def _check_unicode(text: str, *, where: str, field: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}, field `{field}`: character {error.start} is half of a surrogate pair, which no tokenizer takes. "
-            "Repair the text."
+            f"{where}, field `{field}`: character {error.start} is half of a surrogate pair, which tokenizers do not "
+            "accept. Repair the text."
         ) from None
 
 

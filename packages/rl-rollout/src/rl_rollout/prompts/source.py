@@ -1,4 +1,4 @@
-"""The endless order of training prompts, which a resumed run continues exactly."""
+"""Endless, resumable order of training prompts."""
 
 from collections.abc import Mapping
 
@@ -53,7 +53,7 @@ class PromptSource:
         }
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a `state`.
+        """Restore a position that `state` returned.
 
         Raises:
             CheckpointError: The state is invalid.
@@ -65,14 +65,14 @@ class PromptSource:
         for name in ("fingerprint", "seed", "is_shuffled"):
             if state[name] != mine[name]:
                 raise SettingsError(
-                    f"the saved prompt order has {name} = {state[name]!r}, this run has {mine[name]!r}. "
+                    f"the saved prompt order has {name} = {state[name]!r}; this run has {mine[name]!r}. "
                     "Resume with the same prompt files, tokenizer, limits and seed, or start a new run."
                 )
         epoch, position = state["epoch"], state["position"]
         if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position < len(self._prompts):
             raise CheckpointError(
                 f"the saved prompt order is at epoch {epoch!r}, position {position!r}; expected whole numbers "
-                f"from 0, the position below {len(self._prompts)}."
+                f"from 0, with the position below {len(self._prompts)}."
             )
         self._epoch, self._position = epoch, position
         self._order = self._epoch_order(epoch)

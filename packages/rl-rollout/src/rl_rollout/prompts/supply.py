@@ -28,7 +28,7 @@ class PromptSupply:
         return prompts
 
     def restore(self, ledger: Sequence[LedgerEntry]) -> None:
-        """Continue after the prompts that a queue has.
+        """Skip the prompts that the queue has issued, and keep the unfinished ones.
 
         Raises:
             DataError: The queue's prompts differ from the source's, so it belongs to another run.
@@ -37,7 +37,7 @@ class PromptSupply:
         for entry, prompt in zip(ledger, prompts, strict=True):
             if entry.prompt_uid != prompt.uid:
                 raise DataError(
-                    f"the run's queue was issued prompt {entry.prompt_uid!r} where the prompts of these settings have "
+                    f"the run's queue has prompt {entry.prompt_uid!r} at a position where these settings give "
                     f"{prompt.uid!r}. Resume with the prompt files, tokenizer, limits and seed of the run."
                 )
             if entry.state in ("issued", "settled"):

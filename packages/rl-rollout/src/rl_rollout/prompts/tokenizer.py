@@ -81,7 +81,7 @@ class PromptTokenizer:
         """
         if not folder.is_dir():
             raise SettingsError(f"{folder} is not a folder. Give a local model folder; nothing is downloaded.")
-        # transformers makes up an empty tokenizer from config.json alone, so look before asking it.
+        # transformers creates an empty tokenizer from config.json alone, so check the files first.
         if not has_tokenizer(folder):
             raise SettingsError(
                 f"{folder} has no tokenizer; expected one of {', '.join(VOCABULARY_FILES)}. "
@@ -98,7 +98,7 @@ class PromptTokenizer:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # many kinds for a damaged folder; a panic of Rust is no Exception
+        except BaseException as error:  # many types for a damaged folder; a Rust panic is not an Exception
             raise SettingsError(
                 f"{folder}: transformers cannot load the tokenizer ({type(error).__name__}: {error})."
             ) from error
@@ -144,13 +144,13 @@ class PromptTokenizer:
 
     @property
     def as_json(self) -> str:
-        """Return the tokenizer as one tokenizer.json, including added tokens.
+        """The tokenizer as the text of one tokenizer.json, including added tokens.
 
         Raises:
             SettingsError: This kind of tokenizer cannot be written this way.
         """
         if not getattr(self._tokenizer, "is_fast", False):
-            raise SettingsError(f"{self._name} has no tokenizer.json, and transformers cannot make one of it.")
+            raise SettingsError(f"{self._name} has no tokenizer.json, and transformers cannot create one from it.")
         return str(self._tokenizer.backend_tokenizer.to_str())
 
     def token_id(self, text: str) -> int | None:
@@ -180,7 +180,7 @@ class PromptTokenizer:
         if not self._chat_template:
             raise DataError(
                 f"{where}: the prompt is a list of messages, but the tokenizer has no chat template. "
-                "Give a chat template, or plain string prompts."
+                "Set a chat template, or use plain string prompts."
             )
         text = call_within(
             DEADLINE_S,
@@ -227,7 +227,7 @@ class PromptTokenizer:
             lambda: self._tokenizer.batch_decode(
                 ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             ),
-            what=f"the tokenizer of {self._name}, with {len(ids)} sequences of tokens,",
+            what=f"the tokenizer of {self._name}, with {len(ids)} token sequences,",
             error=DataError,
         )
         return list(map(encodable, texts))
@@ -253,7 +253,7 @@ class PromptTokenizer:
 
 
 def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, Json] | None) -> None:
-    """Refuse files that no tokenizer has, and use the others once in a child process.
+    """Check the tokenizer's files, then load and use them once in a child process.
 
     Raises:
         SettingsError: A file is invalid. The message names it.
@@ -266,7 +266,7 @@ def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, J
         if file.suffix == ".json" and count_values(raw) > MAX_FILE_VALUES:
             raise SettingsError(f"{file} must have at most {MAX_FILE_VALUES} values.")
         contents[file] = raw
-    if folder / "config.json" in contents:  # transformers makes a configuration of it first
+    if folder / "config.json" in contents:  # transformers reads it first
         check_config(folder / "config.json", error=SettingsError)
     files = [file for file in contents if file.name not in UNTRIED]
     run_trial(
@@ -292,6 +292,6 @@ def _templates(contents: Mapping[Path, bytes]) -> Iterator[str]:
             try:
                 found = json.loads(raw).get("chat_template")
             except (ValueError, RecursionError, AttributeError) as error:
-                raise SettingsError(f"{file} must hold a JSON object; found: {error}.") from None
+                raise SettingsError(f"{file} must contain a JSON object ({error}).") from None
             several = found if isinstance(found, list) else [{"template": found}]
             yield from (str(one["template"]) for one in several if isinstance(one, dict) and one.get("template"))

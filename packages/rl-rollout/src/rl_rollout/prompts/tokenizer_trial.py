@@ -36,8 +36,8 @@ def main() -> None:
             _say("rendering the chat template")
             _try_template(template, request["options"])
     except MemoryError:
-        _say("it takes more memory than is set aside for trying it")
-    except BaseException as error:  # a panic of Rust is no Exception
+        _say("it needs more memory than the trial allows")
+    except BaseException as error:  # a Rust panic is not an Exception
         _say(f"{type(error).__name__}: {error}".partition("\n")[0])
     else:
         _say("passed")
@@ -56,7 +56,7 @@ def _try_tokenizer(folder: Path) -> None:
             decode(encode([sample * REPEATS, sample * REPEATS + "~"]))
     except MemoryError:
         raise
-    except Exception:  # transformers says it better
+    except Exception:  # transformers' own error is clearer
         return
 
 
@@ -81,7 +81,7 @@ def _try_template(template: str, options: dict[str, Any]) -> None:
     class Generation(Extension):
         """transformers' own tag, which marks the assistant's text."""
 
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it this way
 
         def parse(self, parser: Any) -> Any:
             """Skip the tag."""

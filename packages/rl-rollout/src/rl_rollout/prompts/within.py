@@ -1,4 +1,4 @@
-"""Calls into libraries that may never return, with a deadline."""
+"""Deadlines for calls into libraries that may never return."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Run calls until there are none."""
+        """Run queued calls until None arrives."""
         while (call := self.calls.get()) is not None:
             outcome: tuple[Any, BaseException | None]
             try:
@@ -44,14 +44,14 @@ os.register_at_fork(after_in_child=_idle.clear)
 def call_within(
     deadline_s: float, call: Callable[[], ResultT], *, what: str, error: type[RLError], fails: str = "failed"
 ) -> ResultT:
-    """Return the result of a call.
+    """Run a call in a worker thread and return its result.
 
     Args:
         deadline_s: Maximum seconds to wait.
         call: Must let other threads run while it works, as Python code does.
         what: Description of the call, for messages.
-        error: Raised if the call takes too long or raises anything (a Rust panic is no `Exception`).
-        fails: Description of its failure, for messages.
+        error: Exception type to raise if the call times out or raises anything (a Rust panic is not an `Exception`).
+        fails: Verb phrase for a failed call, for messages.
     """
     try:
         worker = _idle.pop()

@@ -1,4 +1,4 @@
-"""Rewards: functions that judge responses, and what runs them."""
+"""Reward functions that score responses, and the scorers that run them."""
 
 from rl_rollout.rewards.build import build_scorer
 from rl_rollout.rewards.judge import JudgeModel

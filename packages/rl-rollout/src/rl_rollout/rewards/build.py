@@ -15,8 +15,9 @@ def build_scorer(options: RewardOptions, *, parts: Mapping[str, Any] | None = No
     """Build the scorer that the options describe.
 
     Args:
-        options: Checked here.
-        parts: What no setting can give, such as {"model": JudgeModel(...)} for `judge`; see `resolve_reward`.
+        options: Options of the reward; they are checked here.
+        parts: Objects that settings cannot express, such as {"model": JudgeModel(...)} for `judge`; see
+            `resolve_reward`.
 
     Raises:
         SettingsError: An option, a name or a file is invalid.
@@ -33,7 +34,7 @@ def build_scorer(options: RewardOptions, *, parts: Mapping[str, Any] | None = No
             raise SettingsError(f"parts[{number}]: {error}") from error
         scorer = _scorer(options.of_part(part), function)
         scored.append((part, scorer))
-    # Limits and retries are the parts' own; what is left for the sum is whether a failed session counts as 0.
+    # Each part has its own limits and retries. The sum only decides whether a failed session gets a reward of 0.
     policy = FailurePolicy(on_failure="zero" if options.on_failure == "zero" else "drop", retries=0)
     return RewardScorer(WeightedReward(scored), timeout_s=None, max_concurrency=1_000_000, failures=policy)
 

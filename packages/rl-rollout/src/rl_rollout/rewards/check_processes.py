@@ -1,4 +1,4 @@
-"""Processes that judge responses with a library. The kernel ends one that exceeds its time or memory."""
+"""Worker processes that check responses with a library, with limits on time and memory."""
 
 import contextlib
 import json
@@ -20,18 +20,19 @@ START_TIMEOUT_S = 120.0
 
 
 class CheckProcesses:
-    """Processes of one module, which runs `check_worker.serve`; they start at their first use, and end with this one.
+    """Worker processes that run one module, which serves with `check_worker.main`.
 
-    What goes wrong after a process has taken the row is the response's doing: no response can make its check fail.
+    Processes start at the first use, and end with this process. After a process accepts the row, a crash or a timeout
+    counts against the response, so that no response can make its check fail.
     """
 
     def __init__(self, module: str, *, timeout_s: float, num_processes: int) -> None:
-        """Start nothing yet.
+        """Store the options. Processes start at the first use.
 
         Args:
-            module: What each runs.
-            timeout_s: Of each check.
-            num_processes: Checks at once.
+            module: Module that each process runs.
+            timeout_s: Maximum seconds of one check.
+            num_processes: Maximum number of concurrent checks.
         """
         self.workers = [_Worker(module, timeout_s) for _ in range(num_processes)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -39,12 +40,12 @@ class CheckProcesses:
             self._idle.put(worker)
 
     def check(self, request: Mapping[str, Json]) -> dict[str, Any] | None:
-        """The verdict on one response; None where it took too long, or ended the process.
+        """Return the verdict on one response; None if the response took too long or ended the process.
 
         Raises:
-            DataError: The row cannot be checked against.
-            DeadlineError: The row alone took too long.
-            RoleError: The process cannot start, or died before it came to the response.
+            DataError: The row is invalid.
+            DeadlineError: Reading the row took too long.
+            RoleError: The process cannot start, or died before it reached the response.
         """
         worker = self._idle.get()
         try:
@@ -53,13 +54,13 @@ class CheckProcesses:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End them; can be called twice."""
+        """Stop the processes. Can be called twice."""
         for worker in self.workers:
             worker.stop()
 
 
 class _Worker:
-    """One process, started when asked and again after it died; used by one thread at a time."""
+    """One process, started on demand and again after it died. Only one thread uses it at a time."""
 
     def __init__(self, module: str, timeout_s: float) -> None:
         self._module = module
@@ -69,12 +70,12 @@ class _Worker:
         self._buffer = b""
 
     def check(self, request: Mapping[str, Json]) -> dict[str, Any] | None:
-        """Send a request and wait for its verdict; None where the response took too long, or ended the process.
+        """Send a request and wait for its verdict; None if the response took too long or ended the process.
 
         Raises:
-            DataError: The row cannot be checked against.
-            DeadlineError: The row alone took too long.
-            RoleError: The process cannot start, or died before it came to the response.
+            DataError: The row is invalid.
+            DeadlineError: Reading the row took too long.
+            RoleError: The process cannot start, or died before it reached the response.
         """
         process = self._process if self._process is not None and self._process.poll() is None else self._start()
         try:
@@ -84,7 +85,7 @@ class _Worker:
             row = self._read_line(process, timeout_s=self._timeout_s + 1.0)
         except BrokenPipeError as error:
             self.stop()
-            raise RoleError(f"a process of {self._module} ended before it took a request.") from error
+            raise RoleError(f"a process of {self._module} ended before it accepted a request.") from error
         except (DeadlineError, RoleError):
             self.stop()
             raise
@@ -100,7 +101,7 @@ class _Worker:
         return verdict
 
     def stop(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if there is one."""
         self._buffer = b""
         if self._finalizer is not None:
             self._finalizer()
@@ -121,7 +122,7 @@ class _Worker:
         while b"\n" not in self._buffer:
             readable, _, _ = select.select([stdout], [], [], max(deadline - time.monotonic(), 0.0))
             if not readable:
-                raise DeadlineError(f"a checking process gave no answer for {timeout_s:.1f} s.")
+                raise DeadlineError(f"a checking process did not answer within {timeout_s:.1f} s.")
             received = os.read(stdout.fileno(), 1 << 16)
             if not received:
                 _raise_ended(process, timeout_s=timeout_s)
@@ -134,8 +135,8 @@ class _Worker:
 def _raise_ended(process: "subprocess.Popen[bytes]", *, timeout_s: float) -> NoReturn:
     exit_code = process.wait(timeout=10)
     if exit_code == -signal.SIGALRM:
-        raise DeadlineError(f"a check was ended after {timeout_s - 1.0:.1f} s.")
-    raise RoleError(f"a checking process ended with exit code {exit_code}; its stderr says why.")
+        raise DeadlineError(f"a check was killed after {timeout_s - 1.0:.1f} s.")
+    raise RoleError(f"a checking process ended with exit code {exit_code}; see its stderr.")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

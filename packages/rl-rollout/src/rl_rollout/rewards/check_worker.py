@@ -1,7 +1,7 @@
-"""A process of `CheckProcesses`: requests and answers are JSON lines on stdin and stdout.
+"""Worker process of `CheckProcesses`. Requests and answers are JSON lines on stdin and stdout.
 
-A library's own time-outs use signals, which work in a main thread alone, and not while it is inside C code. Here
-the kernel ends the whole process when a request takes too long, whatever it does.
+A library's own timeouts use signals, which work only in the main thread and not inside C code. Here the kernel kills
+the whole process when a request takes too long.
 """
 
 import json
@@ -15,15 +15,15 @@ from typing import IO, Any
 MEMORY_BYTES = 1 << 30
 
 Prepare = Callable[[dict[str, Any]], Callable[[], dict[str, Any]]]
-"""Takes a request's row, and gives what judges its response; what it raises is the row's fault."""
+"""Reads a request's row, and returns the function that checks its response. Raises if the row is invalid."""
 
 
 def main(prepare: Prepare, wrong: dict[str, Any]) -> None:
-    """Keep stdout for answers, whatever a library prints, bound the memory, and serve until the requests end.
+    """Limit the memory, keep stdout for answers, and serve requests until stdin ends.
 
     Args:
         prepare: Reads a request's row.
-        wrong: The verdict on a response whose check raises.
+        wrong: Verdict on a response whose check raises.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -38,7 +38,7 @@ def main(prepare: Prepare, wrong: dict[str, Any]) -> None:
 
 
 def serve(request: dict[str, Any], prepare: Prepare, wrong: dict[str, Any], answers: IO[str]) -> None:
-    """Answer one request: a line about the row, and one about the response where the row is right."""
+    """Answer one request with a line about the row and, if the row is valid, a line about the response."""
     try:
         judge = prepare(request)
     except Exception as error:
@@ -55,10 +55,10 @@ def serve(request: dict[str, Any], prepare: Prepare, wrong: dict[str, Any], answ
 
 
 class RowError(Exception):
-    """The row is at fault, as turned out while the response was judged."""
+    """The check of the response showed that the row is invalid."""
 
 
 def print_line(answers: IO[str], value: dict[str, Any]) -> None:
-    """Write one JSON line at once."""
+    """Write one JSON line and flush it."""
     answers.write(json.dumps(value) + "\n")
     answers.flush()

@@ -1,6 +1,6 @@
-"""How a row's tests and a program talk, each in its process: requests and answers are JSON lines, and data alone.
+"""Protocol between a row's tests and a program, each in its own process: JSON lines that carry only data.
 
-`code_reward.py` puts this file beside `code_runner.py` in the sandbox, where both sides import it.
+`code_reward.py` puts this file next to `code_runner.py` in the sandbox, where both sides import it.
 """
 
 import builtins
@@ -24,7 +24,7 @@ SCALARS: dict[str, Callable[[Any], Any]] = {
 }
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.timedelta", "builtins.range")
-# What a test may do with an object that stays in the program's process.
+# Operations that a test may apply to an object in the program's process.
 ASKED: dict[str, Callable[..., Any]] = {
     "__bool__": bool,
     "__call__": lambda value, *given, **named: value(*given, **named),
@@ -42,24 +42,24 @@ ASKED: dict[str, Callable[..., Any]] = {
     "__setitem__": operator.setitem,
     "__str__": str,
 }
-# The same, with another such object alone: of plain data, an object that equals everything equals nothing.
+# Operations between two such objects only: an object that claims to equal everything must not equal plain data.
 PAIRED = ("add", "eq", "ge", "gt", "le", "lt", "matmul", "mod", "mul", "ne", "sub", "truediv")
 OPERATIONS = {**ASKED, **{f"__{name}__": getattr(operator, name) for name in PAIRED}, "getattr": getattr}
 
 
 class Broken(BaseException):
-    """The other process is gone, or what it says is no answer; no test's `except Exception` takes it for one."""
+    """The other process is gone or sent an invalid answer. A test's `except Exception` does not catch it."""
 
 
 class NotPlain(BaseException):
-    """A test hands the program what cannot leave this process."""
+    """A test passes the program an object that cannot leave this process."""
 
 
 class Remote:
-    """An object of the other process."""
+    """Proxy of an object in the other process."""
 
     def __init__(self, peer: "Peer", number: int) -> None:
-        """Stand for what the other end keeps under a number."""
+        """Refer to the object that the other end keeps under a number."""
         object.__setattr__(self, "_remote", (peer, number))
 
     def __getattr__(self, name: str) -> Any:
@@ -72,13 +72,13 @@ class Remote:
 
 
 def ask(remote: Remote, operation: str, *given: Any, **named: Any) -> Any:
-    """Do something with an object of the other process, there."""
+    """Apply an operation to an object in the other process."""
     peer, number = object.__getattribute__(remote, "_remote")
     return peer.ask(operation, number, given, named)
 
 
 def forwarded(operation: str, *, is_paired: bool) -> Callable[..., Any]:
-    """A method of Remote."""
+    """Return a method of Remote that forwards an operation."""
 
     def method(self: Remote, *given: Any, **named: Any) -> Any:
         if is_paired and not isinstance(given[0], Remote):
@@ -93,20 +93,20 @@ for _name in OPERATIONS.keys() - {"getattr"}:
 
 
 class Peer:
-    """One end of the pipes between tests and program; requests may nest, as when the program calls a test's function.
+    """One end of the pipes between tests and program. Requests may nest: the program can call a test's function.
 
-    What is received is data, never code: a number of the other end stands for nothing but what was handed out here.
+    Only data is received, never code. A number from the other end can only refer to an object that this end handed out.
     """
 
     def __init__(self, reads: int, writes: int, scope: dict[str, Any] | None) -> None:
-        """Serve the names and objects of a program's scope; without one, nothing but calls of what was handed out."""
+        """Serve the names and objects of a program's scope; without a scope, serve only calls of objects handed out."""
         self._reads: BinaryIO = os.fdopen(reads, "rb")
         self._writes = writes
         self._scope = scope
         self._kept: list[Any] = []
 
     def ask(self, operation: str, target: Any, given: Iterable[Any] = (), named: dict[str, Any] | None = None) -> Any:
-        """Have something done at the other end; arguments that it changes are changed here too."""
+        """Request an operation from the other end. Changes that it makes to arguments are applied here too."""
         given = list(given)
         encoded = [encode(value, self._keep) for value in given]
         self._send("ask", operation, target, encoded, {k: encode(v, self._keep) for k, v in (named or {}).items()})
@@ -119,7 +119,7 @@ class Peer:
         raise self._checked(lambda: as_exception(found[0], found[1]))
 
     def serve(self) -> None:
-        """Answer until the other end is gone."""
+        """Answer requests until the other end is gone."""
         while True:
             kind, *found = self._receive()
             if kind == "ask":
@@ -146,7 +146,7 @@ class Peer:
     def _do(self, operation: str, target: Any, given: list[Any], named: dict[str, Any]) -> Any:
         if self._scope is None:
             if operation not in ("__call__", "__bool__") and (operation, given) != ("getattr", ["__name__"]):
-                raise AttributeError("a function of a test can be called, and nothing else")
+                raise AttributeError("a test's function can only be called")
             return OPERATIONS[operation](self._kept[target], *given, **named)
         if operation == "load":
             exec(compile(target, "answer.py", "exec"), self._scope)  # noqa: S102 (what this is for)
@@ -175,7 +175,7 @@ class Peer:
         try:
             return read()
         except Exception as error:
-            raise Broken(f"an answer that is none ({describe(error)})") from error
+            raise Broken(f"an invalid answer ({describe(error)})") from error
 
     def _send(self, *message: Any) -> None:
         waiting = memoryview(json.dumps(message).encode() + b"\n")
@@ -191,12 +191,12 @@ class Peer:
             raise Broken("an answer that is too long" if line else "the program ended")
         message = self._checked(lambda: json.loads(line))
         if not isinstance(message, list) or [len(message), *message[:1]] not in MESSAGES:
-            raise Broken("an answer that is none")
+            raise Broken("an invalid answer")
         return message
 
 
 def encode(value: Any, keep: Callable[[Any], list[Any]], depth: int = 0) -> list[Any]:
-    """A value as plain data; for anything else, the number under which it is kept."""
+    """Encode a value as plain data, or anything else as the number under which it is kept."""
     if depth > MAX_DEPTH:
         raise ValueError("a value that is nested too deeply")
     if value is None or isinstance(value, bool):
@@ -228,7 +228,7 @@ def encode(value: Any, keep: Callable[[Any], list[Any]], depth: int = 0) -> list
 
 
 def decode(kind: str, value: Any, part: Callable[[Any], Any]) -> Any:
-    """The value that was encoded; raises for what is none."""
+    """Decode a value that `encode` encoded; raises for anything else."""
     if kind == "none":
         return None
     if kind in SCALARS:
@@ -244,7 +244,7 @@ def decode(kind: str, value: Any, part: Callable[[Any], Any]) -> Any:
 
 
 def as_exception(names: list[str], text: str) -> BaseException:
-    """The nearest error of Python's own."""
+    """Return the nearest built-in exception."""
     kinds = (getattr(builtins, name, None) for name in names)
     kind = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseException))
     try:
@@ -254,7 +254,7 @@ def as_exception(names: list[str], text: str) -> BaseException:
 
 
 def replace_content(old: Any, new: Any) -> None:
-    """Make a list, set or dict equal to what the other process made of its copy."""
+    """Give a list, set or dict the content that the other process gave its copy."""
     if isinstance(old, list):
         old[:] = new
     elif isinstance(old, dict | set):
@@ -263,12 +263,12 @@ def replace_content(old: Any, new: Any) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     return f"{type(error).__name__}: {text_of(error)}"[:300]
 
 
 def text_of(error: BaseException) -> str:
-    """An error's text, whatever its own str does."""
+    """Return an error's text, even if the error's own str raises."""
     try:
         return str(error)[:300]
     except BaseException:

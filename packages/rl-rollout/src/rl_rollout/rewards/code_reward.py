@@ -1,4 +1,4 @@
-"""Reward for programs: runs what a response wrote against the row's tests, in a sandbox."""
+"""Reward for programs: runs a response's program against the row's tests, in a sandbox."""
 
 import contextlib
 import json
@@ -34,9 +34,9 @@ class Outcome:
     """Outcome of one test.
 
     Attributes:
-        is_passed: True when the program did what it should.
-        is_timed_out: True when it had no time left.
-        reason: Why it did not pass.
+        is_passed: True if the program did what the test expects.
+        is_timed_out: True if the time ran out.
+        reason: Why the test failed.
     """
 
     is_passed: bool
@@ -46,31 +46,32 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeReward:
-    """Share of the row's tests that the response's program passes, or 1 for all and else 0.
+    """1 if the response's program passes all of the row's tests, else 0; or the share of tests that it passes.
 
-    The ground truth is a list of {"input", "output"}: the program runs once for each, and what it prints is
-    compared outside. Or it is text with `assert` statements, which run in a process that the program cannot look
-    into: what they call is called in the program's, and comes back as plain data. The program is the last fenced
-    block of Python.
+    The ground truth is a list of {"input", "output"}: the program runs once for each, and its output is compared
+    outside the sandbox. Or it is text with `assert` statements, which run in a process that the program cannot inspect;
+    functions that they call run in the program's process and return plain data. The program is the last fenced block of
+    Python.
 
-    Components: `passed`, the share (in mode "all" cases stop at the first that fails); `timed_out`, the share that
-    had no time left; `has_code`. The first reason is in the extras. A sandbox that breaks is a failure; a program
-    that does is a 0.
+    Components: `passed`, the share of tests passed (mode "all" stops at the first case that fails); `timed_out`, the
+    share that ran out of time; `has_code`. The extras contain the first reason. A broken sandbox is a failure; a broken
+    program gets 0.
 
     Attributes:
-        mode: "all" for 1 when every test passes, "share" for the share.
-        compare: How printed text is compared: "lines" forgives spaces at the ends of lines, "tokens" all spaces.
-        checks: "outside" runs assertions beside the program; "inside" in its own process, for rows whose assertions
-            hand it what is no plain data, where a program that searches its interpreter can make them pass.
-        total_s: Seconds for all tests of a response; those that come later count as timed out. Keep it below
-            the scorer's timeout_s.
-        limits: Of each run, as in SandboxLimits.
-        needs_fence: True takes nothing but a fenced block for a program.
+        mode: "all" gives 1 if every test passes, "share" gives the share.
+        compare: How outputs are compared: "lines" ignores spaces at line ends, "tokens" all differences in spaces.
+        checks: "outside" runs assertions in a separate process. "inside" runs them in the program's process, for rows
+            whose assertions pass it more than plain data; a program can then search its interpreter and make them pass.
+        total_s: Maximum seconds for all tests of a response; later tests count as timed out. Keep it below the scorer's
+            timeout_s.
+        limits: Limits of each run, by field of SandboxLimits.
+        needs_fence: True accepts only a fenced block as a program.
         network: As in SandboxOptions.
         isolation: As in SandboxOptions.
         python: As in SandboxOptions.
         readable: As in SandboxOptions.
-        max_concurrency: Programs at once, however many calls the scorer allows; None is the processors' number.
+        max_concurrency: Maximum number of concurrent programs, whatever the scorer allows; None is the number of
+            processors.
     """
 
     mode: Literal["all", "share"] = "all"
@@ -87,7 +88,7 @@ class CodeReward:
     sandbox: Sandbox = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the options; nothing runs yet."""
+        """Check the options. Nothing runs yet."""
         for name, known in (
             ("mode", ("all", "share")),
             ("compare", ("lines", "tokens")),
@@ -120,14 +121,16 @@ class CodeReward:
         object.__setattr__(self, "sandbox", Sandbox(options))
 
     async def rehearse(self, prompt: Prompt) -> None:
-        """Find the sandbox, and read the first prompt's tests.
+        """Check that a sandbox works, and read the first prompt's tests.
 
         Raises:
             SettingsError: No sandbox works here.
             DataError: The prompt has no tests.
         """
         if self.checks == "inside":
-            log.warning("reward_can_be_gamed", reward="code", checks="inside", reason="a program sees its assertions")
+            log.warning(
+                "reward_can_be_gamed", reward="code", checks="inside", reason="programs can see their assertions"
+            )
         await self.sandbox.start()
         read_tests(prompt.ground_truth)
 
@@ -135,14 +138,14 @@ class CodeReward:
         """Score one response.
 
         Raises:
-            DataError: The row has no tests that can be read.
-            RoleError: The sandbox broke.
+            DataError: The row has no valid tests.
+            RoleError: The sandbox failed.
         """
         cases, steps = read_tests(given.ground_truth)
         num_tests = len(cases) + sum(step.kind == "check" for step in steps)
         program = program_of(given.response_text, needs_fence=self.needs_fence)
         if program is None:
-            outcomes = [Outcome(is_passed=False, reason="there is no program")]
+            outcomes = [Outcome(is_passed=False, reason="the response has no program")]
         else:
             outcomes = await (self._run_cases(program, cases) if cases else self._run_steps(program, steps))
         num_tests = max(num_tests, len(outcomes))
@@ -161,7 +164,9 @@ class CodeReward:
         for given, expected in cases:
             remaining_s = ends_at - time.monotonic()
             if remaining_s <= 0:
-                late = Outcome(is_passed=False, is_timed_out=True, reason=f"{self.total_s:g} s were over")
+                late = Outcome(
+                    is_passed=False, is_timed_out=True, reason=f"the {self.total_s:g} s for all tests ran out"
+                )
                 return outcomes + [late] * (len(cases) - len(outcomes))
             outcomes.append(
                 self._outcome(await self.sandbox.run(program, stdin=given.encode(), wall_s=remaining_s), expected)
@@ -195,7 +200,7 @@ class CodeReward:
             kind, said = found.get(number, ended)
             if kind == "not_plain" and self.checks == "outside":
                 raise DataError(
-                    f"a test hands the program {said}, which is no plain data: {shown(step.source)}. Repair the row, "
+                    f"a test passes the program {said}, which is not plain data: {shown(step.source)}. Repair the row, "
                     'or set checks = "inside", which lets programs see their tests.'
                 )
             if step.kind == "check" or (step.kind == "between" and kind != "passed"):
@@ -206,7 +211,7 @@ class CodeReward:
 
 
 def program_of(response_text: str, *, needs_fence: bool) -> str | None:
-    """The last fenced block of Python, else the last block of no language, else the text unless needs_fence."""
+    """Return the last block fenced as Python, else the last of no language, else the text unless needs_fence."""
     blocks = [(name.lower(), text) for name, text in FENCE.findall(response_text) if name.lower() in PYTHON_NAMES]
     named = [text for name, text in blocks if name]
     found = named or [text for _, text in blocks] or ([] if needs_fence else [response_text])
@@ -214,14 +219,16 @@ def program_of(response_text: str, *, needs_fence: bool) -> str | None:
 
 
 def is_timed_out(run: ProgramRun) -> bool:
-    """True for a program that ran into a limit on time."""
+    """Return True if a time limit ended the program."""
     return run.ended in OUT_OF_TIME or run.exit_code == -24  # SIGXCPU
 
 
 def describe_run(run: ProgramRun) -> str:
-    """Why a program is no success, in one line."""
+    """Return in one line why a program failed."""
     last = run.stderr.decode("utf-8", errors="replace").strip().splitlines()[-1:]
-    how = f"ended with exit code {run.exit_code}" if run.ended == "exited" else f"was ended by its limit on {run.ended}"
+    how = (
+        f"ended with exit code {run.exit_code}" if run.ended == "exited" else f"was killed at its limit on {run.ended}"
+    )
     return cut(f"the program {how}{''.join(f': {line}' for line in last)}", max_characters=300)
 
 
@@ -230,7 +237,7 @@ def _source(name: str) -> str:
 
 
 def _results(stdout: bytes, word: str) -> Iterable[tuple[Any, tuple[str, str]]]:
-    """What the runner said of each step; anything else on these lines is no result."""
+    """Yield the runner's result of each step. Other output is ignored."""
     for line in stdout.decode("utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(line.removeprefix(word)) if line.startswith(word) else None

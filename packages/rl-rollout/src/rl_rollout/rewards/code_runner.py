@@ -1,7 +1,7 @@
 """Runs a program and its row's tests, in the sandbox. `code_reward.py` sends this file there; nothing imports it.
 
-The tests run in this process, the program in a child that was forked before they were read, so that nothing of them
-was ever in its memory. Where a test calls the program, a `Remote` asks the child and gets plain data back. The
+The tests run in this process. The program runs in a child that is forked before the tests are read, so that its memory
+never contains them. A test calls the program through a `Remote`, which asks the child and returns plain data. The
 results go to a pipe that the child does not have.
 """
 
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path.cwd()))  # an isolated Python does not look beside its script
+sys.path.insert(0, str(Path.cwd()))  # an isolated Python does not search its script's folder
 from code_peer import Broken, NotPlain, Peer, describe  # type: ignore[import-not-found]
 
 del sys.path[0]  # the program can write there
@@ -27,7 +27,7 @@ ALIASES = {"np": "numpy", "pd": "pandas"}
 
 
 def missing_names(sources: list[str]) -> tuple[set[str], set[str]]:
-    """Names that tests use and do not define: the program's, and modules that these tests mean by `name.attribute`."""
+    """Return the names that tests use without defining them: the program's, and modules used as `name.attribute`."""
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     defined = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -41,13 +41,13 @@ def missing_names(sources: list[str]) -> tuple[set[str], set[str]]:
     alone = {node.id for node in nodes if isinstance(node, ast.Name) and node not in owners}
     modules = {name for name in used - alone if name in sys.stdlib_module_names or name in ALIASES}
     program = {name for name in used - modules if not hasattr(builtins, name)}
-    if not program and len(used - modules) == 1:  # a program may be asked for a `sum` of its own, never for `abs` too
+    if not program and len(used - modules) == 1:  # a single builtin, such as `sum`, is the program's own
         program = used - modules
     return program, modules
 
 
 def explained(source: str) -> ast.Module:
-    """A test whose comparisons say what they found."""
+    """Return a test whose failed comparisons report the value that they found."""
     tree = ast.parse(source)
     for node in tree.body:
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and node.msg is None:
@@ -58,8 +58,8 @@ def explained(source: str) -> ast.Module:
 
 def start_program() -> tuple[int, Peer]:
     """Fork the process that runs the program."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:  # /proc shows others nothing of this
-        raise OSError("the process of the tests cannot be closed to the program")
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:  # hides this process in /proc
+        raise OSError("the test process cannot be hidden from the program")
     questions, answers = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -70,7 +70,7 @@ def start_program() -> tuple[int, Peer]:
 
 
 def become_program(questions: tuple[int, int], answers: tuple[int, int]) -> NoReturn:
-    """Keep no way to the tests and the results, and do what is asked."""
+    """Close all access to the tests and the results, and serve requests."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -83,7 +83,7 @@ def become_program(questions: tuple[int, int], answers: tuple[int, int]) -> NoRe
 
 
 def read_part() -> Any:
-    """The next part of standard input, not one byte more."""
+    """Read the next part of standard input, and no byte more."""
     size, received = int.from_bytes(os.read(0, 8), "little"), b""
     while len(received) < size:
         received += os.read(0, size - len(received)) or sys.exit("the input ended early")
@@ -91,7 +91,7 @@ def read_part() -> Any:
 
 
 def program_scope(program: str, sources: list[str], peer: Peer) -> dict[str, Any]:
-    """The names that the tests use, each a Remote or a copy."""
+    """Return the names that the tests use, each as a Remote or a copy."""
     peer.ask("load", program)
     names, modules = missing_names(sources)
     scope = {name: importlib.import_module(ALIASES.get(name, name)) for name in modules}
@@ -104,19 +104,19 @@ def program_scope(program: str, sources: list[str], peer: Peer) -> dict[str, Any
 
 
 def own_scope(program: str) -> dict[str, Any]:
-    """All that the program defines, in this process."""
+    """Run the program in this process, and return all that it defines."""
     untouched, scope = dict(vars(builtins)), {"__name__": "answer"}
     exec(compile(program, "answer.py", "exec"), scope)  # noqa: S102 (what this is for)
     return {**scope, "__builtins__": untouched}
 
 
 def run_test(source: str, scope: dict[str, Any]) -> None:
-    """Run one test; it raises where it fails."""
+    """Run one test. It raises if it fails."""
     exec(compile(explained(source), "test", "exec"), scope)  # noqa: S102
 
 
 def main() -> None:
-    """Run the program, then the tests; say what each test gave."""
+    """Run the program, then the tests, and report the result of each test."""
     first = read_part()
     child, peer = (0, None) if first["is_inside"] else start_program()
     given = read_part()
@@ -135,7 +135,7 @@ def main() -> None:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if str(error) == "the program ended" else None
             send("load", "ended", f"{error}" + ("" if code is None else f" with exit code {code}"))
             if code is not None and code < 0:
-                os.kill(os.getpid(), -code)  # what ended the program ends the run, and shows as such
+                os.kill(os.getpid(), -code)  # the run ends by the program's signal, which the sandbox reports
             raise SystemExit(0) from None
         except NotPlain as error:
             send(number, "not_plain", str(error))

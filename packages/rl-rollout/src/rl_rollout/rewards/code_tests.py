@@ -1,4 +1,4 @@
-"""Tests of a program in a row: cases of input and output, or assertions."""
+"""Reads the tests of a program from a row: cases of input and output, or assertions."""
 
 import ast
 import json
@@ -12,23 +12,23 @@ from rl_rollout.rewards.outputs import shown
 
 FORMS = (
     'a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, a text or a list of texts with '
-    '`assert` statements, or {"tests": ..., "setup": "..."}, each also as a JSON text'
+    '`assert` statements, or {"tests": ..., "setup": "..."}, each also as JSON text'
 )
 
 
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 StepKind = Literal["setup", "check", "between"]
 Case = tuple[str, str]
-"""A program's standard input, and what it prints then."""
+"""Standard input of a program, and its expected output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A piece of Python that runs after the program.
+    """Python code that runs after the program.
 
     Attributes:
-        kind: "setup" only runs; "check" must not raise; "between" counts as one more check where it raises.
-        source: Statements.
+        kind: "setup" only runs; "check" must not raise; "between" counts as one more, failed check if it raises.
+        source: Python statements.
     """
 
     kind: StepKind
@@ -36,10 +36,10 @@ class Step:
 
 
 def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
-    """Read the tests of a ground truth, which are either cases or steps.
+    """Return the tests in a ground truth, either as cases or as steps.
 
     Raises:
-        DataError: It has an unknown form, no test, or text that is not Python.
+        DataError: The ground truth has an unknown form, no test, or text that is not Python.
     """
     found = _parsed(ground_truth)
     if isinstance(found, dict) and "inputs" in found and "outputs" in found:
@@ -63,18 +63,19 @@ def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
     steps += [step for test in tests for step in _steps(test)]
     if not any(step.kind == "check" for step in steps):
         raise DataError(
-            f"the ground truth of code has no test that runs: an `assert`, or a call; found {shown(ground_truth)}."
+            f"the ground truth of code must have a test that runs, an `assert` or a call; found {shown(ground_truth)}."
         )
     return [], steps
 
 
 def same_output(printed: str, expected: str, *, compare: Literal["lines", "tokens"]) -> bool:
-    """Whether a program printed what it should.
+    """Return whether a program printed the expected output.
 
     Args:
-        printed: By the program.
-        expected: By the row.
-        compare: "lines" forgives spaces at the ends of lines and empty lines at the end; "tokens" all spaces.
+        printed: Output of the program.
+        expected: Output that the row expects.
+        compare: "lines" ignores spaces at line ends and empty lines at the end; "tokens" ignores all differences in
+            spaces.
     """
     if compare == "tokens":
         return printed.split() == expected.split()
@@ -82,7 +83,7 @@ def same_output(printed: str, expected: str, *, compare: Literal["lines", "token
 
 
 def _parsed(ground_truth: Json) -> Json:
-    """JSON in a text, which is what a table's column often has."""
+    """Parse text that is JSON, as columns of tables often contain it."""
     if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(ground_truth)
@@ -92,7 +93,7 @@ def _parsed(ground_truth: Json) -> Json:
 
 
 def _steps(source: str) -> Iterable[Step]:
-    """Each `assert` of a text as its own test, what is between beside them; a text without them is one test."""
+    """Make each `assert` a check, and the statements between them steps; text without `assert` is one step."""
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -108,14 +109,14 @@ def _steps(source: str) -> Iterable[Step]:
 
 
 def _only_defines(statement: ast.stmt) -> bool:
-    """Whether a statement checks nothing: what it does not define, the checks that need it miss."""
+    """Return True for a statement that checks nothing. If its definition fails, the checks that need it fail."""
     return isinstance(statement, DEFINITIONS) or (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     )
 
 
 def _text(value: Json) -> str:
-    if isinstance(value, list):  # lines, in some data sets
+    if isinstance(value, list):  # lines, in some datasets
         return "\n".join(map(_text, value))
     return value if isinstance(value, str) else json.dumps(value)
 

@@ -1,4 +1,4 @@
-"""Reward by a service: a POST of JSON for each response, by the httpx library."""
+"""Reward from a service, which gets a POST of JSON for each response, using the httpx library."""
 
 import asyncio
 import json
@@ -25,25 +25,25 @@ RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 
 
 class RewardServiceError(RLError, ConnectionError):
-    """A reward service could not be reached, or said that it is busy or broken."""
+    """A reward service cannot be reached, or reports that it is busy or broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpReward:
-    """Asks a service; its answer is a number, or {"reward": ..., "components": {...}, "extras": {...}}.
+    """Asks a service, which returns a number or {"reward": ..., "components": {...}, "extras": {...}}.
 
-    Tried again, with pauses that double: connections that fail or take too long, and the status 408, 429 (as
-    long as its Retry-After says, up to half a minute) and 5xx. Any other answer is a failure at once.
+    Failed connections, timeouts and the statuses 408, 429, 500, 502, 503 and 504 are retried, with pauses that double
+    or that the answer's Retry-After sets, up to half a minute. Any other status fails at once.
 
     Attributes:
-        url: http or https; redirects are not followed.
-        timeout_s: Longest time of one request.
-        retries: Requests after the first; keep all of them within the scorer's timeout_s.
-        backoff_s: Pause before the first retry.
-        headers: Sent with each request; in settings, "Bearer $NAME" takes an environment variable.
-        token_env: Environment variable whose value is sent as `Authorization: Bearer ...`, so that no setting
-            holds it.
-        send: Fields of RewardInput in the JSON.
+        url: http or https URL; redirects are not followed.
+        timeout_s: Maximum seconds of one request.
+        retries: Maximum number of requests after the first. All of them must fit in the scorer's timeout_s.
+        backoff_s: Seconds before the first retry.
+        headers: Headers of each request; in settings, "Bearer $NAME" inserts an environment variable.
+        token_env: Environment variable whose value is sent as `Authorization: Bearer ...`, so that no setting contains
+            it.
+        send: Fields of RewardInput to send.
     """
 
     url: str
@@ -60,7 +60,7 @@ class HttpReward:
 
         Raises:
             MissingExtraError: httpx is not installed.
-            SettingsError: An option is impossible.
+            SettingsError: An option is invalid.
         """
         httpx = _library()
         try:
@@ -76,24 +76,24 @@ class HttpReward:
         for name in sorted({*self.send} - {*SENT}):
             raise SettingsError(f"send of reward 'http' has {name!r}; known: {', '.join(SENT)}.")
         if self.token_env and self.token_env not in os.environ:
-            raise SettingsError(f"token_env of reward 'http': the environment has no {self.token_env!r}.")
+            raise SettingsError(f"token_env of reward 'http': the environment variable {self.token_env!r} is not set.")
         check_headers(self._headers(), where="reward 'http'")
-        # No connection is kept: a scorer may be used by one event loop after another, and closed outside of any.
+        # Connections are not reused: a scorer may run in one event loop after another, and be closed outside of any.
         limits = httpx.Limits(max_keepalive_connections=0)
         certificates = httpx.create_ssl_context()  # reading them takes 20 ms
         client_options = {"timeout": self.timeout_s, "limits": limits, "verify": certificates}
         object.__setattr__(self, "client_options", client_options)
 
     async def rehearse(self, prompt: Prompt) -> None:
-        """Do not ask the service before the run."""
+        """Do nothing: the service is not called before the run."""
 
     async def __call__(self, given: RewardInput) -> RewardResult:
         """Score one response.
 
         Raises:
-            RewardServiceError: The service did not answer, after all retries.
-            DeadlineError: Its answers took too long, after all retries.
-            DataError: Its answer is no reward.
+            RewardServiceError: The service cannot be reached or is busy, after all retries.
+            DeadlineError: The service took too long, after all retries.
+            DataError: The answer is not a reward.
         """
         httpx = _library()
         content = json.dumps({name: getattr(given, name) for name in self.send}, default=_plain).encode()
@@ -114,7 +114,7 @@ class HttpReward:
         raise RewardServiceError(f"reward service {self._shown} was not asked.")
 
     async def _post(self, client: Any, content: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body; the body is read up to a size, and all of it within timeout_s."""
+        """Return status, headers and body. The body has a size limit, and must arrive within timeout_s."""
         async with asyncio.timeout(self.timeout_s), client.stream("POST", self.url, content=content) as response:
             body = bytearray()
             async for piece in response.aiter_bytes():
@@ -127,13 +127,13 @@ class HttpReward:
         httpx = _library()
         tried = f"tried {num_attempts} times"
         if isinstance(error, TimeoutError | httpx.TimeoutException):
-            return DeadlineError(f"reward service {self._shown} gave no answer within {self.timeout_s:g} s; {tried}.")
+            return DeadlineError(f"reward service {self._shown} did not answer within {self.timeout_s:g} s; {tried}.")
         return RewardServiceError(
             f"reward service {self._shown} cannot be reached ({self._hide(shown_error(error))}); {tried}."
         )
 
     def _read(self, status: int, body: bytes) -> RewardResult:
-        text = self._hide(body.decode("utf-8", errors="replace"))  # a service may answer with what it was sent
+        text = self._hide(body.decode("utf-8", errors="replace"))  # a service may echo its request
         if status in RETRIED_STATUS:
             raise RewardServiceError(
                 f"reward service {self._shown} answered with status {status} {int(self.retries) + 1} times, "
@@ -147,7 +147,7 @@ class HttpReward:
             answer = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"reward service {self._shown} answered with what is no JSON: {cut(text, max_characters=200)!r}."
+                f"reward service {self._shown} answered with invalid JSON: {cut(text, max_characters=200)!r}."
             ) from error
         if not isinstance(answer, dict):
             return RewardResult(reward=answer)
@@ -155,16 +155,16 @@ class HttpReward:
             raise DataError(f"reward service {self._shown} answered without 'reward'; it has {shown(sorted(answer))}.")
         components, extras = answer.get("components") or {}, answer.get("extras") or {}
         if not isinstance(components, dict) or not isinstance(extras, dict):
-            raise DataError(f"reward service {self._shown} must give components and extras as objects.")
+            raise DataError(f"reward service {self._shown} must return components and extras as objects.")
         return RewardResult(reward=answer["reward"], components=components, extras=extras)
 
     @property
     def _shown(self) -> str:
-        """The URL without what is secret of it."""
+        """The URL without its secrets."""
         return str(redact_option("url", self.url))
 
     def _hide(self, text: str) -> str:
-        """A text of others without what this sends to the service alone."""
+        """Return a text without the secrets of the request."""
         return hide(text, {"url": self.url, "headers": self._headers()})
 
     def _headers(self) -> dict[str, str]:
@@ -181,12 +181,12 @@ def _library() -> Any:
 
 
 def _plain(value: Any) -> Json:
-    """What JSON does not know, as it knows it."""
+    """Convert a value that JSON does not support."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    raise DataError(f"a {type(value).__name__} in the row cannot be sent as JSON; leave its field out of `send`.")
+    raise DataError(f"a {type(value).__name__} in the row cannot be sent as JSON; remove its field from `send`.")
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:

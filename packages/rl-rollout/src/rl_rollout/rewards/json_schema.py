@@ -1,4 +1,4 @@
-"""Reward for JSON that fits a schema, by the jsonschema library."""
+"""Reward for JSON that fits a schema, using the jsonschema library."""
 
 import json
 from collections.abc import Mapping
@@ -16,20 +16,19 @@ WORKER = "rl_rollout.rewards.json_worker"
 
 @dataclass(frozen=True, kw_only=True)
 class JsonSchemaReward:
-    """1 when the response is JSON that the schema accepts, else 0; with is_fractional, what share of it fits.
+    """1 if the response is JSON that the schema accepts, else 0; with is_fractional, partial fits get a share.
 
-    The schema is the option, or the row's column, or else the ground truth; a text is read as JSON. A response
-    is JSON as it stands, or its last fenced block is. Components: `parsed`, `valid` and `timed_out`; with is_fractional
-    `fitting`, the share of the schema's top-level properties (its `properties` and `required`) that are
-    valid, and present if required. References to other documents are not fetched.
+    The schema comes from the `schema` option, the row's `column`, or else the ground truth; text is parsed as JSON. The
+    response's JSON is its whole text, or else its last fenced block. Components: `parsed`, `valid` and `timed_out`;
+    with is_fractional also `fitting`, the share of the schema's top-level properties (`properties` and `required`) that
+    are valid, and present if required. References to other documents are not fetched.
 
     Attributes:
-        schema: The same schema for all rows.
-        column: Column of the row that has it.
-        is_fractional: True gives 0.5 for JSON that parses, and up to 0.5 more for the share that fits, while it
-            is not wholly valid: at most 0.99.
-        timeout_s: Of a check, which a pattern or a long list can make endless; then the reward is 0.
-        num_workers: Processes in which the library runs, started at their first use.
+        schema: Schema for all rows.
+        column: Column with the schema of each row.
+        is_fractional: True gives JSON that does not fit 0.5, plus up to 0.5 for the share that fits, at most 0.99.
+        timeout_s: Maximum seconds of one check, because patterns and long lists can take forever; a timeout gives 0.
+        num_workers: Number of processes that run the library; they start at the first use.
     """
 
     schema: Mapping[str, Json] | None = None
@@ -45,10 +44,10 @@ class JsonSchemaReward:
 
         Raises:
             MissingExtraError: jsonschema is not installed.
-            SettingsError: The schema is none, or there is a column too.
+            SettingsError: The schema is invalid, or both schema and column are given.
         """
         if self.schema is not None and self.column is not None:
-            raise SettingsError("reward 'json_schema' takes a schema or a column; found both.")
+            raise SettingsError("reward 'json_schema' accepts schema or column, not both. Remove one of them.")
         libraries()
         object.__setattr__(self, "max_concurrency", self.num_workers)
         processes = CheckProcesses(WORKER, timeout_s=self.timeout_s, num_processes=self.num_workers)
@@ -63,7 +62,7 @@ class JsonSchemaReward:
         """Score one response.
 
         Raises:
-            DataError: The row has no schema, or one that is none.
+            DataError: The row has no schema, or an invalid one.
         """
         request = {
             "schema": self._schema_of(given),
@@ -72,7 +71,7 @@ class JsonSchemaReward:
         }
         found = self.processes.check(request)
         is_timed_out = found is None
-        found = found or {**WRONG, "reason": "checking it took too long, or too much memory"}
+        found = found or {**WRONG, "reason": "the check took too long or used too much memory"}
         components = {"parsed": found["parsed"], "valid": found["valid"], "timed_out": float(is_timed_out)}
         reward = found["valid"]
         if self.is_fractional:
@@ -83,7 +82,7 @@ class JsonSchemaReward:
         return RewardResult(reward=reward, components=components, extras=extras)
 
     def close(self) -> None:
-        """End the processes; can be called twice."""
+        """Stop the processes. Can be called twice."""
         self.processes.close()
 
     def _schema_of(self, given: RewardInput) -> Json:

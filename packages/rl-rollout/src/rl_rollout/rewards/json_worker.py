@@ -1,4 +1,4 @@
-"""The process that runs jsonschema."""
+"""Worker process that runs jsonschema."""
 
 import json
 import re
@@ -12,14 +12,14 @@ from rl_rollout.rewards.outputs import cut
 
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 MAX_CHARACTERS = 1 << 20
-WRONG = {"parsed": 1.0, "valid": 0.0, "fitting": 0.0, "reason": "it cannot be checked"}
+WRONG = {"parsed": 1.0, "valid": 0.0, "fitting": 0.0, "reason": "the response cannot be checked"}
 
 
 def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Read the schema.
+    """Read the schema, and return a function that checks the response.
 
     Raises:
-        DataError: It is none.
+        DataError: The schema is invalid.
     """
     schema, text = request["schema"], request["text"]
     validator = validator_of(schema)
@@ -27,7 +27,7 @@ def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 def judge(validator: Any, schema: Json, text: str, *, is_fractional: bool) -> dict[str, Any]:
-    """Whether a text is JSON, fits, and to which share."""
+    """Check whether a text is JSON and valid, and which share of the schema it fits."""
     try:
         found = read_json(text)
     except (ValueError, RecursionError) as error:
@@ -38,22 +38,22 @@ def judge(validator: Any, schema: Json, text: str, *, is_fractional: bool) -> di
 
 
 def validator_of(schema: Json) -> Any:
-    """What checks values against a schema.
+    """Return the validator of a schema.
 
     Raises:
-        DataError: It is no schema.
+        DataError: The schema is invalid.
     """
     library, referencing = libraries()
     validator_class = library.validators.validator_for(schema, default=library.Draft202012Validator)
     try:
         validator_class.check_schema(schema)
     except (library.SchemaError, RecursionError) as error:
-        raise DataError(f"it is no JSON schema ({cut(str(error), max_characters=300)}).") from error
-    return validator_class(schema, registry=referencing.Registry())  # one that has no document and fetches none
+        raise DataError(f"not a valid JSON schema ({cut(str(error), max_characters=300)}).") from error
+    return validator_class(schema, registry=referencing.Registry())  # an empty registry, which fetches nothing
 
 
 def libraries() -> tuple[Any, Any]:
-    """The library, and the one that it resolves references with."""
+    """Return jsonschema, and the library that resolves its references."""
     try:
         import jsonschema
         import referencing
@@ -65,10 +65,10 @@ def libraries() -> tuple[Any, Any]:
 
 
 def read_json(text: str) -> Json:
-    """JSON as it stands, or in the last fenced block.
+    """Parse the whole text as JSON, or else its last fenced block.
 
     Raises:
-        ValueError: There is none.
+        ValueError: Neither is JSON, or the text is too long.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{len(text)} characters; at most {MAX_CHARACTERS} are read")
@@ -82,30 +82,32 @@ def read_json(text: str) -> Json:
 
 
 def refuse_constant(name: str) -> Json:
-    """NaN and Infinity are Python's alone."""
+    """Reject NaN and Infinity, which only Python's parser accepts."""
     raise ValueError(f"{name} is not JSON")
 
 
 def first_error(validator: Any, found: Json) -> str | None:
-    """Where the value does not fit, None when it does; a value that a rule cannot be applied to does not fit it.
+    """Return where and why the value does not fit; None if it fits.
+
+    A value that a rule cannot be applied to does not fit.
 
     Raises:
-        RowError: The schema refers to another document, or has a pattern that is none.
+        RowError: The schema refers to another document, or has an invalid pattern.
     """
     library, referencing = libraries()
     try:
         error = library.exceptions.best_match(validator.iter_errors(found))
     except referencing.exceptions.Unresolvable as fault:
-        raise RowError(f"the schema refers to what it does not have ({fault}). Repair the row.") from fault
+        raise RowError(f"the schema has a reference that cannot be resolved ({fault}). Repair the row.") from fault
     except re.error as fault:
-        raise RowError(f"the schema has a pattern that is none ({fault}). Repair the row.") from fault
+        raise RowError(f"the schema has an invalid pattern ({fault}). Repair the row.") from fault
     except Exception as fault:  # such as OverflowError of multipleOf, or RecursionError
-        return cut(f"it cannot be checked ({type(fault).__name__}: {fault})", max_characters=300)
+        return cut(f"the value cannot be checked ({type(fault).__name__}: {fault})", max_characters=300)
     return None if error is None else cut(f"{error.json_path}: {error.message}", max_characters=300)
 
 
 def fitting_share(validator: Any, schema: Json, found: Json) -> float:
-    """Share of the schema's top-level properties that are valid, and present if required."""
+    """Return the share of the schema's top-level properties that are valid, and present if required."""
     properties = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
     required = set(schema.get("required", ())) if isinstance(schema, Mapping) else set()
     names = sorted({*properties, *required})

@@ -1,4 +1,4 @@
-"""Reward by a model that judges: an engine is asked, and its answer is read."""
+"""Reward from a judge model: asks an engine, and reads a score from its answer."""
 
 import math
 import re
@@ -17,29 +17,29 @@ from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.scorer import reward_input
 
 FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source|column:[^{}]+)\}")
-# "8/10", "8 out of 10" and "8 on a scale of 0-10" are scores of 8: what follows is the scale.
+# "8/10", "8 out of 10" and "8 on a scale of 0-10" are scores of 8, followed by the scale.
 SCALE = re.compile(
     r"(?:(?<=\d)\s*/|(?<=\d)\s+(?:out\s+)?of\b|\bscale\s+(?:of|from)\b)\s*(?:(?:an?|the)\s+\w+\s+(?:of\s+)?)?"
     r"\d+(?:\.\d+)?(?:\s*(?:-|\u2013|to)\s*\d+(?:\.\d+)?)?",
     re.IGNORECASE,
 )
-# "2nd", "1,5" and "5e-1" are none.
+# "2nd", "1,5" and "5e-1" are not scores.
 NUMBER = re.compile(r"(?<![\w./\u2212-])(?<!\d,)-?\d+(?:\.\d+)?(?!\w|[.,][\w.]*\d)")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
 class NoScoreError(RolloutError):
-    """A judge's answer has no score that can be read."""
+    """A judge's answer has no readable score."""
 
 
 @settings_record
 class JudgeModel:
-    """A started engine that judges, and its tokens; it may be the policy's engine or another.
+    """A started engine that judges, and its tokenizer. It may be the policy's engine.
 
     Attributes:
-        engine: Any RolloutEngine; its owner starts and closes it.
-        encode: Token ids of what the judge is asked, chat template and all.
-        decode: Text of each token sequence.
+        engine: Any RolloutEngine. Its owner starts and closes it.
+        encode: Returns the token ids of a question, with the chat template applied.
+        decode: Returns the text of each token sequence.
     """
 
     engine: RolloutEngine
@@ -48,7 +48,7 @@ class JudgeModel:
 
     @classmethod
     def with_tokenizer(cls, engine: RolloutEngine, tokenizer: PromptTokenizer) -> "JudgeModel":
-        """Ask as a user's message where the tokenizer has a chat template, else as plain text."""
+        """Ask in a user message if the tokenizer has a chat template, else in plain text."""
 
         def encode(text: str) -> Sequence[int]:
             if not tokenizer.has_chat_template:
@@ -61,25 +61,26 @@ class JudgeModel:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeReward:
-    """What a judge says of a response, scaled so that `low` is 0 and `high` is 1.
+    """A judge's score of a response, scaled so that `low` gives 0 and `high` gives 1.
 
-    The answer is drawn greedily unless temperature says otherwise. The last match counts. An answer without a
-    score between low and high is a failure, and so is one that was cut: its verdict was still to come.
-    Component: `score`, as the judge gave it; its answer is in the extras.
+    The judge answers greedily unless temperature is above 0. The last match in the answer counts. An answer without a
+    score between low and high is a failure. So is a cut answer, because its verdict may be missing. Component: `score`,
+    as the judge gave it. The extras contain the judge's answer.
 
     Attributes:
-        model: The judge's engine and tokens; not a setting, passed by the code that builds the reward.
-        template: What is asked, with {prompt}, {response}, {ground_truth}, {data_source}, {column:NAME}; other
-            braces stand for themselves.
-        parse: "number" takes the last number, "yes_no" the last yes (1) or no (0), and anything else is a regular
+        model: The judge's engine and tokenizer. This is not a setting: the code that builds the reward passes it.
+        template: The question, with {prompt}, {response}, {ground_truth}, {data_source} and {column:NAME}; other braces
+            are literal.
+        parse: "number" reads the last number, "yes_no" the last yes (`high`) or no (`low`). Anything else is a regular
             expression whose first group (or whole match) is a number.
-        low: Lowest score.
-        high: Highest score.
-        max_tokens: Most tokens of the answer.
-        accept_cut: True reads an answer that ended at max_tokens too, such as a verdict of a single token.
-        temperature: 0 is greedy.
-        seed: Of the draw; None draws without.
-        max_response_characters: Longest response that is shown; of a longer one the middle is left out.
+        low: Minimum score.
+        high: Maximum score.
+        max_tokens: Maximum number of tokens in the answer.
+        accept_cut: True also reads an answer that was cut at max_tokens, such as a verdict of a single token.
+        temperature: Sampling temperature; 0 is greedy.
+        seed: Sampling seed; None samples without one.
+        max_response_characters: Maximum length of the response shown to the judge, in characters; the middle of a
+            longer one is omitted.
     """
 
     model: JudgeModel
@@ -97,11 +98,11 @@ class JudgeReward:
         """Check the options.
 
         Raises:
-            SettingsError: An option is impossible.
+            SettingsError: An option is invalid.
         """
         if not isinstance(self.model, JudgeModel):
             raise SettingsError(
-                "model of reward 'judge' is an engine with its tokens, which the program gives: "
+                "model of reward 'judge' must be a JudgeModel, which the program passes: "
                 f"build_scorer(options, parts={{'model': JudgeModel(...)}}); found {shown(self.model)}."
             )
         if "{response}" not in self.template:
@@ -114,15 +115,15 @@ class JudgeReward:
             re.compile(self.parse)
         except re.error as error:
             raise SettingsError(
-                f"parse of reward 'judge' must be 'number', 'yes_no' or a regular expression; {self.parse!r} is none "
+                f"parse of reward 'judge' must be 'number', 'yes_no' or a regular expression; found {self.parse!r} "
                 f"({error})."
             ) from error
 
     async def rehearse(self, prompt: Prompt) -> None:
-        """Render what would be asked of an empty response; the judge's engine need not be started yet.
+        """Render the question about an empty response. The judge's engine need not be started yet.
 
         Raises:
-            SettingsError: The template asks for a column that the row lacks.
+            SettingsError: The template names a column that the row lacks.
         """
         try:
             self.ask(reward_input(prompt, text="", ids=np.empty(0, np.int32)))
@@ -146,18 +147,18 @@ class JudgeReward:
             raise NoScoreError(f"the judge's answer was aborted after {len(generation.token_ids)} tokens.")
         if generation.finish_reason == "length" and not self.accept_cut:
             raise NoScoreError(
-                f"the judge's answer was cut at max_tokens = {self.max_tokens}; raise it, or let accept_cut = true "
-                f"read what is there. The answer ends: {shown(answer[-200:], max_characters=220)}."
+                f"the judge's answer was cut at max_tokens = {self.max_tokens}; raise it, or set accept_cut = true "
+                f"to read cut answers. The answer ends: {shown(answer[-200:], max_characters=220)}."
             )
         score = self.score_in(answer)
         reward = (score - self.low) / (self.high - self.low)
         return RewardResult(reward=reward, components={"score": score}, extras={"judge_answer": answer[-2000:]})
 
     def ask(self, given: RewardInput) -> str:
-        """What the judge is asked; nothing in the response is taken for a field of the template.
+        """Return the question to the judge. Fields of the template are not replaced inside the response.
 
         Raises:
-            KeyError: The row has no such column.
+            KeyError: The row lacks a column of the template.
         """
         messages = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in given.messages)
         fields: Mapping[str, str] = {
@@ -174,10 +175,10 @@ class JudgeReward:
         return FIELD.sub(value, self.template)
 
     def score_in(self, answer: str) -> float:
-        """The score that an answer gives.
+        """Return the score in an answer.
 
         Raises:
-            NoScoreError: There is none between low and high.
+            NoScoreError: The answer has no score between low and high.
         """
         patterns = {"number": NUMBER, "yes_no": YES_NO}
         words = SCALE.sub(" ", answer) if self.parse == "number" else answer
@@ -192,7 +193,7 @@ class JudgeReward:
         try:
             score = float(found)
         except (TypeError, ValueError) as error:
-            raise NoScoreError(f"the judge's answer has {shown(found)} for a score, which is no number.") from error
+            raise NoScoreError(f"the judge's answer has the score {shown(found)}, which is not a number.") from error
         if not self.low <= score <= self.high:
             raise NoScoreError(f"the judge's score must be from {self.low:g} to {self.high:g}; found {score:g}.")
         return score

@@ -9,10 +9,10 @@ from rl_rollout.rewards.protocol import RewardInput
 
 
 class Overlong:
-    """DAPO's soft punishment of responses that come near the length limit: 0 down to -penalty_factor.
+    """DAPO's soft overlong punishment: 0 for short responses, down to -penalty_factor at the length limit.
 
-    With length n, limit L = max_tokens and buffer B = buffer_tokens: 0 up to L - B; then
-    ((L - B) - n) / B, which is -1 at L; -1 beyond; all times penalty_factor.
+    With limit L = max_tokens and buffer B = buffer_tokens, the reward is 0 up to length L - B, falls linearly to -1 at
+    L, and stays -1 beyond, all times penalty_factor.
 
     Source: Yu et al. 2025, arXiv:2503.14476, equation 13.
     """
@@ -20,15 +20,15 @@ class Overlong:
     is_quick = True
 
     def __init__(self, *, max_tokens: int, buffer_tokens: int, penalty_factor: float = 1.0) -> None:
-        """Choose where the punishment starts, and how hard it is.
+        """Set where the punishment starts, and its size.
 
         Args:
-            max_tokens: L, the longest response that is expected, usually the rollout's limit.
-            buffer_tokens: B, the last tokens before L, in which the punishment grows.
-            penalty_factor: Of the whole; the paper's is 1.
+            max_tokens: L: maximum expected response length, usually the rollout's limit.
+            buffer_tokens: B: number of tokens before L over which the punishment grows.
+            penalty_factor: Factor of the punishment; 1 in the paper.
 
         Raises:
-            SettingsError: A value is impossible.
+            SettingsError: A value is out of range.
         """
         if not _is_whole(max_tokens) or not _is_whole(buffer_tokens) or not 1 <= buffer_tokens <= max_tokens:
             raise SettingsError(
@@ -47,23 +47,23 @@ class Overlong:
 
 
 class LengthTarget:
-    """Minus coefficient times how many tokens a response is off its target length (L1-Exact).
+    """Minus the coefficient times the difference between a response's length and its target, in tokens (L1-Exact).
 
-    Source: Aggarwal and Welleck 2025, arXiv:2503.04697, equation 1; theirs is coefficient = 0.0003.
+    Source: Aggarwal and Welleck 2025, arXiv:2503.04697, equation 1, where coefficient = 0.0003.
     """
 
     is_quick = True
 
     def __init__(self, *, tokens: int | None = None, column: str | None = None, coefficient: float = 0.0003) -> None:
-        """Choose the target.
+        """Set the target.
 
         Args:
-            tokens: The same target for all rows; or else:
-            column: Column of the row that has it.
-            coefficient: Punishment for each token.
+            tokens: Target length of all rows. Give either this or `column`.
+            column: Column with the target length of each row.
+            coefficient: Punishment per token of difference.
 
         Raises:
-            SettingsError: Not exactly one of tokens and column, or a value is impossible.
+            SettingsError: Both or neither of tokens and column are given, or a value is out of range.
         """
         if (tokens is None) == (column is None) or (tokens is not None and not _is_whole(tokens)):
             raise SettingsError(
@@ -78,7 +78,7 @@ class LengthTarget:
         """Score one response.
 
         Raises:
-            DataError: The row has no target.
+            DataError: The row's target is not a whole number.
         """
         target: Any = self._tokens if self._column is None else given.columns.get(self._column)
         if not _is_whole(target):

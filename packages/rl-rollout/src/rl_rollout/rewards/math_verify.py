@@ -1,4 +1,4 @@
-"""Equality of mathematical expressions by the math-verify library, in processes that can be stopped."""
+"""Compares mathematical expressions with the math-verify library, in processes that can be killed."""
 
 import asyncio
 import re
@@ -22,26 +22,26 @@ WORKER = "rl_rollout.rewards.math_worker"
 
 
 class MathVerify:
-    r"""Reward 1 when the response's answer equals the ground truth as mathematics, else 0.
+    r"""Reward 1 if the response's answer equals the ground truth mathematically, else 0.
 
-    The answer is what the last `\boxed{}` holds, else what math-verify finds in the response. One that
-    takes longer than timeout_s counts as wrong, with the component `math_verify_timed_out` = 1. Worker
-    processes start at the first use, and end with this process whatever happens to it.
+    The answer is the content of the last `\boxed{}`, or else what math-verify finds in the response. A comparison that
+    takes longer than timeout_s counts as wrong, with the component `math_verify_timed_out` = 1. Worker processes start
+    at the first use and always end with this process.
     """
 
     def __init__(self, *, timeout_s: float = 3.0, num_workers: int = 2) -> None:
-        """Check that the library is there; start nothing.
+        """Check that the library is installed. No process starts yet.
 
         Args:
-            timeout_s: For each comparison.
-            num_workers: Processes; each takes about 80 MB.
+            timeout_s: Maximum seconds of one comparison.
+            num_workers: Number of processes; each uses about 80 MB.
 
         Raises:
             MissingExtraError: math-verify is not installed.
         """
         if find_spec("math_verify") is None:
             raise MissingExtraError("math_verify needs math-verify. Install rl-rollout[math] as the README says.")
-        self.max_concurrency = num_workers  # the scorer's deadline is of a call, not of the wait for a process
+        self.max_concurrency = num_workers  # so that the scorer's timeout excludes waits for a process
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="math-verify")
         self._processes = CheckProcesses(WORKER, timeout_s=timeout_s, num_processes=num_workers)
 
@@ -54,10 +54,10 @@ class MathVerify:
         )
 
     async def compare(self, gold: str, answer: str) -> bool | None:
-        """Whether math-verify proves that an answer equals the gold one; None where it found no verdict in time.
+        """Return whether math-verify proves that an answer equals the gold answer; None if there is no verdict in time.
 
         Raises:
-            DataError: The gold answer is no expression.
+            DataError: The gold answer is not an expression.
             RoleError: The worker cannot start, or died.
         """
         if is_integer(gold) and is_integer(answer):
@@ -65,7 +65,7 @@ class MathVerify:
         return await asyncio.wrap_future(self._threads.submit(self._compare_in_worker, gold, answer))
 
     def close(self) -> None:
-        """End the workers; can be called twice."""
+        """Stop the workers. Can be called twice."""
         self._processes.close()
         self._threads.shutdown(wait=False)
 
@@ -78,10 +78,10 @@ class MathVerify:
 
 
 def answer_of(response_text: str) -> str:
-    r"""The last `\boxed{}`'s content as LaTeX (a bare one when it is an integer), else the whole text.
+    r"""Return the content of the last `\boxed{}` as LaTeX, without the box for an integer, or else the whole text.
 
-    Powers and fractions of a single character, exponents, underscores and typographic minuses become what math-verify
-    reads: it takes the 4 of `4²` and the 1 of `1e4` for the answer.
+    Superscripts, fraction characters, exponents, underscores and typographic minuses are rewritten, because math-verify
+    misreads them: it finds the answer 4 in `4²` and 1 in `1e4`.
     """
     boxed = last_boxed(response_text)
     if boxed is None:
@@ -92,7 +92,7 @@ def answer_of(response_text: str) -> str:
 
 
 def plain_scripts(text: str, *, power: str) -> str:
-    """A text with `4\u00b2` and `1e4` as powers, in the form that is given, `3\u00bd` as 7/2, and `1_000` as 1000."""
+    """Return a text with `4\u00b2` and `1e4` as powers in the given form, `3\u00bd` as 7/2, and `1_000` as 1000."""
 
     def fraction(match: re.Match[str]) -> str:
         value = Fraction(unicodedata.numeric(match[2])).limit_denominator(10)
@@ -105,7 +105,7 @@ def plain_scripts(text: str, *, power: str) -> str:
 
 
 def is_integer(text: str) -> bool:
-    """True for digits with a sign and thousands separators at most."""
+    """Return True for an integer, with an optional sign and thousands separators."""
     return INTEGER.fullmatch(text.strip()) is not None
 
 

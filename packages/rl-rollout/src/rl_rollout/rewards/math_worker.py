@@ -1,4 +1,4 @@
-"""The process that runs math-verify."""
+"""Worker process that runs math-verify."""
 
 import logging
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from rl_rollout.rewards.check_worker import main
 
 
 def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Read the ground truth.
+    """Parse the ground truth, and return a function that compares the answer with it.
 
     Raises:
-        ValueError: It has no expression.
+        ValueError: The ground truth has no expression.
     """
     from math_verify import parse, verify
 
@@ -29,5 +29,5 @@ def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 if __name__ == "__main__":
     import math_verify  # noqa: F401 (before the first deadline)
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time-outs are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     main(prepare, {"is_equal": False})

@@ -39,17 +39,17 @@ class FailurePolicy:
 
     @property
     def max_retries(self) -> int:
-        """Calls after the first."""
+        """Maximum number of calls after the first."""
         if self.retries is None:
             return DEFAULT_RETRIES if self.on_failure == "retry" else 0
         return self.retries
 
     def pause_s(self, retry: int) -> float:
-        """Seconds before a retry, the first being number 0."""
+        """Return the seconds to wait before a retry, numbered from 0."""
         return min(self.backoff_s * 2.0 ** min(retry, 32), MAX_BACKOFF_S)
 
     def problems(self) -> Iterator[str]:
-        """What cannot be: each names the option, what it must be, and what it is."""
+        """Yield one message for each invalid option."""
         if self.on_failure not in ON_FAILURE:
             yield f"on_failure must be one of {', '.join(map(repr, ON_FAILURE))}; found {self.on_failure!r}."
         if self.retries is not None and not _is_whole(self.retries, at_least=0):
@@ -57,7 +57,7 @@ class FailurePolicy:
         elif self.on_failure == "drop" and self.retries:
             yield f'retries = {self.retries} needs on_failure = "retry" (or "zero"); found "drop".'
         elif self.on_failure == "retry" and self.retries == 0:
-            yield 'on_failure = "retry" needs retries of at least 1; found 0. Use "drop" for none.'
+            yield 'on_failure = "retry" needs retries of at least 1; found 0. Use "drop" for no retries.'
         if not _is_number(self.backoff_s) or self.backoff_s < 0:
             yield f"backoff_s must be a number of at least 0; found {self.backoff_s!r}."
         for name in self.retry_on:
@@ -68,10 +68,10 @@ class FailurePolicy:
                 )
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Raise if an option is invalid.
 
         Raises:
-            SettingsError: Has all of `problems`.
+            SettingsError: An option is invalid. The message lists all `problems`.
         """
         if found := list(self.problems()):
             raise SettingsError("\n".join(found))
@@ -98,11 +98,11 @@ class RewardPart:
 
     @property
     def label(self) -> str:
-        """What its components start with."""
+        """Prefix of the names of its components."""
         return self.name or self.function.rpartition(":")[2]
 
     def problems(self) -> Iterator[str]:
-        """What cannot be."""
+        """Yield one message for each invalid option."""
         if not self.function:
             yield "function must name a reward; found ''."
         if not _is_number(self.weight):
@@ -145,18 +145,18 @@ class RewardOptions:
 
     @property
     def failures(self) -> FailurePolicy:
-        """The part of the options that speaks of failures."""
+        """The failure policy of these options."""
         return FailurePolicy(
             on_failure=self.on_failure, retries=self.retries, backoff_s=self.backoff_s, retry_on=self.retry_on
         )
 
     @property
     def label(self) -> str:
-        """The reward in one line, for people."""
+        """One-line description of the reward."""
         return " + ".join(f"{part.weight:g} * {part.label}" for part in self.parts) or self.function
 
     def problems(self) -> Iterator[str]:
-        """What cannot be: each names the option, what it must be, and what it is."""
+        """Yield one message for each invalid option."""
         if bool(self.function) == bool(self.parts):
             found = "both" if self.parts else "neither"
             yield f"function must name a reward, or parts must list several; found {found}."
@@ -176,16 +176,16 @@ class RewardOptions:
             yield f"parts must have different names; found {label!r} {labels.count(label)} times. Give each a name."
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Raise if an option is invalid.
 
         Raises:
-            SettingsError: Has all of `problems`.
+            SettingsError: An option is invalid. The message lists all `problems`.
         """
         if found := list(self.problems()):
             raise SettingsError("\n".join(found))
 
     def of_part(self, part: RewardPart) -> "RewardOptions":
-        """The options of one part alone: its function and options, its calls limited and retried as all are."""
+        """Return the options of one part: its own function and options, with the shared limits and retries."""
         on_failure: OnFailure = "retry" if self.failures.max_retries else "drop"
         return replace(self, function=part.function, options=part.options, parts=(), on_failure=on_failure)
 

@@ -16,15 +16,15 @@ FLOAT32_MAX = 3.4e38
 MAX_EXTRAS_BYTES = 1 << 16
 MAX_COMPONENTS = 256
 MAX_TEXT = 2000
-"""Longest text of a failure that is kept, in characters."""
+"""Maximum length of a recorded failure text, in characters."""
 
 
 def read_output(value: Any) -> RewardResult:
-    """Read a reward function's value as a RewardResult.
+    """Convert a reward function's return value to a RewardResult.
 
     Raises:
-        DataError: It is not a finite number, a mapping with "reward", or a RewardResult of finite numbers
-            whose extras are JSON of at most MAX_EXTRAS_BYTES.
+        DataError: The value is not a finite number, a mapping with "reward", or a RewardResult of finite numbers whose
+            extras are JSON of at most MAX_EXTRAS_BYTES.
     """
     if isinstance(value, Mapping):
         if "reward" not in value:
@@ -41,7 +41,7 @@ def read_output(value: Any) -> RewardResult:
 
 
 def shown(value: Any, *, max_characters: int = 80) -> str:
-    """repr of a value, cut to a length, whatever its own repr does."""
+    """Return the repr of a value, cut to a length, even if the value's own repr raises."""
     if isinstance(value, int) and value.bit_length() > 4000:  # Python refuses to print so many digits
         return f"an integer of {value.bit_length()} bits"
     try:
@@ -51,7 +51,7 @@ def shown(value: Any, *, max_characters: int = 80) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """Type and text of an error, cut to a length, whatever its own str does."""
+    """Return an error's type and text, cut to a length, even if the error's own str raises."""
     try:
         text = cut(str(error), max_characters=MAX_TEXT)
     except Exception:
@@ -60,15 +60,15 @@ def shown_error(error: BaseException) -> str:
 
 
 def cut(text: str, *, max_characters: int) -> str:
-    """A text, its end replaced by "..." where it is longer."""
+    """Cut a text to a maximum length, ending in "..."."""
     return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
 
 
 def read_extras(extras: Any, *, max_bytes: int | None = None) -> dict[str, Json]:
-    """Extras as JSON that every encoder takes.
+    """Return extras as JSON that every encoder accepts.
 
     Raises:
-        DataError: They are none, or larger.
+        DataError: The extras are not a JSON mapping, or larger than max_bytes.
     """
     if not isinstance(extras, Mapping):
         raise DataError(f"extras = {shown(extras)} ({type(extras).__name__}); expected a mapping.")
@@ -96,8 +96,8 @@ def _finite(value: Any, *, name: str) -> float:
     if inspect.isawaitable(value):
         discard(value)
         raise DataError(f"{with_article(value)} that nothing awaits; make the function an `async def` that awaits it.")
-    hints = dict.fromkeys(("Tensor", "ndarray"), " The `.item()` of a single value is one.")
-    hints["str"] = " Give `float(...)` of a number, and text in `RewardResult(extras=...)`."
+    hints = dict.fromkeys(("Tensor", "ndarray"), " Use `.item()` to get a single value.")
+    hints["str"] = " Return numbers as `float(...)`, and text in `RewardResult(extras=...)`."
     hint = hints.get(type(value).__name__, "")
     raise DataError(
         f"{cut(name, max_characters=80)} = {shown(value)} ({type(value).__name__}); expected a finite number.{hint}"
@@ -105,13 +105,13 @@ def _finite(value: Any, *, name: str) -> float:
 
 
 def with_article(value: object) -> str:
-    """The name of a value's type in words, such as "an async generator"."""
+    """Return the name of a value's type with its article, such as "an async generator"."""
     kind = type(value).__name__.replace("_", " ")
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
 
 
 def discard(unfinished: object) -> None:
-    """Close what will never be awaited or iterated, so that it warns nobody."""
+    """Close an object that will never be awaited or iterated, so that Python does not warn."""
     close = getattr(unfinished, "close", None) or getattr(unfinished, "cancel", None)
     if callable(close):
         with contextlib.suppress(Exception):

@@ -10,15 +10,15 @@ from rl_core.record_fields import Axes, record
 
 @record
 class AgentRun:
-    """How the program of an agent ran.
+    """Outcome of an agent's program.
 
     Attributes:
-        ended: "exited" by itself or by a signal, or the limit that ended it: "wall_time", "output", and in a sandbox
+        ended: "exited" (by itself or by a signal), or the limit that ended it: "wall_time", "output", or, in a sandbox,
             "memory" or "processes".
-        exit_code: Negative for a signal; None when a limit ended it.
-        stdout: The end of what it printed.
-        stderr: The end of its errors.
-        workspace: Path of its working folder, there until the reward is given.
+        exit_code: Exit code; negative for a signal, None if a limit ended the program.
+        stdout: End of its standard output.
+        stderr: End of its standard error.
+        workspace: Path of its working folder, which exists until the reward is computed.
     """
 
     ended: str
@@ -30,18 +30,18 @@ class AgentRun:
 
 @record
 class RewardInput:
-    """One response to judge.
+    """One response to score.
 
     Attributes:
-        prompt_uid: uid of its prompt.
+        prompt_uid: uid of the prompt.
         response_text: The response as text, without special tokens.
-        response_ids: [R] int32, the response as sampled.
-        messages: The prompt's messages; empty for a plain prompt, which is in columns["prompt"].
+        response_ids: [R] int32, tokens of the response as sampled.
+        messages: Messages of the prompt; empty for a plain prompt, whose text is in columns["prompt"].
         ground_truth: The row's ground truth.
         data_source: The row's data source.
         columns: All columns of the row.
         finish_reason: Why the response ended.
-        agent: How the program with this last response ran. None for other loops and for stored sessions.
+        agent: Outcome of the agent's program, on its last response; None for other loops and for stored sessions.
     """
 
     prompt_uid: str
@@ -76,9 +76,9 @@ RewardOutput = float | Mapping[str, Any] | RewardResult
 RewardFunction = Callable[[RewardInput], RewardOutput | Awaitable[RewardOutput]]
 """Any callable of one RewardInput, `def` or `async def`.
 
-A plain `def` runs in a thread, the responses of one group after another, so it may block. One marked
-with `quick` runs on the event loop. An `async def` runs on the event loop, all responses at once. A
-function with a `close` method is closed with its scorer.
+A plain `def` runs in a thread, one response of a group after another, so it may block. A function marked with `quick`
+runs on the event loop. An `async def` runs on the event loop, for all responses concurrently. A function's `close`
+method is called when its scorer closes.
 """
 
 

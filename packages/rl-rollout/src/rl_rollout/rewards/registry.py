@@ -29,7 +29,7 @@ REWARDS: Registry[Any] = Registry(
 )
 
 HOW = (
-    "A reward gets one RewardInput, `def reward(given): ...`, with given.response_text, given.ground_truth and "
+    "A reward takes one RewardInput, `def reward(given): ...`, and reads given.response_text, given.ground_truth and "
     "given.columns; other arguments are options."
 )
 
@@ -44,8 +44,8 @@ def resolve_reward(
     Args:
         reference: A registered name, or `path.py:function`.
         options: Options by name; secrets such as `headers` and `api_key` may refer to environment variables, "$NAME".
-        parts: What no setting can give, by the option that takes it, such as {"model": JudgeModel(...)}; it is
-            left out where the function has no such option.
+        parts: Objects that settings cannot express, by option name, such as {"model": JudgeModel(...)}. A function
+            without such an option does not get them.
 
     Raises:
         SettingsError: The name, file, function or option does not exist, or an option is missing or invalid.
@@ -99,7 +99,7 @@ def _made(cls: Any, options: Mapping[str, Any], *, name: str) -> Any:
 
 
 def _option_names(function: Any, *, num_taken: int) -> Mapping[str, inspect.Parameter] | None:
-    """Parameters that can be given by name, after the first num_taken; None when any name goes."""
+    """Return the parameters after the first num_taken that can be passed by name; None if any name is accepted."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # not callable, or compiled without a signature
@@ -114,7 +114,7 @@ def check_callable(function: Any, *, name: str) -> RewardFunction:
     """Check that a function can be called with one RewardInput.
 
     Raises:
-        SettingsError: It is not callable, has other arguments, or is a generator.
+        SettingsError: The function is not callable, does not accept exactly one argument, or is a generator.
     """
     if not callable(function):
         raise SettingsError(f"reward function {name!r} must be callable; found {type(function).__name__}.")
@@ -129,6 +129,6 @@ def check_callable(function: Any, *, name: str) -> RewardFunction:
         signature.bind(object())
     except TypeError as error:
         raise SettingsError(
-            f"reward function {name!r} must take one argument, a RewardInput; it is {signature} ({error}). {HOW}"
+            f"reward function {name!r} must take one argument, a RewardInput; found {signature} ({error}). {HOW}"
         ) from None
     return function  # type: ignore[no-any-return]

@@ -5,9 +5,9 @@ from decimal import Decimal
 
 from rl_rollout.rewards.protocol import RewardInput, quick
 
-# A minus is a sign only where it does not subtract: "5-3" ends in 3, "= -3" in -3.
-# What stands for another number together with the digits before it: powers, indices, fractions, in one character or as
-# `^2`, `**2`, `/2`, `e2` and `_2`. Then the text has no number there.
+# A minus is a sign unless it subtracts: "5-3" ends in 3, "= -3" in -3.
+# Suffixes that change the value of the digits before them: powers, indices and fractions, as single characters or as
+# `^2`, `**2`, `/2`, `e2` and `_2`. Such numbers are skipped.
 SCRIPT = (
     r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u2189\u2460-\u24ff\u2776-\u2793]+| ?(?:\^|\*\*) ?\{?[-+]?\d*"
     r"|(?: ?/ ?-?\d+(?:\.\d+)?)+|[eE][-+]?\d+|(?:_\d+)+"

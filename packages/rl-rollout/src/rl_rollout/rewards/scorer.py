@@ -33,9 +33,9 @@ class Scored:
     Attributes:
         result: The reward.
         failure: Why there is no reward.
-        reward_s: Seconds of its calls, including all attempts and the pauses between them. Waiting for a free slot or a
-            rate limit does not count.
-        wait_s: Seconds that it waited for a free slot, a rate limit, or its group's other responses.
+        reward_s: Seconds of its calls, including all attempts and the pauses between them, without waits for a free
+            slot or a rate limit.
+        wait_s: Seconds of waiting for a free slot, a rate limit, or its group's other responses.
         num_attempts: Number of calls.
         failure_names: Names of the failure for `retry_on`: "raised", "timed_out" or "bad_value", and the names of the
             exception's classes.
@@ -56,7 +56,7 @@ class RateLimit:
         """Set the rate.
 
         Args:
-            calls_per_s: Above 0.
+            calls_per_s: Maximum calls per second; above 0.
         """
         self._interval_s = 1.0 / calls_per_s
         self._next_at = 0.0
@@ -114,16 +114,14 @@ class RewardScorer:
         self._slots = asyncio.Semaphore(min(max_concurrency, getattr(function, "max_concurrency", max_concurrency)))
         self._rate = None if max_calls_per_s is None else RateLimit(max_calls_per_s)
         self._threads: CallThreads[RewardInput, Scored] = CallThreads(self._call)
-        self._score_one: Any = getattr(
-            function, "score_one", function
-        )  # of WeightedReward, which has scorers of its own
+        self._score_one: Any = getattr(function, "score_one", function)  # of WeightedReward, which has its own scorers
         self._num_scoring = 0
         self._is_quick = bool(getattr(function, "is_quick", False))
         self._is_async = is_async(function)
 
     @property
     def num_scoring(self) -> int:
-        """Number of responses that wait for their rewards now."""
+        """Number of responses that are waiting for their rewards."""
         return self._num_scoring
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
@@ -146,10 +144,10 @@ class RewardScorer:
     async def rehearse(self, prompt: Prompt) -> None:
         """Score an empty response to a prompt, to find a broken function before any model loads.
 
-        A function with its own `rehearse(prompt)`, such as one that needs an engine, is asked for that instead.
+        If the function has its own `rehearse(prompt)`, for example because it needs an engine, that is called instead.
 
         Raises:
-            SettingsError: The function fails on it.
+            SettingsError: The function fails.
         """
         rehearse = getattr(self._function, "rehearse", None)
         if callable(rehearse):
@@ -167,14 +165,14 @@ class RewardScorer:
             close()
 
     async def _timed(self, inputs: Sequence[RewardInput]) -> list[Scored]:
-        """Call on all inputs, and say of each how much of the time was none of its own."""
+        """Score all inputs, and record how long each one waited."""
         started_at = time.perf_counter()
         scored = await self._attempts(inputs)
         took_s = time.perf_counter() - started_at
         return [replace(one, wait_s=max(took_s - one.reward_s, 0.0)) for one in scored]
 
     async def _attempts(self, inputs: Sequence[RewardInput]) -> list[Scored]:
-        """Call on all inputs, then again on those whose failure is worth it."""
+        """Score all inputs, then retry those whose failure the policy retries."""
         scored = await self._round(inputs)
         for retry in range(self._policy.max_retries):
             again = [
@@ -211,7 +209,7 @@ class RewardScorer:
                 raise
             if done:
                 return call.result()
-            call.cancel()  # and left behind: a function can refuse to be cancelled
+            call.cancel()  # and abandon it: a function can refuse to be cancelled
             return self._timed_out(given)
 
     async def _await_call(self, given: RewardInput) -> Scored:
@@ -255,9 +253,11 @@ class RewardScorer:
         try:
             return Scored(result=read_output(value), reward_s=reward_s)
         except DataError as error:
-            failure = f"{self._about(given)} gave {error}"
-        except Exception as error:  # a mapping or a number of the user's own can raise anything when it is read
-            failure = f"{self._about(given)} gave a {type(value).__name__} that cannot be read ({shown_error(error)})"
+            failure = f"{self._about(given)} returned {error}"
+        except Exception as error:  # reading a user's own mapping or number can raise anything
+            failure = (
+                f"{self._about(given)} returned a {type(value).__name__} that cannot be read ({shown_error(error)})"
+            )
         return Scored(failure=failure, reward_s=reward_s, failure_names=("bad_value",))
 
     def _raised(self, given: RewardInput, error: BaseException, *, started_at: float) -> Scored:
@@ -268,7 +268,7 @@ class RewardScorer:
         return Scored(failure=failure, reward_s=time.perf_counter() - started_at, failure_names=tuple(names))
 
     def _timed_out(self, given: RewardInput) -> Scored:
-        failure = f"{self._about(given)} gave nothing for {self._timeout_s} s, and was left behind"
+        failure = f"{self._about(given)} did not return within {self._timeout_s} s and was abandoned"
         return Scored(failure=failure, reward_s=self._timeout_s, failure_names=("timed_out",))
 
     def _about(self, given: RewardInput) -> str:
@@ -276,7 +276,7 @@ class RewardScorer:
 
 
 def reward_input(prompt: Prompt, *, text: str, ids: Any, finish_reason: Any = "stop") -> RewardInput:
-    """What a reward function gets for a response to a prompt."""
+    """Return the input of a reward function for a response to a prompt."""
     return RewardInput(
         prompt_uid=prompt.uid,
         response_text=text,
@@ -290,12 +290,12 @@ def reward_input(prompt: Prompt, *, text: str, ids: Any, finish_reason: Any = "s
 
 
 def is_async(function: Any) -> bool:
-    """True for an `async def`, and for an object whose `__call__` is one."""
+    """Return True for an `async def`, and for an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def function_name(function: Any) -> str:
-    """Name of a function for messages: `file.py:name` when it is the user's, else module and name."""
+    """Return a function's name for messages: `file.py:name` for a user's file, else module and name."""
     named = function
     while isinstance(named, functools.partial):
         named = named.func
@@ -309,7 +309,7 @@ def function_name(function: Any) -> str:
 
 
 def _after(first: Scored, then: Scored, *, pause_s: float) -> Scored:
-    """An attempt with what came before it."""
+    """Return an attempt, with the times and number of attempts of those before it."""
     num_attempts = first.num_attempts + 1
     return replace(
         then,
@@ -320,7 +320,7 @@ def _after(first: Scored, then: Scored, *, pause_s: float) -> Scored:
 
 
 def marked(scored: Scored) -> Scored:
-    """A failure as a reward of 0 that says so; a success as one that did not fail."""
+    """Turn a failure into a reward of 0 with `reward_failed` = 1, and mark a success with `reward_failed` = 0."""
     if scored.result is None:
         mark = RewardResult(
             reward=0.0, components={FAILED_COMPONENT: 1.0}, extras={FAILURE_EXTRA: scored.failure or "unknown"}

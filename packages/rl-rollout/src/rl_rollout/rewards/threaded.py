@@ -13,19 +13,19 @@ Result = TypeVar("Result")
 
 
 class CallThreads(Generic[Given, Result]):
-    """Keeps daemon threads, so that a call that hangs holds up neither other calls nor the exit."""
+    """Pool of daemon threads, so that a call that hangs blocks neither other calls nor the exit."""
 
     def __init__(self, call: Callable[[Given], Result]) -> None:
-        """Start nothing yet.
+        """Store the function. Threads start in `run`.
 
         Args:
-            call: What the threads call; it must not raise.
+            call: Function that the threads call; it must not raise.
         """
         self._call = call
         self._idle: list[SimpleQueue[_Job[Given, Result] | None]] = []
 
     async def run(self, inputs: Sequence[Given], *, timeout_s: float) -> list[Result]:
-        """Call on each input in order, in one thread.
+        """Call the function on each input in order, in one thread.
 
         Returns:
             All results, or only those before the first call that took longer than timeout_s.
@@ -43,7 +43,7 @@ class CallThreads(Generic[Given, Result]):
         return results
 
     def close(self) -> None:
-        """End the idle threads."""
+        """Stop the idle threads."""
         while self._idle:
             self._idle.pop().put(None)
 
@@ -55,7 +55,7 @@ class CallThreads(Generic[Given, Result]):
 
 
 class _Job(Generic[Given, Result]):
-    """Calls in order; `run` is the thread's side, `wait` the event loop's."""
+    """Calls in order. `run` runs in the thread, `wait` on the event loop."""
 
     def __init__(self, call: Callable[[Given], Result], inputs: Sequence[Given]) -> None:
         self.is_abandoned = False

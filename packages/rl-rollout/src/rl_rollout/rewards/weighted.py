@@ -18,7 +18,7 @@ class WeightedReward:
     """
 
     def __init__(self, parts: Sequence[tuple[RewardPart, RewardScorer]]) -> None:
-        """Join the parts.
+        """Store the parts.
 
         Args:
             parts: Parts with different names. The scorer applies each part's own limits and retries. A part's own
@@ -44,7 +44,7 @@ class WeightedReward:
         return scored.result
 
     async def score_one(self, given: RewardInput) -> Scored:
-        """Score one response; a scorer calls this, for a time that leaves out where parts waited for their turn."""
+        """Score one response. `RewardScorer` calls this instead of `__call__`, so that times exclude waits."""
         batches = await asyncio.gather(*(scorer.score([given]) for _, scorer in self._parts))
         scored = [
             marked(one) if part.on_failure == "zero" else one

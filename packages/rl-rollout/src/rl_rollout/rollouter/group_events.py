@@ -32,8 +32,8 @@ class GroupEvent:
         uid: The prompt's uid.
         oldest: Oldest version of its tokens; None if nothing was sampled.
         newest: Newest version of its tokens.
-        failure: Why no step can train it; None if it is in the queue.
-        is_refused: Whether a filter refused it.
+        failure: Reason why no step can train it; None if it is in the queue.
+        is_refused: True if a filter refused it.
         took_s: Seconds from its start to the end of its last session.
         started: Policy version at its start.
     """
@@ -50,8 +50,8 @@ class GroupEvent:
 class Refusals:
     """Filters groups, up to a maximum number of refusals per policy version.
 
-    Without the maximum, a policy whose groups are all alike would generate forever. Beyond it, groups that the filter
-    would refuse train.
+    Without the maximum, a policy whose groups all have equal rewards would generate forever. Beyond it, groups that the
+    filter would refuse are trained.
 
     Attributes:
         name: Name of the filter.
@@ -91,7 +91,7 @@ class Refusals:
 
 
 def refusal(name: str, reason: str) -> str:
-    """Return the reason for which sessions of a refused group have no rows."""
+    """Return the reason with which sessions of a refused group are failed."""
     return f"{REFUSED}{name}: {reason}"
 
 

@@ -1,4 +1,4 @@
-"""The rollouter: starts groups, puts complete groups into a queue, and updates weights meanwhile."""
+"""The rollouter, which generates groups, puts complete ones into a queue, and updates weights meanwhile."""
 
 import asyncio
 import time
@@ -41,14 +41,14 @@ Stored = Callable[[Dispatch, Generate], Awaitable[StepRollouts]]
 
 @settings_record
 class RollouterOptions:
-    """How groups are generated.
+    """Options of the rollouter.
 
     Attributes:
-        group_size: Sessions of each prompt.
-        sampling: How they are drawn.
-        seed: Of the run.
-        deadline_s: Longest that a group may take, and that engines may take to end what they have before new weights.
-        max_failures: Groups in a row that may fail whole; with the last of them the rollouter gives up.
+        group_size: Sessions per prompt.
+        sampling: Sampling parameters.
+        seed: Seed of the run.
+        deadline_s: Maximum seconds per group, and for engines to finish running requests before new weights.
+        max_failures: Maximum number of consecutive groups whose sessions all fail, before the rollouter stops.
     """
 
     group_size: int
@@ -73,7 +73,7 @@ class Rollouter:
     """
 
     def __init__(self, queue: TransferQueue, options: RollouterOptions, *, put: Put | None = None) -> None:
-        """Create without starting anything.
+        """Initialize without starting anything.
 
         Args:
             queue: Receives the generated groups.
@@ -90,7 +90,7 @@ class Rollouter:
         self.opened = ExitStack()
         self._window = RolloutWindow()
         self._served = ServedPolicy()
-        self._running: dict[str, tuple[float, int]] = {}  # since when, and the version that was served then
+        self._running: dict[str, tuple[float, int]] = {}  # start time, and the version served at that time
         self._replayed: set[str] = set()
         self._waits: dict[int, Wait] = {}
         self._num_waits = 0
@@ -107,7 +107,7 @@ class Rollouter:
 
         Args:
             update: The weights.
-            canary: Prompts for the proof, with expected results.
+            canary: Sequences for the proof, with the learner's logprobs.
             tolerances: Tolerances of the proof.
             drain: Let each engine finish its requests first, for at most `deadline_s`.
 
@@ -117,7 +117,7 @@ class Rollouter:
         """
         engine = self._started[0]
         drained = partial(publish_to, drain=drain, drain_deadline_s=self._options.deadline_s)
-        waiting = self.waiting(f"version {update.version} to be taken", on=ENGINE)
+        waiting = self.waiting(f"version {update.version} to be loaded", on=ENGINE)
         with waiting, self._served.changing(update.version):
             report = await retry_proof(
                 partial(drained, engine, update, canary=canary, tolerances=tolerances),
@@ -130,18 +130,20 @@ class Rollouter:
         return report
 
     async def lacks_weights(self) -> bool:
-        """True while a restarted engine serves nothing because the weights that it missed are gone."""
+        """Return True while a restarted engine serves nothing because the weights that it missed no longer exist."""
         return self.engine is not None and self.engine.is_waiting_for_weights
 
     async def submit(self, dispatches: Sequence[Dispatch]) -> None:
         """Start to generate groups. Those of one call start together, in order.
 
         Raises:
-            NotReadyError: No weights were published to it yet.
+            NotReadyError: No weights have been published to it yet.
         """
         self._check()
         if self._served.version < 0:
-            raise NotReadyError("the rollouter has no weights of the run yet, and cannot generate for it.")
+            raise NotReadyError(
+                "the rollouter has no weights of the run yet and cannot generate. Publish weights first."
+            )
         begun = time.monotonic(), self._served.version
         self._running.update(dict.fromkeys((one.prompt.uid for one in dispatches), begun))
         self._spawn(self._generate(dispatches))
@@ -216,7 +218,7 @@ class Rollouter:
             waits.append(Wait(what=f"{len(running)} group(s), the oldest {uid}", on=on, since_s=now - since))
         waits += [replace(wait, on=on) for wait in noted if not wait.on]
         return RoleView(
-            doing=f"{len(running)} group(s) under way, {num_running} response(s) in "
+            doing=f"{len(running)} group(s) in progress, {num_running} response(s) in "
             f"{len(loads) - len(others)} engine(s)" + (f", others {', '.join(others)}" if others else ""),
             waits=tuple(waits),
             holds=tuple(running),
@@ -251,7 +253,7 @@ class Rollouter:
 
     @contextmanager
     def waiting(self, what: str, *, on: str = "") -> Iterator[None]:
-        """Record a wait while it lasts. Without a name, it is for whatever the sessions wait for."""
+        """Record a wait within the context. With an empty `on`, it is attributed to what the sessions wait for."""
         self._num_waits += 1
         number = self._num_waits
         self._waits[number] = Wait(what=what, on=on, since_s=time.monotonic())
@@ -338,11 +340,11 @@ class Rollouter:
         return generated_event(group, refused=refused)
 
     def _refuse_to_fail_for_ever(self, group: GroupResult) -> None:
-        """End the run when every group fails, which would otherwise use up one prompt after another."""
+        """Raise an error if too many consecutive groups fail, which would otherwise consume all prompts."""
         self._num_failed = 0 if group.trajectories else self._num_failed + 1
         if self._num_failed >= self._options.max_failures:
             raise RolloutError(
-                f"{self._num_failed} groups in a row failed whole, the last with: {group.failures[0]}"
+                f"all sessions failed in {self._num_failed} consecutive groups, the last with: {group.failures[0]}"
             ) from group.error
 
     async def _tell(self, events: Sequence[GroupEvent]) -> None:
@@ -362,13 +364,13 @@ class Rollouter:
         late = [uid for uid, (since, _) in self._running.items() if now - since > deadline_s]
         if late:
             raise DeadlineError(
-                f"waited {deadline_s:g} s for {len(late)} group(s) to be generated (rollout.deadline_s), and gave up; "
-                f"the first is {late[0]}."
+                f"{len(late)} group(s) were not generated within {deadline_s:g} s (rollout.deadline_s); the first is "
+                f"{late[0]}."
             )
 
 
 def awaited_outside(rollout: Rollout) -> str:
-    """Return what sessions wait for while no engine works on them."""
+    """Return what the sessions wait for while no engine works on them."""
     return f"the reward {rollout.scorer.name}" if rollout.scorer.num_scoring else "tools"
 
 
@@ -378,7 +380,7 @@ def engine_reports(loads: Sequence[EngineLoad], stacks: dict[int, str], *, asked
     Args:
         loads: Loads of all engines.
         stacks: Stacks by engine index. Other engines run in the rollouter's process.
-        asked_s: Minimum seconds that a silent engine has not answered.
+        asked_s: Minimum seconds that an unresponsive engine has not answered.
     """
     return [
         process_report(

@@ -62,7 +62,7 @@ class ServedPolicy:
 
     @contextmanager
     def changing(self, version: int) -> Iterator[None]:
-        """Context in which the engines switch to a version, one after the other."""
+        """Mark the engines as switching to a version, one after the other, within the context."""
         self._is_settled.clear()
         self._num_changes += 1
         try:
@@ -74,7 +74,7 @@ class ServedPolicy:
     async def scores(self, engine: RolloutEngine, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
         """Score tokens with a single version.
 
-        No scores if weights changed during every attempt, or the engine has none.
+        Returns no scores if the weights changed during every attempt, or if the engine supports none.
         """
         for _ in range(TRIES):
             await self._is_settled.wait()

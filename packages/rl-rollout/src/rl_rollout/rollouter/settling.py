@@ -25,7 +25,7 @@ def settle(
         groups: Complete groups.
         put: Puts the trajectories. None puts them with their present columns.
         only: Sessions to settle. None settles all.
-        refused: Why no session may train. None if they may.
+        refused: Reason why no session may train; None if they may.
     """
     if put is None:
         put = lambda pairs: queue.put_batch(Batch.from_trajectories([row for _, row in pairs]))

@@ -17,7 +17,7 @@ class RolloutWindow:
     Attributes:
         loads: Total engine loads at the window's start.
         began: Start time, on the monotonic clock.
-        events: Each with its name as "event", for a run's log.
+        events: Events for a run's log; each has its name as "event".
         groups: Settled groups, including failed sessions.
         trajectories: Trajectories of the settled groups.
         took_s: Seconds per group, from its start to the end of its last session.

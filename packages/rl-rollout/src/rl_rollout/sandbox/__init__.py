@@ -1,4 +1,4 @@
-"""Run untrusted programs and commands in separate, limited processes, and remove everything they leave."""
+"""Runs untrusted programs and commands in separate, limited processes, and removes everything that they leave."""
 
 from rl_rollout.sandbox.options import GUARANTEES, Level, ProgramRun, SandboxLimits, SandboxOptions
 from rl_rollout.sandbox.sandbox import Command, Sandbox

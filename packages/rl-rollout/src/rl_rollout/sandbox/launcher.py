@@ -1,8 +1,8 @@
-"""The first process of a sandbox: makes it, runs one program in it, ends everything that the program left.
+"""First process of a sandbox: sets it up, runs one program in it, and ends everything that the program left.
 
-The package starts this file as a script, isolated from the packages: it imports the standard library alone. Its
-standard input begins with a specification; its standard output and error are the program's; the outcome of the
-program goes to a pipe that the program does not have.
+The package starts this file as an isolated script, so it imports only the standard library. Its standard input begins
+with a specification. Its standard output and error are the program's. The outcome goes to a pipe that the program does
+not have.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).parent))  # an isolated Python does not look beside its script
+sys.path.insert(0, str(Path(__file__).parent))  # an isolated Python does not search its script's folder
 from watch import awaited_signals, become, report, supervise  # type: ignore[import-not-found]
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
@@ -40,7 +40,7 @@ Spec = dict[str, Any]
 
 
 def main() -> None:
-    """Run the program of the specification, and report."""
+    """Run the program of the specification, and report the outcome."""
     status_fd, handout_fd = map(int, sys.argv[1:])
     os.set_inheritable(status_fd, False)
     os.set_inheritable(handout_fd, False)
@@ -56,12 +56,12 @@ def main() -> None:
 
 
 def read_spec() -> Spec:
-    """The specification: its length in 8 bytes, then JSON; what follows is the program's input."""
+    """Read the specification: its length in 8 bytes, then JSON. The rest is the program's input."""
     return dict(json.loads(read_exactly(int.from_bytes(read_exactly(8), "little"))))
 
 
 def read_exactly(size: int) -> bytes:
-    """So many bytes of standard input, not one more."""
+    """Read this many bytes of standard input, and not one more."""
     received = bytearray()
     while len(received) < size:
         piece = os.read(0, size - len(received))
@@ -72,12 +72,12 @@ def read_exactly(size: int) -> bytes:
 
 
 def report_error(status_fd: int, error: OSError, *, where: str) -> None:
-    """Say that the sandbox could not be made."""
+    """Report that the sandbox could not be set up."""
     report(status_fd, {"error": f"{error.strerror} ({error.filename or where})"})
 
 
 def run_in_namespaces(spec: Spec, status_fd: int, handout: socket.socket) -> None:
-    """Processes, mounts, network and IPC of its own; the kernel ends all its processes with their first one."""
+    """Run in new process, mount, network and IPC namespaces. The kernel ends all processes with the first one."""
     flags = NEW_PIDS | NEW_MOUNTS | NEW_IPC | NEW_UTS | (0 if spec["network"] == "allow" else NEW_NETWORK)
     if spec["level"] == "user_namespaces":
         if spec["uid"] is not None:
@@ -103,10 +103,10 @@ def run_in_namespaces(spec: Spec, status_fd: int, handout: socket.socket) -> Non
 
 
 def run_without_namespaces(spec: Spec, status_fd: int) -> None:
-    """Another user's process, or this user's, under limits; what it leaves is found and ended."""
+    """Run with limits as another user or as this one, then find and end what the program left."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     check(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1), "PR_SET_CHILD_SUBREAPER")
-    Path(f"/proc/self/task/{os.getpid()}/children").read_text()  # raises where the kernel cannot tell
+    Path(f"/proc/self/task/{os.getpid()}/children").read_text()  # raises if the kernel does not support it
     folder = spec["folder"]
     write_files(spec, folder)
     if spec["uid"] is not None:
@@ -116,7 +116,7 @@ def run_without_namespaces(spec: Spec, status_fd: int) -> None:
 
 
 def hand_out_listener(port: int, handout: socket.socket) -> None:
-    """Listen in the new network, and give the socket away: it stays in this network wherever it is accepted on."""
+    """Listen in the new network and hand out the socket, which accepts in this network wherever it is used."""
     with socket.socket() as anyone:
         fcntl.ioctl(anyone, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
     with socket.create_server(("127.0.0.1", port), backlog=128) as listening:
@@ -124,9 +124,9 @@ def hand_out_listener(port: int, handout: socket.socket) -> None:
 
 
 def enter_user_namespace(flags: int) -> None:
-    """Become a user without rights outside, with all rights over the new namespaces."""
+    """Become a user without rights outside, but with all rights in the new namespaces."""
     uid, gid = os.getuid(), os.getgid()
-    check(LIBC.prctl(PR_SET_DUMPABLE, 1), "PR_SET_DUMPABLE")  # a change of user took /proc/self from us
+    check(LIBC.prctl(PR_SET_DUMPABLE, 1), "PR_SET_DUMPABLE")  # changing the user revoked access to /proc/self
     check(LIBC.unshare(flags | NEW_USER), "unshare")
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{INNER_UID} {uid} 1")
@@ -134,14 +134,14 @@ def enter_user_namespace(flags: int) -> None:
 
 
 def build_root(spec: Spec) -> None:
-    """A root of system folders that can only be read, with devices, /proc, and a folder of bounded size."""
+    """Build a root of read-only system folders, with devices, /proc, and a folder of limited size."""
     root = spec["folder"]
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     sources = [(path, os.open(path, os.O_PATH)) for path in spec["readable"] if not Path(path).is_symlink()]
     work = os.open(spec["work"], os.O_PATH) if spec["work"] else -1
     devices = [(f"/dev/{name}", os.open(f"/dev/{name}", os.O_PATH)) for name in DEVICES]  # the new root may hide them
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    make_work_folder(spec, root)  # first: what can be read may lie below it, such as a Python in /tmp
+    make_work_folder(spec, root)  # first: readable paths may lie below it, such as a Python in /tmp
     for path, source in sources:
         bind(source, root + path)
         set_attributes(root + path, READ_ONLY | NO_SUID | NO_DEVICES, flags=RECURSIVE)
@@ -151,12 +151,12 @@ def build_root(spec: Spec) -> None:
             Path(root + path).symlink_to(Path(path).readlink())
     for path, source in devices:
         bind(source, root + path)
-    if spec["work"]:  # at the place that it has outside, below /tmp or not
+    if spec["work"]:  # at the same path as outside, below /tmp or not
         bind(work, root + spec["work"])
         set_attributes(root + spec["work"], NO_SUID | NO_DEVICES)
         Path(root, "dev/fd").symlink_to("/proc/self/fd")
     Path(root, "proc").mkdir()
-    with contextlib.suppress(OSError):  # a container that hides parts of its own /proc gives no new one
+    with contextlib.suppress(OSError):  # not allowed in a container that hides parts of its own /proc
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     os.chdir(root)
     check(LIBC.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
@@ -166,7 +166,7 @@ def build_root(spec: Spec) -> None:
 
 
 def make_work_folder(spec: Spec, root: str) -> None:
-    """The one folder that the program can write, with its files."""
+    """Make the only folder that the program can write to, with its files."""
     uid = spec["uid"] if spec["level"] == "namespaces" else INNER_UID
     own_size = sum(len(text.encode(errors="surrogatepass")) for text in spec["files"].values())
     size = spec["limits"]["file_bytes"] + own_size + (1 << 16)
@@ -178,7 +178,7 @@ def make_work_folder(spec: Spec, root: str) -> None:
 
 
 def write_files(spec: Spec, folder: str) -> None:
-    """Put the program's files in place."""
+    """Write the program's files."""
     for name, text in spec["files"].items():
         path = Path(folder, name)
         path.write_text(text, encoding="utf-8", errors="surrogatepass")
@@ -186,7 +186,7 @@ def write_files(spec: Spec, folder: str) -> None:
 
 
 def bind(source: int, target: str) -> None:
-    """Show an open folder or file at another place."""
+    """Mount an open folder or file at another path."""
     path = Path(target)
     if stat.S_ISDIR(os.fstat(source).st_mode):
         path.mkdir(parents=True, exist_ok=True)
@@ -198,19 +198,19 @@ def bind(source: int, target: str) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """Mount, with the flags and options of the system call."""
+    """Mount with the flags and options of the system call."""
     arguments = (source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), options.encode())
     check(LIBC.mount(*arguments), f"mount {target}")
 
 
 def set_attributes(path: str, attributes: int, *, flags: int = 0) -> None:
-    """Add attributes to a mount, or with RECURSIVE to all below it too."""
+    """Add attributes to a mount, or with RECURSIVE also to all mounts below it."""
     given = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     check(LIBC.syscall(SYS_MOUNT_SETATTR, -100, path.encode(), flags, given, ctypes.c_size_t(32)), f"remount {path}")
 
 
 def start(spec: Spec, status_fd: int, *, folder: str) -> int:
-    """Fork the program; gives its process id."""
+    """Fork the program and return its process id."""
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited_signals())
     program = os.fork()
     if program == 0:
@@ -225,18 +225,18 @@ def start(spec: Spec, status_fd: int, *, folder: str) -> int:
 
 
 def become_program(spec: Spec, folder: str) -> NoReturn:
-    """Give up every right, then run."""
+    """Drop all rights, then run the program."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     os.chdir(folder)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, this goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, this is killed first
     if spec["uid"] is not None and spec["level"] != "user_namespaces":
         become(spec["uid"])
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if spec["level"] != "unconfined":
         limit(spec)
-        LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # 2 MiB at a time, memory would grow far between two looks at it
+        LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # in steps of 2 MiB, memory would grow far between two checks
         check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
         install_filter(bytes.fromhex(spec["system_calls"]))
     command = spec["command"]
@@ -244,7 +244,7 @@ def become_program(spec: Spec, folder: str) -> NoReturn:
 
 
 def limit(spec: Spec) -> None:
-    """Bound what each process of the program can take."""
+    """Set the resource limits of each process of the program."""
     limits = spec["limits"]
     cpu_s = max(1, round(limits["cpu_s"]))
     num_processes = limits["processes"] + {"user_namespaces": 1, "same_user": num_threads_of_user()}.get(
@@ -256,8 +256,8 @@ def limit(spec: Spec) -> None:
         (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_NPROC, num_processes, num_processes),
-        (resource.RLIMIT_CORE, 1, 1),  # with 0 the kernel still hands a core to a handler, which runs as root
-        (RLIMIT_SIGPENDING, 1024, 1024),  # timers too, which are memory of the kernel
+        (resource.RLIMIT_CORE, 1, 1),  # with 0, the kernel still passes a core to a handler that runs as root
+        (RLIMIT_SIGPENDING, 1024, 1024),  # also limits timers, which use kernel memory
         (resource.RLIMIT_MEMLOCK, 0, 0),
     ):
         allowed = resource.getrlimit(name)[1]
@@ -267,7 +267,7 @@ def limit(spec: Spec) -> None:
 
 
 def num_threads_of_user() -> int:
-    """Threads that run as this user, which the limit on processes counts too."""
+    """Return the number of threads that run as this user, because the process limit counts them too."""
     total = 0
     for path in Path("/proc").glob("[0-9]*/task"):
         with contextlib.suppress(OSError):
@@ -276,7 +276,7 @@ def num_threads_of_user() -> int:
 
 
 def install_filter(program: bytes) -> None:
-    """Refuse some system calls from here on, in this process and in all that come from it."""
+    """Refuse some system calls from now on, in this process and its descendants."""
     if not program:
         return
     code = ctypes.create_string_buffer(program, len(program))
@@ -285,7 +285,7 @@ def install_filter(program: bytes) -> None:
 
 
 def close_standard_streams() -> None:
-    """Leave the program's pipes to it."""
+    """Close this process's copies of the program's pipes."""
     null = os.open("/dev/null", os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)

@@ -1,4 +1,4 @@
-"""Starts the launcher of a sandbox, reads what its program prints within bounds, and leaves nothing behind."""
+"""Starts the launcher of a sandbox, reads its program's output up to a limit, and cleans up."""
 
 import asyncio
 import contextlib
@@ -24,19 +24,19 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 GRACE_S = 10.0
 
 Serve = Callable[[socket.socket], AbstractAsyncContextManager[None]]
-"""Answers on a listening socket, as long as it is entered."""
+"""Answers on a listening socket while the context is entered."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Output:
-    """What a program says on one stream, within bounds.
+    """Output of a program on one stream, up to a limit.
 
     Attributes:
-        kept_bytes: Of it that are kept.
-        max_bytes: After so many the program is ended; None lets it go on.
-        keeps_end: The end is kept, else the beginning.
-        kept: That.
-        is_over: It said more than it may.
+        kept_bytes: Maximum size that is kept.
+        max_bytes: Size at which the program is ended; None sets no limit.
+        keeps_end: True keeps the end, False the beginning.
+        kept: The kept output.
+        is_over: True if the program printed more than max_bytes.
     """
 
     kept_bytes: int
@@ -46,7 +46,7 @@ class Output:
     is_over: bool = False
 
     async def read(self, stream: asyncio.StreamReader) -> None:
-        """Take what comes until the stream ends, or until it was too much."""
+        """Read until the stream ends or exceeds max_bytes."""
         num_bytes = 0
         while piece := await stream.read(1 << 16):
             num_bytes += len(piece)
@@ -60,14 +60,14 @@ class Output:
 async def launch(
     spec: Mapping[str, Any], stdin: bytes, limits: SandboxLimits, *, outputs: tuple[Output, Output], serve: Serve | None
 ) -> ProgramRun:
-    """Start the launcher, feed it, read what comes within bounds, and leave nothing behind.
+    """Start the launcher, send its input, read the outputs up to their limits, and clean up.
 
     Args:
-        spec: As the launcher reads it.
-        stdin: What the program can read.
-        limits: What it may take.
-        outputs: Its standard output, and its errors.
-        serve: Answers on the one port of a network of its own.
+        spec: Specification for the launcher.
+        stdin: Standard input of the program.
+        limits: Limits of the program.
+        outputs: Standard output and standard error of the program.
+        serve: Answers on the one port of the program's own network.
 
     Raises:
         RoleError: The program could not be started, or the sandbox itself failed.
@@ -100,7 +100,7 @@ async def launch(
 
 
 async def _serve_inside(ours: socket.socket, serve: Serve) -> None:
-    """Take the listening socket out of the program's network, and serve there."""
+    """Receive the listening socket from the program's network, and serve on it."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(ours, readable.set)
@@ -110,7 +110,7 @@ async def _serve_inside(ours: socket.socket, serve: Serve) -> None:
         loop.remove_reader(ours)
     _, handles, _, _ = socket.recv_fds(ours, 1, 1)
     if not handles:
-        raise RoleError("the sandbox's launcher ended before there was a network.")
+        raise RoleError("the sandbox's launcher ended before its network was set up.")
     async with serve(socket.socket(fileno=handles[0])):
         await asyncio.Event().wait()
 
@@ -118,7 +118,7 @@ async def _serve_inside(ours: socket.socket, serve: Serve) -> None:
 async def _start_launcher(
     status_write: int, theirs: socket.socket
 ) -> tuple[asyncio.SubprocessTransport, asyncio.subprocess.Process]:
-    """As asyncio.create_subprocess_exec, which keeps the transport to itself: pipes could not be closed."""
+    """Do as asyncio.create_subprocess_exec, but also return the transport, which is needed to close pipes."""
     loop = asyncio.get_running_loop()
     try:
         transport, protocol = await loop.subprocess_exec(
@@ -140,7 +140,7 @@ async def _start_launcher(
 async def _exchange(
     process: asyncio.subprocess.Process, given: bytes, limits: SandboxLimits, outputs: tuple[Output, Output]
 ) -> None:
-    """Take what the program prints, until it ended or printed too much."""
+    """Send the input, and read outputs until the program ends or prints too much."""
     streams = (process.stdin, process.stdout, process.stderr)
     stdin, stdout, stderr = cast(tuple[asyncio.StreamWriter, asyncio.StreamReader, asyncio.StreamReader], streams)
     feeding = asyncio.create_task(_feed(stdin, given))
@@ -152,14 +152,16 @@ async def _exchange(
                 await errors
                 await process.wait()
     except TimeoutError as error:
-        raise RoleError(f"a sandbox did not end {GRACE_S:g} s after its {limits.wall_s:g} s were over.") from error
+        raise RoleError(
+            f"a sandbox did not end within {GRACE_S:g} s after its limit of {limits.wall_s:g} s."
+        ) from error
     finally:
         feeding.cancel()
         errors.cancel()
 
 
 async def _feed(stream: asyncio.StreamWriter, given: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # a program need not read its input
+    with contextlib.suppress(ConnectionError):  # a program may ignore its input
         stream.write(given)
         await stream.drain()
         stream.close()
@@ -167,7 +169,7 @@ async def _feed(stream: asyncio.StreamWriter, given: bytes) -> None:
 
 
 async def _end(transport: asyncio.SubprocessTransport, process: asyncio.subprocess.Process) -> None:
-    """End the launcher if it runs, and with it everything that it started; close its pipes."""
+    """End the launcher and everything that it started, and close its pipes."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -180,7 +182,7 @@ async def _end(transport: asyncio.SubprocessTransport, process: asyncio.subproce
             await process.wait()
     except TimeoutError:
         log.warning("sandbox_killed", pid=process.pid)
-    transport.close()  # kills what still runs
+    transport.close()  # kills it if it still runs
     await process.wait()
 
 
@@ -193,13 +195,13 @@ def _read_report(status_read: int, stdout: bytes, stderr: bytes) -> ProgramRun:
         raise RoleError(f"the program could not be started: {found['error']}.")
     if not found:
         said = stderr.decode(errors="replace").strip()[:500]
-        raise RoleError(f"the sandbox's launcher ended without a report; it said {said!r}.")
+        raise RoleError(f"the sandbox's launcher ended without a report; it printed {said!r}.")
     if found["ended"] == "cancelled":
         raise RoleError("a sandbox was ended by a signal from outside.")
     return ProgramRun(stdout=stdout, stderr=stderr, **found)
 
 
 def library_path() -> dict[str, str]:
-    """Where this Python finds its libraries, if that was said by the environment."""
+    """Return this Python's library path, if the environment sets it."""
     name = "LD_LIBRARY_PATH"
     return {name: os.environ[name]} if name in os.environ else {}

@@ -1,4 +1,4 @@
-"""Limits of a sandbox, and the outcome of its program."""
+"""Options and limits of a sandbox, and the outcome of a program."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -6,11 +6,11 @@ from typing import Literal
 from rl_core.errors import SettingsError
 
 GUARANTEES = {
-    "namespaces": "another user, in namespaces of its own: sees no file but Python and the system's, and no process",
-    "user_namespaces": "in namespaces of its own: sees no file but Python and the system's, and no process",
-    "other_user": "another user: reads what all users may read, sees processes, and reaches none of this user's",
-    "same_user": "this user: reads and writes all that this user may; only limits, no network and no signals",
-    "unconfined": "this user, with all that this user may do; only the time is limited, and nothing outlives it",
+    "namespaces": "another user in its own namespaces: sees only Python's and the system's files, and no other process",
+    "user_namespaces": "in its own namespaces: sees only Python's and the system's files, and no other process",
+    "other_user": "another user: reads what all users may read, and sees this user's processes but cannot reach them",
+    "same_user": "this user: reads and writes all that this user may; has limits, no network and no signals",
+    "unconfined": "this user, with all rights of this user; only the time is limited, and no process outlives it",
 }
 
 Level = Literal["namespaces", "user_namespaces", "other_user", "same_user", "unconfined"]
@@ -19,17 +19,17 @@ Ended = Literal["exited", "wall_time", "memory", "processes", "output"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one program may take.
+    """Limits of one program.
 
     Attributes:
-        wall_s: Seconds until everything is killed.
-        cpu_s: Processor seconds of each process, rounded to whole ones.
-        memory_bytes: Address space of each process, and resident memory of all together.
-        processes: Processes and threads at once.
-        file_bytes: Size of a file; with namespaces, of all files together.
-        open_files: File descriptors of each process.
-        stdout_bytes: What it may print; a program that prints more is killed.
-        stderr_bytes: What is kept of its errors; more is dropped.
+        wall_s: Maximum seconds until everything is killed.
+        cpu_s: Maximum processor seconds of each process, rounded to whole seconds.
+        memory_bytes: Maximum address space of each process, and maximum resident memory of all processes together.
+        processes: Maximum number of concurrent processes and threads.
+        file_bytes: Maximum size of a file; with namespaces, of all files together.
+        open_files: Maximum number of open file descriptors of each process.
+        stdout_bytes: Maximum size of its output; a program that prints more is killed.
+        stderr_bytes: Size of its errors that is kept; the rest is dropped.
     """
 
     wall_s: float = 10.0
@@ -42,7 +42,7 @@ class SandboxLimits:
     stderr_bytes: int = 1 << 14
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Raise if a limit is invalid.
 
         Raises:
             SettingsError: A limit is not above 0, or too small for Python to start.
@@ -57,17 +57,17 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOptions:
-    """How programs are kept in.
+    """Options of a sandbox.
 
     Attributes:
-        limits: What one program may take.
-        network: "deny" lets it open no socket; "allow" gives it this machine's network; "gateway" a network of its own,
-            in which one port of a `Command` answers, and nothing else is.
-        isolation: "strong" refuses to run where programs would have this user's rights; "any" warns and runs there;
-            "none" keeps nothing from them: they are watched, and all of them ended.
-        python: Path of the interpreter that runs programs; empty is this process's.
-        readable: More files and folders that it may read (and that the level's user can), beside Python's and
-            the system's.
+        limits: Limits of one program.
+        network: "deny" allows no socket. "allow" gives programs this machine's network. "gateway" gives them a network
+            of their own, in which only one port of a `Command` answers.
+        isolation: "strong" refuses to run where programs would have this user's rights. "any" warns and runs there.
+            "none" isolates nothing: programs are only watched, and killed at the end.
+        python: Path of the interpreter that runs programs; empty uses this process's.
+        readable: Files and folders that programs may read in addition to Python's and the system's. The level's user
+            must be able to read them.
     """
 
     limits: SandboxLimits = field(default_factory=SandboxLimits)
@@ -82,13 +82,14 @@ class ProgramRun:
     """Outcome of a program.
 
     Attributes:
-        ended: "exited" by itself (or by a signal, a CPU or address space limit), or which limit ended it.
-        exit_code: As of subprocess: negative for a signal, None when a limit ended it.
-        stdout: What it printed; of a command the end.
-        stderr: What it printed there; where it is long, the beginning, and of a command the end.
+        ended: "exited" if it ended by itself, by a signal, or at a limit on processor time or address space; otherwise
+            the limit that ended it.
+        exit_code: Exit code, as in subprocess: negative for a signal. None if a limit ended it.
+        stdout: Its standard output; the end of a command's.
+        stderr: Its standard error, up to a size: the beginning, or the end of a command's.
         wall_s: Seconds that it ran.
         cpu_s: Processor seconds of all its processes that ended by themselves or were waited for.
-        peak_bytes: Largest resident memory that was seen.
+        peak_bytes: Maximum resident memory that was measured.
     """
 
     ended: Ended
@@ -101,5 +102,5 @@ class ProgramRun:
 
     @property
     def is_success(self) -> bool:
-        """True when it ended by itself with exit code 0."""
+        """True if it ended by itself with exit code 0."""
         return self.ended == "exited" and self.exit_code == 0

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 PROGRAM = "program.py"
 KEPT_BYTES = 1 << 16
-"""Of what a command says on each stream."""
+"""Size of a command's output that is kept, for each stream."""
 POLL_S = 0.025
 COMMAND_POLL_S = 0.25
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix")
@@ -33,17 +33,17 @@ NETWORK_PATHS = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A program of any kind, with a folder that it can write.
+    """Any program, with a folder that it can write to.
 
     Attributes:
-        arguments: The program, found on the environment's PATH, and its arguments.
-        folder: Absolute path; inside the sandbox it is at the same place. Where that is another user's, the folder and
-            what is in it become that user's.
-        cwd: Where it starts, in the folder.
-        environment: All of its environment variables.
-        stdin: What it can read.
-        port: With network = "gateway", the port of 127.0.0.1 that answers.
-        serve: Answers there.
+        arguments: The program, which is found on the environment's PATH, and its arguments.
+        folder: Absolute path, the same inside the sandbox. If the sandbox runs as another user, that user becomes the
+            owner of the folder and its contents.
+        cwd: Working directory, inside `folder`.
+        environment: All environment variables of the command.
+        stdin: Its standard input.
+        port: Port of 127.0.0.1 that answers, with network = "gateway".
+        serve: Answers requests on that port.
     """
 
     arguments: tuple[str, ...]
@@ -56,16 +56,17 @@ class Command:
 
 
 class Sandbox:
-    """Runs programs; finds at its start the strongest level of isolation that the machine permits.
+    """Runs programs at the strongest level of isolation that the machine permits, which it finds at its start.
 
-    Levels, strongest first: see GUARANTEES. `docs/guides/rewards.md` says what each stops, and what not.
+    GUARANTEES lists the levels, strongest first. `docs/guides/rewards.md` explains what each level stops and what it
+    does not.
     """
 
     def __init__(self, options: SandboxOptions | None = None) -> None:
-        """Check the options; nothing runs yet.
+        """Check the options. Nothing runs yet.
 
         Raises:
-            SettingsError: An option is impossible, or this is not Linux.
+            SettingsError: An option is invalid, or this is not Linux.
         """
         self._options = options or SandboxOptions()
         self._options.limits.check()
@@ -82,10 +83,10 @@ class Sandbox:
         return self._level
 
     async def start(self) -> Level:
-        """Try the levels, strongest first, and keep the first that works; once.
+        """Return the first level that works, strongest first. Levels are tried only once.
 
         Raises:
-            SettingsError: None works that the options permit; has what each said.
+            SettingsError: No level that the options permit works. The message gives the reason for each.
         """
         if self._level is not None:
             return self._level
@@ -109,16 +110,16 @@ class Sandbox:
     async def run(
         self, program: str, *, stdin: bytes = b"", files: Mapping[str, str] | None = None, wall_s: float = math.inf
     ) -> ProgramRun:
-        """Run one Python program to its end, or to a limit.
+        """Run one Python program until it ends or hits a limit.
 
         Args:
-            program: Its source.
-            stdin: What it can read.
-            files: More files in its working folder, by name.
-            wall_s: Seconds, where fewer than the limits give.
+            program: Source of the program.
+            stdin: Its standard input.
+            files: Text of more files in its working folder, by name.
+            wall_s: Maximum seconds, if fewer than in the limits.
 
         Raises:
-            RoleError: The sandbox itself failed; never the program's doing.
+            RoleError: The sandbox itself failed. A program cannot cause this.
             SettingsError: No sandbox works here.
         """
         level = await self.start()
@@ -126,7 +127,7 @@ class Sandbox:
         return await self._run(level, {**(files or {}), PROGRAM: program}, limits, stdin)
 
     async def _try(self, level: Level) -> str | None:
-        """None when a program runs at this level, and reaches this machine only where it may; else what happened."""
+        """Return None if a trial program runs at this level with the right network access, else the reason."""
         word = secrets.token_hex(8)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             probe = PROBE.format(word=word, port=listening.getsockname()[1])
@@ -138,13 +139,15 @@ class Sandbox:
         if run.is_success and run.stdout.decode().strip() == expected:
             return None
         errors = run.stderr.decode(errors="replace").strip()[:300]
-        return f"the trial program {run.ended} with exit code {run.exit_code}, said {run.stdout!r} and {errors!r}"
+        return (
+            f"the trial program {run.ended} with exit code {run.exit_code}, and printed {run.stdout!r} and {errors!r}"
+        )
 
     async def run_command(self, command: Command) -> ProgramRun:
-        """Run a command to its end, or to a limit; of what it says the end is kept.
+        """Run a command until it ends or hits a limit. The end of its output is kept.
 
         Raises:
-            RoleError: The command cannot be started, or the sandbox itself failed; never the program's doing.
+            RoleError: The command cannot be started, or the sandbox itself failed. A program cannot cause this.
             SettingsError: No sandbox works here.
         """
         level, limits = await self.start(), self._options.limits
@@ -199,7 +202,7 @@ except OSError:
 
 
 def _levels(options: SandboxOptions) -> list[Level]:
-    """Levels to try, strongest first."""
+    """Return the levels to try, strongest first."""
     levels: list[Level] = ["user_namespaces"]
     if os.geteuid() == 0:
         levels = ["namespaces", "user_namespaces", "other_user"]
@@ -209,12 +212,12 @@ def _levels(options: SandboxOptions) -> list[Level]:
 
 
 def _user_of(level: Level) -> int | None:
-    """The user that a program becomes; None where it stays this one."""
+    """Return the user id that a program gets; None if it stays this user."""
     return _free_uid() if os.geteuid() == 0 and level not in ("same_user", "unconfined") else None
 
 
 def _give_to(uid: int, folder: str) -> None:
-    """Make a folder, with all that is in it, a user's; links are not followed."""
+    """Change the owner of a folder and everything in it, without following links."""
     os.chown(folder, uid, uid)
     for path, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -222,14 +225,14 @@ def _give_to(uid: int, folder: str) -> None:
 
 
 def _free_uid() -> int:
-    """A user that is no one's, another for each program: its processes are counted and killed by it."""
+    """Return an unused user id, random for each program, so that its processes can be counted and killed by it."""
     mapped = Path("/proc/self/uid_map").read_text().split()
     has_range = len(mapped) == 3 and int(mapped[2]) >= FIRST_UID + NUM_UIDS
     return FIRST_UID + random.randrange(NUM_UIDS) if has_range else NOBODY  # noqa: S311 (no secret)
 
 
 def _readable(paths: Iterable[str]) -> list[str]:
-    """Paths that exist, targets of links too, none inside another."""
+    """Return the paths that exist and the targets of links, without paths inside others."""
     wanted: list[str] = []
     for path in paths:
         wanted += [path, *([str(Path(path).resolve())] if Path(path).is_symlink() else [])]

@@ -1,4 +1,4 @@
-"""The system calls that a sandboxed program may not make, as a seccomp filter."""
+"""Seccomp filter of the system calls that a sandboxed program may not make."""
 
 import errno
 import platform
@@ -9,7 +9,7 @@ from typing import Literal
 # Number of each call on x86_64 and on aarch64.
 SOCKETS = {
     "socket": (41, 198),
-    "setsockopt": (54, 208),  # a pair of sockets is left, whose buffers could be made large
+    "setsockopt": (54, 208),  # socketpair stays allowed, and its buffers could be enlarged
 }
 SIGNALS = {
     "kill": (62, 129),
@@ -28,7 +28,7 @@ ALWAYS = {
     "fsconfig": (431, 431),
     "fsmount": (432, 432),
     "fsopen": (430, 430),
-    "fsetxattr": (190, 7),  # attributes are memory of the kernel, as are the rules of landlock
+    "fsetxattr": (190, 7),  # attributes use kernel memory, as do landlock rules
     "fspick": (433, 433),
     "init_module": (175, 105),
     "io_setup": (206, 0),
@@ -41,7 +41,7 @@ ALWAYS = {
     "landlock_add_rule": (445, 445),
     "landlock_create_ruleset": (444, 444),
     "lsetxattr": (189, 6),
-    "memfd_create": (319, 279),  # memory that no limit counts, as are the next and the System V calls
+    "memfd_create": (319, 279),  # memory that no limit counts, as in the next and the System V calls
     "memfd_secret": (447, 447),
     "mount": (165, 40),
     "mount_setattr": (442, 442),
@@ -60,7 +60,7 @@ ALWAYS = {
     "ptrace": (101, 117),
     "request_key": (249, 218),
     "semget": (64, 190),
-    "sendfile": (40, 71),  # as splice, tee and vmsplice: a pipe keeps whole pages that no process maps any more
+    "sendfile": (40, 71),  # like splice, tee and vmsplice: a pipe keeps whole pages that no process maps any more
     "setns": (308, 268),
     "setxattr": (188, 5),
     "setxattrat": (463, 463),
@@ -73,14 +73,14 @@ ALWAYS = {
     "userfaultfd": (323, 282),
     "vmsplice": (278, 75),
 }
-# Number of a call on both, which argument, and the bits of it that are refused.
+# Numbers of a call on both machines, index of an argument, and its refused bits.
 BITS = {
     "clone": ((56, 220), 0, 0x7E020000),  # any new namespace
-    "mmap": ((9, 222), 3, 0x40001),  # MAP_SHARED and MAP_HUGETLB: pages that no process's resident memory counts
+    "mmap": ((9, 222), 3, 0x40001),  # MAP_SHARED and MAP_HUGETLB: pages that are not counted as resident memory
 }
-# The same with the values that are refused.
+# The same, with refused values.
 FCNTL = {
-    "F_SETOWN": 8,  # these three send any signal to any process of the user
+    "F_SETOWN": 8,  # these three can send any signal to any process of the user
     "F_SETSIG": 10,
     "F_SETOWN_EX": 15,
     "F_SETPIPE_SZ": 1031,
@@ -89,7 +89,7 @@ VALUES = {"fcntl": ((72, 25), 1, FCNTL)}
 CLONE3 = 435
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 FIRST_X32_CALL = 0x40000000
-FIRST_OTHER_FAMILY = 17  # AF_PACKET; AF_ALG, AF_VSOCK and others follow, which reach the kernel or the host
+FIRST_OTHER_FAMILY = 17  # AF_PACKET; AF_ALG, AF_VSOCK and others follow, and reach the kernel or the host
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
@@ -97,14 +97,15 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT, ARGUMENT_BYTES = 0, 4, 16, 8
 
 
 def system_call_filter(*, network: Literal["deny", "allow", "gateway"], allows_signals: bool) -> bytes:
-    """A filter that refuses calls with EPERM, and kills a process that calls as another architecture.
+    """Return a filter that refuses calls with EPERM, and kills a process that calls as another architecture.
 
     Args:
-        network: "deny" refuses `socket` for every family, "gateway" for those that no network namespace bounds.
-        allows_signals: False refuses to send signals, where other processes of the user could be reached.
+        network: "deny" refuses `socket` for every family, "gateway" for families that network namespaces do not
+            isolate.
+        allows_signals: False refuses to send signals, for levels that could reach other processes of the user.
 
     Returns:
-        Instructions of 8 bytes each; nothing on a machine other than x86_64 and aarch64.
+        Instructions of 8 bytes each; empty on machines other than x86_64 and aarch64.
     """
     if platform.machine() not in MACHINES:
         return b""
@@ -124,7 +125,7 @@ def _instructions(refused: Iterable[int], column: int, architecture: int, *, is_
     for number in refused:
         yield _instruction(EQUAL, number, if_false=1)
         yield _instruction(RETURN, REFUSE | errno.EPERM)
-    yield _instruction(EQUAL, CLONE3, if_false=1)  # its flags are out of a filter's sight; C libraries then use clone
+    yield _instruction(EQUAL, CLONE3, if_false=1)  # a filter cannot see its flags; C libraries fall back to clone
     yield _instruction(RETURN, REFUSE | errno.ENOSYS)
     if is_within:
         test = _instruction(AT_LEAST, FIRST_OTHER_FAMILY, if_false=1)
@@ -138,7 +139,7 @@ def _instructions(refused: Iterable[int], column: int, architecture: int, *, is_
 
 
 def _refuse_argument(number: int, argument: int, tests: list[bytes]) -> Iterable[bytes]:
-    """Refuse one call where a test of the lower half of an argument holds; the number stays loaded for others."""
+    """Refuse one call if a test of the lower half of an argument holds. Other calls keep their number loaded."""
     yield _instruction(EQUAL, number, if_false=2 + 2 * len(tests))
     yield _instruction(LOAD, FIRST_ARGUMENT + ARGUMENT_BYTES * argument)
     for test in tests:

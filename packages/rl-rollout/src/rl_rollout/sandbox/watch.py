@@ -1,6 +1,6 @@
-"""Watches one program from outside it: ends it at its limits, ends everything that it left, and reports.
+"""Watches one program from outside: ends it at its limits, ends everything that it left, and reports.
 
-`launcher.py` imports this file from beside itself; it imports the standard library alone.
+`launcher.py` imports this file from its own folder, so it imports only the standard library.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 COUNTED_MEMORY = ("RssAnon", "RssShmem", "VmPTE", "VmSwap")
-MAX_LOCKS_BYTES = 1 << 18  # of the kernel's list, with some 50 bytes for each lock
+MAX_LOCKS_BYTES = 1 << 18  # of the kernel's list, which has about 50 bytes per lock
 
 Spec = dict[str, Any]
 
 
 def supervise(spec: Spec, status_fd: int, program: int) -> None:
-    """Wait for the program under its limits, end everything that it left, and report."""
+    """Wait for the program under its limits, end everything that it left, and report the outcome."""
     started_at, peak_bytes, exit_code = time.monotonic(), 0, None
     while True:
         received = signal.sigtimedwait(awaited_signals(), spec["poll_s"])
@@ -34,7 +34,7 @@ def supervise(spec: Spec, status_fd: int, program: int) -> None:
         over = (
             ("cancelled", received is not None and received.si_signo == signal.SIGTERM),
             ("wall_time", time.monotonic() - started_at > spec["limits"]["wall_s"]),
-            ("processes", len(processes) > spec["limits"]["processes"]),  # first: each of them brings memory
+            ("processes", len(processes) > spec["limits"]["processes"]),  # first: every process adds memory
             ("memory", used_bytes > spec["limits"]["memory_bytes"] or holds_many_locks()),
         )
         ended = next((name for name, is_over in over if is_over), "")
@@ -48,17 +48,20 @@ def supervise(spec: Spec, status_fd: int, program: int) -> None:
 
 
 def awaited_signals() -> set[signal.Signals]:
-    """A child ended; or all must end, except in a namespace, whose first process ignores signals from inside."""
+    """Return SIGCHLD and, outside a namespace, SIGTERM, which asks to end everything.
+
+    The first process of a namespace ignores signals from inside it.
+    """
     return {signal.SIGCHLD} if os.getpid() == 1 else {signal.SIGCHLD, signal.SIGTERM}
 
 
 def report(status_fd: int, found: dict[str, Any]) -> None:
-    """Say what happened, in one line."""
+    """Write the outcome as one JSON line."""
     os.write(status_fd, json.dumps(found).encode() + b"\n")
 
 
 def reap() -> list[tuple[int, int, resource.struct_rusage]]:
-    """Children that ended, the program's orphans among them."""
+    """Collect the children that ended, including the program's orphans."""
     reaped: list[tuple[int, int, resource.struct_rusage]] = []
     while True:
         try:
@@ -71,14 +74,14 @@ def reap() -> list[tuple[int, int, resource.struct_rusage]]:
 
 
 def remaining() -> list[int]:
-    """Processes of the program that run."""
+    """Return the running processes of the program."""
     if os.getpid() != 1:
         return descendants()
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1"]  # noqa: PTH208
 
 
 def descendants() -> list[int]:
-    """Processes that come from this one; orphans stay its own, as it is their reaper."""
+    """Return the descendants of this process. Orphans stay included, because this process is their reaper."""
     found: list[int] = []
     waiting = [os.getpid()]
     while waiting:
@@ -91,7 +94,7 @@ def descendants() -> list[int]:
 
 
 def tasks_of(pid: int) -> list[Path]:
-    """The threads of a process, its first one first; none when it is gone."""
+    """Return the threads of a process, the first one first; empty if the process is gone."""
     try:
         return sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: task.name != str(pid))
     except OSError:
@@ -99,8 +102,8 @@ def tasks_of(pid: int) -> list[Path]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of memory that a process keeps, files that it maps aside, and what the kernel keeps to map them."""
-    for task in tasks_of(pid):  # a first thread that ended shows nothing, while others go on
+    """Return the bytes of memory that a process uses, including page tables but not mapped files."""
+    for task in tasks_of(pid):  # a first thread that ended shows nothing while others still run
         with contextlib.suppress(OSError):
             lines = (task / "status").read_text().splitlines()
             found = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(COUNTED_MEMORY))
@@ -110,16 +113,16 @@ def memory_of(pid: int) -> int:
 
 
 def holds_many_locks() -> bool:
-    """True in a namespace whose locks on files fill memory of the kernel, which nothing else bounds."""
+    """Return True in a namespace whose file locks fill kernel memory, which nothing else limits."""
     if os.getpid() != 1:
-        return False  # elsewhere the list has everyone's locks
+        return False  # elsewhere the list contains the locks of all processes
     with contextlib.suppress(OSError), Path("/proc/locks").open("rb") as file:
         return len(file.read(MAX_LOCKS_BYTES)) == MAX_LOCKS_BYTES
     return False
 
 
 def end_all(spec: Spec) -> None:
-    """Kill everything that the program started, whatever session it is in."""
+    """Kill everything that the program started, in any session."""
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
         kill_once(spec)
@@ -130,11 +133,11 @@ def end_all(spec: Spec) -> None:
 
 
 def kill_once(spec: Spec) -> None:
-    """Send SIGKILL to all of them."""
+    """Send SIGKILL to all processes of the program."""
     if os.getpid() == 1:
-        kill_everyone()  # all but this one, the first of its namespace, at once
+        kill_everyone()  # all at once except this one, the first of its namespace
     elif spec["level"] == "other_user":
-        killer = os.fork()  # as that user alone, everyone it may kill is that user's
+        killer = os.fork()  # as the program's user, it can only kill that user's processes
         if killer == 0:
             become(spec["uid"])
             kill_everyone()
@@ -146,13 +149,13 @@ def kill_once(spec: Spec) -> None:
 
 
 def become(uid: int) -> None:
-    """Turn into another user, for good."""
+    """Change to another user, permanently."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def kill_everyone() -> None:
-    """SIGKILL to every process that this one may signal, in one go that no fork can outrun."""
+    """Send SIGKILL to every process that this one may signal, at once, so that no fork can escape."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-1, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The trainer's schedule on a virtual clock: the same `Scheduler`, with simulated engines and learner."""
+"""The trainer's schedule on a virtual clock: the real `Scheduler`, with simulated engines and a simulated learner."""
 
 from rl_rollout.simulation.asynchronous import Policy, simulate_async
 from rl_rollout.simulation.lengths import GroupLengths

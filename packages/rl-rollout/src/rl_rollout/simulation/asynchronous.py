@@ -1,4 +1,4 @@
-"""The asynchronous trainer in simulated time: the real `Scheduler`, with simulated engines and learner."""
+"""Asynchronous trainer in simulated time: the real `Scheduler`, with simulated engines and a simulated learner."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,13 @@ from rl_rollout.simulation.workload import Workload
 
 @settings_record
 class Policy:
-    """Settings of the asynchronous trainer.
+    """Schedule of the asynchronous trainer.
 
     Attributes:
         max_staleness: Maximum staleness, in versions.
-        sync_every: Learner steps per version.
-        partial_rollout: Responses continue under new weights; else a weight update waits for those that were started.
+        sync_every: Learner steps per policy version.
+        partial_rollout: True continues responses under new weights; False delays a weight update until running
+            responses end.
     """
 
     max_staleness: int = 1
@@ -36,7 +37,7 @@ class Policy:
 
     @property
     def mode(self) -> str:
-        """The mode that falls out of it."""
+        """Name of the mode that these settings give."""
         if self.max_staleness == 0:
             return "on policy" if self.sync_every == 1 else "stream"
         return "partial" if self.partial_rollout else "whole"
@@ -44,7 +45,7 @@ class Policy:
 
 @dataclass(slots=True)
 class _Totals:
-    """Seconds so far."""
+    """Accumulated seconds."""
 
     wait: float = 0.0
     update: float = 0.0
@@ -55,16 +56,17 @@ class _Totals:
 
 
 class AsyncSimulation:
-    """One run. What it measures begins when the first `max_staleness + 1` versions are trained: the pipe is full then.
+    """One simulated run.
 
-    As many versions follow on those that are measured, so that the engines never run out of prompts.
+    Measurement begins after the first `max_staleness + 1` versions, when the pipeline is full. The schedule has as many
+    extra versions after the measured ones, so that the engines never run out of prompts.
 
     Attributes:
-        trained_groups: Numbers of the groups that were trained, in order.
+        trained_groups: Numbers of the trained groups, in order.
     """
 
     def __init__(self, workload: Workload, cluster: Cluster, policy: Policy, *, num_versions: int, seed: int) -> None:
-        """Nothing is started yet.
+        """Set up the simulation. Nothing starts yet.
 
         Raises:
             SettingsError: The cluster or `sync_every` does not fit the workload.
@@ -108,10 +110,10 @@ class AsyncSimulation:
         self._trained_partial = 0
 
     def run(self) -> Outcome:
-        """Run to the last measured version.
+        """Run until the last measured version.
 
         Raises:
-            RLError: The schedule stands still, which is a fault of it.
+            RLError: The schedule is blocked, which is a bug in it.
         """
         while self._scheduler.num_steps < self._last * self._policy.sync_every:
             if self._is_draining and not self._scheduler.num_inflight:
@@ -120,7 +122,7 @@ class AsyncSimulation:
             self._start_step()
             end, timer = self._pool.next_end(), self._timers[0][0] if self._timers else FOREVER
             if end == timer == FOREVER:
-                raise RLError(f"the simulated schedule stands still: {self._scheduler.blockage()}.")
+                raise RLError(f"the simulated schedule is blocked: {self._scheduler.blockage()}.")
             if timer <= end:
                 self._now, _, act = heappop(self._timers)
                 act()
@@ -149,7 +151,7 @@ class AsyncSimulation:
         self._note_begun(self._pool.add(responses, now=self._now))
 
     def _finish_groups(self, *, until: float) -> None:
-        """Let responses end until a group is complete: before that, there is nothing to decide."""
+        """Let responses end until a group is complete, because nothing is decided before that."""
         pool, missing, version = self._pool, self._missing, self._scheduler.served_version
         is_whole = False
         while not is_whole and (end := pool.next_end()) < until:
@@ -225,7 +227,7 @@ class AsyncSimulation:
     # -- weights
 
     def _publish(self) -> None:
-        """The learner sends its weights, and goes on; with an update still under way it would have waited."""
+        """Send the learner's weights, then let it continue. It waits if an update is still running."""
         self._is_updating = True
         seconds = self._workload.weights.publish_s
         self._totals.training += seconds
@@ -256,12 +258,12 @@ class AsyncSimulation:
         self._num_timers += 1
         heappush(self._timers, (self._now + seconds, self._num_timers, act))
 
-    # -- what came out
+    # -- outcome
 
     def _outcome(self) -> Outcome:
         full, measured = self._full, self._totals
         if full is None:
-            raise RLError("the simulated run ended before its pipe was full.")
+            raise RLError("the simulated run ended before its pipeline was full.")
         versions = self._last - self._warm_up
         seconds = measured.end - full.end
         fill_s = fill_seconds(
@@ -300,5 +302,5 @@ class AsyncSimulation:
 
 
 def simulate_async(workload: Workload, cluster: Cluster, policy: Policy, *, num_versions: int, seed: int) -> Outcome:
-    """Simulate versions of the asynchronous trainer. See `AsyncSimulation`."""
+    """Simulate the asynchronous trainer for a number of versions. See `AsyncSimulation`."""
     return AsyncSimulation(workload, cluster, policy, num_versions=num_versions, seed=seed).run()

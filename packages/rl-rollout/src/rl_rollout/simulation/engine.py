@@ -1,4 +1,4 @@
-"""Engines that decode many responses at once, moved from one change of the running batch to the next."""
+"""Simulated engines that decode many responses at once, and advance from one change of the batch to the next."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ class Response:
 
     Attributes:
         group: Number of its group.
-        num_tokens: Tokens that it will have.
-        num_prompt_tokens: Tokens of its prompt.
-        version: Of the weights that sampled its first token; None before that.
+        num_tokens: Number of tokens to generate.
+        num_prompt_tokens: Number of prompt tokens.
+        version: Policy version that sampled its first token; None before that.
     """
 
     group: int
@@ -29,15 +29,15 @@ class Response:
 class SimulatedEngine:
     """Continuous batching: every running response gets one token in each decoding step.
 
-    All running responses therefore have made the same progress since any moment, and a response that was admitted when
-    the engine had made p decoding steps ends at step p + its length: a heap of those ends gives the next change.
+    All running responses therefore advance equally. A response that is admitted after p decoding steps ends at step p +
+    its length, so a heap of these ends gives the next change.
 
     Attributes:
-        step_seconds: Seconds of a decoding step, by responses decoded at once; its length less 1 are the slots.
-        prefill_s_per_token: Seconds for a token of a prompt, in which nothing is decoded.
-        now: Time up to which it was moved.
-        busy_s: Seconds so far in which it decoded or prefilled.
-        ends_at: Time of the next end if nothing is added; infinity while nothing runs.
+        step_seconds: Seconds of a decoding step, by number of responses decoded at once, from 0 to the number of slots.
+        prefill_s_per_token: Seconds per prompt token, during which nothing is decoded.
+        now: Current time of this engine.
+        busy_s: Seconds of decoding and prefill so far.
+        ends_at: Time of the next end if no response is added; infinity if none runs.
     """
 
     step_seconds: Sequence[float]
@@ -54,11 +54,11 @@ class SimulatedEngine:
 
     @property
     def load(self) -> int:
-        """Responses that run or wait."""
+        """Number of running and waiting responses."""
         return len(self._running) + len(self._waiting)
 
     def add(self, responses: Sequence[Response], *, now: float) -> list[Response]:
-        """Responses came; gives those that begin at once, the others wait for slots."""
+        """Add responses, and return those that begin at once. The others wait for slots."""
         self._move(now)
         self._waiting.extend(responses)
         began = self._admit()
@@ -66,7 +66,7 @@ class SimulatedEngine:
         return began
 
     def finish(self) -> tuple[list[Response], list[Response]]:
-        """Move to `ends_at`; gives the responses that ended, and those that began in their place."""
+        """Advance to `ends_at`, and return the responses that ended and those that began in their place."""
         self._move(self.ends_at)
         running, steps = self._running, self._steps + 1e-6
         ended = []
@@ -77,7 +77,7 @@ class SimulatedEngine:
         return ended, began
 
     def stall(self, seconds: float, *, now: float, recomputes_prefixes: bool) -> None:
-        """Stop for a weight update; what runs goes on afterwards, prefilled again where that is asked."""
+        """Stop for a weight update. Running responses continue afterwards, prefilled again with recomputes_prefixes."""
         self._move(now)
         self._stalled_until = max(self._stalled_until, now) + seconds
         self._decodes_from = max(self._decodes_from, self._stalled_until)
@@ -122,10 +122,10 @@ class SimulatedEngine:
 
 
 class EnginePool:
-    """Several equal engines; a response goes to the one with the fewest."""
+    """Several equal engines. A response goes to the engine with the fewest responses."""
 
     def __init__(self, num_engines: int, step_seconds: Sequence[float], *, prefill_s_per_token: float = 0.0) -> None:
-        """They are all empty."""
+        """Create empty engines."""
         self.engines = [
             SimulatedEngine(step_seconds, prefill_s_per_token=prefill_s_per_token) for _ in range(num_engines)
         ]
@@ -135,14 +135,14 @@ class EnginePool:
         self._by_end: list[tuple[float, int]] = []
 
     def add(self, responses: Sequence[Response], *, now: float) -> list[Response]:
-        """Spread responses; gives those that begin at once."""
+        """Distribute responses, and return those that begin at once."""
         for index in self._changed:
             self._set_load(index, self.engines[index].load)
         self._changed.clear()
         shares: dict[int, list[Response]] = {}
         for response in responses:
             load, index = heappop(self._by_load)
-            while load != self._loads[index]:  # an earlier one
+            while load != self._loads[index]:  # outdated
                 load, index = heappop(self._by_load)
             shares.setdefault(index, []).append(response)
             self._set_load(index, load + 1)
@@ -153,7 +153,7 @@ class EnginePool:
         return began
 
     def next_end(self) -> float:
-        """Time of the next end of a response; infinity while nothing runs."""
+        """Return the time at which the next response ends; infinity if none runs."""
         while self._by_end:
             time, index = self._by_end[0]
             if self.engines[index].ends_at == time:
@@ -162,7 +162,7 @@ class EnginePool:
         return FOREVER
 
     def finish(self) -> tuple[list[Response], list[Response]]:
-        """Move the engine of `next_end`; gives the responses that ended and those that began in their place."""
+        """Advance the engine of `next_end`, and return the responses that ended and those that began in their place."""
         index = heappop(self._by_end)[1]
         found = self.engines[index].finish()
         self._changed.add(index)
@@ -170,13 +170,13 @@ class EnginePool:
         return found
 
     def stall(self, seconds: float, *, now: float, recomputes_prefixes: bool) -> None:
-        """Stop all for a weight update."""
+        """Stop all engines for a weight update."""
         for index, engine in enumerate(self.engines):
             engine.stall(seconds, now=now, recomputes_prefixes=recomputes_prefixes)
             self._expect(index)
 
     def busy_seconds(self, *, now: float) -> float:
-        """Of all engines, up to a time that is not before any change."""
+        """Return the busy seconds of all engines up to a time, which must not be before any change."""
         for index, engine in enumerate(self.engines):
             engine.add((), now=now)
             self._expect(index)

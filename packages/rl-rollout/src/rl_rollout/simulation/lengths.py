@@ -1,4 +1,4 @@
-"""Lengths of responses by group, drawn from a seed: group n has the same ones in every simulation."""
+"""Response lengths by group, drawn from a seed: group n has the same lengths in every simulation."""
 
 import math
 from statistics import NormalDist
@@ -9,32 +9,32 @@ from numpy.typing import NDArray
 from rl_rollout.simulation.workload import Lengths
 
 BLOCK = 256
-"""Groups drawn at once."""
+"""Number of groups drawn at once."""
 
 
 class GroupLengths:
-    """Tokens of each response, by the number of its group from 0 on."""
+    """Number of tokens of each response, by group number from 0."""
 
     def __init__(self, lengths: Lengths, *, group_size: int, seed: int) -> None:
-        """Nothing is drawn yet."""
+        """Store the distribution. Nothing is drawn yet."""
         self._lengths = lengths
         self._group_size = group_size
         self._seed = seed
         self._blocks: dict[int, list[list[int]]] = {}
 
     def __getitem__(self, group: int) -> list[int]:
-        """Tokens of each response of the group, at least 1 and at most the maximum."""
+        """Return the number of tokens of each response of the group, from 1 to the maximum."""
         block, row = divmod(group, BLOCK)
         if block not in self._blocks:
             self._blocks[block] = self._draw(block).tolist()
         return self._blocks[block][row]
 
     def num_tokens(self, group: int) -> int:
-        """Of all its responses and their prompts, which is what trains."""
+        """Return the number of trained tokens of a group: its responses with their prompts."""
         return sum(self[group]) + self._group_size * self._lengths.prompt_tokens
 
     def _draw(self, block: int) -> NDArray[np.int64]:
-        """[BLOCK, group_size]."""
+        """Draw [BLOCK, group_size] lengths."""
         rng = np.random.default_rng([self._seed, block])
         shared = self._lengths.group_correlation
         of_group = rng.standard_normal((BLOCK, 1))

@@ -1,4 +1,4 @@
-"""A workload measured from the metrics of a run's steps: their medians, and the lengths that they imply."""
+"""Workload from the metrics of a run's steps: their medians, and the lengths that they imply."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ MEASURED_METRICS = (
     "agent_loop/slowest/generate_sequences",
     "agent_loop/slowest/response_length",
 )
-"""Metrics that some step must have."""
+"""Metrics that at least one step must have."""
 
 
 def measure_workload(
@@ -39,19 +39,18 @@ def measure_workload(
     mini_batches: int = 1,
     max_response_tokens: int | None = None,
 ) -> Workload:
-    """The workload of a synchronous run, whose `timing_s/gen` is a whole step's generation.
+    """Return the workload of a synchronous run, whose `timing_s/gen` covers a whole step's generation.
 
-    One engine on all its GPUs is taken for however many there were. Seconds of a decoding step are those of the
-    slowest response where it ran alone, and rise with the batch so that the simulated generation takes as long as the
-    measured one.
+    All engines are treated as one engine on all GPUs. The seconds of a decoding step are those of the slowest response
+    when it ran alone, and grow with the batch so that simulated generation takes as long as measured.
 
     Args:
-        steps: Metrics of each step by name; each of `MEASURED_METRICS` is in some of them.
-        name: Of the workload.
-        rollout_gpus: GPUs that generated.
-        train_gpus: GPUs that trained, which may be the same ones.
-        mini_batches: Optimizer updates of a step.
-        max_response_tokens: At which responses were cut; None takes the longest one.
+        steps: Metrics of each step by name. At least one step must have each of `MEASURED_METRICS`.
+        name: Name of the workload.
+        rollout_gpus: Number of GPUs that generated.
+        train_gpus: Number of GPUs that trained; they may be the same.
+        mini_batches: Number of optimizer updates per step.
+        max_response_tokens: Length limit of responses; None uses the longest response.
     """
     middle = {name: median(step[name] for step in steps if name in step) for name in MEASURED_METRICS}
     groups = round(middle["rollout/num_groups"])
@@ -80,10 +79,10 @@ def measure_workload(
 
 
 def _with_slope(workload: Workload, floor: float, *, gen_s: float) -> Workload:
-    """The workload whose decoding rises with the batch so that a step generates for so long.
+    """Return the workload whose decoding time grows with the batch so that a step generates for gen_s seconds.
 
-    Where even one response after another, each as fast as the slowest one alone, would take longer than was measured,
-    the slowest one had company: then the floor is lowered in its place.
+    If decoding takes too long even without growth, the slowest response did not run alone. Then the time of a single
+    response is reduced instead.
     """
 
     def tried(first: float, slope: float) -> tuple[Workload, float]:
@@ -103,7 +102,7 @@ def _with_slope(workload: Workload, floor: float, *, gen_s: float) -> Workload:
 
 
 def _lengths(middle: Mapping[str, float], responses: int, maximum: int | None) -> Lengths:
-    """Log-normal with the measured mean whose longest of so many responses is expected to be the measured one."""
+    """Return a log-normal with the measured mean, whose expected longest of these responses is the measured longest."""
     mean, longest = middle["response_length/mean"], middle["response_length/max"]
     score = NormalDist().inv_cdf(1 - 0.5 / max(2, responses))
     spread = score * score - 2 * math.log(max(1.0, longest / mean))
@@ -117,5 +116,5 @@ def _lengths(middle: Mapping[str, float], responses: int, maximum: int | None) -
 
 
 def _median(steps: Sequence[Mapping[str, float]], name: str) -> float:
-    """Over the steps that have it; 0 where none has."""
+    """Return the median over the steps that have the metric; 0 if none has it."""
     return median([step[name] for step in steps if name in step] or [0.0])

@@ -1,4 +1,4 @@
-"""The result of a simulated run: its times, and a lower bound for any schedule."""
+"""Outcome of a simulated run: its times, and a lower bound for any schedule."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Cluster:
     Attributes:
         rollout_gpus: Number of GPUs that generate.
         train_gpus: Number of GPUs that train.
-        is_colocated: The same GPUs do both, in turns; then both numbers are all of them.
+        is_colocated: True if the same GPUs generate and train in turns. Both numbers are then the total.
     """
 
     rollout_gpus: int
@@ -25,14 +25,15 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Total number of GPUs."""
         return self.rollout_gpus if self.is_colocated else self.rollout_gpus + self.train_gpus
 
     def num_engines(self, workload: Workload) -> int:
-        """Engines on the GPUs that generate.
+        """Return the number of engines on the rollout GPUs.
 
         Raises:
-            SettingsError: They are not a multiple of an engine's, or none is left to generate or to train.
+            SettingsError: The rollout GPUs are not a multiple of an engine's GPUs, or there are no GPUs to generate or
+                to train.
         """
         size = workload.engine.gpus
         if self.rollout_gpus < size or self.rollout_gpus % size:
@@ -47,25 +48,27 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One simulated run. Times are of a version: as many groups as a synchronous step trains.
+    """Outcome of one simulated run. Times are per version, which trains as many groups as a synchronous step.
 
     Attributes:
         mode: sync, stream (staleness 0), whole or partial.
-        cluster: Its GPUs.
-        max_staleness: In versions.
-        sync_every: Learner's steps of a version.
-        step_s: Seconds of a version, mean of the measured ones.
-        gen_s: Seconds of it in which the learner waited for rollouts; of a synchronous step, those of generation.
-        logprobs_s: Seconds of it that recomputed logprobs.
-        update_s: Seconds of it that updated.
-        idle_learner: Share of the measured time in which the learner waited for rollouts, or generated in its place.
-        idle_engines: Share of the engines' measured time in which they generated nothing.
-        mean_staleness: Versions by which a trained group's oldest token was behind, mean.
-        max_seen_staleness: The same, largest.
-        partial_share: Of the trained responses, those with tokens of more than one version.
-        wall_s: Seconds from the start until the last measured version was trained.
-        bound_s: Seconds that no schedule can beat for the same work on the same GPUs.
-        num_versions: Versions that `wall_s` counts.
+        cluster: GPUs of the run.
+        max_staleness: Maximum staleness, in versions.
+        sync_every: Learner steps per version.
+        step_s: Seconds per version, mean of the measured versions.
+        gen_s: Seconds per version in which the learner waited for rollouts; in a synchronous step, seconds of
+            generation.
+        logprobs_s: Seconds per version of recomputing logprobs.
+        update_s: Seconds per version of optimizer updates.
+        idle_learner: Share of the measured time in which the learner waited for rollouts or, if colocated, did not
+            train.
+        idle_engines: Share of the engines' measured time in which they did not generate.
+        mean_staleness: Mean staleness of trained groups: versions since their oldest token was sampled.
+        max_seen_staleness: Maximum staleness of trained groups.
+        partial_share: Share of trained responses with tokens of more than one version.
+        wall_s: Seconds from the start to the end of training of the last measured version.
+        bound_s: Lower bound of `wall_s` for any schedule with the same work and GPUs.
+        num_versions: Number of versions in `wall_s`.
     """
 
     mode: str
@@ -87,28 +90,31 @@ class Outcome:
 
     @property
     def share_of_bound(self) -> float:
-        """1 where no schedule could be faster."""
+        """Ratio of the bound to the run's time; 1 if no schedule could be faster."""
         return self.bound_s / self.wall_s
 
 
 def generation_seconds(workload: Workload, num_tokens: int, *, num_engines: int) -> float:
-    """Least time in which engines can decode so many tokens: all of them at their best batch all the time."""
+    """Return the minimum seconds to decode this many tokens, with all engines at their best batch size all the time."""
     rates = [batch / seconds for batch, seconds in enumerate(workload.engine.step_seconds())]
     return num_tokens / (max(rates) * num_engines)
 
 
 def fill_seconds(workload: Workload, lengths: GroupLengths, *, groups: int, num_groups: int) -> float:
-    """Least time until a first step's groups can be there, out of so many: the shortest ones, each decoded alone."""
+    """Return the minimum seconds until a first step has its groups: the shortest of num_groups, each decoded alone."""
     alone = workload.engine.step_seconds()[1]
     longest = sorted(max(lengths[group]) for group in range(num_groups))
     return longest[groups - 1] * alone
 
 
 def bound_seconds(fill_s: float, *, generation_s: float, training_s: float, last_step_s: float) -> float:
-    """No schedule ends sooner: the learner has to train all after the fill, the engines generate all before the end."""
+    """Return the minimum seconds of any schedule.
+
+    The learner cannot train before the fill, and the engines must generate everything before the last step.
+    """
     return max(fill_s + training_s, generation_s + last_step_s)
 
 
 def total_response_tokens(lengths: GroupLengths, groups: Iterable[int]) -> int:
-    """Tokens that were decoded for these groups."""
+    """Return the number of response tokens of these groups."""
     return sum(sum(lengths[group]) for group in groups)

@@ -14,8 +14,11 @@ POLICIES = {
     "stream": Policy(max_staleness=0, sync_every=4),
     "partial": Policy(max_staleness=1, sync_every=4, partial_rollout=True),
 }
-"""Ours for theirs: trigger_parameter_sync_step = 4 of require_batches x ppo_mini_batch_size = 128 prompts each is
-`sync_every` = 4 steps of 128 groups; staleness_threshold = 0.5 is half a version, so 1 is the least that allows it."""
+"""Our settings for the published ones.
+
+trigger_parameter_sync_step = 4 of require_batches x ppo_mini_batch_size = 128 prompts each is `sync_every` = 4 steps of
+128 groups. staleness_threshold = 0.5 is half a version, and 1 is the smallest value that allows it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +26,14 @@ class PublishedRow:
     """One row of the table.
 
     Attributes:
-        mode: sync, stream or partial.
-        cluster: Its GPUs.
-        step_s: Seconds of a step of 512 prompts, mean of 400.
-        gen_s: Of generation; of an asynchronous row, of waiting for it.
-        update_s: Of updates.
-        logprobs_s: Of recomputed logprobs; 0 where there are none.
+        mode: "sync", "stream" or "partial".
+        cluster: GPUs of the run.
+        step_s: Seconds of a step of 512 prompts, mean of 400 steps.
+        gen_s: Seconds of generation, or in an asynchronous row of waiting for it.
+        update_s: Seconds of updates.
+        logprobs_s: Seconds of recomputing logprobs; 0 without them.
         total_s: Seconds after 100, 200, 300 and 400 steps.
-        length_scale: How much longer the run's responses were than the workload's, fitted to synchronous rows.
+        length_scale: Ratio of the run's response lengths to the workload's, fitted to synchronous rows.
     """
 
     mode: str
@@ -48,10 +51,10 @@ class ComparedRow:
     """A published row and its simulation.
 
     Attributes:
-        row: As published.
-        outcome: As simulated, with the row's length scale.
-        speedup: Published: times as fast as the synchronous row of as many GPUs.
-        simulated_speedup: The same of the simulation.
+        row: The row as published.
+        outcome: Simulated outcome, with the row's length scale.
+        speedup: Published speed-up over the synchronous row with as many GPUs.
+        simulated_speedup: Simulated speed-up over the same row.
     """
 
     row: PublishedRow
@@ -61,18 +64,18 @@ class ComparedRow:
 
     @property
     def error(self) -> float:
-        """Of the simulated speed-up, as a share of the published one."""
+        """Relative error of the simulated speed-up."""
         return self.simulated_speedup / self.speedup - 1
 
 
 def published_rows() -> list[PublishedRow]:
-    """The table, in its order."""
+    """Return the rows of the table, in order."""
     table = tomllib.loads((SHIPPED / "published.toml").read_text(encoding="utf-8"))
     return [_row(row) for row in table["row"]]
 
 
 def compare_published(*, num_versions: int, seed: int) -> list[ComparedRow]:
-    """Simulate every row of the table."""
+    """Simulate every row of the table, and compare the results."""
     workload = built_in_workload()
     rows = published_rows()
     outcomes = [simulate_row(workload, row, num_versions=num_versions, seed=seed) for row in rows]
@@ -92,7 +95,7 @@ def compare_published(*, num_versions: int, seed: int) -> list[ComparedRow]:
 
 
 def simulate_row(workload: Workload, row: PublishedRow, *, num_versions: int, seed: int) -> Outcome:
-    """Simulate a row: its GPUs, its mode and the length of its run's responses."""
+    """Simulate a row with its GPUs, mode and response lengths."""
     scaled = replace(workload, lengths=replace(workload.lengths, scale=row.length_scale))
     if row.mode == "sync":
         return simulate_sync(scaled, gpus=row.cluster.gpus, num_steps=num_versions, seed=seed)

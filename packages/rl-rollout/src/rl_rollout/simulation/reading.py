@@ -1,4 +1,4 @@
-"""Reads workloads from TOML: built-in ones, and the user's."""
+"""Reads built-in and user workloads from TOML."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -33,7 +33,7 @@ def parse_workload(text: str, *, where: str) -> Workload:
     """Parse a workload from TOML.
 
     Raises:
-        SettingsError: It is not TOML, or has an invalid value.
+        SettingsError: The text is not TOML, or has an invalid value.
     """
     return _workload(parse_toml(text, where=where, error=SettingsError), where=where)
 

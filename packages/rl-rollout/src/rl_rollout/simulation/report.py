@@ -1,4 +1,4 @@
-"""Simulated runs as a table for people and as JSON for programs."""
+"""Simulated runs as tables and as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,14 +23,14 @@ PUBLISHED_COLUMNS = ("mode", "GPUs", "step s", "published", "error", "x sync", "
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> str:
-    """A row a run; every asynchronous one is compared with the synchronous one on as many GPUs."""
+    """Return a table with one row per run. Asynchronous runs are compared with the synchronous run on as many GPUs."""
     sync = sync_steps(outcomes)
     rows = [_cells(outcome, sync[outcome.cluster.gpus] / outcome.step_s) for outcome in outcomes]
     return _table(COLUMNS, rows)
 
 
 def published_table(rows: Sequence[ComparedRow]) -> str:
-    """What the simulation gives beside what was published."""
+    """Return a table of simulated and published results."""
     cells = [
         (
             compared.row.mode,
@@ -48,7 +48,7 @@ def published_table(rows: Sequence[ComparedRow]) -> str:
 
 
 def outcome_record(outcome: Outcome, *, sync_step_s: float) -> dict[str, Any]:
-    """One run as JSON."""
+    """Return one run as JSON."""
     return {
         "mode": outcome.mode,
         "gpus": outcome.cluster.gpus,
@@ -74,7 +74,7 @@ def outcome_record(outcome: Outcome, *, sync_step_s: float) -> dict[str, Any]:
 
 
 def published_record(compared: ComparedRow) -> dict[str, Any]:
-    """One published row and its simulation as JSON."""
+    """Return one published row and its simulation as JSON."""
     row = compared.row
     return {
         **outcome_record(compared.outcome, sync_step_s=compared.simulated_speedup * compared.outcome.step_s),
@@ -85,12 +85,12 @@ def published_record(compared: ComparedRow) -> dict[str, Any]:
 
 
 def sync_steps(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Seconds of a synchronous step, by GPUs."""
+    """Return the seconds of a synchronous step, by number of GPUs."""
     return {outcome.cluster.gpus: outcome.step_s for outcome in outcomes if outcome.mode == "sync"}
 
 
 def split_name(outcome: Outcome) -> str:
-    """Rollouts and training, such as 64:64; all of them where they are shared."""
+    """Return rollout and training GPUs, such as 64:64, or the total if they are shared."""
     cluster = outcome.cluster
     return str(cluster.gpus) if cluster.is_colocated else f"{cluster.rollout_gpus}:{cluster.train_gpus}"
 

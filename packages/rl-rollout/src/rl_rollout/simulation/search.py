@@ -10,20 +10,22 @@ from rl_rollout.simulation.outcome import Cluster, Outcome, generation_seconds, 
 from rl_rollout.simulation.workload import Workload
 
 MAX_SPLITS = 33
-"""Splits looked at, evenly over all; more would differ by less than 3 % of the GPUs."""
+"""Maximum number of splits to compare, spread evenly. More splits would differ by less than 3 % of the GPUs."""
 COARSE_SPLITS = 8
-"""Splits looked at before those around the best."""
+"""Number of splits to simulate before the search narrows around the best."""
 SEARCH_VERSIONS = 3
-"""Versions that are measured while splits are compared; the fastest is then simulated as long as was asked."""
+"""Number of versions to measure while comparing splits. The fastest split is simulated again for all versions."""
 ENOUGH = 1.01
-"""A higher staleness is worth it where it makes steps shorter by more than this factor."""
+"""Minimum ratio of step times that makes a higher staleness worthwhile."""
 
 
 def splits(workload: Workload, gpus: int) -> list[Cluster]:
-    """Splits into whole engines and a learner of whole multiples of its GPUs, at most `MAX_SPLITS`, by rollout GPUs.
+    """Return at most `MAX_SPLITS` splits, in order of rollout GPUs.
+
+    Each has whole engines and a learner on a multiple of `gpus_multiple` GPUs.
 
     Raises:
-        SettingsError: There is none.
+        SettingsError: There is no such split.
     """
     size, multiple = workload.engine.gpus, workload.learner.gpus_multiple
     found = [
@@ -34,7 +36,7 @@ def splits(workload: Workload, gpus: int) -> list[Cluster]:
     if not found:
         raise SettingsError(
             f"{gpus} GPUs cannot be split into engines of engine.gpus = {size} and a learner of a multiple of "
-            f"learner.gpus_multiple = {multiple}. Give more GPUs, or set them lower."
+            f"learner.gpus_multiple = {multiple}. Use more GPUs, or lower these settings."
         )
     if len(found) <= MAX_SPLITS:
         return found
@@ -42,17 +44,17 @@ def splits(workload: Workload, gpus: int) -> list[Cluster]:
 
 
 def middle_split(workload: Workload, gpus: int) -> Cluster:
-    """The split that is closest to halves; the larger half generates."""
+    """Return the split closest to halves, with the larger half for rollouts."""
     return min(
         splits(workload, gpus), key=lambda cluster: (abs(2 * cluster.rollout_gpus - gpus), -cluster.rollout_gpus)
     )
 
 
 def best_split(workload: Workload, gpus: int, policy: Policy, *, num_versions: int, seed: int) -> Outcome:
-    """Simulate splits and give the fastest.
+    """Simulate splits, and return the outcome of the fastest.
 
-    First evenly over all, then ever closer to the best. A split is left out where even the bound that no schedule
-    can beat is longer than the best so far.
+    The search starts with evenly spaced splits and narrows around the best. Splits are skipped if their lower bound
+    exceeds the best time so far.
 
     Raises:
         SettingsError: The GPUs cannot be split.
@@ -78,9 +80,10 @@ def best_split(workload: Workload, gpus: int, policy: Policy, *, num_versions: i
 
 
 def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> str:
-    """What to take of the best splits of several stalenesses on equally many GPUs, against the synchronous trainer.
+    """Recommend a split and a staleness for a number of GPUs, or the synchronous trainer.
 
-    It is the fastest split with the least staleness that is within 1 % of the best.
+    The outcomes are the best splits of several stalenesses. The recommended one has the lowest staleness that is within
+    1 % of the fastest.
     """
     best = min(outcomes, key=lambda outcome: outcome.step_s)
     chosen = next(
@@ -96,9 +99,9 @@ def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> str:
             f"training, is {speedup:.2f} times as fast."
         )
     if chosen.max_staleness == max(outcome.max_staleness for outcome in outcomes):
-        more = "more staleness was not tried."
+        more = "higher staleness was not tried."
     else:
-        more = f"more staleness gains less than {100 * (ENOUGH - 1):.0f} %."
+        more = f"higher staleness gains less than {100 * (ENOUGH - 1):.0f} %."
     return (
         f"{gpus} GPUs: {rollout} for rollouts, {train} for training, max_staleness {chosen.max_staleness}: "
         f"{speedup:.2f} times sync; {more}"
@@ -106,7 +109,7 @@ def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> str:
 
 
 def _bounds(workload: Workload, clusters: Sequence[Cluster], *, seed: int) -> list[float]:
-    """Seconds of a version that no schedule can beat on each split, by the lengths of the first one."""
+    """Return a lower bound of the seconds per version on each split, with the lengths of the first version."""
     batch = workload.batch
     lengths = GroupLengths(workload.lengths, group_size=batch.group_size, seed=seed)
     one_engine_s = generation_seconds(workload, total_response_tokens(lengths, range(batch.groups)), num_engines=1)

@@ -1,4 +1,4 @@
-"""The synchronous trainer in simulated time: all GPUs generate until the longest response ends, then all train."""
+"""Synchronous trainer in simulated time: all GPUs generate until the longest response ends, then all GPUs train."""
 
 from rl_rollout.simulation.engine import FOREVER, EnginePool, Response
 from rl_rollout.simulation.lengths import GroupLengths
@@ -12,10 +12,10 @@ from rl_rollout.simulation.workload import Workload
 
 
 def simulate_sync(workload: Workload, *, gpus: int, num_steps: int, seed: int) -> Outcome:
-    """Run steps of the synchronous trainer with engines and learner on the same GPUs.
+    """Simulate steps of the synchronous trainer, with engines and learner on the same GPUs.
 
     Raises:
-        SettingsError: The GPUs are not a multiple of an engine's.
+        SettingsError: The GPUs are not a multiple of an engine's GPUs.
     """
     cluster = Cluster(rollout_gpus=gpus, train_gpus=gpus, is_colocated=True)
     num_engines = cluster.num_engines(workload)
@@ -52,14 +52,14 @@ def simulate_sync(workload: Workload, *, gpus: int, num_steps: int, seed: int) -
         max_seen_staleness=0,
         partial_share=0.0,
         wall_s=wall_s,
-        # The same GPUs can do only one thing at a time: both kinds of work add up.
+        # The same GPUs do one kind of work at a time, so both times add up.
         bound_s=training_s + generation_seconds(workload, generated, num_engines=num_engines),
         num_versions=num_steps,
     )
 
 
 def _generate(workload: Workload, lengths: GroupLengths, groups: range, num_engines: int) -> tuple[float, float]:
-    """Seconds until the longest response ends, and busy seconds of all engines."""
+    """Return the seconds until the longest response ends, and the busy seconds of all engines."""
     engine = workload.engine
     pool = EnginePool(num_engines, engine.step_seconds(), prefill_s_per_token=engine.prefill_s_per_token)
     prompt = workload.lengths.prompt_tokens

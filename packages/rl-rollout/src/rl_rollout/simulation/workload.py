@@ -1,4 +1,4 @@
-"""The simulated workload: the batch, the lengths of responses, and all costs in seconds."""
+"""Simulated workload: batch, response lengths, and costs in seconds."""
 
 import math
 from dataclasses import field
@@ -10,12 +10,12 @@ from rl_core.record_fields import settings_record
 
 @settings_record
 class BatchShape:
-    """What a synchronous step trains, which is also what the asynchronous trainer trains in one policy version.
+    """Groups that a synchronous step trains, which the asynchronous trainer trains in one policy version.
 
     Attributes:
-        groups: Prompts.
-        group_size: Sessions of each.
-        mini_batch_groups: Groups of one optimizer update.
+        groups: Number of prompts.
+        group_size: Number of sessions per prompt.
+        mini_batch_groups: Number of groups per optimizer update.
     """
 
     groups: int
@@ -23,10 +23,10 @@ class BatchShape:
     mini_batch_groups: int
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Check the values.
 
         Raises:
-            SettingsError: A number is below 1, or the batch is no whole number of mini-batches.
+            SettingsError: A number is below 1, or the batch is not a whole number of mini-batches.
         """
         _require_at_least(1, "batch", groups=self.groups, group_size=self.group_size)
         _require_at_least(1, "batch", mini_batch_groups=self.mini_batch_groups)
@@ -37,10 +37,10 @@ class BatchShape:
             )
 
     def groups_per_step(self, sync_every: int) -> int:
-        """Groups of a learner's step, where a version is cut into this many.
+        """Return the number of groups per learner step, with `sync_every` steps per version.
 
         Raises:
-            SettingsError: They would be no whole number of mini-batches.
+            SettingsError: A step would not be a whole number of mini-batches.
         """
         if sync_every < 1 or self.groups % (sync_every * self.mini_batch_groups):
             raise SettingsError(
@@ -52,17 +52,18 @@ class BatchShape:
 
 @settings_record
 class Lengths:
-    """How long responses are: log-normal, or by quantiles; cut at the maximum.
+    """Distribution of response lengths: log-normal or by quantiles, cut at the maximum.
 
     Attributes:
-        maximum: Tokens at which a response is cut.
-        median: Of the log-normal distribution, in tokens.
+        maximum: Maximum number of tokens in a response.
+        median: Median of the log-normal distribution, in tokens.
         sigma: Standard deviation of its natural logarithm.
-        quantiles: Pairs of a share and the tokens that this share of the responses has at most, in place of `median`
-            and `sigma`; in between, the logarithm of the tokens is linear in the share.
-        group_correlation: Of the normal scores of a prompt's responses; 0 means that a prompt says nothing.
-        prompt_tokens: Of each prompt.
-        scale: All lengths times this, before the cut.
+        quantiles: Pairs of a share and the maximum tokens of that share of the responses, instead of `median` and
+            `sigma`. The logarithm of the tokens is interpolated linearly.
+        group_correlation: Correlation of the normal scores of a prompt's responses; 0 makes them independent of the
+            prompt.
+        prompt_tokens: Number of tokens in each prompt.
+        scale: Factor of all lengths before the cut.
     """
 
     maximum: int
@@ -74,10 +75,10 @@ class Lengths:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no distribution.
+        """Check the values.
 
         Raises:
-            SettingsError: Both or neither are given, shares or tokens fall, or a number is out of its range.
+            SettingsError: Both or neither form is given, shares or tokens decrease, or a number is out of range.
         """
         _require_at_least(1, "lengths", maximum=self.maximum)
         _require_at_least(0, "lengths", prompt_tokens=self.prompt_tokens)
@@ -86,7 +87,7 @@ class Lengths:
             raise SettingsError(f"lengths.group_correlation must be from 0 to 1; found {self.group_correlation}.")
         is_log_normal = self.median is not None and self.sigma is not None
         if is_log_normal == bool(self.quantiles) or (self.median is None) != (self.sigma is None):
-            raise SettingsError("lengths takes either median and sigma, or quantiles.")
+            raise SettingsError("lengths needs either median and sigma, or quantiles.")
         if self.median is not None and self.sigma is not None:
             _require_positive("lengths", median=self.median)
             _require_at_least(0, "lengths", sigma=self.sigma)
@@ -96,21 +97,21 @@ class Lengths:
         if shares[0] != 0 or shares[-1] != 1 or not rises or list(tokens) != sorted(tokens) or tokens[0] <= 0:
             raise SettingsError(
                 "lengths.quantiles must be pairs [share, tokens] with shares that rise from 0 to 1 and tokens above 0 "
-                f"that do not fall; found {[list(pair) for pair in self.quantiles]}."
+                f"that do not decrease; found {[list(pair) for pair in self.quantiles]}."
             )
 
 
 @settings_record
 class EngineCosts:
-    """What an engine takes.
+    """Costs of an engine.
 
     Attributes:
-        gpus: GPUs of one engine (its tensor parallel size).
-        slots: Responses that it decodes at once; more wait.
-        decode: Pairs of responses decoded at once and seconds of one decoding step, measured; in between linear, past
-            the last as between the last two.
-        prefill_s_per_token: Seconds for a token of a prompt.
-        inflight_groups: Groups that are generated at once, for each engine; None leaves it to the staleness.
+        gpus: Number of GPUs per engine (tensor parallel size).
+        slots: Maximum number of responses decoded at once; more wait.
+        decode: Pairs of responses decoded at once and measured seconds per decoding step, interpolated linearly, and
+            extrapolated from the last two pairs.
+        prefill_s_per_token: Seconds per prompt token.
+        inflight_groups: Maximum number of groups generated at once per engine; None leaves the limit to the staleness.
     """
 
     gpus: int
@@ -120,10 +121,10 @@ class EngineCosts:
     inflight_groups: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no curve.
+        """Check the values.
 
         Raises:
-            SettingsError: The curve is empty or does not rise, or a number is out of its range.
+            SettingsError: The curve is empty or not increasing, or a number is out of range.
         """
         _require_at_least(1, "engine", gpus=self.gpus, slots=self.slots)
         _require_at_least(0, "engine", prefill_s_per_token=self.prefill_s_per_token)
@@ -135,11 +136,11 @@ class EngineCosts:
         if not self.decode or not rises or seconds != sorted(seconds) or seconds[0] <= 0 or batches[0] < 0:
             raise SettingsError(
                 "engine.decode must be pairs [responses, seconds] with responses that rise and seconds above 0 that "
-                f"do not fall; found {[list(pair) for pair in self.decode]}."
+                f"do not decrease; found {[list(pair) for pair in self.decode]}."
             )
 
     def step_seconds(self) -> list[float]:
-        """Seconds of one decoding step, by how many responses are decoded at once: from 0 to `slots`."""
+        """Return the seconds of one decoding step, by number of responses decoded at once, from 0 to `slots`."""
         points = self.decode
         if len(points) == 1:
             return [points[0][1]] * (self.slots + 1)
@@ -154,20 +155,22 @@ class EngineCosts:
 
 @settings_record
 class LearnerCosts:
-    """What the learner takes.
+    """Costs of the learner.
 
     Attributes:
-        update_gpu_s_per_token: GPU-seconds for a token of prompt or response, forward and backward.
-        update_s: Seconds of each optimizer update, however many GPUs there are.
-        logprobs_gpu_s_per_token: GPU-seconds for a token whose logprobs are recomputed.
-        logprobs_s: Seconds of each step in which they are, however many GPUs there are.
-        step_s: Seconds of each step of the asynchronous learner beside updates and logprobs: collecting its batch.
-        sync_step_s: The same of a synchronous step: rewards, advantages.
-        colocated_slowdown: Times as long for updates where engines share the GPUs: states wait in the host's memory.
-        efficiency_per_doubling: Share of the speed that is left each time the GPUs double beyond `reference_gpus`.
-        reference_gpus: GPUs at which the GPU-seconds were measured.
-        gpus_multiple: GPUs that the learner can be enlarged by.
-        recomputes_logprobs: Whether the asynchronous learner recomputes logprobs too; the synchronous one always does.
+        update_gpu_s_per_token: GPU-seconds per token of prompt or response, forward and backward.
+        update_s: Seconds per optimizer update, for any number of GPUs.
+        logprobs_gpu_s_per_token: GPU-seconds per token to recompute logprobs.
+        logprobs_s: Seconds per step that recomputes logprobs, for any number of GPUs.
+        step_s: Other seconds per step of the asynchronous learner, such as collecting its batch.
+        sync_step_s: Other seconds per synchronous step: rewards and advantages.
+        colocated_slowdown: Slowdown of updates if engines share the GPUs, because optimizer states are kept in host
+            memory.
+        efficiency_per_doubling: Factor of the speed per GPU with each doubling of GPUs beyond `reference_gpus`.
+        reference_gpus: Number of GPUs at which the GPU-seconds were measured.
+        gpus_multiple: The learner's number of GPUs must be a multiple of this.
+        recomputes_logprobs: Whether the asynchronous learner also recomputes logprobs. The synchronous learner always
+            does.
     """
 
     update_gpu_s_per_token: float
@@ -183,10 +186,10 @@ class LearnerCosts:
     recomputes_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Check the values.
 
         Raises:
-            SettingsError: A number is out of its range.
+            SettingsError: A number is out of range.
         """
         _require_positive("learner", update_gpu_s_per_token=self.update_gpu_s_per_token)
         _require_at_least(0, "learner", update_s=self.update_s, logprobs_s=self.logprobs_s, step_s=self.step_s)
@@ -200,26 +203,26 @@ class LearnerCosts:
             )
 
     def updates_seconds(self, num_tokens: int, *, num_updates: int, gpus: int) -> float:
-        """Of the optimizer updates of a step, on GPUs of their own."""
+        """Return the seconds of a step's optimizer updates, on GPUs that only train."""
         return num_tokens * self.update_gpu_s_per_token / self._speed(gpus) + num_updates * self.update_s
 
     def logprobs_seconds(self, num_tokens: int, *, gpus: int) -> float:
-        """Of recomputing logprobs."""
+        """Return the seconds of recomputing logprobs."""
         return num_tokens * self.logprobs_gpu_s_per_token / self._speed(gpus) + self.logprobs_s
 
     def _speed(self, gpus: int) -> float:
-        """GPUs' worth of work a second."""
+        """Return the speed in units of one GPU."""
         doublings = max(0.0, math.log2(gpus / self.reference_gpus))
         return gpus * math.pow(self.efficiency_per_doubling, doublings)
 
 
 @settings_record
 class WeightCosts:
-    """What a weight update takes.
+    """Costs of a weight update.
 
     Attributes:
-        publish_s: Seconds for which the learner is busy with it.
-        swap_s: Seconds for which engines do not generate.
+        publish_s: Seconds that the learner spends on it.
+        swap_s: Seconds in which engines do not generate.
         recomputes_prefixes: Whether responses that continue under new weights are prefilled again.
     """
 
@@ -228,7 +231,7 @@ class WeightCosts:
     recomputes_prefixes: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Check the values.
 
         Raises:
             SettingsError: A time is below 0.
@@ -241,12 +244,12 @@ class Workload:
     """One training job and its costs.
 
     Attributes:
-        name: For people.
-        batch: What a step trains.
-        lengths: Of the responses.
-        engine: What generation takes.
-        learner: What training takes.
-        weights: What an update of the engines' weights takes.
+        name: Name for reports.
+        batch: Groups per step.
+        lengths: Distribution of response lengths.
+        engine: Costs of generation.
+        learner: Costs of training.
+        weights: Costs of weight updates.
     """
 
     name: str

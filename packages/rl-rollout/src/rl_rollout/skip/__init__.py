@@ -1,4 +1,4 @@
-"""Skip caches store rollouts, and return them instead of generating new ones. Importing this loads no zarr."""
+"""Skip caches store rollouts and replay them instead of generating new ones. Importing this does not load zarr."""
 
 from rl_rollout.skip.cache import SkipCache, StepRollouts
 from rl_rollout.skip.entry_folder import open_folder

@@ -1,4 +1,4 @@
-"""The skip cache: returns stored rollouts instead of generating, and stores new ones."""
+"""The skip cache: it stores new rollouts and replays stored ones instead of generating."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 MAX_SHOWN = 12
 SEARCH_DEADLINE_S = 120.0
-"""Longest search for an entry; one look is enough, unless others remove what was just listed."""
+"""Maximum search time for an entry. The search repeats only while other processes remove the listed entries."""
 TRAIN = "train"
 
 OnEvent = Callable[..., None]
@@ -32,13 +32,13 @@ Generate = Callable[[], Awaitable[Sequence[GroupResult]]]
 
 @record
 class StepRollouts:
-    """The rollouts of a step, and their source.
+    """The rollouts of a step and their source.
 
     Attributes:
         groups: The generated or stored groups.
-        source: The entry that they were loaded from; None if they were generated now.
-        load_s: Seconds of loading; 0 if they were generated now.
-        generate_s: Seconds of their generation, now or earlier.
+        source: Key of the entry from which they were loaded; None if they were generated now.
+        load_s: Loading time in seconds; 0 if they were generated now.
+        generate_s: Generation time in seconds; for replayed rollouts, that of the original generation.
         differences: Accepted differences between the entry's circumstances and the current ones.
     """
 
@@ -50,7 +50,7 @@ class StepRollouts:
 
     @property
     def is_replayed(self) -> bool:
-        """True if nothing was generated."""
+        """True if the rollouts were loaded from an entry."""
         return self.source is not None
 
 
@@ -58,17 +58,17 @@ class SkipCache:
     """Serves the steps that its options select. Several runs may share its directory."""
 
     def __init__(self, options: SkipOptions, *, on_event: OnEvent | None = None) -> None:
-        """Name the directory, and remove what writers left there that died.
+        """Open the directory and remove the leftovers of dead writers.
 
         Args:
-            options: What is stored and replayed.
-            on_event: Told of `skip_hit`, `skip_miss`, `skip_stored`, `skip_not_stored`, `skip_mismatch`, `skip_broken`
-                and `skip_removed`; their `size_bytes` are of the arrays, those of `skip_removed` of all files.
+            options: Options of the cache.
+            on_event: Receives `skip_hit`, `skip_miss`, `skip_stored`, `skip_not_stored`, `skip_mismatch`, `skip_broken`
+                and `skip_removed`. `size_bytes` counts all files in `skip_removed`, otherwise only arrays.
 
         Raises:
-            SettingsError: An option is impossible.
-            CacheError: The directory cannot be read.
-            MissingExtraError: zarr, or what a URL needs, is not installed.
+            SettingsError: An option has an invalid value.
+            CacheError: The directory cannot be created or read.
+            MissingExtraError: zarr or a package that the URL needs is not installed.
         """
         options.check()
         self._options = options
@@ -83,16 +83,15 @@ class SkipCache:
 
     @property
     def _store(self) -> EntryStore:
-        """Opened when it is needed: a cache that is off needs no library of a store."""
+        """The store, opened on first use: a disabled cache needs no storage library."""
         if self._lazy_store is None:
             self._lazy_store = EntryStore(self._options.directory, compress=self._options.compress)
         return self._lazy_store
 
     def serves(self, key: EntryKey) -> bool:
-        """Return True if rollouts of this key may come from the cache and are stored in it.
+        """Return True if the cache stores and replays rollouts of this key.
 
-        Kinds other than "train" are served only if the options have `validation`. A key of step 0, before the first
-        step, counts as step 1.
+        Kinds other than "train" need the option `validation`. Step 0 (before the first step) counts as step 1.
         """
         is_kind = key.kind == TRAIN or self._options.validation
         return self._options.enabled and is_kind and max(key.step, 1) in self._steps
@@ -104,15 +103,15 @@ class SkipCache:
 
         Args:
             key: Key of the rollouts. Calls with different keys may overlap.
-            prompts: Current prompts. A replay only compares them.
+            prompts: Current prompts. A replay only compares them with the stored ones.
             circumstances: Current circumstances.
             generate: Generates the rollouts.
 
         Raises:
-            CacheMismatchError: The entry has other circumstances, and `on_mismatch` is "error".
-            BrokenEntryError: The entry is incomplete, and `on_broken` is "error".
-            CacheError: New rollouts could not be stored.
-            DataError: A prompt, or a part of the circumstances, is not JSON.
+            CacheMismatchError: The entry's circumstances differ and `on_mismatch` is "error", or its columns differ.
+            BrokenEntryError: The entry is broken and `on_broken` is "error".
+            CacheError: New rollouts could not be stored, or every listed entry was removed before it could be opened.
+            DataError: A prompt or a part of the circumstances is not JSON.
         """
         if not self.serves(key):
             return await _generated(generate)
@@ -134,7 +133,7 @@ class SkipCache:
             try:
                 manifest = self._store.manifest(source)
                 if manifest is None:
-                    continue  # gone since it was chosen
+                    continue  # removed since it was chosen
                 differences = self._differences(key, manifest, live)
                 if differences is None:
                     return None
@@ -146,15 +145,15 @@ class SkipCache:
                 self._warn(source, differences)
                 return self._replayed(key, entry, prompts, differences, load_s=time.perf_counter() - started)
         raise CacheError(
-            f"no entry for {key.name} stayed in {self._options.directory} for {SEARCH_DEADLINE_S:g} s: each was listed "
-            "and gone when it was opened. See whether another process removes them all the while, or the store lists "
-            "what it no longer has."
+            f"no entry for {key.name} in {self._options.directory} could be opened within {SEARCH_DEADLINE_S:g} s; all "
+            "were removed after they were listed. Check whether another process keeps removing entries, or whether the "
+            "store lists deleted objects."
         )
 
     def _choose(self, key: EntryKey) -> EntryKey | None:
-        """The entry to replay: the step's own; else, as the action says, the same part of another step.
+        """Return the key of the entry to replay: the step's own, or one of another step if the action allows it.
 
-        Only what trains is taken from another step: an evaluation of another policy would be a lie.
+        Only training rollouts are taken from another step: a validation would report another policy's results.
         """
         entries = self._store.entries()
         if key in entries:
@@ -171,7 +170,7 @@ class SkipCache:
         return source if source in entries else None
 
     def _age(self, key: EntryKey) -> tuple[float, int]:
-        """Sorts entries by when they were made; a broken one comes last, and is found to be broken when it is read."""
+        """Return a sort key by creation time. A broken entry counts as newest, so that it is read and reported."""
         try:
             manifest = self._store.manifest(key)
         except BrokenEntryError:
@@ -179,7 +178,7 @@ class SkipCache:
         return (0.0 if manifest is None else manifest.created_at), key.step
 
     def _differences(self, key: EntryKey, manifest: Manifest, live: dict[str, Json]) -> tuple[Difference, ...] | None:
-        """What differs and is accepted; None where the step is to be generated again."""
+        """Return the accepted differences; None if the step must be generated again."""
         is_strict = self._options.action == "cache" or key.kind != TRAIN
         parts = None if is_strict else ESSENTIAL
         found = tuple(
@@ -193,7 +192,7 @@ class SkipCache:
         shown = [str(difference) for difference in found]
         on_mismatch = self._options.on_mismatch
         if key.kind != TRAIN and on_mismatch == "accept":
-            on_mismatch = "regenerate"  # the evaluation of another policy is none of this one
+            on_mismatch = "regenerate"  # never report another policy's validation as this one's
         self._on_event(
             "skip_mismatch", entry=manifest.key.name, wanted=key.name, differences=shown, on_mismatch=on_mismatch
         )
@@ -204,14 +203,14 @@ class SkipCache:
             return found
         rest = [f"and {len(shown) - MAX_SHOWN} more"] if len(shown) > MAX_SHOWN else []
         raise CacheMismatchError(
-            f"{path} holds rollouts that were made otherwise:\n  "
+            f"{path} was generated under different circumstances:\n  "
             + "\n  ".join([*shown[:MAX_SHOWN], *rest])
-            + '\nSet skip.on_mismatch = "accept" to train on them all the same, "regenerate" to make new ones in their '
-            "place, or give another skip.directory."
+            + '\nSet skip.on_mismatch = "accept" to train on them anyway or "regenerate" to replace them, or choose '
+            "another skip.directory."
         )
 
     def _warn(self, source: EntryKey, differences: Sequence[Difference]) -> None:
-        """Say what was accepted, once for each set of things that differ."""
+        """Log accepted differences, once per set of differing names."""
         names = tuple(difference.name for difference in differences)
         if names and names not in self._warned:
             self._warned.add(names)
@@ -277,7 +276,7 @@ class SkipCache:
                 self._on_event("skip_removed", entry=name, size_bytes=size_bytes)
 
     def _set_aside(self, key: EntryKey, error: BrokenEntryError) -> None:
-        """Report a broken entry, and move it out of the way unless it is an error."""
+        """Report a broken entry, then move it to broken/, or raise the error if `on_broken` is "error"."""
         is_error = self._options.on_broken == "error"
         if not is_error and self._is_whole(key):
             return  # another run has just replaced it
@@ -301,7 +300,7 @@ async def _generated(generate: Generate) -> StepRollouts:
 
 
 def _renamed(group: GroupResult, suffix: str) -> GroupResult:
-    """A group whose uids are new to the run: its entry may be replayed again and again."""
+    """Return the group with new uids: a run may replay the same entry several times."""
     uid = f"{group.prompt.uid}{suffix}"
     sessions = tuple(
         replace(session, trajectories=tuple(replace(row, prompt_uid=uid) for row in session.trajectories))
@@ -311,4 +310,4 @@ def _renamed(group: GroupResult, suffix: str) -> GroupResult:
 
 
 def _say_nothing(event: str, /, **fields: Json) -> None:
-    """Where nobody listens."""
+    """Ignore the event."""

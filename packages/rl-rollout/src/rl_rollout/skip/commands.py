@@ -1,4 +1,4 @@
-"""What `rl-rollout cache` does with a directory of entries: find the one that is meant, list, verify, prune."""
+"""The operations of `rl-rollout cache` on a directory of entries: choose, list, verify, prune."""
 
 import math
 import os
@@ -19,7 +19,7 @@ MAX_NAMED = 12
 MAX_DEPTH = 32
 
 OnRead = Callable[[int, int], None]
-"""Takes how many entries were read, and how many there are."""
+"""Receives the number of entries read so far and the total."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +27,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: The file or folder at fault.
-        reason: What it must be, and what it is.
-        is_broken: False where the store failed to read the entry, which may be whole.
+        reason: What was expected and what was found.
+        is_broken: False if the store failed to read the entry, which may itself be intact.
     """
 
     path: str
@@ -37,22 +37,22 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def word(self) -> str:
-        """The state in a word."""
+        """The state as one word."""
         return "BROKEN" if self.is_broken else "UNREADABLE"
 
 
 class EntryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry, as its manifest and the sizes of its files describe it.
+    """Summary of one entry, from its manifest and its file sizes.
 
     Attributes:
-        name: Its folder's name.
-        key: Which rollouts it holds.
-        made_at: UTC, such as "2026-01-31T12:00:00Z"; None for a broken entry.
-        generate_s: Seconds that generating its rollouts took.
-        counts: How much it holds.
-        size_bytes: All its files; for a broken entry, those that could be listed.
-        fingerprint: What it was made from.
-        fault: Why it is broken or cannot be read; None when it is complete.
+        name: Name of the entry's folder.
+        key: Key of its rollouts.
+        made_at: Creation time in UTC, such as "2026-01-31T12:00:00Z"; None for a broken entry.
+        generate_s: Generation time of its rollouts in seconds.
+        counts: Numbers of groups, sessions, trajectories and tokens.
+        size_bytes: Size of all files; for a broken entry, of those that could be listed.
+        fingerprint: Fingerprint of its origin.
+        fault: Why it is broken or cannot be read; None if it is complete.
     """
 
     name: str
@@ -66,13 +66,13 @@ class EntryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything in a directory.
+    """Contents of a directory.
 
     Attributes:
-        directory: As it was given.
-        entries: Sorted by kind, step and part.
-        set_aside: Bytes of the broken entries that a run moved to broken/, by name.
-        leftovers: Bytes of what writers that died left behind, by name.
+        directory: The directory as the user gave it.
+        entries: Entries, sorted by kind, step and part.
+        set_aside: Size in bytes of each broken entry that a run moved to broken/, by name.
+        leftovers: Size in bytes of each leftover of a dead writer, by name.
     """
 
     directory: str
@@ -82,23 +82,23 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_broken(self) -> int:
-        """Entries that are broken, or could not be read."""
+        """Number of entries that are broken or could not be read."""
         return sum(entry.fault is not None for entry in self.entries)
 
     @property
     def totals(self) -> Counts:
-        """What the entries hold together, without the broken ones."""
+        """Sums over all entries except the broken ones."""
         held = [entry.counts for entry in self.entries if entry.counts is not None]
         return Counts(**{name: sum(getattr(counts, name) for counts in held) for name in Counts.__struct_fields__})
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of everything."""
+        """Total size of the directory's contents in bytes."""
         entries = sum(entry.size_bytes for entry in self.entries)
         return entries + sum(self.set_aside.values()) + sum(self.leftovers.values())
 
     def to_json(self) -> dict[str, Json]:
-        """As an object."""
+        """Return the listing as a JSON object."""
         return {
             **msgspec.to_builtins(self),
             "set_aside": _sizes(self.set_aside),
@@ -113,9 +113,9 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that `prune` removes.
 
     Attributes:
-        name: Below the directory.
-        size_bytes: All its files.
-        why: "left by a writer that died", "named", "set aside", "broken", or "oldest".
+        name: Path relative to the directory.
+        size_bytes: Size of all its files.
+        why: "left by a writer that died", "named", "set aside", "broken" or "oldest".
     """
 
     name: str
@@ -124,12 +124,12 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unwanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What `prune` removes beside what writers that died left behind.
+    """What `prune` removes in addition to the leftovers of dead writers.
 
     Attributes:
-        named: These entries.
-        is_broken: Also remove broken entries and what was set aside, even where there is room; reads everything.
-        max_bytes: Most bytes that may stay; None sets no limit.
+        named: Entries to remove.
+        is_broken: Also remove broken entries and everything in broken/, whatever the size; this reads all entries.
+        max_bytes: Maximum size of what remains; None sets no limit.
     """
 
     named: tuple[EntryKey, ...] = ()
@@ -138,26 +138,26 @@ class Unwanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_store(directory: str) -> EntryStore:
-    """The store in an existing directory.
+    """Open the store in an existing directory.
 
     Raises:
-        CacheError: It does not exist, or is no folder.
-        MissingExtraError: A URL is given, and what it needs is not installed.
+        CacheError: The directory does not exist or is not a folder.
+        MissingExtraError: The directory is a URL, and a package that it needs is not installed.
     """
     store = EntryStore(directory)
     if not store.entries() and not store.folder.exists():
         raise CacheError(
-            f"{directory} must be a folder of a skip cache, or a URL with entries below it; there is nothing. Give "
-            "what skip.directory was in the run."
+            f"{directory} must be the folder or URL of a skip cache; found nothing there. Give the skip.directory of "
+            "the run."
         )
     return store
 
 
 def some_entries(store: EntryStore, directory: str) -> list[EntryKey]:
-    """All entries of a directory.
+    """Return the keys of all entries of a directory.
 
     Raises:
-        CacheError: It has none.
+        CacheError: There are none.
     """
     keys = store.entries()
     if not keys:
@@ -166,16 +166,16 @@ def some_entries(store: EntryStore, directory: str) -> list[EntryKey]:
 
 
 def entries_hint(directory: str) -> str:
-    """What entries look like, for a user who gave a directory without any."""
-    upwards = " It is itself an entry: give the folder above." if EntryKey.parse(_last(directory)) else ""
+    """Return a hint on what entries look like, for a directory that has none."""
+    upwards = " The directory is itself an entry: give its parent folder." if EntryKey.parse(_last(directory)) else ""
     return f"expected folders such as {EntryKey(step=1).name} with a manifest.json.{upwards}"
 
 
 def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKey:
-    """The entry with this name, or of this step.
+    """Return the key of the entry with a name or step number.
 
     Raises:
-        CacheError: There is none, or a step has several.
+        CacheError: No entry matches, or several entries belong to the step.
     """
     above = text.rstrip("/").rpartition("/")[0]
     is_here = not above or os.path.normpath(above) == os.path.normpath(directory)
@@ -192,7 +192,7 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
 
 
 def newest_entry(store: EntryStore, keys: Sequence[EntryKey]) -> EntryKey:
-    """The entry that was made last; where all are broken, the first."""
+    """Return the key of the newest entry, or the first one if all are broken."""
 
     def made(key: EntryKey) -> tuple[Any, ...]:
         try:
@@ -205,7 +205,7 @@ def newest_entry(store: EntryStore, keys: Sequence[EntryKey]) -> EntryKey:
 
 
 def list_entries(store: EntryStore, directory: str) -> Listing:
-    """Everything in a directory, without reading the arrays."""
+    """Return the contents of a directory without reading any arrays."""
     with ThreadPoolExecutor(NUM_THREADS, "cache-ls") as threads:
         found = threads.map(lambda key: describe_entry(store, key), store.entries())
         entries = tuple(report for report in found if report is not None)
@@ -214,7 +214,7 @@ def list_entries(store: EntryStore, directory: str) -> Listing:
 
 
 def describe_entry(store: EntryStore, key: EntryKey) -> EntryReport | None:
-    """An entry by its manifest and the sizes of its files; None where it was removed meanwhile."""
+    """Summarize an entry from its manifest and its file sizes; return None if it was removed in the meantime."""
     size_bytes = 0
     try:
         with store.folder.open(key.name) as files:
@@ -238,13 +238,13 @@ def describe_entry(store: EntryStore, key: EntryKey) -> EntryReport | None:
 
 
 def verify_entry(store: EntryStore, key: EntryKey) -> EntryReport:
-    """Read an entry whole, every byte checked: what it holds, or its fault."""
+    """Read a complete entry, check every byte, and return its counts or its fault."""
     try:
         entry = store.read(key)
     except CacheError as error:
         return EntryReport(name=key.name, key=key, fault=_fault_of(error, store, key))
     if entry is None:
-        gone = Fault(path=store.folder.path_of(key.name), reason="it was removed meanwhile", is_broken=False)
+        gone = Fault(path=store.folder.path_of(key.name), reason="it was removed in the meantime", is_broken=False)
         return EntryReport(name=key.name, key=key, fault=gone)
     return EntryReport(name=key.name, key=key, counts=entry.manifest.counts)
 
@@ -252,27 +252,27 @@ def verify_entry(store: EntryStore, key: EntryKey) -> EntryReport:
 def prune_entries(
     store: EntryStore, before: Listing, unwanted: Unwanted, *, is_dry_run: bool, on_read: OnRead
 ) -> list[Removal]:
-    """Remove what writers that died left, then named entries, then broken ones, then the oldest; each whole.
+    """Remove leftovers of dead writers, then named entries, broken entries and the oldest entries, each completely.
 
     Args:
-        store: Of the directory.
-        before: What it has.
-        unwanted: What goes.
-        is_dry_run: Whether to change nothing.
-        on_read: Told of each entry that was read to find out whether it is broken.
+        store: Store of the directory.
+        before: Contents of the directory.
+        unwanted: What to remove.
+        is_dry_run: Report the removals without performing them.
+        on_read: Called after each entry that is checked for damage.
 
     Returns:
-        What went, or would go.
+        The removals in order; with `is_dry_run`, those that would be performed.
 
     Raises:
-        CacheError: The directory cannot be read, or something cannot be removed.
-        MissingExtraError: Broken entries are to be found, and zarr is not installed; nothing was removed.
+        CacheError: The directory cannot be read, or an item cannot be removed.
+        MissingExtraError: `unwanted.is_broken` needs zarr, which is not installed; nothing was removed.
     """
     if unwanted.is_broken and before.entries:
         store.require_library()
     removed: list[Removal] = []
     for each in _unwanted(store, before, unwanted, on_read):
-        if not is_dry_run:  # at once: another process may replace what was found broken
+        if not is_dry_run:  # immediately: another process may replace a broken entry
             _remove(store, each)
         removed.append(each)
     if unwanted.max_bytes is not None:
@@ -292,17 +292,17 @@ def prune_entries(
 
 
 def as_plain(value: Json, *, is_finite: bool = False, depth: int = 0) -> Json:
-    """JSON that any reader takes: what is nested too deeply becomes a text.
+    """Return JSON that any parser accepts: values nested too deeply become a string.
 
     Args:
-        value: What to make plain.
-        is_finite: True turns NaN and infinities, which JSON does not have, into null.
-        depth: Depth of the value in what is made plain.
+        value: A JSON value.
+        is_finite: Replace NaN and infinities, which JSON lacks, by null.
+        depth: Nesting depth of the value, from 0.
     """
     if is_finite and isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict | list | tuple) and depth >= MAX_DEPTH:
-        return f"(nested more than {MAX_DEPTH} deep)"
+        return f"(nested more than {MAX_DEPTH} levels deep)"
     if isinstance(value, dict):
         return {str(name): as_plain(item, is_finite=is_finite, depth=depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -311,7 +311,7 @@ def as_plain(value: Json, *, is_finite: bool = False, depth: int = 0) -> Json:
 
 
 def _unwanted(store: EntryStore, listing: Listing, unwanted: Unwanted, on_read: OnRead) -> Iterator[Removal]:
-    """All but the oldest; each entry is read as its turn comes."""
+    """Yield all removals except those of the oldest entries. Each entry is read only when it is reached."""
     for name, size in listing.leftovers.items():
         yield Removal(name=name, size_bytes=size, why="left by a writer that died")
     for entry in listing.entries:
@@ -343,7 +343,7 @@ def _fault_of(error: CacheError, store: EntryStore, key: EntryKey) -> Fault:
 
 
 def _made_at(manifest: Manifest) -> str | None:
-    """When an entry was made; None where that is no time."""
+    """Return an entry's creation time in UTC; None if the manifest's value is out of range."""
     try:
         return datetime.fromtimestamp(manifest.created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (OverflowError, ValueError, OSError):

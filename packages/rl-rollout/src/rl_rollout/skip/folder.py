@@ -1,7 +1,7 @@
 """Entries on a local disk.
 
-A writer builds an entry in a temporary folder, flushes it to disk and renames it, so that it appears complete or not at
-all. The writer locks what it builds. Folders without a lock were left by a dead writer, and are removed.
+A writer builds an entry in a locked temporary folder, flushes it to disk and renames it: an entry appears complete or
+not at all. A temporary folder without a lock belongs to a dead writer and is removed.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
 MAX_DEPTH = 4
 MAX_FILES = 200_000
 NUM_FLUSHES = 8
-"""Folders that are flushed at once: one after the other, each may wait for a commit of its own."""
+"""Number of folders flushed in parallel; in sequence, each might wait for its own file system commit."""
 BROKEN = "broken"
 WRITING, REMOVING = ".writing-", ".removing-"
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -36,33 +36,35 @@ class LocalFolder:
     """Entries in a folder of a local disk."""
 
     def __init__(self, root: Path) -> None:
-        """Name the folder; it is made by the first writer."""
+        """Set the folder; the first writer creates it."""
         self._root = root
 
     def path_of(self, name: str) -> str:
-        """Where an entry is."""
+        """Return an entry's path."""
         return str(self._root / name)
 
     def exists(self) -> bool:
-        """True when there is a folder."""
+        """Return True if the folder exists."""
         return self._root.is_dir()
 
     def names(self) -> list[str]:
-        """Names of what is, or claims to be, an entry."""
+        """Return the names of all entries, including broken ones."""
         try:
             found = os.listdir(self._root)  # noqa: PTH208 (names alone)
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CacheError(f"{self._root} must be a folder that can be read: {error.strerror}.") from error
+            raise CacheError(f"{self._root} must be a readable folder: {error.strerror}.") from error
         return sorted(name for name in found if EntryKey.parse(name) is not None)
 
     @contextmanager
     def open(self, name: str) -> Iterator["LocalFiles | None"]:
-        """An entry's files, held open: they stay readable as long as nobody deletes them. None where there is none.
+        """Open an entry's files; yield None if it does not exist.
+
+        The files stay readable after the entry is renamed, until they are deleted.
 
         Raises:
-            BrokenEntryError: It is a link, or no folder.
+            BrokenEntryError: The entry is a link or not a folder.
         """
         path = self.path_of(name)
         try:
@@ -71,8 +73,8 @@ class LocalFolder:
             yield None
             return
         except OSError as error:
-            reason = "it is a link or no folder" if error.errno in (errno.ELOOP, errno.ENOTDIR) else error.strerror
-            raise BrokenEntryError(path, f"it must be a folder that can be read: {reason}") from None
+            reason = "it is a link or not a folder" if error.errno in (errno.ELOOP, errno.ENOTDIR) else error.strerror
+            raise BrokenEntryError(path, f"it must be a readable folder: {reason}") from None
         try:
             yield LocalFiles(descriptor, path)
         finally:
@@ -80,48 +82,48 @@ class LocalFolder:
 
     @contextmanager
     def begin(self, name: str) -> Iterator["LocalWriter"]:
-        """A new entry, built aside under a lock; nothing of it stays where it is not published.
+        """Create a new entry in a locked temporary folder, which is removed unless it is published.
 
         Raises:
-            CacheError: It cannot be written.
+            CacheError: The entry cannot be written.
         """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             aside, lock = make_locked_folder(self._root, f"{WRITING}{name}-")
         except OSError as error:
             raise CacheError(
-                f"rollouts cannot be stored in {self._root}: {error}. Give a skip.directory that can be written."
+                f"rollouts cannot be stored in {self._root}: {error}. Give a writable skip.directory."
             ) from error
         try:
             yield LocalWriter(aside, self._root / name)
         except OSError as error:
             raise CacheError(
-                f"rollouts could not be stored as {self._root / name}: {error}. Make room (skip.max_bytes bounds what "
-                "is kept), or turn the cache off."
+                f"rollouts could not be stored as {self._root / name}: {error}. Make room (skip.max_bytes limits the "
+                "cache's size), or disable the cache."
             ) from error
         finally:
-            shutil.rmtree(aside, ignore_errors=True)  # published, it is no longer there
+            shutil.rmtree(aside, ignore_errors=True)  # no longer there if it was published
             os.close(lock)
 
     def remove(self, name: str) -> None:
-        """Rename an entry, then remove it: it is never seen by half."""
+        """Rename an entry, then delete it: readers never see a partial entry."""
         taken = self.take_away(name)
         if taken is not None:
             _remove_tree(taken)
 
     def take_away(self, name: str) -> Path | None:
-        """Rename an entry that is to be removed; gives where it is now, or None where it is gone."""
+        """Rename an entry for removal; return its new path, or None if it does not exist."""
         aside = self._root / f"{REMOVING}{secrets.token_hex(TOKEN_BYTES)}"
         try:
             (self._root / name).rename(aside)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise CacheError(f"{self._root / name} cannot be removed: {error}. Remove it by hand.") from error
+            raise CacheError(f"{self._root / name} cannot be removed: {error}. Remove it manually.") from error
         return aside
 
     def set_aside(self, name: str) -> str | None:
-        """Move an entry below `broken`; gives where it is now, or None where it is gone."""
+        """Move an entry into `broken`; return its new path, or None if it does not exist."""
         target = self._root / BROKEN / f"{name}-{secrets.token_hex(TOKEN_BYTES)}"
         try:
             target.parent.mkdir(exist_ok=True)
@@ -132,59 +134,59 @@ class LocalFolder:
             return None
         except OSError as error:
             raise CacheError(
-                f"{self._root / name} is broken, and cannot be moved to {target.parent}: {error}. Remove both."
+                f"{self._root / name} is broken and cannot be moved to {target.parent}: {error}. Remove both."
             ) from error
         return str(target)
 
     def set_aside_sizes(self) -> dict[str, int]:
-        """Bytes of what was set aside."""
+        """Return the size in bytes of each item in `broken`."""
         folder = self._root / BROKEN
         if folder.is_symlink() or not folder.is_dir():
             return {}
         return {path.name: _tree_bytes(path) for path in sorted(folder.iterdir())}
 
     def remove_set_aside(self, name: str) -> None:
-        """Remove what was set aside."""
+        """Remove an item from `broken`."""
         _remove_tree(self._root / BROKEN / name)
 
     def prepare(self) -> None:
-        """Make the folder, and remove what writers left that died.
+        """Create the folder and remove the leftovers of dead writers.
 
         Raises:
-            CacheError: It cannot be made or written.
+            CacheError: The folder cannot be created, or it is empty and not writable.
         """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             reason = "it is a file" if self._root.exists() else error.strerror
-            raise CacheError(f"{self._root} cannot be made for a skip cache: {reason}.") from error
+            raise CacheError(f"{self._root} cannot be created for a skip cache: {reason}.") from error
         if os.access(self._root, os.W_OK | os.X_OK):
             for name in self.leftovers():
                 self.remove_leftover(name)
-        elif not self.names():  # of what is stored already, replays are enough
-            raise CacheError(f"{self._root} must be a folder that this user can write, for a skip cache; it is not.")
+        elif not self.names():  # a read-only cache can still be replayed
+            raise CacheError(f"{self._root} must be writable by this user for a skip cache without entries; it is not.")
 
     def check(self) -> None:
-        """Refuse a place where there can be no such folder; nothing is made.
+        """Check that the folder exists or can be created, without creating it.
 
         Raises:
-            CacheError: There can be none.
+            CacheError: The path is a file, or its parent is not a writable folder.
         """
         if self._root.exists() and not self._root.is_dir():
-            raise CacheError(f"{self._root} must be a folder, or a place for a new one; it is a file.")
+            raise CacheError(f"{self._root} must be an existing or new folder; it is a file.")
         above = next(path for path in (self._root, *self._root.absolute().parents) if path.exists())
         if not above.is_dir() or (above != self._root and not os.access(above, os.W_OK | os.X_OK)):
-            raise CacheError(f"{self._root} cannot be made: {above} is no folder that this user can write.")
+            raise CacheError(f"{self._root} cannot be created: {above} is not a folder that this user can write.")
 
     def leftovers(self) -> dict[str, int]:
-        """Bytes of what has no lock, or was being removed."""
+        """Return the size in bytes of each temporary folder that is unlocked or was being removed."""
         if not self._root.is_dir():
             return {}
         paths = sorted(path for path in self._root.iterdir() if path.name.startswith((WRITING, REMOVING)))
         return {path.name: _tree_bytes(path) for path in paths if path.name.startswith(REMOVING) or _is_unlocked(path)}
 
     def remove_leftover(self, name: str) -> None:
-        """Remove it, unless it is locked by now, or gone."""
+        """Remove a leftover, unless it has been locked or removed since."""
         path = self._root / name
         if name.startswith(REMOVING):
             _remove_tree(path)
@@ -194,35 +196,35 @@ class LocalFolder:
 
 
 class LocalFiles:
-    """The files of one entry, below an open folder; no path leaves it, and no link is followed."""
+    """Files of one entry, read relative to its open folder; links are never followed."""
 
     def __init__(self, descriptor: int, path: str) -> None:
-        """Take the open folder; the caller closes it."""
+        """Set the descriptor of the open folder, which the caller closes, and its path for messages."""
         self._descriptor = descriptor
         self._path = path
 
     def is_current(self) -> bool:
-        """False when the entry was removed or replaced since it was opened: what it lacks then says nothing of it."""
+        """Return False if the entry was removed or replaced since it was opened; its files may then be missing."""
         return _is_at(self._path, self._descriptor)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file by its path in the entry.
+        """Return the size in bytes of every file, by its path relative to the entry.
 
         Raises:
-            BrokenEntryError: There is a link, a device, or too much.
+            BrokenEntryError: The entry has a link or device, too many files or too many folder levels.
         """
         found: dict[str, int] = {}
         try:
             self._collect(self._descriptor, "", found, depth=0)
-        except OSError as error:  # it is being removed, or not ours to read
+        except OSError as error:  # it is being removed, or this user may not read it
             raise BrokenEntryError(self._path, f"its files cannot be listed: {error.strerror}") from None
         return found
 
     def read(self, path: str, size_bytes: int) -> memoryview:
-        """A whole file, in memory that is the caller's to change.
+        """Read a complete file into writable memory.
 
         Raises:
-            BrokenEntryError: It is missing, no plain file, or of another size.
+            BrokenEntryError: The file is missing, not a plain file, or of another size.
         """
         where = f"{self._path}/{path}"
         try:
@@ -232,18 +234,18 @@ class LocalFiles:
                     raise BrokenEntryError(where, "it must be a plain file")
                 if status.st_size != size_bytes:
                     raise BrokenEntryError(where, f"it must have {size_bytes} bytes; found {status.st_size}")
-                content = np.empty(size_bytes, dtype=np.uint8).data  # in large pages, which bytes do not get
+                content = np.empty(size_bytes, dtype=np.uint8).data  # numpy memory uses large pages, bytes do not
                 with open(descriptor, "rb", closefd=False, buffering=0) as stream:
                     num_read = stream.readinto(content)
         except OSError as error:
-            raise BrokenEntryError(where, f"it must be a plain file that can be read: {error.strerror}") from None
+            raise BrokenEntryError(where, f"it must be a readable plain file: {error.strerror}") from None
         if num_read != size_bytes:
-            raise BrokenEntryError(where, f"it must give {size_bytes} bytes; found {num_read}")
+            raise BrokenEntryError(where, f"reading it must return {size_bytes} bytes; found {num_read}")
         return content
 
     @contextmanager
     def _open(self, path: str) -> Iterator[int]:
-        """Open folder after folder: a link in any place is refused by the system."""
+        """Open each folder of the path in turn, so that the system refuses links at every level."""
         *folders, name = path.split("/")
         with contextlib.ExitStack() as stack:
             descriptor = self._descriptor
@@ -260,7 +262,9 @@ class LocalFiles:
                 path = f"{stem}{item.name}"
                 where = f"{self._path}/{shown_path(path)}"
                 if len(found) >= MAX_FILES or depth >= MAX_DEPTH:
-                    raise BrokenEntryError(where, f"an entry has at most {MAX_FILES} files, {MAX_DEPTH} deep")
+                    raise BrokenEntryError(
+                        where, f"an entry has at most {MAX_FILES} files, nested at most {MAX_DEPTH} deep"
+                    )
                 status = os.stat(item.name, dir_fd=descriptor, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     found[path] = status.st_size
@@ -276,15 +280,15 @@ class LocalFiles:
 
 
 class LocalWriter:
-    """An entry that is built aside."""
+    """Writer of an entry in a temporary folder."""
 
     def __init__(self, aside: Path, target: Path) -> None:
-        """Take the folder that was made for it."""
+        """Set the temporary folder and the entry's final path."""
         self._aside = aside
         self._target = target
 
     def write(self, path: str, *parts: bytes | memoryview) -> None:
-        """Add a file of these parts, flushed to the disk; several threads may do so at once."""
+        """Write a file from parts and flush it to disk. Safe to call from several threads."""
         file = self._aside / path
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("xb") as stream:
@@ -293,14 +297,14 @@ class LocalWriter:
             os.fsync(stream.fileno())
 
     def publish(self, manifest: bytes, *, replace: bool) -> bool:
-        """Write the manifest, flush every folder, and rename the entry into its place.
+        """Write the manifest, flush every folder, and rename the entry to its final path.
 
         Args:
-            manifest: Written last.
-            replace: Whether it takes the place of an entry of this name.
+            manifest: Content of the manifest, which is written last.
+            replace: Replace an existing entry of this name.
 
         Returns:
-            False where another one was there first, which stays.
+            False if another entry was there first and stays.
         """
         self.write(MANIFEST, manifest)
         folders = [folder for folder, _, _ in os.walk(self._aside)]
@@ -312,14 +316,14 @@ class LocalWriter:
                 return False
             replaced.append(LocalFolder(self._target.parent).take_away(self._target.name))
         sync_folder(self._target.parent)
-        for old in replaced:  # once the new one is there: readers find none for an instant alone
+        for old in replaced:  # after the new one is in place, so that readers miss the entry only for an instant
             if old is not None:
                 _remove_tree(old)
         return True
 
 
 def _rename_new(source: Path, target: Path) -> bool:
-    """Rename a folder unless there is something of the new name."""
+    """Rename a folder; return False if the target exists."""
     try:
         source.rename(target)
     except OSError as error:
@@ -330,7 +334,7 @@ def _rename_new(source: Path, target: Path) -> bool:
 
 
 def _is_at(path: str | Path, descriptor: int) -> bool:
-    """True when an open folder is the one that a path names."""
+    """Return True if the path still leads to the open folder."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -347,10 +351,10 @@ def _is_unlocked(path: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a folder's lock.
+    """Lock a folder while the context is open.
 
     Raises:
-        OSError: Another holds it, or it is gone.
+        OSError: Another process has the lock, or the folder does not exist.
     """
     lock = os.open(path, FOLDER_FLAGS)
     try:
@@ -361,7 +365,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a folder with all below it, or a link or file alone."""
+    """Remove a folder recursively, or a single file or link without following it."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -372,6 +376,6 @@ def _tree_bytes(path: Path) -> int:
     total = 0
     files: Sequence[Path] = [path] if path.is_symlink() or not path.is_dir() else list(path.rglob("*"))
     for file in files:
-        with contextlib.suppress(OSError):  # gone since it was listed
+        with contextlib.suppress(OSError):  # removed since it was listed
             total += 0 if file.is_dir() and not file.is_symlink() else file.lstat().st_size
     return total

@@ -24,12 +24,12 @@ ARRAYS_FOLDER = re.compile(r"arrays-[0-9a-f]{16}")
 
 
 class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, order=True):
-    """Which rollouts an entry holds.
+    """Key of an entry's rollouts.
 
     Attributes:
-        kind: "train", "validation" and so on; entries of one kind never serve another.
-        step: The trainer's step from 1, or in an asynchronous run the prompts' place in the order of feeding.
-        part: Which call of that step from 0, where a step generates several times.
+        kind: Purpose of the rollouts, such as "train" or "validation"; an entry is only replayed for its own kind.
+        step: The trainer's step from 1; in an asynchronous run, the position of the prompts in the feeding order.
+        part: Index from 0 of the generation call within the step.
     """
 
     step: int
@@ -37,15 +37,15 @@ class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     part: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a key that no folder's name can say.
+        """Check that a folder name can represent the key.
 
         Raises:
-            DataError: kind, step or part is impossible.
+            DataError: kind, step or part is out of range.
         """
         if KEY_NAME.fullmatch(self.name) is None:
             raise DataError(
-                "an entry's key needs a kind of at most 31 small letters and underscores, a step from 0 to 10**12 - 1, "
-                f"and a part from 0 to 10**6 - 1; found {shown((self.kind, self.step, self.part))}."
+                "an entry's key needs a kind of at most 31 lowercase letters and underscores, a step from 0 to "
+                f"10**12 - 1, and a part from 0 to 10**6 - 1; found {shown((self.kind, self.step, self.part))}."
             )
 
     @property
@@ -55,7 +55,7 @@ class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @classmethod
     def parse(cls, name: str) -> "EntryKey | None":
-        """The key that a folder's name says; None where it is no entry's name."""
+        """Return the key with this folder name; None if it is not the name of an entry."""
         match = KEY_NAME.fullmatch(name)
         if match is None:
             return None
@@ -68,7 +68,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How much an entry holds."""
+    """Sizes of an entry's content."""
 
     groups: Count
     sessions: Count
@@ -78,18 +78,18 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an entry holds.
+    """Description of an entry's content and origin.
 
     Attributes:
         format: Always FORMAT.
         format_version: Always FORMAT_VERSION.
-        key: Which rollouts.
-        created_at: Seconds since the epoch.
-        generate_s: Seconds that their generation took.
-        counts: How much there is.
-        fingerprint: See `make_fingerprint`.
-        arrays_folder: Where the arrays are.
-        arrays: By name.
+        key: Key of the rollouts.
+        created_at: Creation time in seconds since the epoch.
+        generate_s: Generation time of the rollouts in seconds.
+        counts: Sizes of the content.
+        fingerprint: Fingerprint from `make_fingerprint`.
+        arrays_folder: Folder of the arrays, relative to the entry.
+        arrays: dtype, shape and checksums of each array, by name.
     """
 
     format: str
@@ -104,11 +104,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all arrays as they are stored."""
+        """Size of all stored arrays in bytes, after compression."""
         return sum(file.size_bytes for file in self.files().values())
 
     def files(self) -> dict[str, FileSpec]:
-        """Every file beside the manifest, by its path in the entry."""
+        """Return every file except the manifest, by its path relative to the entry."""
         found: dict[str, FileSpec] = {}
         for name, array in self.arrays.items():
             stem = f"{self.arrays_folder}/{name}"
@@ -118,41 +118,41 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's file, which carries its own checksum.
+    """Encode a manifest together with its checksum.
 
     Raises:
-        CacheError: It is so large that it would not be read.
+        CacheError: The manifest exceeds the size that `decode_manifest` accepts.
     """
     content = msgspec.to_builtins(manifest)
     raw = json.dumps({"sha256": _sha256(content), "manifest": content}, indent=1).encode()
     if len(raw) > MAX_MANIFEST_BYTES or count_values(raw) > MAX_MANIFEST_VALUES:
         raise CacheError(
             f"the manifest of {manifest.key.name} has {len(raw)} bytes and up to {count_values(raw)} values; at most "
-            f"{MAX_MANIFEST_BYTES} and {MAX_MANIFEST_VALUES} are read. Store fewer prompts an entry, or make the "
-            "fingerprint's parts shorter."
+            f"{MAX_MANIFEST_BYTES} bytes and {MAX_MANIFEST_VALUES} values are allowed. Store fewer prompts per entry, "
+            "or shorten the parts of the fingerprint."
         )
     return raw
 
 
 def decode_manifest(raw: bytes, *, path: str) -> Manifest:
-    """Read a manifest's file; that the files are as it says is for the caller to see.
+    """Decode a manifest. The caller compares the entry's files with it.
 
     Raises:
-        BrokenEntryError: It is torn, of another format, or not a manifest.
+        BrokenEntryError: The manifest is damaged, or of another format.
     """
     try:
         document = load_json(raw, max_values=MAX_MANIFEST_VALUES)
         content = document["manifest"]
         if set(document) != {"sha256", "manifest"} or document["sha256"] != _sha256(content):
-            raise BrokenEntryError(path, "its checksum is not that of its content")
+            raise BrokenEntryError(path, "its checksum does not match its content")
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-            raise BrokenEntryError(path, f"it must be of format {FORMAT!r}, and is not")
+            raise BrokenEntryError(path, f"its format must be {FORMAT!r}, and is not")
         if content.get("format_version") != FORMAT_VERSION:
             found = shown(content.get("format_version"))
             raise BrokenEntryError(path, f"it must have format_version {FORMAT_VERSION}; found {found}")
         return msgspec.convert(content, Manifest)
     except (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError) as error:
-        raise BrokenEntryError(path, f"it is no manifest ({type(error).__name__}: {error})") from None
+        raise BrokenEntryError(path, f"it is not a manifest ({type(error).__name__}: {error})") from None
 
 
 def _sha256(content: Json) -> str:

@@ -30,12 +30,12 @@ class SkipOptions:
             is empty.
         on_mismatch: What to do with an entry from another policy, other prompts or other settings (for repeat and
             repeat_last: another tokenizer or other columns): "error", "regenerate" the step, or "accept" the entry.
-        on_broken: What to do with an entry that is torn or not an entry at all: "regenerate" (move it aside and
-            generate the step) or "error".
+        on_broken: What to do with a damaged or invalid entry: "regenerate" (move it to broken/ and generate the step)
+            or "error".
         rewards: "stored" replays the stored rewards. "again" calls the current reward functions on the stored
             responses; a changed reward is then not a mismatch.
         max_bytes: Maximum size of all entries, in bytes or as a size such as "20G"; the oldest are deleted first. It
-            must hold every step to be replayed. none has no limit.
+            must hold every step to be replayed. none sets no limit.
         compress: Compress with lz4, to about half the size; false reads and writes slightly faster.
         validation: Also store and replay validation, but only for the same step with identical settings.
     """
@@ -56,7 +56,7 @@ class SkipOptions:
         """`max_bytes` as a number.
 
         Raises:
-            ValueError: It is no size.
+            ValueError: `max_bytes` is not a size.
         """
         if self.max_bytes is None:
             return None
@@ -65,7 +65,7 @@ class SkipOptions:
         return parse_bytes(str(self.max_bytes))
 
     def problems(self) -> Iterator[str]:
-        """What cannot be: each names the option, what it must be, and what it is."""
+        """Yield a message for each invalid option: its name, the expected value and the actual one."""
         for name, known in (
             ("action", Action),
             ("on_mismatch", OnMismatch),
@@ -88,24 +88,24 @@ class SkipOptions:
             yield str(error)
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Check the options.
 
         Raises:
-            SettingsError: Has all of `problems`.
+            SettingsError: An option is invalid; the message lists all `problems`.
         """
         if found := list(self.problems()):
             raise SettingsError("\n".join(found))
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "500M", "1.5GB" or "20Gi"; k, M, G and T count in thousands, Ki, Mi, Gi, Ti in 1024s.
+    """Parse a size such as "500M", "1.5GB" or "20Gi" into bytes; k, M, G, T are powers of 1000, Ki, Mi, Gi, Ti of 1024.
 
     Raises:
-        ValueError: It is no size.
+        ValueError: The text is not a size.
     """
     match = SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"a size such as 500000, 500M, 1.5GB or 20Gi was expected; found {text!r}")
+        raise ValueError(f"expected a size such as 500000, 500M, 1.5GB or 20Gi; found {text!r}")
     base = 1024 if match[3] else 1000
     unit: int = base ** POWERS[(match[2] or "").lower()]
     return round(float(match[1]) * unit)

@@ -1,9 +1,9 @@
-"""Entries on an object store, through fsspec; the one file that knows it.
+"""Entries on an object store, through fsspec. Only this file imports fsspec.
 
-An object store renames nothing, has no folders, and puts one object at a time whole. So each writer puts its arrays
-under a name of its own, and the manifest, which says that name, last: a reader sees the entry of one writer or none.
-What writers left that died is arrays that no manifest names; a writer that lives has such arrays too, and so they count
-as left when nothing was put there for `LEFT_AFTER_S`.
+An object store cannot rename, has no folders, and only writes single objects atomically. Each writer therefore puts its
+arrays under a unique name, and the manifest with that name last: a reader sees one writer's complete entry or none.
+Arrays that no manifest names belong to a dead writer or to one still at work. They count as leftovers once nothing
+was added to them for `LEFT_AFTER_S`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from rl_rollout.skip.manifest import ARRAYS_FOLDER, MANIFEST, MAX_MANIFEST_BYTES
 
 BROKEN = "broken"
 PATTERN = re.compile(r"[*?\[]")
-"""fsspec takes a path with one of these for many paths, also when it removes."""
+"""Characters that make fsspec treat a path as a pattern, even when it removes."""
 LEFT_AFTER_S = 3600.0
 
 
@@ -31,45 +31,45 @@ class RemoteFolder:
     """Entries below a URL."""
 
     def __init__(self, url: str) -> None:
-        """Find the file system that knows the URL.
+        """Open the file system of the URL.
 
         Raises:
-            CacheError: fsspec knows no such URL, or it is a pattern.
-            MissingExtraError: It needs a package that is not installed.
+            CacheError: fsspec does not support the URL, or it is a pattern.
+            MissingExtraError: The URL needs a package that is not installed.
         """
         if PATTERN.search(url):
-            raise CacheError(f"{url} is no place for a skip cache: it must have none of * ? [. Give another URL.")
+            raise CacheError(f"{url} cannot be used for a skip cache: it must not contain * ? [. Give another URL.")
         try:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
             raise MissingExtraError(f"{url} needs a package that is not installed: {error}") from error
         except ValueError as error:
-            raise CacheError(f"{url} is no place for a skip cache: {error}. Give a folder or a URL.") from error
+            raise CacheError(f"{url} cannot be used for a skip cache: {error}. Give a folder or a URL.") from error
         self._url = url.rstrip("/")
         self._root = _RemoteTree(self._fs, root.rstrip("/"), self._url)
 
     def path_of(self, name: str) -> str:
-        """Where an entry is."""
+        """Return an entry's URL."""
         return f"{self._url}/{name}"
 
     def exists(self) -> bool:
-        """True when anything is below the URL."""
+        """Return True if there is any object below the URL."""
         return bool(self._root.objects())
 
     def names(self) -> list[str]:
-        """Names of what is, or claims to be, an entry; one without manifest is not there yet."""
+        """Return the names of all entries with a manifest, including broken ones."""
         found = (path.partition("/") for path in self._root.objects())
         return sorted(name for name, _, rest in found if rest == MANIFEST and EntryKey.parse(name) is not None)
 
     @contextmanager
     def open(self, name: str) -> Iterator["RemoteFiles | None"]:
-        """An entry's files."""
+        """Open an entry's files; yield None if it has no manifest."""
         tree = self._tree(name)
         yield RemoteFiles(tree) if tree.has(MANIFEST) else None
 
     @contextmanager
     def begin(self, name: str) -> Iterator["RemoteWriter"]:
-        """A new entry; its arrays are removed where it is not published."""
+        """Create a new entry; its arrays are removed unless it is published."""
         writer = RemoteWriter(self._tree(name))
         try:
             yield writer
@@ -77,9 +77,9 @@ class RemoteFolder:
             writer.discard()
 
     def remove(self, name: str) -> None:
-        """Remove the manifest, and with it the entry for all readers; then the arrays that it names.
+        """Remove the manifest, which hides the entry from all readers, then the arrays that it names.
 
-        Arrays that it does not name may be of a writer that is at work. Those of a manifest that names none go.
+        Other arrays are kept, as their writer may still be at work. A manifest that names no arrays removes all.
         """
         tree = self._tree(name)
         found = tree.objects()
@@ -91,7 +91,7 @@ class RemoteFolder:
         tree.remove_empty()
 
     def set_aside(self, name: str) -> str | None:
-        """Copy an entry below `broken`, and remove it."""
+        """Copy an entry into `broken` and remove it; return its new URL, or None if it does not exist."""
         tree, target = self._tree(name), self._tree(f"{BROKEN}/{name}-{secrets.token_hex(TOKEN_BYTES)}")
         found = tree.objects()
         if MANIFEST not in found:
@@ -102,7 +102,7 @@ class RemoteFolder:
         return target.url
 
     def set_aside_sizes(self) -> dict[str, int]:
-        """Bytes of what was set aside."""
+        """Return the size in bytes of each item in `broken`."""
         sizes: dict[str, int] = {}
         for path, size in self._tree(BROKEN).objects().items():
             name = path.partition("/")[0]
@@ -110,17 +110,17 @@ class RemoteFolder:
         return dict(sorted(sizes.items()))
 
     def remove_set_aside(self, name: str) -> None:
-        """Remove what was set aside."""
+        """Remove an item from `broken`."""
         self._tree(f"{BROKEN}/{name}").remove_all()
 
     def check(self) -> None:
-        """Nothing is asked of the store before it is used."""
+        """Do nothing: the store is not contacted before its first use."""
 
     def prepare(self) -> None:
-        """Nothing is made before the first entry, and a writer that died cannot be told at once from one that lives."""
+        """Do nothing: the first entry creates the prefix, and dead writers are recognized only after LEFT_AFTER_S."""
 
     def leftovers(self) -> dict[str, int]:
-        """Bytes of arrays that no manifest names, and to which nothing was added for LEFT_AFTER_S, by their path."""
+        """Return the size in bytes of each folder of arrays left by a dead writer, by its path below the URL."""
         sizes: dict[str, int] = {}
         for path, size in self._root.objects().items():
             name, _, rest = path.partition("/")
@@ -130,12 +130,12 @@ class RemoteFolder:
         return {path: size for path, size in sorted(sizes.items()) if self._is_left(path)}
 
     def remove_leftover(self, name: str) -> None:
-        """Remove arrays that no manifest names."""
+        """Remove a folder of arrays, if it is still a leftover."""
         if self._is_left(name):
             self._tree(name).remove_all()
 
     def _is_left(self, path: str) -> bool:
-        """True for arrays that are old and belong to no entry; a broken manifest may name any of them."""
+        """Return True if the arrays are old and belong to no entry. A broken manifest counts as naming all arrays."""
         name, _, arrays = path.partition("/")
         entry = self._tree(name)
         try:
@@ -143,7 +143,7 @@ class RemoteFolder:
             if newest is None or time.time() - newest <= LEFT_AFTER_S:
                 return False
             return not entry.has(MANIFEST) or _named_arrays(entry) not in (None, arrays)
-        except CacheError:  # what the store cannot give now is not known to be left
+        except CacheError:  # unreadable now, so not known to be a leftover
             return False
 
     def _tree(self, path: str) -> "_RemoteTree":
@@ -151,15 +151,15 @@ class RemoteFolder:
 
 
 class RemoteFiles:
-    """The files of one entry."""
+    """Files of one entry."""
 
     def __init__(self, tree: "_RemoteTree") -> None:
-        """Name the entry."""
+        """Set the entry's objects."""
         self._tree = tree
         self._manifest: bytes | None = None
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file by its path in the entry."""
+        """Return the size in bytes of every file, by its path relative to the entry."""
         found = self._tree.objects()
         for path, size in found.items():
             if size is None:
@@ -167,7 +167,7 @@ class RemoteFiles:
         return {path: size for path, size in found.items() if size is not None}
 
     def read(self, path: str, size_bytes: int) -> memoryview:
-        """A whole file."""
+        """Read a complete file into writable memory."""
         where = f"{self._tree.url}/{path}"
         content = self._tree.read(path, size_bytes + 1)
         if content is None:
@@ -180,25 +180,29 @@ class RemoteFiles:
         return memoryview(bytearray(content))
 
     def is_current(self) -> bool:
-        """True while the manifest that was read is still there."""
+        """Return True while the manifest that was read is still in place."""
         return self._manifest is None or self._tree.read(MANIFEST, len(self._manifest) + 1) == self._manifest
 
 
 class RemoteWriter:
-    """An entry that is being put."""
+    """Writer of one entry."""
 
     def __init__(self, tree: "_RemoteTree") -> None:
-        """Name the entry."""
+        """Set the entry's objects."""
         self._tree = tree
         self._written: list[str] = []
 
     def write(self, path: str, *parts: bytes | memoryview) -> None:
-        """Put a file."""
+        """Write a file from parts."""
         self._written.append(path)
         self._tree.put(path, b"".join(parts))
 
     def publish(self, manifest: bytes, *, replace: bool) -> bool:
-        """Put the manifest, unless there is one that stays; what it takes the place of is removed."""
+        """Write the manifest; with `replace`, remove the replaced arrays.
+
+        Returns:
+            False if another entry was there first and stays.
+        """
         if not replace and not self._tree.put_new(MANIFEST, manifest):
             return False
         replaced = _named_arrays(self._tree) if replace else None
@@ -210,7 +214,7 @@ class RemoteWriter:
         return True
 
     def discard(self) -> None:
-        """Remove what was put and not published; where the store fails, it is left to `prune`."""
+        """Remove the files of an unpublished entry; `prune` removes any that the store fails to delete here."""
         for path in self._written:
             with contextlib.suppress(CacheError):
                 self._tree.remove(path)
@@ -218,7 +222,7 @@ class RemoteWriter:
 
 
 class _RemoteTree:
-    """All objects whose names begin with one path; every failure of the store becomes an error of ours."""
+    """All objects below one path. Every failure of the store is raised as a CacheError."""
 
     def __init__(self, fs: Any, path: str, url: str) -> None:
         self._fs = fs
@@ -229,19 +233,19 @@ class _RemoteTree:
         return _RemoteTree(self._fs, f"{self.path}/{name}", f"{self.url}/{name}")
 
     def objects(self) -> dict[str, int | None]:
-        """Bytes of every object by its path below this one; None of a link, and where the store does not say."""
+        """Return the size of every object by its relative path; None for a link or an unknown size."""
         with self._failing("listed"):
             found = self._fs.find(self.path, detail=True)
         stem = f"{self.path}/"
         return {
             path.removeprefix(stem): _size_of(each)
             for path, each in sorted(found.items())
-            # Some stores keep an empty object for a folder, and list what was asked for itself.
+            # Some stores keep an empty object per folder, and include the requested path itself.
             if path.startswith(stem) and not path.endswith("/") and each.get("type") != "directory"
         }
 
     def has(self, name: str) -> bool:
-        with self._failing("looked for", name):
+        with self._failing("looked up", name):
             try:
                 return bool(self._fs.info(f"{self.path}/{name}")["type"] != "directory")
             except FileNotFoundError:
@@ -260,19 +264,19 @@ class _RemoteTree:
         with self._failing("stored", name):
             try:
                 self._fs.pipe_file(path, content)
-            except FileNotFoundError:  # no object store, but one that has folders
+            except FileNotFoundError:  # a store with real folders
                 self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
                 self._fs.pipe_file(path, content)
 
     def put_new(self, name: str, content: bytes) -> bool:
-        """Put an object where there is none; False where another is. Stores that can see to it themselves do so."""
+        """Write an object unless it exists; return False if another does. Atomic on stores with exclusive creation."""
         if self.has(name):
             return False
         try:
             self._fs.pipe_file(f"{self.path}/{name}", content, mode="create")
-        except Exception:  # whichever way this store says that there is one, or that it cannot see to it
+        except Exception:  # the object exists, or the store has no exclusive creation; the error depends on the store
             if self.has(name):
-                # A put that was sent twice finds itself.
+                # A retried write finds its own object.
                 return self.read(name, len(content) + 1) == content
             self.put(name, content)
         return True
@@ -282,7 +286,7 @@ class _RemoteTree:
             path = f"{target.path}/{name}"
             try:
                 self._fs.cp_file(f"{self.path}/{name}", path)
-            except FileNotFoundError:  # it is gone, or a folder has to be made
+            except FileNotFoundError:  # it was removed, or a folder must be created first
                 self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
                 self._fs.cp_file(f"{self.path}/{name}", path)
 
@@ -298,20 +302,20 @@ class _RemoteTree:
                 self._fs.rm(self.path, recursive=True)
 
     def remove_empty(self) -> None:
-        """Remove the folder itself, where the store has folders and nothing is in it any more."""
+        """Remove the folder itself once it is empty, on stores with real folders."""
         if not self.objects():
             self.remove_all()
 
     def newest(self) -> float | None:
-        """When the last object was put here, in seconds since the epoch; None where the store does not say."""
+        """Return the newest modification time in seconds since the epoch; None if unknown or without objects."""
         times = []
         for name in self.objects():
             try:
                 changed: object = self._fs.modified(f"{self.path}/{name}")
             except (FileNotFoundError, NotImplementedError):
                 return None
-            except Exception as error:  # each file system raises its own kinds
-                raise self._failed("looked at", name, error) from error
+            except Exception as error:  # error types differ between file systems
+                raise self._failed("inspected", name, error) from error
             if not isinstance(changed, datetime):
                 return None
             times.append((changed if changed.tzinfo else changed.replace(tzinfo=UTC)).timestamp())
@@ -321,7 +325,7 @@ class _RemoteTree:
     def _failing(self, what: str, name: str = "") -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # each file system raises its own kinds
+        except Exception as error:  # error types differ between file systems
             raise self._failed(what, name, error) from error
 
     def _failed(self, what: str, name: str, error: Exception) -> CacheError:
@@ -330,7 +334,7 @@ class _RemoteTree:
 
 
 def _named_arrays(entry: _RemoteTree) -> str | None:
-    """The folder of arrays that an entry's manifest names; None without a manifest that names one."""
+    """Return the folder of arrays that an entry's manifest names; None if there is no valid one."""
     try:
         raw = entry.read(MANIFEST, MAX_MANIFEST_BYTES)
         named = None if raw is None else json.loads(raw)["manifest"]["arrays_folder"]

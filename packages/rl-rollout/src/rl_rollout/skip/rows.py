@@ -1,7 +1,7 @@
-"""Groups of rollouts as flat arrays, and back; nothing of a group is lost but the exception that failed it.
+"""Converts groups of rollouts to flat arrays and back. `error`, `rescored` and `timings.reward_wait_s` are not stored.
 
-Tokens of all trajectories lie end to end, with offsets; so do the prompts'. What is not a token (uids, messages,
-rewards, timings, failures) is one JSON document, as bytes.
+The tokens of all trajectories are concatenated, with offsets; so are the prompts' tokens. Everything else (uids,
+messages, rewards, timings, failures) is one JSON document, stored as bytes.
 """
 
 import json
@@ -28,7 +28,7 @@ TOKEN_DTYPES = {
     "rollout_logprobs": "float32",
     "policy_versions": "int32",
 }
-"""Columns with one value a token."""
+"""dtype of each column with one value per token."""
 DTYPES = {
     **TOKEN_DTYPES,
     "row_versions": "int32",
@@ -39,12 +39,12 @@ DTYPES = {
     "routed_experts": "int16",
     "expert_shapes": "int32",
 }
-"""Every array that an entry may have. `row_versions` takes the place of `policy_versions` where each trajectory was
-sampled by one version throughout. `expert_shapes` has layers and top_k of each trajectory, 0 of one without experts; an
-entry without any has neither it nor `routed_experts`."""
+"""dtype of every array that an entry may have. `row_versions` replaces `policy_versions` if each trajectory was sampled
+by a single version. `expert_shapes` has layers and top_k of each trajectory, 0 for one without experts; an entry
+without any experts has neither `expert_shapes` nor `routed_experts`."""
 EXPERTS = {"routed_experts", "expert_shapes"}
 ROWS_AT_ONCE = 32
-"""Rows whose versions are computed together, so that intermediate values stay in the processor's cache."""
+"""Number of rows whose versions are computed together; small enough to keep intermediate values in the CPU cache."""
 MAX_RECORDS_BYTES = 1 << 28
 MAX_RECORDS_VALUES = 1 << 23
 
@@ -75,7 +75,7 @@ class _GroupRecord(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 
 def count(groups: Sequence[GroupResult]) -> Counts:
-    """How much there is."""
+    """Count the groups, sessions, failed sessions, trajectories and tokens."""
     trajectories = _trajectories(groups)
     return Counts(
         groups=len(groups),
@@ -87,10 +87,10 @@ def count(groups: Sequence[GroupResult]) -> Counts:
 
 
 def storable(groups: Sequence[GroupResult]) -> list[GroupResult]:
-    """Groups in which failed sessions keep only trajectories that can be stored.
+    """Return the groups without those trajectories of failed sessions that cannot be stored.
 
-    A session may have failed for its trajectories: their dtypes, names or extras are then what its loop made of them.
-    They never train, and are no reason to lose the others.
+    Invalid trajectories, with wrong dtypes, names or extras, may be the reason that a session failed. They never train,
+    and must not prevent the other sessions from being stored.
     """
     return [
         replace(group, sessions=tuple(_storable(each, group, index) for index, each in enumerate(group.sessions)))
@@ -101,11 +101,11 @@ def storable(groups: Sequence[GroupResult]) -> list[GroupResult]:
 
 
 def iter_arrays(groups: Sequence[GroupResult]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Names and arrays of one axis one by one, the large ones first, so that each can be stored while the next is made.
+    """Yield the name and the 1-D array of each column, largest first; one can be stored while the next is built.
 
     Raises:
-        CacheError: A prompt or trajectory holds what is no JSON, or tokens of another dtype, or a trajectory has
-            another's name; the message names it.
+        CacheError: A field of a prompt or trajectory is not JSON, the indices of a trajectory do not match its
+            position, or the records are too large; the message names it.
     """
     for group in groups:
         for index, session in enumerate(group.sessions):
@@ -132,14 +132,14 @@ def iter_arrays(groups: Sequence[GroupResult]) -> Iterator[tuple[str, NDArray[An
 
 
 def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
-    """The groups that arrays hold.
+    """Rebuild the groups from their arrays.
 
     Args:
-        arrays: As `iter_arrays` gave them; dtypes have been checked.
-        path: Of the entry, for messages.
+        arrays: Arrays from `iter_arrays`, by name, with their dtypes already checked.
+        path: The entry's path, for error messages.
 
     Raises:
-        BrokenEntryError: The arrays do not belong together.
+        BrokenEntryError: The arrays are inconsistent.
     """
     required = {"input_ids", "loss_mask", "rollout_logprobs", "offsets", "prompt_ids", "prompt_offsets", "records"}
     versions_name = "row_versions" if "row_versions" in arrays else "policy_versions"
@@ -149,8 +149,8 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
     prompt_offsets = _checked_offsets(arrays["prompt_offsets"], arrays["prompt_ids"], path=f"{path}/prompt_offsets")
     for name in ("loss_mask", "rollout_logprobs"):
         _check_length(arrays[name], len(arrays["input_ids"]), path=f"{path}/{name}")
-    if arrays["loss_mask"].view(np.uint8).max(initial=0) > 1:  # numpy takes any byte, and counts it as it likes
-        raise BrokenEntryError(f"{path}/loss_mask", "it must hold 0 and 1 alone")
+    if arrays["loss_mask"].view(np.uint8).max(initial=0) > 1:  # numpy accepts any byte as bool, with undefined results
+        raise BrokenEntryError(f"{path}/loss_mask", "its values must be 0 or 1")
     records = _decode_records(arrays["records"], path=f"{path}/records")
     rows = [row for group in records for session in group.sessions for row in session.trajectories]
     _check_length(offsets, len(rows) + 1, path=f"{path}/offsets")
@@ -223,7 +223,7 @@ def _joined_groups(
 
 
 def _split_experts(arrays: Arrays, lengths: NDArray[np.int64], *, path: str) -> list[ExpertArray | None]:
-    """[T, layers, top_k] of each trajectory that has experts."""
+    """Return the [T, layers, top_k] experts of each trajectory; None for one without experts."""
     if "routed_experts" not in arrays:
         return [None] * len(lengths)
     values, shapes = arrays["routed_experts"], arrays["expert_shapes"].astype(np.int64)
@@ -247,24 +247,25 @@ def _storable(session: SessionResult, group: GroupResult, index: int) -> Session
         _check_rows(session, group, index)
         for row in session.trajectories:
             msgspec.convert(json.loads(json.dumps(_trajectory_record(row))), _TrajectoryRecord)
-    except Exception:  # what a loop of the user's own gave can raise anything when it is read
+    except Exception:  # results of a custom loop can raise any error when they are read
         return replace(session, trajectories=())
     return session
 
 
 def _check_rows(session: SessionResult, group: GroupResult, index: int) -> None:
-    """Refuse trajectories whose names do not follow from their places, or whose columns are not as they are stored."""
+    """Raise an error if a trajectory's prompt uid or indices do not match its position."""
     for output_index, row in enumerate(session.trajectories):
         expected = (group.prompt.uid, index, output_index)
         found = (row.prompt_uid, row.session_index, row.output_index)
         if found != expected:
             raise CacheError(
-                f"a trajectory is named {found} (prompt, session, output); expected {expected}. Name each by its place."
+                "prompt_uid, session_index and output_index of a trajectory must match its position: expected "
+                f"{expected}; found {found}. Fix them in the agent loop."
             )
 
 
 def _trajectories(groups: Sequence[GroupResult]) -> list[Trajectory]:
-    """Of all sessions, of those that failed too."""
+    """Return the trajectories of all sessions, including failed ones."""
     return [row for group in groups for session in group.sessions for row in session.trajectories]
 
 
@@ -274,7 +275,7 @@ def _joined(rows: Sequence[Trajectory | Prompt], name: str, dtype: str) -> NDArr
 
 
 def _row_versions(rows: Sequence[Trajectory]) -> NDArray[np.int32] | None:
-    """[N] the version of each trajectory, or None where one has several."""
+    """Return the [N] version of each trajectory; None if any trajectory has several."""
     found = np.full(len(rows), NO_VERSION, dtype=np.int32)
     for start in range(0, len(rows), ROWS_AT_ONCE):
         part, part_found = rows[start : start + ROWS_AT_ONCE], found[start : start + ROWS_AT_ONCE]
@@ -292,7 +293,7 @@ def _row_versions(rows: Sequence[Trajectory]) -> NDArray[np.int32] | None:
 def _token_versions(
     row_versions: NDArray[np.int32], mask: NDArray[np.bool_], offsets: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """[T] the version of each sampled token of trajectories that have one throughout, NO_VERSION elsewhere."""
+    """Return the [T] version of each token, expanded from one version per trajectory; NO_VERSION if not sampled."""
     found = np.empty(len(mask), dtype=np.int32)
     for start in range(0, len(row_versions), ROWS_AT_ONCE):
         ends = offsets[start : start + ROWS_AT_ONCE + 1]
@@ -312,15 +313,15 @@ def _encode_records(groups: Sequence[GroupResult]) -> bytes:
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             name = next((name for name, value in record.items() if not _is_json(value)), "record")
             raise CacheError(
-                f"{name} of prompt {group.prompt.uid!r} cannot be stored: it must be JSON ({error}). Leave it out of "
-                "the prompt's row, or of what the loop gives."
+                f"{name} of prompt {group.prompt.uid!r} cannot be stored: it must be JSON ({error}). Remove it from "
+                "the prompt's row or from the agent loop's result."
             ) from error
     raw = f"[{','.join(parts)}]".encode()
     if len(raw) > MAX_RECORDS_BYTES or count_values(raw) > MAX_RECORDS_VALUES:
         raise CacheError(
-            f"what is not a token takes {len(raw)} bytes of JSON with up to {count_values(raw)} values; an entry holds "
-            f"at most {MAX_RECORDS_BYTES} and {MAX_RECORDS_VALUES}. Drop columns of the prompts that nothing needs, or "
-            "store fewer prompts an entry."
+            f"the records other than tokens have {len(raw)} bytes of JSON with up to {count_values(raw)} values; an "
+            f"entry may have at most {MAX_RECORDS_BYTES} bytes and {MAX_RECORDS_VALUES} values. Drop unused columns of "
+            "the prompts, or store fewer prompts per entry."
         )
     return raw
 
@@ -363,7 +364,7 @@ def _is_json(value: Json) -> bool:
 
 def _decode_records(raw: NDArray[np.uint8], *, path: str) -> list[_GroupRecord]:
     if len(raw) > MAX_RECORDS_BYTES:
-        raise BrokenEntryError(path, f"it has {len(raw)} bytes; at most {MAX_RECORDS_BYTES} were expected")
+        raise BrokenEntryError(path, f"it has {len(raw)} bytes; expected at most {MAX_RECORDS_BYTES}")
     try:
         records = load_json_as(raw.tobytes(), list[_GroupRecord], max_values=MAX_RECORDS_VALUES)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:

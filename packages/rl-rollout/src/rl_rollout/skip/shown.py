@@ -1,4 +1,4 @@
-"""One entry for `rl-rollout cache show`: its prompts and responses, as text where a tokenizer is at hand."""
+"""Describes one entry for `rl-rollout cache show`: its prompts and responses, as text if a tokenizer is available."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,28 +15,28 @@ from rl_rollout.skip.store import EntryStore
 MAX_ORIGIN = 4096
 
 Decode = Callable[[IntArray], str | None]
-"""Gives tokens as text, special ones too; None without a tokenizer, or for tokens that it does not know."""
+"""Decodes tokens, including special ones; returns None without a tokenizer or for unknown tokens."""
 
 
 def show_entry(
     store: EntryStore, key: EntryKey, *, max_groups: int, max_sessions: int, tokenizer: Path | None
 ) -> dict[str, Any]:
-    """Read an entry whole, and describe it with its first prompts and responses.
+    """Read a complete entry and describe it with its first prompts and responses.
 
     Args:
-        store: Of the directory.
-        key: Which entry.
-        max_groups: Most prompts.
-        max_sessions: Most sessions of each prompt.
-        tokenizer: Its folder; None takes the policy's, where the entry names a folder that exists.
+        store: Store of the directory.
+        key: Key of the entry.
+        max_groups: Maximum number of prompts.
+        max_sessions: Maximum number of sessions per prompt.
+        tokenizer: Folder of a tokenizer; None uses the policy's folder, if the entry names an existing one.
 
     Returns:
-        `entry` as `ls` describes it, and as JSON values its `arrays`, which `tokenizer` made the texts, and `groups`.
+        `entry`, the report of `ls`, and as JSON values `arrays`, `tokenizer` (the source of the texts) and `groups`.
 
     Raises:
-        BrokenEntryError: It is not whole.
-        SettingsError: The folder that was named has no tokenizer.
-        MissingExtraError: zarr is not installed, or transformers for the tokenizer that was named.
+        BrokenEntryError: The entry is broken.
+        SettingsError: The given folder has no tokenizer.
+        MissingExtraError: zarr, or transformers for the given tokenizer, is not installed.
     """
     entry, report = store.read(key), describe_entry(store, key)
     if entry is None or report is None:
@@ -52,7 +52,7 @@ def show_entry(
 
 
 def _find_decoder(manifest: Manifest, folder: Path | None) -> tuple[Decode, str]:
-    """The tokenizer of a folder, or of the policy's where the fingerprint names one; and which it is, in words."""
+    """Return a decoder for the given folder or else the policy's, and a description of its source."""
     hint = "none: tokens are shown as numbers; give --tokenizer FOLDER for text"
     origin = _origin(manifest) if folder is None else folder
     if origin is None:
@@ -62,20 +62,20 @@ def _find_decoder(manifest: Manifest, folder: Path | None) -> tuple[Decode, str]
     except RLError as error:
         if folder is not None:
             raise
-        needs = f" (that of {origin} needs transformers)" if isinstance(error, MissingExtraError) else ""
+        needs = f" (the one of {origin} needs transformers)" if isinstance(error, MissingExtraError) else ""
         return _no_text, f"{hint}{needs}"
 
     def decode(ids: IntArray) -> str | None:
         try:
             return tokenizer.decode([ids], skip_special_tokens=False)[0]
-        except Exception:  # each tokenizer raises its own kinds for an id that it does not know
+        except Exception:  # error types for unknown ids differ between tokenizers
             return None
 
-    said = f"of {origin}" if folder is not None else f"of {origin}, the policy that the entry names"
+    said = f"from {origin}" if folder is not None else f"from {origin}, the entry's policy"
     made_with = manifest.fingerprint.get("tokenizer")
     stored = made_with.get("vocabulary") if isinstance(made_with, dict) else None
     if stored is not None and stored != tokenizer.fingerprint["vocabulary"]:
-        said += "; NOT the entry's own: its vocabulary is another, and the text may be wrong"
+        said += "; NOT the entry's own tokenizer: the vocabularies differ, and the text may be wrong"
     return decode, said
 
 

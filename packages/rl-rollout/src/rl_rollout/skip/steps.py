@@ -1,4 +1,4 @@
-"""Which steps a skip cache serves: all, a list, or ranges."""
+"""The selection of steps that use a skip cache: all, a list, or ranges."""
 
 import re
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ BRACKETS = re.compile(r"\[(.*)\]", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """Steps from 1, as sorted ranges that do not touch.
+    """A set of steps, as sorted ranges that are neither overlapping nor adjacent.
 
     Attributes:
-        ranges: First and last step of each; a last of None has no end.
+        ranges: First and last step of each range, counted from 1; a last step of None means no end.
     """
 
     ranges: tuple[tuple[int, int | None], ...]
 
     @classmethod
     def parse(cls, steps: str | int | Sequence[int]) -> "StepSelection":
-        """Read "all", one step, a list of steps, or ranges such as "1-20,40" and "100-".
+        """Parse "all", one step, a list of steps, or ranges such as "1-20,40" and "100-".
 
         Raises:
-            SettingsError: It is none of these, names no step, or a range runs backwards.
+            SettingsError: The value has another form, selects no step, or has a range that ends before it starts.
         """
         found: list[tuple[int, int | None]]
         if isinstance(steps, str):
@@ -36,7 +36,7 @@ class StepSelection:
         elif isinstance(steps, int):
             found = [(_read_step(steps, steps), steps)]
         elif not isinstance(steps, Sequence):
-            raise SettingsError(f"steps must be a text or a list; found {steps!r}. {EXAMPLES}")
+            raise SettingsError(f"steps must be a string or a list; found {steps!r}. {EXAMPLES}")
         else:
             found = [(first, first) for first in (_read_step(step, steps) for step in steps)]
         if not found:
@@ -47,7 +47,7 @@ class StepSelection:
         return any(first <= step and (last is None or step <= last) for first, last in self.ranges)
 
     def count_before(self, step: int) -> int:
-        """How many selected steps come before a step."""
+        """Return the number of selected steps before a step."""
         total = 0
         for first, last in self.ranges:
             end = step - 1 if last is None else min(last, step - 1)
@@ -60,20 +60,20 @@ EXAMPLES = 'Write "all", [1, 2, 40] or "1-20,40"; steps are counted from 1.'
 
 def _read_step(step: object, steps: object) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        raise SettingsError(f"steps must be whole numbers of at least 1; found {step!r} in {steps!r}. {EXAMPLES}")
+        raise SettingsError(f"steps must be integers of at least 1; found {step!r} in {steps!r}. {EXAMPLES}")
     return step
 
 
 def _read_range(part: str, steps: str) -> tuple[int, int | None]:
     match = RANGE.fullmatch(part.strip())
     if match is None:
-        raise SettingsError(f"steps has the part {part.strip()!r}, which is no step or range, in {steps!r}. {EXAMPLES}")
+        raise SettingsError(f"steps must list steps or ranges; found {part.strip()!r} in {steps!r}. {EXAMPLES}")
     first = _read_step(int(match[1]), steps)
     if match[2] is None:
         return first, first
     last = None if match[3] is None else int(match[3])
     if last is not None and last < first:
-        raise SettingsError(f"steps has the range {part.strip()!r}, which runs backwards, in {steps!r}. {EXAMPLES}")
+        raise SettingsError(f"steps must have ascending ranges; found {part.strip()!r} in {steps!r}. {EXAMPLES}")
     return first, last
 
 

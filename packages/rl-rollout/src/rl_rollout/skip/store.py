@@ -1,4 +1,4 @@
-"""Entries of a skip cache: written atomically, and read only when complete."""
+"""Entries of a skip cache, written atomically and read only if complete."""
 
 import secrets
 import time
@@ -33,21 +33,21 @@ from rl_rollout.skip.manifest import (
 from rl_rollout.skip.rows import DTYPES, count, decode_groups, iter_arrays, storable
 
 NUM_READS, NUM_WRITES = 4, 8
-"""Arrays at once; writes wait for the disk most of their time."""
+"""Number of arrays read or written in parallel; writes mostly wait for the disk."""
 ReadT = TypeVar("ReadT")
 
 
 class EntryTooLargeError(CacheError):
-    """An entry would have more bytes than entries may have."""
+    """An entry would exceed the maximum size of the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEntry:
-    """An entry that was read whole.
+    """A complete entry.
 
     Attributes:
-        manifest: What it says of itself.
-        groups: Its rollouts.
+        manifest: The entry's manifest.
+        groups: The stored rollouts.
     """
 
     manifest: Manifest
@@ -55,49 +55,49 @@ class StoredEntry:
 
 
 class EntryStore:
-    """Entries in a folder; any number of processes may use one."""
+    """Entries in a directory, which any number of processes may share."""
 
     def __init__(self, directory: str, *, compress: bool = True, max_entry_bytes: int = 1 << 34) -> None:
-        """Name the folder; nothing is read or made yet.
+        """Set the directory, without reading or creating it.
 
         Args:
-            directory: Local path, or a URL that fsspec knows.
-            compress: How new entries are written.
-            max_entry_bytes: An entry that would take more memory is not read.
+            directory: Local path, or a URL that fsspec supports.
+            compress: Compress new entries with lz4.
+            max_entry_bytes: Maximum memory of an entry's arrays; a larger one is neither read nor written.
         """
         self.folder: EntryFolder = open_folder(directory)
         self._compress = compress
         self._max_entry_bytes = max_entry_bytes
 
     def require_library(self) -> None:
-        """Find out at the start whether the library of zarr's codecs is installed.
+        """Check early that zarr's codecs are installed.
 
         Raises:
-            MissingExtraError: It is not.
+            MissingExtraError: They are not installed.
         """
         sample = np.zeros(1, dtype=np.uint8)
         with _needing_codecs():
             encode_array(sample, plan_array(sample, compress=True))
 
     def entries(self) -> list[EntryKey]:
-        """Of all entries, broken ones too; sorted by kind, step and part."""
+        """Return the keys of all entries, including broken ones, sorted by kind, step and part."""
         keys = [key for name in self.folder.names() if (key := EntryKey.parse(name)) is not None]
         return sorted(keys, key=lambda key: (key.kind, key.step, key.part))
 
     def manifest(self, key: EntryKey) -> Manifest | None:
-        """An entry's manifest alone; None where there is no entry.
+        """Read only an entry's manifest; return None if the entry does not exist.
 
         Raises:
-            BrokenEntryError: It is no entry.
+            BrokenEntryError: The manifest is invalid, or the files do not match it.
         """
         return self._whole(key, lambda files: self._read_manifest(files, key, files.sizes()))
 
     def read(self, key: EntryKey) -> StoredEntry | None:
-        """An entry with all that it holds, every byte checked; None where there is none.
+        """Read a complete entry and check every byte; return None if it does not exist.
 
         Raises:
-            BrokenEntryError: It is no entry, or not whole.
-            MissingExtraError: The library of zarr's codecs is not installed.
+            BrokenEntryError: The entry is invalid or incomplete.
+            MissingExtraError: zarr's codecs are not installed.
         """
         read = self._whole(key, lambda files: self._read_arrays(files, key))
         if read is None:
@@ -105,7 +105,7 @@ class EntryStore:
         (manifest, arrays), path = read, self.folder.path_of(key.name)
         groups = decode_groups(arrays, path=path)
         if count(groups) != manifest.counts:
-            raise BrokenEntryError(path, f"it holds {count(groups)}; the manifest says {manifest.counts}")
+            raise BrokenEntryError(path, f"it must have {manifest.counts}, as in its manifest; found {count(groups)}")
         return StoredEntry(manifest=manifest, groups=tuple(groups))
 
     def write(
@@ -121,20 +121,20 @@ class EntryStore:
         """Store rollouts as an entry.
 
         Args:
-            key: Where.
-            groups: What.
-            fingerprint: See `make_fingerprint`.
-            generate_s: Seconds that their generation took.
-            replace: Whether to take the place of an entry that is there.
-            max_bytes: A larger entry is not stored.
+            key: Key of the new entry.
+            groups: Rollouts to store.
+            fingerprint: Fingerprint from `make_fingerprint`.
+            generate_s: Generation time of the rollouts in seconds.
+            replace: Replace an existing entry.
+            max_bytes: Maximum size of the stored entry; None sets no limit.
 
         Returns:
-            The new entry's manifest; None where another writer's entry was there first and stays.
+            The new entry's manifest; None if another writer's entry was there first and stays.
 
         Raises:
-            EntryTooLargeError: It has more than max_bytes; nothing of it is left.
-            CacheError: It cannot be stored; nothing of it is left.
-            MissingExtraError: The library of zarr's codecs is not installed.
+            EntryTooLargeError: The entry exceeds `max_bytes`; no partial entry remains.
+            CacheError: The entry cannot be stored; no partial entry remains.
+            MissingExtraError: zarr's codecs are not installed.
         """
         arrays_folder = f"arrays-{secrets.token_hex(TOKEN_BYTES)}"
         groups = storable(groups)
@@ -157,7 +157,7 @@ class EntryStore:
             )
             raw = encode_manifest(manifest)
             if max_bytes is not None and manifest.size_bytes + len(raw) > max_bytes:
-                raise EntryTooLargeError(f"{key.name} would take more than max_bytes = {max_bytes}; it was not stored.")
+                raise EntryTooLargeError(f"{key.name} would exceed max_bytes = {max_bytes}; it was not stored.")
             return manifest if writer.publish(raw, replace=replace) else None
 
     def _bounded(self, arrays: Iterable[tuple[str, NDArray[Any]]], key: EntryKey) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -166,8 +166,8 @@ class EntryStore:
             total += array.nbytes
             if total > self._max_entry_bytes:
                 raise CacheError(
-                    f"rollouts of {key.name} take {total} bytes or more; an entry holds at most "
-                    f"{self._max_entry_bytes}. Leave the step out of skip.steps, or turn the cache off."
+                    f"rollouts of {key.name} need {total} bytes or more; an entry has at most "
+                    f"{self._max_entry_bytes}. Exclude the step from skip.steps, or disable the cache."
                 )
             yield name, array
 
@@ -179,14 +179,14 @@ class EntryStore:
         return spec
 
     def prune(self, max_bytes: int, *, keep: EntryKey | None = None) -> list[tuple[str, int]]:
-        """Remove what was set aside, then the oldest entries, until no more than so many bytes are left.
+        """Remove items in `broken`, then the oldest entries, until at most `max_bytes` remain.
 
         Args:
-            max_bytes: Of all entries, and of what was set aside.
-            keep: An entry that stays, whatever its age, such as the one that was just stored.
+            max_bytes: Maximum size in bytes of all entries and of `broken`.
+            keep: Entry to keep whatever its age, such as the one just stored.
 
         Returns:
-            Name and bytes of what was removed.
+            Name and size in bytes of each removed item.
         """
         found = self.by_age()
         total = sum(size for _, size in found)
@@ -201,12 +201,12 @@ class EntryStore:
         return removed
 
     def by_age(self) -> list[tuple[str, int]]:
-        """Name and bytes of what was set aside, as `broken/NAME`, then of the entries, the oldest first."""
+        """Return name and size in bytes of each item in `broken` (`broken/NAME`), then of each entry, oldest first."""
         aside = [(f"{BROKEN}/{name}", size) for name, size in self.folder.set_aside_sizes().items()]
         return aside + [(key.name, size) for _, size, key in sorted(self._ages(), key=lambda entry: entry[0])]
 
     def remove(self, name: str) -> None:
-        """Remove an entry, or what was set aside, by its name in `by_age`."""
+        """Remove an entry or an item in `broken`, by its name from `by_age`."""
         folder, _, rest = name.rpartition("/")
         if folder:
             self.folder.remove_set_aside(rest)
@@ -214,7 +214,7 @@ class EntryStore:
             self.folder.remove(name)
 
     def _ages(self) -> Iterator[tuple[float, int, EntryKey]]:
-        """When each entry was made, its bytes and key; a broken one counts as the oldest."""
+        """Yield each entry's creation time, size in bytes and key; a broken entry counts as the oldest."""
         for key in self.entries():
             size_bytes = 0
             try:
@@ -227,7 +227,7 @@ class EntryStore:
                     yield manifest.created_at, size_bytes, key
 
     def _whole(self, key: EntryKey, read: Callable[[EntryFiles], ReadT]) -> ReadT | None:
-        """What is read of an entry, None where there is none; read again when it was replaced meanwhile."""
+        """Read from an entry, again if it was replaced in the meantime; return None if it does not exist."""
         while True:
             with self.folder.open(key.name) as files:
                 if files is None:
@@ -250,17 +250,17 @@ class EntryStore:
         where = f"{path}/{MANIFEST}"
         size = sizes.get(MANIFEST)
         if size is None:
-            raise BrokenEntryError(where, "it is missing; the entry is not whole")
+            raise BrokenEntryError(where, "it is missing; the entry is incomplete")
         if size > MAX_MANIFEST_BYTES:
-            raise BrokenEntryError(where, f"it has {size} bytes; at most {MAX_MANIFEST_BYTES} were expected")
+            raise BrokenEntryError(where, f"it has {size} bytes; expected at most {MAX_MANIFEST_BYTES}")
         manifest = decode_manifest(bytes(files.read(MANIFEST, size)), path=where)
         if manifest.key != key:
-            raise BrokenEntryError(where, f"it is of {shown(manifest.key.name)}")
+            raise BrokenEntryError(where, f"it belongs to {shown(manifest.key.name)}")
         self._check(manifest, sizes, path=path)
         return manifest
 
     def _check(self, manifest: Manifest, sizes: dict[str, int], *, path: str) -> None:
-        """Refuse what is too large, unknown, missing or too many, before any of it is read."""
+        """Check names, dtypes and sizes of the arrays and their files before reading any of them."""
         if ARRAYS_FOLDER.fullmatch(manifest.arrays_folder) is None:
             raise BrokenEntryError(
                 path, f"its arrays are in {shown(manifest.arrays_folder)}; expected arrays-<16 digits>"
@@ -272,7 +272,7 @@ class EntryStore:
                 raise BrokenEntryError(path, f"it has the array {shown(name)} of {shown(spec.dtype)}; known: {known}")
             total += spec.shape[0] * np.dtype(spec.dtype).itemsize
             if total > self._max_entry_bytes:
-                raise BrokenEntryError(path, f"its arrays take {total} bytes; at most {self._max_entry_bytes} are read")
+                raise BrokenEntryError(path, f"its arrays need {total} bytes; the limit is {self._max_entry_bytes}")
             check_sizes(spec, path=f"{path}/{name}")
         expected = {file: spec.size_bytes for file, spec in manifest.files().items()}
         stem = f"{manifest.arrays_folder}/"
@@ -296,7 +296,7 @@ def _read_array(files: EntryFiles, name: str, manifest: Manifest, path: str) -> 
 
 @contextmanager
 def _needing_codecs() -> Iterator[None]:
-    """Name the extra of this package where the codecs are not installed."""
+    """Name this package's extra in the error about missing codecs."""
     try:
         yield
     except MissingExtraError as error:

@@ -1,4 +1,4 @@
-"""Formats the results of `rl-rollout cache` for a terminal, safe from control characters in entries."""
+"""Formats the results of `rl-rollout cache` for a terminal, with control characters in entries escaped."""
 
 import json
 import math
@@ -28,13 +28,13 @@ RIGHT = frozenset({"groups", "sessions", "failed", "trajectories", "tokens", "si
 MAX_REASON = 240
 DIGEST_DIGITS = 12
 MAX_CHARACTERS, MAX_IDS, MAX_VALUE = 2000, 48, 200
-"""Of a text, of its tokens, of any other value, unless all is asked for."""
+"""Maximum length of a text in characters, of its tokens in ids, and of other values in characters without --full."""
 MAX_PARTS = 200
-"""Of a fingerprint."""
+"""Maximum number of fingerprint parts shown."""
 
 
 def listing_text(listing: Listing) -> str:
-    """The table of `ls`, then totals."""
+    """Return the table of `ls` and its totals."""
     rows = [_row(entry) for entry in listing.entries]
     lines = [*table_lines(COLUMNS, rows, right=RIGHT), ""] if listing.entries else []
     lines += [f"{entry.fault.word} {entry.name}: {_fault(entry.fault)}" for entry in listing.entries if entry.fault]
@@ -55,7 +55,7 @@ def listing_text(listing: Listing) -> str:
 
 
 def verified_text(entry: EntryReport) -> str:
-    """One line of `verify`."""
+    """Return the line of `verify` for one entry."""
     if entry.fault is not None:
         return f"{entry.fault.word}  {_fault(entry.fault)}\n"
     held = "" if entry.counts is None else f"  {_counted(entry.counts.trajectories, 'trajectory', 'trajectories')}"
@@ -63,13 +63,13 @@ def verified_text(entry: EntryReport) -> str:
 
 
 def verification_text(num_entries: int, num_broken: int) -> str:
-    """The last line of `verify`."""
+    """Return the last line of `verify`."""
     return f"{_counted(num_entries - num_broken, 'entry', 'entries')} ok, {num_broken or 'none'} broken\n"
 
 
 def pruning_text(removed: Sequence[Removal], *, kept: tuple[int, int], is_dry_run: bool) -> str:
-    """What went, and what stays: entries and bytes."""
-    verb, stay = ("would remove", "would stay") if is_dry_run else ("removed", "stay")
+    """Return the report of `prune`: what was removed, and the number and size of the remaining entries."""
+    verb, stay = ("would remove", "would remain") if is_dry_run else ("removed", "remain")
     lines = [f"{verb}  {printable(one.name, width=120)}  {bytes_text(one.size_bytes)}  ({one.why})" for one in removed]
     total = bytes_text(sum(one.size_bytes for one in removed))
     lines.append(f"{verb} {total}; {_counted(kept[0], 'entry', 'entries')} of {bytes_text(kept[1])} {stay}")
@@ -77,11 +77,12 @@ def pruning_text(removed: Sequence[Removal], *, kept: tuple[int, int], is_dry_ru
 
 
 def shown_text(shown: Mapping[str, Any], *, is_full: bool) -> str:
-    """An entry: what it was made from, then its first prompts, each with its first responses.
+    """Return the report of `show`: an entry's origin, then its first prompts with their first responses.
 
     Args:
-        shown: What `show_entry` gives, with the `directory`, and the `choice` where no entry was named.
-        is_full: Whether to show long texts whole.
+        shown: The result of `show_entry`, plus the `directory`, and `choice`: why this entry was chosen, if none was
+            named.
+        is_full: Show long texts in full.
     """
     report: EntryReport = shown["entry"]
     choice = f" ({shown['choice']})" if shown["choice"] else ""
@@ -105,14 +106,14 @@ def _row(entry: EntryReport) -> tuple[str, ...]:
 
 def _head(shown: Mapping[str, Any], entry: EntryReport) -> Iterator[str]:
     if entry.fault is not None or entry.counts is None:
-        yield f"  {_fault(entry.fault)}" if entry.fault else "  BROKEN: it has no manifest"
+        yield f"  {_fault(entry.fault)}" if entry.fault else "  BROKEN: the manifest is missing"
         return
     compressed = "lz4" if any(array["is_compressed"] for array in shown["arrays"]) else "not compressed"
     yield f"  made at      {_made_at(entry)} UTC; generated in {_seconds(entry.generate_s)}"
-    yield f"  holds        {_held(entry.counts)}"
+    yield f"  content      {_held(entry.counts)}"
     yield f"  size         {bytes_text(entry.size_bytes)}, {compressed}"
     yield f"  tokenizer    {printable(shown['tokenizer'], width=None)}"
-    yield "  made of"
+    yield "  made from"
     parts = list(_parts("", entry.fingerprint or {}))
     for name, value in parts[:MAX_PARTS]:
         yield f"    {printable(name, width=60):<28} {printable(value, width=120)}"
@@ -121,7 +122,7 @@ def _head(shown: Mapping[str, Any], entry: EntryReport) -> Iterator[str]:
 
 
 def _parts(name: str, value: Json) -> Iterator[tuple[str, str]]:
-    """A fingerprint's parts by dotted name; for prompts, how many there are and the first digests."""
+    """Yield a fingerprint's parts by dotted name; the prompts' part has their number and first digests."""
     if name == "prompts" and isinstance(value, list):
         yield name, f"{len(value):,}: {', '.join(str(digest)[:DIGEST_DIGITS] for digest in value[:2])}, ..."
     elif isinstance(value, dict):
@@ -149,7 +150,7 @@ def _group(group: Mapping[str, Any], *, is_full: bool) -> Iterator[str]:
 
 
 def _message(message: Any, *, is_full: bool) -> Iterator[str]:
-    """A message by its role; what is not text is shown as JSON."""
+    """Yield the lines of a message; content other than text is shown as JSON."""
     others = dict(message) if isinstance(message, dict) else {"content": message}
     role, content = others.pop("role", None), others.pop("content", None)
     yield f"  {'message' if role is None else printable(str(role))}"
@@ -195,7 +196,7 @@ def _tokens(text: str | None, ids: Sequence[int], *, is_full: bool) -> Iterator[
 
 
 def _lines(text: str, *, is_full: bool) -> Iterator[str]:
-    """A text line by line; characters that move a cursor, change a colour or hide are written out."""
+    """Yield a text's lines; characters that move the cursor, change a colour or are invisible are escaped."""
     cut = text if is_full else text[:MAX_CHARACTERS]
     for line in cut.split("\n"):
         yield f"    | {''.join(map(_plain, line.expandtabs(4)))}".rstrip()
@@ -204,13 +205,13 @@ def _lines(text: str, *, is_full: bool) -> Iterator[str]:
 
 
 def _plain(character: str) -> str:
-    """Marks stay here, as many scripts cannot be read without them; in tables they would garble columns."""
+    """Escape a non-printable character. Combining marks stay here, unlike in tables, whose columns they would shift."""
     is_shown = character.isprintable() or unicodedata.category(character) == "Zs"
     return character if is_shown else character.encode("unicode_escape").decode("ascii")
 
 
 def _fault(fault: Fault) -> str:
-    """What is broken; the path is complete, the reason cut."""
+    """Return the full path and the shortened reason of a fault."""
     return f"{printable(fault.path, width=None)}: {printable(fault.reason, width=MAX_REASON)}"
 
 
@@ -229,7 +230,7 @@ def _held(counts: Counts) -> str:
 
 
 def _policy(policy: Json) -> str:
-    """A policy in one word: the digest of its weights, or the last part of its origin, with its version."""
+    """Return a policy in one word: its weights' digest, or the last part of its origin with the version."""
     if isinstance(policy, dict) and isinstance(policy.get("weights"), str):
         return printable(policy["weights"][:DIGEST_DIGITS])
     if isinstance(policy, dict) and isinstance(policy.get("origin"), str):
@@ -244,14 +245,14 @@ def _made_at(entry: EntryReport) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    """Seconds, however many are claimed."""
+    """Format seconds, also implausibly large ones from a forged manifest."""
     if seconds is None:
         return "-"
     return f"{seconds:,.1f} s" if abs(seconds) < 1e7 else f"{seconds:.3g} s"
 
 
 def _counted(count: int, what: str, plural: str = "") -> str:
-    """Such as "1 entry" or "2 entries"."""
+    """Return a count with its noun, such as "1 entry" or "2 entries"."""
     return f"{count:,} {what if count == 1 else plural or what + 's'}"
 
 

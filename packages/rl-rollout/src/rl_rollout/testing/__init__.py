@@ -1,4 +1,4 @@
-"""Conformance suite of engines: what every `RolloutEngine` must do, for tests of your own.
+"""Conformance suite of engines: checks that every `RolloutEngine` must pass, for your own tests.
 
     class TestMyEngine(EngineConformance):
         @pytest.fixture
@@ -7,8 +7,8 @@
         @pytest.fixture
         def engine(self, model_dir): ...  # started, serving model_dir in float32, max_model_len 64 or more
 
-`AdapterConformance` is the same for an engine with room for adapters of every linear layer but the head.
-Each check runs an event loop of its own on the engine it is given.
+`AdapterConformance` checks an engine with room for adapters of every linear layer except the head.
+Each check runs its own event loop on the engine.
 """
 
 from rl_rollout.testing.adapter_checks import AdapterChecks
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class EngineConformance(GenerationChecks, ClientChecks, ScoringChecks, UpdateChecks):
-    """All checks."""
+    """All checks of engines."""
 
 
 class AdapterConformance(AdapterChecks):

@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""What every engine with room for adapters does with them."""
+"""Checks of engines with room for adapters."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -42,14 +42,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class AdapterChecks:
-    """A subclass gives the fixtures `model_dir`, and `engine`: started, serving it in float32.
+    """Checks of adapters. A subclass provides `model_dir` and `engine`, started and serving it in float32.
 
-    The engine has room for adapters of every linear layer but the head. Each check leaves it serving model_dir, without
-    an adapter, as version 0.
+    The engine needs room for adapters of every linear layer except the head. Each check leaves it serving model_dir
+    without an adapter, as version 0.
     """
 
     transport: type[WeightTransport] = TensorTransport
-    """How updates reach the engine."""
+    """Transport of updates to the engine."""
 
     def test_each_adapter_replaces_the_last_on_the_same_base(self, engine: RolloutEngine, model_dir: Path) -> None:
         base, most = load_file(model_dir / "model.safetensors"), engine.traits.max_lora_rank
@@ -75,7 +75,7 @@ class AdapterChecks:
         np.testing.assert_allclose(asyncio.run(engine.score([SEQUENCE]))[0], scores[0], atol=TOLERANCE)
 
     def test_the_base_is_served_beside_its_adapter(self, engine: RolloutEngine, model_dir: Path) -> None:
-        """With the same prompts, at the same time, and one after the other; also streamed."""
+        """Both answer the same prompts, concurrently, one after the other, and streamed."""
         base = load_file(model_dir / "model.safetensors")
         adapter = make_adapter(base, rank=engine.traits.max_lora_rank, seed=6)
         requests = [
@@ -165,7 +165,7 @@ class AdapterChecks:
             self.restore(engine, model_dir)
 
     async def prove(self, engine: RolloutEngine, model_dir: Path, adapter: Tensors, *, version: int) -> PublishReport:
-        """Publish an adapter of the folder's model, with its proof."""
+        """Publish an adapter of the folder's model, with proof."""
         base, transport = load_file(model_dir / "model.safetensors"), self.transport()
         canary = canary_of(model_dir, merged(base, adapter), SEQUENCE)
         try:
@@ -178,7 +178,7 @@ class AdapterChecks:
     async def publish(
         self, engine: RolloutEngine, model_dir: Path, adapter: Tensors, *, version: int, less: str = ""
     ) -> tuple[WeightUpdate, WeightReceipt]:
-        """Send an adapter of the folder's model, without one of the base's digests where that is named."""
+        """Send an adapter of the folder's model. The base's digest named by `less` is left out."""
         base = load_file(model_dir / "model.safetensors")
         digests = {name: digest for name, digest in digest_tensors(base).items() if name != less}
         told = AdapterUpdate(rank=rank_of(adapter), base=digests)
@@ -203,13 +203,13 @@ class AdapterChecks:
             transport.close()
 
     def restore(self, engine: RolloutEngine, model_dir: Path) -> None:
-        """Let the engine serve the folder's weights again, as version 0."""
+        """Make the engine serve the folder's weights again, as version 0."""
         base = load_file(model_dir / "model.safetensors")
         asyncio.run(self.take(engine, base, version=0, adapter=None))
 
 
 def check_samples(samples: Sequence[Generation], model_dir: Path, versions: Mapping[int, Tensors]) -> None:
-    """Compare the logprobs of responses to PROMPT with those of the weights whose version each token has."""
+    """Compare the logprobs of responses to PROMPT with those of the weights of each token's version."""
     found = {version for sample in samples for version in sample.policy_versions.tolist()}
     assert found <= versions.keys()
     sequences: list[IntArray] = [joined(PROMPT, sample) for sample in samples]
@@ -222,7 +222,7 @@ def check_samples(samples: Sequence[Generation], model_dir: Path, versions: Mapp
 
 
 def rank_of(adapter: Tensors) -> int:
-    """Rows of an A; 1 without any."""
+    """Return the number of rows of an A; 1 if there is none."""
     return next((len(tensor) for name, tensor in adapter.items() if name.endswith(LORA_A)), 1)
 
 

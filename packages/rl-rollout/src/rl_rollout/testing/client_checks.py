@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""What every engine does for clients: tokens as they come, stop strings, structures."""
+"""Checks of streaming, stop strings and structures."""
 
 import asyncio
 import json
@@ -33,11 +33,11 @@ STRUCTURES = (
     (Structure(choices=("ab", "b1")), "ab|b1"),
     (Structure(grammar='start: "1" start | "a"'), "1*a?"),
 )
-"""Each with what its text is; the last one need not end before max_tokens."""
+"""Each structure with a pattern of its text. The last one may not end before max_tokens."""
 
 
 class ClientChecks:
-    """A subclass gives the fixtures `model_dir`, with a tokenizer, and `engine`: started, serving it in float32."""
+    """Checks for clients. A subclass provides `model_dir`, with a tokenizer, and `engine`, serving it in float32."""
 
     def test_what_is_streamed_is_what_is_generated(self, engine: RolloutEngine) -> None:
         request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=12, seed=5), num_samples=4)
@@ -64,7 +64,9 @@ class ClientChecks:
 
         found = asyncio.run(read_late())
         num_tokens = sum(len(sample.token_ids) for sample in _samples(found))
-        assert len(found) <= num_tokens / 4  # a replica may yet be at its last tokens when another has done the rest
+        assert (
+            len(found) <= num_tokens / 4
+        )  # one replica may still be at its last tokens when another has finished the rest
 
     def test_an_abort_ends_a_stream_with_what_it_has(self, engine: RolloutEngine) -> None:
         request = replace(long_request(engine), request_id="streamed")
@@ -120,7 +122,7 @@ class ClientChecks:
         free = [sample.token_ids.tolist() for sample in asyncio.run(engine.generate(request))]
         texts = [decode(tokens) for tokens in free]
         spans = [text[at : at + 3] for text in texts for at in range(1, len(text) - 2)]
-        spans = [span for span in spans if UNKNOWN not in span]  # halves of characters are no text yet
+        spans = [span for span in spans if UNKNOWN not in span]  # partial characters are not text yet
         across = decode(PROMPT.tolist())[-1] + next(text[0] for text in texts if text[0] != UNKNOWN)
         stops = (spans[0], spans[-1], across, "~" * 10_000)
         sampling = request.samplings[0]
@@ -150,7 +152,7 @@ class ClientChecks:
         for structure, pattern in STRUCTURES:
             (kind,) = structure.kinds
             if kind not in engine.traits.structures:
-                with refuses(f"cannot follow a structure of kind {kind}"):
+                with refuses(f"does not support a structure of kind {kind}"):
                     generate(engine, structure=structure)
                 continue
             for sample in generate(engine, num_samples=4, max_tokens=40, seed=2, structure=structure):
@@ -159,11 +161,11 @@ class ClientChecks:
                     assert json.loads(text)["a"] in (1, 2) if sample.finish_reason == "stop" else text[0] == "{"
                 else:
                     assert re.fullmatch(pattern, text)
-        if engine.traits.structures:  # bytes of one character are tokens of their own
+        if engine.traits.structures:  # each byte of this character is a token
             (sample,) = generate(engine, structure=Structure(regex=f"a{EMOJI}b"), stop=(EMOJI,))
             assert decode(sample.token_ids.tolist()) == f"a{EMOJI}"
             assert sample.matched_stop == EMOJI
-        with refuses("must have one kind; found regex, grammar"):
+        with refuses("must have exactly one kind; found regex, grammar"):
             generate(engine, structure=Structure(regex="a", grammar="start: a"))
 
     def test_logprobs_under_a_structure_are_of_the_distribution_drawn_from(
@@ -207,7 +209,7 @@ async def _streamed(engine: RolloutEngine, request: GenerateRequest) -> list[New
 
 
 def _samples(pieces: Sequence[NewTokens]) -> list[Generation]:
-    """The complete samples of these pieces."""
+    """Return the complete samples of these pieces."""
     last = {piece.sample_index: piece.ended for piece in pieces if piece.ended is not None}
     for index, sample in last.items():
         own = [piece for piece in pieces if piece.sample_index == index]
@@ -223,7 +225,7 @@ def _decoder(model_dir: Path) -> Callable[[list[int]], str]:
 
 
 def _first_stop(tokens: list[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> tuple[int, str | None]:
-    """After how many tokens which stop string is there."""
+    """Return after how many tokens the first stop string appears, and that string."""
     for num_tokens in range(1, len(tokens) + 1):
         text = decode(tokens[:num_tokens])
         found = [(text.find(stop), stop) for stop in stops if stop in text]

@@ -1,5 +1,5 @@
 # ruff: noqa: S101 - part of a test suite
-"""Short ways to ask an engine, each in an event loop of its own."""
+"""Short functions that call an engine, each in its own event loop."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ PROMPT = np.array([5, 9, 14, 3, 22], dtype=np.int32)
 
 @contextmanager
 def refuses(words: str) -> Iterator[None]:
-    """Expects an EngineError whose message has these words."""
+    """Expect an EngineError whose message contains these words."""
     found: Exception | None = None
     try:
         yield
@@ -28,39 +28,37 @@ def refuses(words: str) -> Iterator[None]:
 
 
 def generate(engine: RolloutEngine, *, num_samples: int = 1, max_tokens: int = 8, **sampling: Any) -> list[Generation]:
-    """Responses to PROMPT, in an event loop of its own."""
+    """Return responses to PROMPT, generated in a new event loop."""
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     return asyncio.run(engine.generate(GenerateRequest(input_ids=PROMPT, sampling=params, num_samples=num_samples)))
 
 
 def short_request(*, seed: int, prompt: IntArray = PROMPT) -> GenerateRequest:
-    """Eight tokens at most."""
+    """Return a request for at most 8 tokens."""
     return GenerateRequest(input_ids=prompt, sampling=SamplingParams(max_tokens=8, seed=seed))
 
 
 def long_request_of(engine: RolloutEngine, *, seed: int) -> GenerateRequest:
-    """As many tokens as fit."""
+    """Return a request for as many tokens as fit, up to 256 with the prompt."""
     max_tokens = min(engine.traits.max_model_len, 256) - len(PROMPT)
     return GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens, seed=seed))
 
 
 def long_request(engine: RolloutEngine) -> GenerateRequest:
-    """A request whose response is long: it does not end before 40 tokens, or three quarters of what fits."""
+    """Return a request with a long response: at least 40 tokens, or three quarters of what fits."""
     for seed in range(100):
         request = long_request_of(engine, seed=seed)
         (sampling,) = request.samplings
         wanted = min(40, 3 * sampling.max_tokens // 4)
         if len(asyncio.run(engine.generate(request))[0].token_ids) >= wanted:
             return request
-    raise AssertionError(
-        f"no response of {wanted} tokens in 100 draws; take a model that ends its responses less often"
-    )
+    raise AssertionError(f"no response of {wanted} tokens in 100 draws; use a model that ends its responses less often")
 
 
 async def begin(engine: RolloutEngine, request: GenerateRequest) -> "asyncio.Future[list[Generation]]":
-    """Start a request and return when it has some tokens, but not all: others that began later have ended.
+    """Start a request, and return when shorter requests that began later have ended: it has tokens but is not finished.
 
-    There are several of those, so that one is beside it also where an engine has replicas.
+    There are several shorter requests, so that one also shares its replica if the engine has several.
     """
     running = asyncio.ensure_future(engine.generate(request))
     await asyncio.sleep(0)
@@ -70,5 +68,5 @@ async def begin(engine: RolloutEngine, request: GenerateRequest) -> "asyncio.Fut
 
 
 def joined(prompt: IntArray, sample: Generation) -> IntArray:
-    """Prompt and response as one sequence."""
+    """Concatenate prompt and response."""
     return np.concatenate([prompt, sample.token_ids]).astype(np.int32)

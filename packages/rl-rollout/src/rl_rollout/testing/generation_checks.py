@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""What every engine does with requests."""
+"""Checks of generation, scoring, pauses and aborts."""
 
 import asyncio
 from dataclasses import replace
@@ -23,13 +23,13 @@ from rl_rollout.testing.engine_calls import (
 from rl_rollout.testing.reference_model import processed, reference_logprobs, token_logprobs
 
 TOLERANCE = 1e-4
-"""Largest difference of a logprob in float32, in nats."""
+"""Maximum difference of a logprob in float32, in nats."""
 ATTEMPTS = 5
-"""A response may end before it can be paused, where the caller is slow and the engine is not."""
+"""Number of attempts. A response may end before it can be paused, if the caller is slow and the engine fast."""
 
 
 class GenerationChecks:
-    """A subclass gives the fixtures `model_dir`, and `engine`: started, serving it in float32."""
+    """Checks of requests. A subclass provides `model_dir` and `engine`, started and serving it in float32."""
 
     def test_greedy_responses_are_the_reference_models_likeliest_tokens(
         self, engine: RolloutEngine, model_dir: Path
@@ -194,12 +194,12 @@ class GenerationChecks:
         if engine.traits.can_sleep:
             before = generate(engine, seed=4)[0]
             asyncio.run(engine.sleep())
-            with refuses("sleeps"):
+            with refuses("is asleep"):
                 generate(engine)
             asyncio.run(engine.wake())
             assert generate(engine, seed=4)[0].token_ids.tolist() == before.token_ids.tolist()
         else:
-            with refuses("no memory that it could free"):
+            with refuses("cannot free memory"):
                 asyncio.run(engine.sleep())
             asyncio.run(engine.wake())
             assert len(generate(engine)[0].token_ids) > 0

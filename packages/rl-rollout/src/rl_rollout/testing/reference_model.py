@@ -1,5 +1,5 @@
 # ruff: noqa: S101 - part of a test suite
-"""A tiny model, and what transformers says about it."""
+"""A tiny model, and its logprobs in transformers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,28 +20,28 @@ LINEAR_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 END = "<end>"
 CHARACTERS = 'ab{}":,123'
 EMOJI = "\N{GRINNING FACE}"
-"""Of four bytes, each a token of its own."""
+"""A character of four bytes. Each byte is a token."""
 
 
 @converts_arguments
 def reference_logprobs(
     model_dir: Path, sequence: IntArray, *, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> FloatArray:
-    """[T, V] logprobs after each token, by transformers in float32; with other weights, all of them, where given."""
+    """Return [T, V] logprobs after each token, by transformers in float32; `tensors` replaces all weights."""
     return reference_rows(model_dir, [sequence], tensors=tensors)[0]
 
 
 def reference_rows(
     model_dir: Path, sequences: Sequence[IntArray], *, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> list[FloatArray]:
-    """`reference_logprobs` of each sequence; the model is loaded once."""
+    """Return the `reference_logprobs` of each sequence. The model is loaded once."""
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )
     if tensors is not None:
         live = each_expert(model.state_dict())
         differing = (live.keys() ^ tensors.keys()) - TIED_HEAD.keys()
-        assert not differing, f"{sorted(differing)} are not both of the model and given"
+        assert not differing, f"{sorted(differing)} must be in both the model and the given tensors"
         for name, tensor in tensors.items():
             live[name].copy_(tensor)
     with torch.inference_mode():
@@ -50,13 +50,13 @@ def reference_rows(
 
 
 def token_logprobs(rows: FloatArray, sequence: IntArray) -> FloatArray:
-    """[T - 1] logprobs of the tokens after the first, of [T, V]."""
+    """Return the [T - 1] logprobs of the tokens after the first, from [T, V]."""
     chosen: FloatArray = rows[np.arange(len(sequence) - 1), sequence[1:]]
     return chosen
 
 
 def canary_of(model_dir: Path, tensors: Mapping[str, torch.Tensor], sequence: IntArray) -> Canary:
-    """What transformers says about a sequence with these weights."""
+    """Return a canary: a sequence with its logprobs under these weights in transformers."""
     logprobs = token_logprobs(reference_logprobs(model_dir, sequence, tensors=tensors), sequence)
     return Canary(sequences=[sequence], logprobs=[np.concatenate([[0.0], logprobs]).astype(np.float32)])
 
@@ -64,7 +64,7 @@ def canary_of(model_dir: Path, tensors: Mapping[str, torch.Tensor], sequence: In
 def processed(
     row: FloatArray, token: int, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
 ) -> float:
-    """Logprob of a token under temperature, then top_k, then top_p, from [V] logprobs."""
+    """Return the logprob of a token after temperature, then top_k, then top_p, from [V] logprobs."""
     scaled = np.exp(row / temperature)
     probabilities = scaled / scaled.sum()
     order: Sequence[int] = np.argsort(-probabilities).tolist()
@@ -82,7 +82,7 @@ def processed(
 
 @converts_arguments
 def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0, vocab_size: int = 32) -> Path:
-    """Write a random Qwen3 of 0.1M parameters in float32: end token 1, 256 positions, and its tokenizer."""
+    """Write a random Qwen3 with 0.1M float32 parameters, end token 1 and 256 positions, and its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -104,7 +104,7 @@ def make_tiny_model(model_dir: Path, *, is_tied: bool, seed: int = 0, vocab_size
 
 
 def write_tiny_tokenizer(model_dir: Path, *, vocab_size: int) -> None:
-    """Write one of `CHARACTERS`, the bytes of `EMOJI`, and pairs of characters; nothing is merged."""
+    """Write a tokenizer of `CHARACTERS`, the bytes of `EMOJI`, and pairs of characters, without merges."""
     shown = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ((singles, _),) = shown.pre_tokenize_str(CHARACTERS + EMOJI)
     pairs = [first + second for first in CHARACTERS for second in CHARACTERS]
@@ -120,7 +120,7 @@ def write_tiny_tokenizer(model_dir: Path, *, vocab_size: int) -> None:
 def make_adapter(
     tensors: Mapping[str, torch.Tensor], *, rank: int, seed: int, kinds: Sequence[str] = LINEAR_KINDS
 ) -> dict[str, torch.Tensor]:
-    """A and B for each matrix of these kinds, by peft's names; neither is zero."""
+    """Return a random A and B for each matrix of these kinds, with peft's names. Neither is zero."""
     generator = torch.Generator().manual_seed(seed)
     adapter = {}
     for name, tensor in tensors.items():
@@ -133,7 +133,7 @@ def make_adapter(
 
 
 def merged(tensors: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with W + B @ A in the place of each W that the adapter changes."""
+    """Return the tensors with W + B @ A instead of each W that the adapter changes."""
     found = dict(tensors)
     for name, tensor in adapter.items():
         if name.endswith(LORA_A):
@@ -143,6 +143,6 @@ def merged(tensors: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tens
 
 
 def perturbed(tensors: Mapping[str, torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
-    """The tensors with some noise, always the same."""
+    """Return the tensors with noise, which is always the same."""
     generator = torch.Generator().manual_seed(0)
     return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}

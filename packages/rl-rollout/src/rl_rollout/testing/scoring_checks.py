@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""What every engine says about tokens that it did not sample, with the likeliest ones beside them."""
+"""Checks of scores of given tokens, with the most probable tokens next to them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from rl_rollout.testing.engine_calls import begin, long_request, refuses, short_
 from rl_rollout.testing.reference_model import reference_logprobs
 
 TOLERANCE = 1e-4
-"""Largest difference of a logprob in float32, in nats."""
+"""Maximum difference of a logprob in float32, in nats."""
 
 
 def check_token_scores(scores: TokenScores, sequence: IntArray, *, top_k: int, reference: FloatArray) -> None:
     """Compare an engine's scores with a model's logprobs.
 
-    Tokens that are as likely as the last of the likeliest may stand in for it.
+    Tokens with the same probability as the last of the top_k may replace it.
 
     Args:
-        scores: Of the sequence.
-        sequence: [T].
-        top_k: That was asked for.
+        scores: Scores of the sequence.
+        sequence: [T] token ids.
+        top_k: Number of most probable tokens requested.
         reference: [T, V] logprobs after each token.
     """
     ids, logprobs = scores.token_ids, scores.logprobs
@@ -44,7 +44,7 @@ def check_token_scores(scores: TokenScores, sequence: IntArray, *, top_k: int, r
 
 
 class ScoringChecks:
-    """A subclass gives the fixtures `model_dir`, and `engine`: started, serving it in float32."""
+    """Checks of scoring. A subclass provides `model_dir` and `engine`, started and serving it in float32."""
 
     def test_the_likeliest_tokens_are_the_reference_models(self, engine: RolloutEngine, model_dir: Path) -> None:
         sequences = _sequences(engine.traits, lengths=(7, 1, 2, 33, engine.traits.max_model_len))
@@ -72,7 +72,7 @@ class ScoringChecks:
 
     def test_a_sequence_that_was_scored_before_has_all_its_rows_again(self, engine: RolloutEngine) -> None:
         sequences = _sequences(engine.traits, lengths=(50, 50))
-        sequences[1][:40] = sequences[0][:40]  # what a prefix cache shares
+        sequences[1][:40] = sequences[0][:40]  # a prefix cache shares these
         first, again = (_ask(engine, sequences * 2, top_k=_some(engine.traits)) for _ in range(2))
         for expected, scores in zip(first, again, strict=True):
             np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=TOLERANCE)
@@ -118,11 +118,11 @@ def _ask(engine: RolloutEngine, sequences: Sequence[IntArray], *, top_k: int) ->
 
 
 def _some(traits: EngineTraits) -> int:
-    """As many likeliest tokens as engines usually give."""
+    """Return a top_k that engines usually support."""
     return min(traits.max_top_k, 12)
 
 
 def _sequences(traits: EngineTraits, *, lengths: Sequence[int]) -> list[IntArray]:
-    """Random sequences, always the same."""
+    """Return random sequences, which are always the same."""
     drawn = np.random.default_rng(1)
     return [drawn.integers(0, traits.vocab_size, size=length).astype(np.int32) for length in lengths]

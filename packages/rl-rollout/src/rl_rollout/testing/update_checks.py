@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""What every engine does with new weights."""
+"""Checks of weight updates."""
 
 import asyncio
 from collections.abc import Mapping
@@ -26,17 +26,17 @@ from rl_rollout.testing.generation_checks import TOLERANCE
 from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, perturbed, reference_logprobs, token_logprobs
 
 ATTEMPTS = 10
-"""At what only a running request can show."""
+"""Number of attempts of a check that needs a running request."""
 
 
 class UpdateChecks:
-    """A subclass gives the fixtures `model_dir`, and `engine`: started, serving it in float32.
+    """Checks of weight updates. A subclass provides `model_dir` and `engine`, started and serving it in float32.
 
     Each check leaves the engine serving model_dir as version 0.
     """
 
     transport: type[WeightTransport] = TensorTransport
-    """How updates reach the engine."""
+    """Transport of updates to the engine."""
 
     def test_an_update_replaces_what_is_served(self, engine: RolloutEngine, model_dir: Path) -> None:
         tensors = perturbed(load_file(model_dir / "model.safetensors"), scale=0.05)
@@ -108,7 +108,7 @@ class UpdateChecks:
                 assert streamed == getattr(sample, name).tolist()
 
     def test_weights_swapped_in_a_pause_make_the_tokens_after_it(self, engine: RolloutEngine, model_dir: Path) -> None:
-        """64 sequences under way: tokens of before are the old weights', those of after the new ones'."""
+        """In 64 running sequences, tokens before the pause are the old weights', and tokens after it the new ones'."""
         old = load_file(model_dir / "model.safetensors")
         new = perturbed(old, scale=0.05)
         request = replace(long_request(engine), num_samples=64)
@@ -121,7 +121,7 @@ class UpdateChecks:
             return await running
 
         num_mixed = 0
-        for _ in range(ATTEMPTS):  # on a slow machine all may end before the pause
+        for _ in range(ATTEMPTS):  # on a slow machine, all responses may end before the pause
             self.restore(engine, model_dir)
             try:
                 samples = asyncio.run(swap())
@@ -139,7 +139,7 @@ class UpdateChecks:
                     np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=TOLERANCE)
             if num_mixed:
                 return
-        raise AssertionError(f"none of 64 responses went on through a pause, in {ATTEMPTS} attempts")
+        raise AssertionError(f"none of 64 responses continued after a pause, in {ATTEMPTS} attempts")
 
     def test_a_drained_update_comes_between_two_responses(self, engine: RolloutEngine, model_dir: Path) -> None:
         new = perturbed(load_file(model_dir / "model.safetensors"), scale=0.05)
@@ -198,7 +198,7 @@ class UpdateChecks:
             transport.close()
 
     def restore(self, engine: RolloutEngine, model_dir: Path) -> None:
-        """Let the engine serve the folder's weights again, as version 0."""
+        """Make the engine serve the folder's weights again, as version 0."""
         asyncio.run(self.publish(engine, load_file(model_dir / "model.safetensors"), version=0))
 
 

@@ -1,4 +1,4 @@
-"""Tools: callable by a model, with parsers that read its calls and runners that execute them."""
+"""Tools that a model can call, parsers that read its calls, and runners that execute them."""
 
 from rl_rollout.tools.function import FunctionTool, tool
 from rl_rollout.tools.mcp_options import McpServerOptions

@@ -1,4 +1,4 @@
-"""Blocking functions in threads that can be left behind."""
+"""Runs blocking functions in threads that can be abandoned."""
 
 import threading
 from collections.abc import Callable
@@ -10,43 +10,43 @@ from rl_rollout.rewards.threaded import CallThreads
 
 FOREVER_S = 1e9
 MAX_RUNNING = 256
-"""Calls at once, the ones that were left behind included: a function that always hangs runs out of threads."""
+"""Maximum number of concurrent calls, including abandoned ones, so that hanging functions cannot use up all threads."""
 
 
 Outcome = tuple[Any, BaseException | None]
-"""What a function gave, and what it raised."""
+"""Return value of a function, and the exception that it raised."""
 
 
 class BlockingCalls:
-    """Runs functions; what they give or raise comes back to who awaits them."""
+    """Runs functions in threads, and returns or raises their outcome to the caller."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
+        """Create the pool. Threads start in `run`."""
         self._threads: CallThreads[Callable[[], Any], Outcome] = CallThreads(self._call)
         self._num_running = 0
         self._lock = threading.Lock()
 
     async def run(self, function: Callable[[], Any], *, timeout_s: float = FOREVER_S) -> Any:
-        """Call a function once; when this is cancelled, or timeout_s passes, its thread is left behind.
+        """Call a function once. After timeout_s or a cancellation, its thread is abandoned.
 
         Raises:
-            TimeoutError: It took longer than timeout_s.
-            ToolError: MAX_RUNNING earlier calls are running or hang.
+            TimeoutError: The call took longer than timeout_s.
+            ToolError: MAX_RUNNING earlier calls are still running.
         """
         with self._lock:
             if self._num_running >= MAX_RUNNING:
-                raise ToolError(f"{self._num_running} earlier calls are running or hang; no more fit.")
+                raise ToolError(f"{self._num_running} earlier calls are still running; no other can start.")
             self._num_running += 1
         outcomes = await self._threads.run([function], timeout_s=timeout_s)
         if not outcomes:
-            raise TimeoutError(f"it gave nothing for {timeout_s:g} s, and was left behind")
+            raise TimeoutError(f"it did not return within {timeout_s:g} s and was abandoned")
         value, error = outcomes[0]
         if error is not None:
             raise error
         return value
 
     def close(self) -> None:
-        """End the idle threads."""
+        """Stop the idle threads."""
         self._threads.close()
 
     def _call(self, function: Callable[[], Any]) -> Outcome:
@@ -56,7 +56,7 @@ class BlockingCalls:
             return None, RuntimeError(f"it called sys.exit({shown(error.code)})")
         except Exception as error:
             return None, error
-        except BaseException as error:  # nobody interrupts or cancels this thread: it is the function's own
+        except BaseException as error:  # nothing interrupts or cancels this thread, so the function raised it
             return None, RuntimeError(f"it raised {shown_error(error)}")
         finally:
             with self._lock:

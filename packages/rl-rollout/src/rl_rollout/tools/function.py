@@ -12,12 +12,12 @@ from rl_rollout.tools.signatures import Signature
 
 
 class FunctionTool:
-    """A function that a model may call. See `tool`.
+    """A function that a model can call. Create it with `tool`.
 
     Attributes:
-        name: See `Tool.name`.
-        description: See `Tool.description`.
-        parameters: See `Tool.parameters`.
+        name: Name for the model.
+        description: Purpose of the tool, for the model.
+        parameters: JSON schema of the arguments.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class FunctionTool:
         """Read the function's signature and docstring.
 
         Raises:
-            SettingsError: Its parameters cannot be given as JSON.
+            SettingsError: Its parameters cannot be represented as JSON.
             MissingExtraError: pydantic is not installed.
         """
         if not callable(function):
@@ -40,15 +40,15 @@ class FunctionTool:
         self._blocking = BlockingCalls()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself."""
+        """Call the function directly."""
         return self._function(*args, **kwargs)
 
     async def call(self, arguments: Mapping[str, Json]) -> str:
-        """See `Tool.call`; a plain `def` runs in a thread, which is left behind when the call is cancelled.
+        """Run one call, as `Tool.call` does. A plain `def` runs in a thread, which is abandoned on cancellation.
 
         Raises:
             DataError: The arguments do not fit the signature.
-            ToolError: Too many earlier calls still hang, or the function gave something that nobody awaited.
+            ToolError: Too many earlier calls still run, or the function returned something that must be awaited.
         """
         bound = self._signature.bind(arguments)
         if self._is_async:
@@ -56,7 +56,7 @@ class FunctionTool:
         return result_text(await self._blocking.run(lambda: self._function(**bound)))
 
     def close(self) -> None:
-        """End the idle threads."""
+        """Stop the idle threads."""
         self._blocking.close()
 
 

@@ -1,4 +1,4 @@
-"""MCP servers over stdin and stdout, or streamable HTTP, by the official client library."""
+"""Client of MCP servers over stdin and stdout or streamable HTTP, using the official library."""
 
 import asyncio
 import atexit
@@ -40,25 +40,25 @@ log = structlog.get_logger(__name__)
 IS_LINUX = sys.platform == "linux"
 STDERR_CHARS = 400
 CLOSE_S = 15.0
-"""Longest wait for what a server's event loop runs last, and for its thread."""
+"""Maximum seconds to wait for a server's last coroutine, and for its thread."""
 T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a daemon thread: whatever other loops do, what runs here goes on."""
+    """An event loop in a daemon thread. It keeps running while other loops are blocked."""
 
     def __init__(self, name: str) -> None:
-        """Start it."""
+        """Start the thread."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run there, and wait here; cancelling the wait cancels it there."""
+        """Run a coroutine in the thread and wait for it. Cancelling the wait cancels the coroutine."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run one last thing, and end the thread."""
+        """Run a last coroutine, and end the thread."""
         ending = asyncio.run_coroutine_threadsafe(last, self._loop)
         with contextlib.suppress(TimeoutError):
             ending.result(CLOSE_S)
@@ -69,37 +69,37 @@ class LoopThread:
 
 
 class McpTool:
-    """A tool of a server; see `Tool`. The server checks its parameters."""
+    """A tool of a server, which checks its own parameters. Implements `Tool`."""
 
     def __init__(self, server: "McpServer", description: Any) -> None:
-        """Take what the server says of it."""
+        """Read the server's description of the tool."""
         self._server = server
         self.name = str(description.name)
         self.description = str(description.description or description.title or "")
         self.parameters: Mapping[str, Json] = dict(description.input_schema)
 
     async def call(self, arguments: Mapping[str, Json]) -> str:
-        """See `Tool.call`.
+        """Run one call, as `Tool.call` does.
 
         Raises:
-            ToolError: The tool failed, or its server died or does not start again.
+            ToolError: The tool failed, or its server died or cannot be restarted.
         """
         return await self._server.call(self.name, arguments)
 
 
 class McpServer:
-    """One server, spoken to on an event loop in a thread of its own: whatever else blocks, it is answered and ended.
+    """One MCP server. Its event loop runs in a separate thread, so that blocking code elsewhere does not delay it.
 
-    A server that dies fails the calls under way. The next call starts it again, later each time that it dies without
-    having answered a call in between.
+    A server that dies fails its running calls. The next call restarts it, with a longer pause each time that it dies
+    without having answered a call.
     """
 
     def __init__(self, name: str, options: McpServerOptions) -> None:
-        """Start nothing yet.
+        """Store the options. Nothing starts yet.
 
         Args:
-            name: For messages.
-            options: How to start or reach it.
+            name: Name for messages.
+            options: How to start or reach the server.
         """
         self._name = name
         self._options = options
@@ -115,10 +115,10 @@ class McpServer:
         self._has_started = False
 
     async def start(self) -> list[Tool]:
-        """Start it, and list its tools; a tool's call starts it again when it died.
+        """Start the server, and list its tools. If it dies later, a call to a tool restarts it.
 
         Raises:
-            SettingsError: It does not start, has no tools, or not those that the options name.
+            SettingsError: It does not start, has no tools, or lacks a tool that the options name.
         """
         self._options.check_folder(self._name)
         drop_tracebacks()
@@ -132,24 +132,24 @@ class McpServer:
         self._has_started = True
         tools: dict[str, Tool] = {tool.name: McpTool(self, tool) for tool in connection.tools}
         if not tools:
-            raise SettingsError(f"MCP server {self._name!r} has no tools. Give one that has, or leave it out.")
+            raise SettingsError(f"MCP server {self._name!r} has no tools. Use one that has, or remove it.")
         for wanted in self._options.tools:
             if wanted not in tools:
                 raise SettingsError(f"MCP server {self._name!r}: {unknown_name('tool', wanted, tools)}")
         return [tool for name, tool in tools.items() if not self._options.tools or name in self._options.tools]
 
     async def call(self, tool: str, arguments: Mapping[str, Json]) -> str:
-        """Call a tool; without a deadline of its own, cancel it.
+        """Call a tool. There is no deadline; cancel the call instead.
 
         Raises:
-            ToolError: The tool failed, the server died, or is not started.
+            ToolError: The tool failed, or the server died or is closed.
         """
         if self._thread is None:
             raise ToolError(f"the server {self._name!r} of this tool is closed.")
         return await self._thread.run(self._call(tool, dict(arguments)))
 
     def close(self) -> None:
-        """End it, with all that it started. Can be called twice."""
+        """End the server and everything that it started. Can be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             atexit.unregister(self.close)
@@ -162,7 +162,7 @@ class McpServer:
         except asyncio.CancelledError:
             self._probe(connection)
             raise
-        except Exception as error:  # the transports raise many kinds
+        except Exception as error:  # the transports raise many types
             if await self._is_alive(connection):
                 self._failures = 0
                 raise ToolError(self._hide(f"{tool}: {_leaf(error)}")) from error
@@ -173,7 +173,7 @@ class McpServer:
         if not result.content and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
-            raise ToolError(text or f"{tool} failed and did not say why.")
+            raise ToolError(text or f"{tool} failed without a message.")
         return text
 
     async def _connected(self) -> "_Connection":
@@ -183,11 +183,13 @@ class McpServer:
             remaining_s = self._not_before - time.monotonic()
             if remaining_s > 0:
                 raise ToolError(
-                    f"the server {self._name!r} is down ({self._reason}); it is tried again in {remaining_s:.0f} s."
+                    f"the server {self._name!r} is down ({self._reason}); it can be restarted in {remaining_s:.0f} s."
                 )
             self._starting = asyncio.create_task(self._open_connection())
-            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if nobody waits
-        return await asyncio.shield(self._starting)  # a call that gives up leaves the start to the next
+            self._starting.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # marks it as retrieved, in case nothing waits
+        return await asyncio.shield(self._starting)  # if this call is cancelled, the next one uses the start
 
     async def _open_connection(self) -> "_Connection":
         connection = _Connection(self._options, on_garbage=self._warn_of_garbage)
@@ -210,11 +212,11 @@ class McpServer:
             log.warning("mcp_server_wrote_no_message", server=self._name, line=self._hide(line))
 
     def _hide(self, text: str) -> str:
-        """A text of the server or of a library without the secrets that the server was given."""
+        """Remove the server's secrets from a text."""
         return hide(text, {"env": self._options.env, "headers": self._options.headers, "url": self._options.url or ""})
 
     def _probe(self, connection: "_Connection") -> None:
-        """Find out in the background whether a server that took too long is alive."""
+        """Check in the background whether a server is alive after a call timed out."""
         if self._probes or connection is not self._connection:
             return
 
@@ -247,7 +249,7 @@ class McpServer:
         self._failures += 1
         self._not_before = time.monotonic() + pause_s
         self._reason = reason = self._hide(reason)
-        if self._has_started:  # else `start` raises it
+        if self._has_started:  # otherwise `start` raises it
             log.warning("mcp_server_failed", server=self._name, reason=reason, failures_in_a_row=self._failures)
 
     async def _disconnect(self) -> None:
@@ -261,7 +263,7 @@ class McpServer:
 
 
 class _Connection:
-    """A client that is entered and left in one task, as the library asks."""
+    """A client that is entered and left in one task, as the library requires."""
 
     def __init__(self, options: McpServerOptions, *, on_garbage: Callable[[str], None]) -> None:
         self.client: Any = None
@@ -277,7 +279,7 @@ class _Connection:
         self._mark = uuid.uuid4().hex
 
     async def open(self) -> None:
-        """Start the server, and list its tools; whatever goes wrong is raised once it was ended."""
+        """Start the server, and list its tools. On an error, the server is ended before the error is raised."""
         self._task = asyncio.create_task(self._live())
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
@@ -285,7 +287,7 @@ class _Connection:
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError) and not self._ready.done():
-                raise TimeoutError(f"no answer for {self._options.start_timeout_s:g} s") from None
+                raise TimeoutError(f"no answer within {self._options.start_timeout_s:g} s") from None
             raise
 
     async def close(self) -> None:
@@ -299,9 +301,9 @@ class _Connection:
                 await asyncio.shield(self._task)
 
     def last_words(self) -> str:
-        """The end of what the server wrote to stderr, or its last HTTP status that tells of an error."""
+        """Return the end of the server's stderr, and its last HTTP status that was an error."""
         if self._stderr is not None and not self._stderr.closed:
-            # pread: the server writes at the file's position, which is shared
+            # pread, because the server writes at the shared file position
             size = os.fstat(self._stderr.fileno()).st_size
             written = os.pread(self._stderr.fileno(), STDERR_CHARS, max(0, size - STDERR_CHARS))
             self._words = _without_traceback(written.decode(errors="replace").strip())
@@ -354,7 +356,7 @@ class _Connection:
 
 
 def _guarded(command: tuple[str, ...], *, mark: str) -> tuple[str, ...]:
-    """A command that ends with this process, however that ends, and leaves nothing; see `server_process`."""
+    """Wrap a command so that it ends with this process and leaves nothing. See `server_process`."""
     if command[0] == "python":
         command = (sys.executable, *command[1:])
     if not IS_LINUX:
@@ -374,7 +376,7 @@ async def _all_tools(client: Any) -> list[Any]:
 
 
 def _block_text(block: Any) -> str:
-    """A block of a result as text; what is no text is named."""
+    """Return a block of a result as text, or its type and kind if it is not text."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource" and hasattr(block.resource, "text"):
@@ -384,14 +386,14 @@ def _block_text(block: Any) -> str:
 
 
 def _without_traceback(words: str) -> str:
-    """Words of a Python program that end in a traceback, or in a part of one: its last line and its last place."""
+    """Reduce a text that ends in a Python traceback to the traceback's last line and last location."""
     lines = words.splitlines()
     places = [line.strip() for line in lines if line.startswith('  File "') and '"<frozen ' not in line]
     return f"{lines[-1]} ({places[-1]})" if places else words
 
 
 def _leaf(error: BaseException) -> str:
-    """The first error of a group, in one line."""
+    """Describe the first error of a group in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return shown_error(error)

@@ -1,4 +1,4 @@
-"""How an MCP server is started or reached; free of the library that speaks to it."""
+"""Options to start or reach an MCP server, independent of the client library."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -11,22 +11,23 @@ from rl_core.secret_settings import check_headers, redact_option
 
 @settings_record
 class McpServerOptions:
-    """One MCP server: a command to start, or the address of one that runs.
+    """One MCP server: a command to start, or the URL of a running server.
 
     Attributes:
-        command: Program and arguments; it speaks MCP over stdin and stdout. "python" is the interpreter that runs this.
-        args: More arguments, as other clients' settings have them.
-        env: Its environment, beside PATH, HOME, USER, SHELL, TERM and LOGNAME; in settings, "$NAME" takes a variable of
-            this process.
+        command: Program and arguments. It speaks MCP over stdin and stdout. "python" is the interpreter of this
+            process.
+        args: More arguments, as in other clients' settings.
+        env: Its environment, in addition to PATH, HOME, USER, SHELL, TERM and LOGNAME; in settings, "$NAME" inserts a
+            variable of this process.
         cwd: Its working directory.
-        url: Address of a server that speaks streamable HTTP.
+        url: URL of a server that speaks streamable HTTP.
         headers: HTTP headers, such as Authorization = "Bearer $NAME".
-        tools: Names of the tools that the model gets; empty gives all.
-        start_timeout_s: Longest time until its tools are known.
-        probe_timeout_s: After a call that took too long, longest time for the server to say that it is alive; one that
-            does not is started again.
-        max_pause_s: A server that dies again and again is left alone for 1, 2, 4, ... seconds, at most this long; its
-            tools answer with an error meanwhile.
+        tools: Names of the tools to offer to the model; empty offers all.
+        start_timeout_s: Maximum seconds until its tools are listed.
+        probe_timeout_s: Maximum seconds for the server to answer a check after a call timed out; without an answer it
+            is restarted.
+        max_pause_s: Maximum pause before a restart. A server that dies repeatedly is restarted after 1, 2, 4, ...
+            seconds; until then its tools return an error.
     """
 
     command: tuple[str, ...] = ()
@@ -41,7 +42,7 @@ class McpServerOptions:
     max_pause_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the options.
 
         Raises:
             SettingsError: Neither or both of command and url are given, or a limit is not positive.
@@ -62,22 +63,22 @@ class McpServerOptions:
 
     @property
     def advice(self) -> str:
-        """What to do about a server that does not start."""
+        """Advice for a server that does not start."""
         if self.url is not None:
-            return "Is it running, and are url and headers right?"
+            return "Check that it is running, and that url and headers are right."
         return (
-            "Try its command in a terminal: it must speak MCP over stdin and stdout. It gets PATH, HOME and the like, "
-            "and what env names; a slow one needs a larger start_timeout_s."
+            "Try its command in a terminal: it must speak MCP over stdin and stdout. Its environment is PATH, HOME "
+            "and similar, plus env. If it is slow, raise start_timeout_s."
         )
 
     def check_folder(self, name: str) -> None:
-        """Refuse a working directory that is none: the error of a failed start would name the command.
+        """Check the working directory, because the error of a failed start would name the command instead.
 
         Raises:
-            SettingsError: `cwd` is no folder.
+            SettingsError: `cwd` is not a folder.
         """
         if self.cwd is not None and not Path(self.cwd).is_dir():
             raise SettingsError(
-                f"MCP server {name!r}: cwd must be a folder; found {self.cwd!r}, which is none from {Path.cwd()}. "
-                "Create it, or correct cwd."
+                f"MCP server {name!r}: cwd must be a folder; found {self.cwd!r}, which is not a folder in "
+                f"{Path.cwd()}. Create it, or correct cwd."
             )

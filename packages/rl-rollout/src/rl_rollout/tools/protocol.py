@@ -1,4 +1,4 @@
-"""Protocol of tools, calls and results."""
+"""Protocol of tools, and records of their calls and results."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -10,7 +10,7 @@ from rl_core.record_fields import record
 CallOutcome = Literal[
     "ok", "truncated", "unknown_tool", "malformed_call", "bad_arguments", "raised", "timed_out", "too_large"
 ]
-"""How a call ended; every one but the first two is an error, told to the model as text."""
+"""How a call ended. All but "ok" and "truncated" are errors, which the model gets as text."""
 
 
 class Tool(Protocol):

@@ -1,4 +1,4 @@
-"""What a tool returned, as the model reads it."""
+"""Text for the model from what a tool returned."""
 
 import inspect
 import json
@@ -10,10 +10,10 @@ from rl_rollout.rewards.outputs import discard, with_article
 
 
 def result_text(value: Any) -> str:
-    """A text as it stands, anything else as JSON.
+    """Return text unchanged, and any other value as JSON.
 
     Raises:
-        ToolError: See `refuse_unfinished`.
+        ToolError: The value must be awaited or iterated.
     """
     if isinstance(value, str):
         return value
@@ -22,23 +22,23 @@ def result_text(value: Any) -> str:
 
 
 def refuse_unfinished(value: object) -> None:
-    """Refuse what would give a result only if somebody awaited or iterated it; it is closed, so that it warns nobody.
+    """Refuse a value that must be awaited or iterated. It is closed, so that Python does not warn.
 
     Raises:
-        ToolError: It is such a thing.
+        ToolError: The value is awaitable or a generator.
     """
     if inspect.isawaitable(value):
         discard(value)
         raise ToolError(
-            f"the tool gave {with_article(value)} that was never awaited. It must be an `async def` that awaits it."
+            f"the tool returned {with_article(value)} that was never awaited. It must be an `async def` that awaits it."
         )
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         discard(value)
-        raise ToolError(f"the tool gave {with_article(value)}: it uses `yield`. It must return its result.")
+        raise ToolError(f"the tool returned {with_article(value)}: it uses `yield`. It must return its result.")
 
 
 def shortened(text: str, *, max_chars: int) -> str:
-    """A text's beginning with a note of what is not there, where it is longer than it may be."""
+    """Return a text, cut to a maximum length with a note of how much is missing."""
     if len(text) <= max_chars:
         return text
     return f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters]"

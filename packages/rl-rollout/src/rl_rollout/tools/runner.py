@@ -1,4 +1,4 @@
-"""Runs the calls of a turn concurrently, with deadlines, and without raising."""
+"""Runs the calls of a turn concurrently, with deadlines. It never raises for a tool."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ MAX_ERROR_CHARS = 500
 
 @settings_record
 class CallOptions:
-    """How calls are run.
+    """Limits of tool calls.
 
     Attributes:
-        timeout_s: Longest time of one call.
-        max_result_chars: Longest result, in characters.
-        on_large_result: Outcome of a longer one: its beginning with a note, or an error.
-        max_concurrency: Calls at once, over all sessions.
+        timeout_s: Maximum seconds of one call.
+        max_result_chars: Maximum length of a result, in characters.
+        on_large_result: What to do with a longer result: "truncate" it and add a note, or return an "error".
+        max_concurrency: Maximum number of concurrent calls, over all sessions.
     """
 
     timeout_s: float = 30.0
@@ -35,10 +35,10 @@ class CallOptions:
     max_concurrency: int = 64
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the options.
 
         Raises:
-            SettingsError: Names the option.
+            SettingsError: An option is invalid.
         """
         if not self.timeout_s > 0 or self.max_result_chars < 1 or self.max_concurrency < 1:
             raise SettingsError(
@@ -48,21 +48,21 @@ class CallOptions:
 
 
 _Attempt = tuple[object, BaseException | None]
-"""What a tool gave, and what it raised."""
+"""Return value of a tool, and the exception that it raised."""
 
 
 class ToolRunner:
-    """Calls tools; what a tool does wrong is text for the model, and an outcome for the counts."""
+    """Calls tools. A tool's error becomes text for the model and a counted outcome."""
 
     def __init__(self, toolbox: ToolBox, options: CallOptions | None = None) -> None:
-        """Take the tools; nothing is called yet."""
+        """Store the tools. Nothing is called yet."""
         self._toolbox = toolbox
         self._options = options or CallOptions()
         self._slots = asyncio.Semaphore(self._options.max_concurrency)
         self._left: set[asyncio.Task[_Attempt]] = set()
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Run all calls at once; the results are in the order of the calls."""
+        """Run all calls concurrently. Results are in the order of the calls."""
         return list(await asyncio.gather(*map(self._run_one, calls)))
 
     async def _run_one(self, given: ToolCall) -> ToolResult:
@@ -83,14 +83,14 @@ class ToolRunner:
         try:
             await asyncio.wait({task}, timeout=self._options.timeout_s)
         finally:
-            if not task.done():  # one that will not be cancelled is left behind
+            if not task.done():  # a task that refuses to be cancelled is abandoned
                 self._leave(task)
         if not task.done():
-            return _failed(call, "timed_out", f"{call.name} gave nothing for {self._options.timeout_s:g} s.")
+            return _failed(call, "timed_out", f"{call.name} did not return within {self._options.timeout_s:g} s.")
         return self._settled(call, task)
 
     def _settled(self, call: ToolCall, task: asyncio.Task[_Attempt]) -> ToolResult:
-        if task.cancelled():  # by somebody who looks for tasks to cancel: nobody of ours did
+        if task.cancelled():  # by code outside this class, which only cancels unfinished tasks
             return _failed(call, "raised", f"{call.name} was cancelled.")
         value, error = task.result()
         if isinstance(error, asyncio.CancelledError):
@@ -104,7 +104,7 @@ class ToolRunner:
         if error is not None:
             return _failed(call, "raised", f"{call.name} raised {shown_error(error)}")
         if not isinstance(value, str):
-            return _failed(call, "raised", f"{call.name} gave no text ({type(value).__name__}).")
+            return _failed(call, "raised", f"{call.name} did not return text ({type(value).__name__}).")
         return self._sized(call, encodable(value))
 
     def _leave(self, task: asyncio.Task[_Attempt]) -> None:
@@ -123,7 +123,7 @@ class ToolRunner:
 
 
 async def _attempt(tool: Tool, call: ToolCall) -> _Attempt:
-    """Call once. What a tool raises stays here: SystemExit, say, would end the event loop as a task's error."""
+    """Call a tool once and return its exception. Raised in a task, SystemExit for example would end the event loop."""
     try:
         value: object = await tool.call(call.arguments)
         refuse_unfinished(value)
@@ -141,5 +141,5 @@ def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:
 
 
 def _words(error: Exception) -> str:
-    """An error's text, without its type."""
+    """Return an error's text without its type."""
     return shown_error(error).partition(": ")[2]

@@ -1,8 +1,8 @@
-"""Become a server that ends with this program's parent, together with all its processes.
+"""Become a server that ends with this program's parent, together with all of its processes.
 
-`python -I -S server_process.py GUARD MARK PARENT COMMAND...`, in a session of its own. It needs the standard library
-alone. `GUARD` is the file of `rl_core.cluster.processes.guard`, which then watches this process and its parent. When
-one is gone, however it ended, every process with the mark in its environment, or of this session, is killed.
+Usage: `python -I -S server_process.py GUARD MARK PARENT COMMAND...`, in its own session. It needs only the standard
+library. `GUARD` is the file of `rl_core.cluster.processes.guard`, which watches this process and its parent. When one
+of them ends, the guard kills every process of this session or with the mark in its environment.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ def main() -> None:
     try:
         os.execvp(command[0], command)  # noqa: S606 - the user's own command
     except OSError as error:
-        sys.exit(f"{command[0]}: {error.strerror}. Install it, or give the whole path of an executable file")
+        sys.exit(f"{command[0]}: {error.strerror}. Install it, or give the full path of an executable file")
 
 
 if __name__ == "__main__":

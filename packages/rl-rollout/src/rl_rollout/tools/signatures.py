@@ -1,4 +1,4 @@
-"""JSON schemas from Python signatures, by pydantic."""
+"""JSON schemas from Python signatures, using pydantic."""
 
 import inspect
 import re
@@ -13,14 +13,14 @@ MAX_SHOWN_FAULTS = 5
 
 
 class Signature:
-    """The parameters of a function: their JSON schema, and what makes arguments of JSON."""
+    """The parameters of a function: their JSON schema, and the conversion of JSON arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Read a function.
+        """Read a function's signature and docstring.
 
         Raises:
-            SettingsError: It takes *args, **kwargs or positional-only parameters, or one has no type or a type that
-                JSON cannot hold.
+            SettingsError: The function has *args, **kwargs or positional-only parameters, or a parameter without a type
+                or with one that JSON cannot represent.
             MissingExtraError: pydantic is not installed.
         """
         try:
@@ -39,7 +39,7 @@ class Signature:
         for index, parameter in enumerate(_parameters(function, name=name)):
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
             details = pydantic.Field(default, alias=parameter.name, description=meanings.get(parameter.name))
-            fields[f"argument_{index}"] = (parameter.annotation, details)  # any name is free to be an alias
+            fields[f"argument_{index}"] = (parameter.annotation, details)  # an alias may have any name
         try:
             self._model: Any = pydantic.create_model(
                 name, __config__=pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False), **fields
@@ -47,8 +47,8 @@ class Signature:
             schema = self._model.model_json_schema(schema_generator=Untitled)
         except (pydantic.PydanticUserError, pydantic.PydanticSchemaGenerationError) as error:
             raise SettingsError(
-                f"tool {name!r}: its parameters cannot be given as JSON ({_first_line(error)}). Use str, int, float, "
-                "bool, list, dict, Literal, dataclasses, or unions of these."
+                f"tool {name!r}: its parameters cannot be represented as JSON ({_first_line(error)}). Use str, int, "
+                "float, bool, list, dict, Literal, dataclasses, or unions of these."
             ) from error
         self._error: type[Exception] = pydantic.ValidationError
         schema.pop("title", None)
@@ -56,10 +56,10 @@ class Signature:
         self.schema: dict[str, Json] = schema
 
     def bind(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
-        """Python arguments of JSON ones.
+        """Convert JSON arguments to Python arguments.
 
         Raises:
-            DataError: One is missing, unknown, or of another type; the message names each.
+            DataError: Arguments are missing, unknown, or of another type. The message names each.
         """
         try:
             bound = self._model.model_validate(dict(arguments))
@@ -71,7 +71,7 @@ class Signature:
 
 
 def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The words before the first section of a Google docstring, and those of each argument."""
+    """Return the text before the first section of a Google docstring, and the description of each argument."""
     text = inspect.getdoc(function) or ""
     sections = re.split(r"^(Args|Returns|Raises|Yields|Examples?|Attributes|Notes?):[ \t]*$", text, flags=re.MULTILINE)
     bodies = dict(zip(sections[1::2], sections[2::2], strict=True))
@@ -97,12 +97,12 @@ def _parameters(function: Callable[..., Any], *, name: str) -> list[inspect.Para
     for parameter in signature.parameters.values():
         if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
             raise SettingsError(
-                f"tool {name!r}: parameter {str(parameter)!r} has no name that a model can give. Use plain parameters."
+                f"tool {name!r}: parameter {str(parameter)!r} cannot be passed by name. Use plain parameters."
             )
         if parameter.name not in hints:
             raise SettingsError(
-                f"tool {name!r}: parameter {parameter.name!r} has no type. Write it as `{parameter.name}: str`, say; "
-                "the schema that the model reads is made of it."
+                f"tool {name!r}: parameter {parameter.name!r} has no type. Add one, such as `{parameter.name}: str`; "
+                "it becomes part of the schema that the model reads."
             )
         parameters.append(parameter.replace(annotation=hints[parameter.name]))
     return parameters

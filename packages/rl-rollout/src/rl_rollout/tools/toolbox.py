@@ -1,4 +1,4 @@
-"""Tools by name, from packages, the user's files and MCP servers."""
+"""Tools by name, from packages, user files and MCP servers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,47 +17,47 @@ class ToolBox:
     """The tools of a loop."""
 
     def __init__(self, tools: Iterable[Tool] = ()) -> None:
-        """Take tools.
+        """Store the tools.
 
         Raises:
-            SettingsError: Two have one name.
+            SettingsError: Two tools have the same name.
         """
         self._tools: dict[str, Tool] = {}
         self.add(tools)
 
     def add(self, tools: Iterable[Tool]) -> None:
-        """Take more tools.
+        """Add tools.
 
         Raises:
-            SettingsError: Two have one name.
+            SettingsError: Two tools have the same name.
         """
         for tool in tools:
             if tool.name in self._tools:
-                raise SettingsError(f"two tools have the name {tool.name!r}. Rename one, or leave it out.")
+                raise SettingsError(f"two tools have the name {tool.name!r}. Rename or remove one of them.")
             self._tools[tool.name] = tool
 
     def names(self) -> list[str]:
-        """Names of all tools, sorted."""
+        """Return the names of all tools, sorted."""
         return sorted(self._tools)
 
     def tools(self) -> list[Tool]:
-        """All tools, in the order they were given."""
+        """Return all tools, in the order they were added."""
         return list(self._tools.values())
 
     def get(self, name: str) -> Tool | None:
-        """The tool of this name, or None."""
+        """Return the tool with this name, or None."""
         return self._tools.get(name)
 
     def schemas(self) -> list[dict[str, Json]]:
-        """All tools as chat templates take them, in the order they were given."""
+        """Return the schemas of all tools for chat templates, in the order they were added."""
         return [tool_schema(tool) for tool in self._tools.values()]
 
     def parameters(self) -> dict[str, Mapping[str, Json]]:
-        """JSON schema of the arguments of each tool."""
+        """Return the JSON schema of each tool's arguments, by name."""
         return {name: tool.parameters for name, tool in self._tools.items()}
 
     def close(self) -> None:
-        """Close the tools that can be closed."""
+        """Close the tools that have a `close` method."""
         for tool in self._tools.values():
             close = getattr(tool, "close", None)
             if callable(close):
@@ -67,7 +67,7 @@ class ToolBox:
 def resolve_tool(reference: str) -> Tool:
     """Return the tool with this name, or at `path.py:function`.
 
-    Converts a function, and creates a class without arguments.
+    A function is wrapped, and a class is created without arguments.
 
     Raises:
         SettingsError: The name, file or function does not exist, or is not a tool.
@@ -84,5 +84,5 @@ def resolve_tool(reference: str) -> Tool:
 
 
 def resolve_tools(references: Sequence[str]) -> list[Tool]:
-    """Return several tools. See `resolve_tool`."""
+    """Return several tools, as `resolve_tool` does."""
     return [resolve_tool(reference) for reference in references]

@@ -1,1 +1,1 @@
-"""Roles as processes of this machine."""
+"""Roles as processes on this machine."""

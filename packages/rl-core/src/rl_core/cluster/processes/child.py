@@ -46,8 +46,8 @@ class RoleServer:
             try:
                 messages = receive_frame(self._connection)
             except (EOFError, OSError):
-                os._exit(1)  # the parent is gone, and nobody is left to tell
-            except Exception:  # what a frame says of itself cannot be read; whose calls these were is lost
+                os._exit(1)  # the parent has ended
+            except Exception:  # unreadable header: the calls are unknown, so none can be answered
                 traceback.print_exc()
                 os._exit(1)
             if messages is None:
@@ -57,7 +57,7 @@ class RoleServer:
             if calls:
                 loop.call_soon_threadsafe(self._begin, calls)
             for number, packed in messages:
-                if not packed.body:  # a question: it is answered here, as the loop may be blocked
+                if not packed.body:  # a request for stacks, answered here because the loop may be blocked
                     self._say_stacks(number, loop)
 
     def _begin(self, messages: list[Numbered]) -> None:
@@ -76,9 +76,9 @@ class RoleServer:
     def _say_stacks(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         try:
             answer = pack((True, process_stacks(loop)))
-        except Exception as error:  # such as of a file with source code that cannot be read; the reader goes on
+        except Exception as error:  # for example, unreadable source code; the reader continues
             answer = pack((False, RemoteError.of(error)))
-        with contextlib.suppress(OSError):  # the parent is gone, which the next read tells
+        with contextlib.suppress(OSError):  # the parent has ended; the next read detects it
             self._send(number, answer)
 
     def _send(self, number: int, answer: Packed) -> None:

@@ -1,4 +1,4 @@
-"""Wire format of calls and answers: a frame has several messages, followed by large arrays as raw bytes."""
+"""Wire format of calls and answers: each frame has several messages, followed by large arrays as raw bytes."""
 
 import pickle
 import socket
@@ -15,7 +15,7 @@ Numbered = tuple[int, Packed]
 """A call or an answer, with the call's number."""
 
 QUESTION = Packed(b"", ())
-"""Request for stacks, which the other side's reader answers even if calls hang; a pickle is never empty."""
+"""Request for stacks; the reader of the other side answers it even if calls hang. A pickle is never empty."""
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -62,6 +62,6 @@ def _receive(connection: socket.socket, size: int) -> bytearray:
     while rest:
         received = connection.recv_into(rest)
         if not received:
-            raise EOFError("the other side ended.")
+            raise EOFError("the other side closed the connection.")
         rest = rest[received:]
     return buffer

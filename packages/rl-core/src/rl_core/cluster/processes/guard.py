@@ -1,9 +1,9 @@
 """Ends leftover processes of a role; also a standalone program that needs only the standard library.
 
-`python -I -S guard.py MARK LEADER KNOWN PID...` waits in the background until one of the processes ends, and then ends
-the family.
+`python -I -S guard.py MARK LEADER KNOWN PID...` waits in the background until one of the processes ends, then ends the
+family.
 
-A role's children can outlive it: a killed process does not end its children, which init adopts. A *family* consists of
+A role's children can outlive it: killing a process does not end its children, which init adopts. A *family* consists of
 the processes in its session or process group (`LEADER`), those with its mark in their environment (which descendants
 inherit unless they overwrite it), and the children of all these. The source of this information is /proc.
 """
@@ -31,7 +31,7 @@ class Family(NamedTuple):
     """Identifies processes that belong together.
 
     Attributes:
-        mark: Mark in their environment; 32 characters, so that no other process has it by chance.
+        mark: Mark in their environment, at least 32 characters to rule out accidental matches.
         leader: Their session or process group; 0 if they have none of their own.
         known: Further processes, each with its start time.
     """
@@ -82,14 +82,14 @@ def end_family(family: Family) -> None:
     """
     ends_at = time.monotonic() + LIMIT_S
     num_empty = 0
-    while num_empty < NUM_LOOKS:  # one that was started a moment ago has no environment yet
+    while num_empty < NUM_LOOKS:  # a process that just started has no environment yet
         found = [pid for pid in family_members(family) if pid != os.getpid()]
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         num_empty = 0 if found else num_empty + 1
         if time.monotonic() > ends_at:
-            return  # the kernel does not let them go, such as in a broken network drive
+            return  # the kernel cannot end them, for example during I/O on a broken network drive
         time.sleep(PAUSE_S)
 
 
@@ -100,7 +100,7 @@ def family_members(family: Family) -> list[int]:
         ValueError: The mark is too short; an empty one would match every process.
     """
     if len(family.mark) < MARK_LENGTH:
-        raise ValueError(f"a mark has {MARK_LENGTH} characters or more; found {family.mark!r}.")
+        raise ValueError(f"a mark must have at least {MARK_LENGTH} characters; found {family.mark!r}.")
     processes = {pid: process for pid, process in _processes().items() if not process.is_zombie}
     found = {pid for pid, process in processes.items() if _belongs(family, pid, process)}
     while children := {pid for pid, process in processes.items() if process.parent in found} - found:
@@ -134,7 +134,7 @@ def _belongs(family: Family, pid: int, process: _Process) -> bool:
         return True
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it ended, or is another user's
+    except OSError:  # it has ended, or belongs to another user
         return False
     name, mark = f"{MARK_VARIABLE}=".encode(), family.mark.encode()
     return any(entry.startswith(name) and mark in entry for entry in entries)
@@ -183,7 +183,7 @@ def main() -> None:
     wait = watch([int(pid) for pid in pids])
     if guard := os.fork():
         os.write(1, str(guard).encode())
-        os._exit(0)  # whoever started this knows that it watches, and has no child that it does not know
+        os._exit(0)  # the starter now knows that the guard watches; the guard is not its child
     os.chdir("/")
     for descriptor in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)

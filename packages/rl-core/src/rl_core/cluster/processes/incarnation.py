@@ -64,11 +64,10 @@ class ProcessIncarnation(RemoteIncarnation):
         await self.call("", Call([spec], "", (spec, context), {}).pack())
 
     async def _say_late(self) -> str:
-        await self.kill("was ended, as its start failed")  # then its last lines are there
+        await self.kill("was ended because its start failed")  # makes its last lines available
         return (
             f"{self._spec} was not ready {self._birth.deadline_s:g} s after its process (pid {self.pid}) started, and "
-            f"was ended; {self._spec.factory} was still running. Give it a longer deadline. "
-            + quote(self._output.tail())
+            f"was ended; {self._spec.factory} was still running. Raise the deadline. " + quote(self._output.tail())
         )
 
     async def _ask_stacks(self) -> str:
@@ -84,7 +83,8 @@ class ProcessIncarnation(RemoteIncarnation):
     async def _end(self) -> None:
         with self._lock:
             if not self._is_reaped:
-                # not by its Popen, which would reap it: others could have its number while its family is looked for
+                # Not Popen.kill, which could reap the process and let its pid be reused while its family is still
+                # searched for.
                 os.kill(self.pid, signal.SIGKILL)
         await asyncio.wrap_future(self._ended)
 
@@ -93,7 +93,7 @@ class ProcessIncarnation(RemoteIncarnation):
 
     def _write(self) -> None:
         """Send frames from this thread, so that a process that does not read blocks no other thread."""
-        with contextlib.suppress(OSError):  # it is dead; who watches it fails the calls
+        with contextlib.suppress(OSError):  # it is dead; the watcher fails the calls
             while (frame := self._frames.get()) is not None:
                 send_frame(self._connection, frame)
             send_frame(self._connection, None)
@@ -141,7 +141,7 @@ def start_process(
                 stdin=subprocess.DEVNULL,
                 stdout=output.open_for_child(),
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                start_new_session=True,  # only the parent handles Ctrl-C
             )
         except BaseException:
             parent.close()
@@ -151,7 +151,7 @@ def start_process(
 
 
 def child_environment(birth: Birth, mark: str) -> Mapping[str, str]:
-    """Return the child's environment: this process's, the role's, its GPUs, the import path and the family's mark."""
+    """Return the child's environment: this process's and the role's variables, GPUs, import path and family mark."""
     environment = {**os.environ, **role_environment(birth.spec, mark)}
     if birth.slot is not None and "CUDA_VISIBLE_DEVICES" not in birth.spec.environment:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(birth.slot.taken.gpus)

@@ -19,7 +19,7 @@ LINE_BYTES = 1 << 16
 STDERR = 2
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 NOT_SAID = ("=== ", ":actor_name:", ":job_id:", ":task_name:")
-"""Prefixes of lines that this module or Ray prints."""
+"""Prefixes of lines printed by this module or Ray, not by the role."""
 
 
 class FileOutput:
@@ -69,7 +69,7 @@ class PrefixedOutput:
     def tail(self) -> str:
         """Return the last lines."""
         if self._thread is not None:
-            self._thread.join(1.0)  # the process is gone, and its last lines may still be in the pipe
+            self._thread.join(1.0)  # the process has ended, but its last lines may still be in the pipe
         return last_lines(b"".join(self._lines))
 
     def _copy(self, pipe: IO[bytes]) -> None:

@@ -1,7 +1,7 @@
 """Serialization for a role's process: pickles, with arrays and CPU tensors as separate buffers without copies.
 
-The only module that pickles roles' arguments and results. Both ends are our own processes; this module never unpickles
-data from disk or from others.
+This is the only module that pickles roles' arguments and results. Both ends are this project's processes; this module
+never unpickles data from disk or from others.
 """
 
 import io
@@ -19,7 +19,7 @@ class Packed(NamedTuple):
 
     Attributes:
         body: The pickle.
-        buffers: Flat byte buffers that the pickle refers to, in order; the sender's memory until they are sent.
+        buffers: Flat byte buffers that the pickle refers to, in order; they share the sender's memory until sent.
     """
 
     body: bytes
@@ -33,7 +33,7 @@ class Packed(NamedTuple):
 
 class _Pickler(pickle.Pickler):
     last: Any = None
-    """The object visited last, which is the culprit of a failure."""
+    """The object visited last, which caused a failure if there is one."""
 
     def reducer_override(self, value: Any) -> Any:
         self.last = value
@@ -57,7 +57,7 @@ def pack(value: Any) -> Packed:
     pickler = _Pickler(body, protocol=5, buffer_callback=buffers.append)
     try:
         pickler.dump(value)
-    except Exception as error:  # also what its own __reduce__ raises
+    except Exception as error:  # a custom __reduce__ can raise anything
         culprit = type(pickler.last)
         raise TypeError(
             f"a value of type {culprit.__module__}.{culprit.__qualname__} cannot be pickled: "
@@ -81,7 +81,7 @@ def _tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], requires_grad: b
     import torch
 
     if memoryview(buffer).readonly:
-        buffer = bytearray(buffer)  # a write into Ray's memory would end the process
+        buffer = bytearray(buffer)  # writing to Ray's read-only memory would crash the process
     kind = getattr(torch, dtype)
     flat = torch.frombuffer(buffer, dtype=kind) if memoryview(buffer).nbytes else torch.empty(0, dtype=kind)
     return flat.reshape(shape).requires_grad_(requires_grad)

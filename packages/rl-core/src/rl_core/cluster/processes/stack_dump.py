@@ -1,7 +1,7 @@
 """Python stacks of an unresponsive process, written by a signal handler without the interpreter.
 
-Each process of a role registers a C handler that does not need the GIL: it works even if C code holds the GIL or hangs.
-It reads frames that other threads may be changing, so it is the last resort.
+Each process of a role registers a C handler that does not need the GIL, so it works even if C code holds the GIL or
+hangs. It reads frames that other threads may be changing, so it is the last resort.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ def register_dump(mark: str) -> None:
 
 
 def dump_of(pid: int, mark: str, *, deadline_s: float) -> str:
-    """Return the stacks of a process of this host that registered with this mark, or the reason why there are none."""
+    """Return the stacks of a process on this host that registered with this mark, or why they are missing."""
     if sys.platform != "linux":
-        return f"Stacks cannot be asked for by a signal on {sys.platform}."
+        return f"Dumping stacks by signal is not supported on {sys.platform}."
     try:
-        process = os.pidfd_open(pid)  # it stays the same process, whatever becomes of its number
+        process = os.pidfd_open(pid)  # refers to the same process even if the pid is reused
         try:
             file = os.open(_find_file(pid, mark), os.O_RDONLY)
             try:
@@ -50,10 +50,10 @@ def dump_of(pid: int, mark: str, *, deadline_s: float) -> str:
         finally:
             os.close(process)
     except OSError as error:
-        return f"It cannot be asked by a signal: {error.strerror}."
+        return f"Its stacks cannot be dumped by signal: {error.strerror}."
     if not text.strip():
-        return f"It did not answer a signal within {deadline_s:.1f} s either: pid {pid} {process_state(pid)}."
-    return f"What a signal had it write (most recent call first):\n{text.strip()}"
+        return f"It also did not answer a signal within {deadline_s:.1f} s: pid {pid} {process_state(pid)}."
+    return f"Stacks dumped by signal (most recent call first):\n{text.strip()}"
 
 
 async def ask_then_dump(
@@ -63,7 +63,7 @@ async def ask_then_dump(
 
     Args:
         ask: Asks the process's own code.
-        dump: Dumps stacks by the signal, within the given seconds.
+        dump: Dumps stacks by signal, within the given seconds.
         deadline_s: Deadline for both together.
     """
     half_s = deadline_s / 2
@@ -76,8 +76,8 @@ async def ask_then_dump(
             raise
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - half_s))
     late = (
-        f"{NOT_ANSWERED} {since}, {half_s:.1f} s: code in C holds its interpreter, or it is stopped, or has "
-        "no processor. Its tasks are not known."
+        f"{NOT_ANSWERED} {since}, {half_s:.1f} s: C code holds its interpreter, it is stopped, or it gets no CPU "
+        "time. Its tasks are not known."
     )
     limit = asyncio.timeout(half_s)
     try:
@@ -86,7 +86,7 @@ async def ask_then_dump(
     except TimeoutError:
         if not limit.expired():
             raise
-        return f"{late}\nNor could a signal be sent to it within {half_s:.1f} s."
+        return f"{late}\nSending it a signal took longer than {half_s:.1f} s."
 
 
 def process_state(pid: int) -> str:
@@ -94,15 +94,15 @@ def process_state(pid: int) -> str:
     try:
         letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return "is not there"
+        return "does not exist"
     return f"{_STATES.get(letter, 'runs')} (state {letter})"
 
 
 def _stack_signal() -> int:
-    """Return an otherwise unused signal; it would kill a process without the handler."""
+    """Return an otherwise unused signal, which kills a process that has no handler for it."""
     if sys.platform == "linux":
         return int(signal.SIGRTMAX) - 5
-    raise NotImplementedError("stacks are asked for by a signal on Linux alone.")
+    raise NotImplementedError("dumping stacks by signal is supported only on Linux.")
 
 
 def _file_name(mark: str) -> str:
@@ -121,7 +121,7 @@ def _find_file(pid: int, mark: str) -> str:
                 return str(path)
         except FileNotFoundError:  # closed meanwhile
             continue
-    raise FileNotFoundError(2, "it has not said yet that it would answer")
+    raise FileNotFoundError(2, "its signal handler is not registered yet")
 
 
 def _read_settled(file: int, start: int, ends_at: float) -> str:

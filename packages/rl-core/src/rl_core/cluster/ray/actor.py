@@ -56,11 +56,11 @@ class Hello(NamedTuple):
 
 
 QUESTIONS = "questions"
-"""The concurrency group of requests beside calls, with its own thread and event loop."""
+"""Concurrency group for requests other than calls, with its own thread and event loop."""
 
 
 class RoleActor:
-    """Holds one role's object. Calls made together begin together, in order."""
+    """Runs one role's object. Calls sent together begin together, in order."""
 
     def __init__(self, role: str, incarnation: int, mark: str, log: str | None, umask: int) -> None:
         """Redirect output and start the guard; the object is made later.
@@ -69,7 +69,7 @@ class RoleActor:
             role: Name of the role, such as engine[0].
             incarnation: Number of the incarnation.
             mark: Mark of its descendants; see `rl_core.cluster.processes.guard`.
-            log: File on its node for its output; None leaves it to Ray.
+            log: File on its node for its output; None leaves output to Ray.
             umask: The caller's umask, so that files get the caller's permissions.
         """
         self._name, self._mark = role, mark
@@ -114,7 +114,7 @@ class RoleActor:
             else:
                 await self._moved.wait_for(lambda: self._num_begun > frame)
         if frame not in self._frames:
-            raise RuntimeError("the calls made together with this one were lost on their way.")
+            raise RuntimeError("the calls sent together with this one were lost in transit.")
         answer = await self._frames[frame][index]
         self._num_answered[frame] += 1
         if self._num_answered[frame] == len(self._frames[frame]):
@@ -147,7 +147,7 @@ class RoleActor:
         await asyncio.to_thread(end_family, self._family())
 
     def _family(self) -> Family:
-        leads = os.getpgid(0) == os.getpid()  # so do Ray's workers
+        leads = os.getpgid(0) == os.getpid()  # Ray's workers do
         return Family(self._mark, os.getpid() if leads else 0)
 
     def _begin(self, frame: int, calls: Sequence[Wire]) -> None:

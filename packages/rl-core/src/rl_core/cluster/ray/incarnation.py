@@ -68,18 +68,18 @@ class RayIncarnation(RemoteIncarnation):
         await self.call("", to_wire(Call([spec], "", (spec, context), {}).pack()))
 
     async def _say_late(self) -> str:
-        late = f"{self._spec} was not ready after {self._birth.deadline_s:g} s, and was ended; "
+        late = f"{self._spec} was not ready after {self._birth.deadline_s:g} s and was ended; "
         if self._hello is None:
             free = await asyncio.to_thread(say_free)
-            return f"{late}Ray had no place, or no process, for its actor: {free}."
+            return f"{late}Ray had no resources or no process for its actor: {free}."
         output = await asyncio.to_thread(self._output)
         return (
-            f"{late}{self._spec.factory} was still running in pid {self._hello.pid} on {self._hello.address}. Give it "
-            f"a longer deadline. {output}"
+            f"{late}{self._spec.factory} was still running in pid {self._hello.pid} on {self._hello.address}. Raise "
+            f"the deadline. {output}"
         )
 
     async def _ask(self, method: str, answer: Any) -> Any:
-        """Await an actor's reply to a request beside calls, tracked like a call."""
+        """Await an actor's reply to a request other than a call, tracked like a call."""
         number, future = self._calls.begin(method)
         answer.future().add_done_callback(self._settler(number, None))
         try:
@@ -93,7 +93,7 @@ class RayIncarnation(RemoteIncarnation):
     async def _dump(self, deadline_s: float) -> str:
         hello = self._hello
         if hello is None:
-            return "It has not said yet where it is."
+            return "Its location is not known yet."
         if self._is_here:
             return await asyncio.to_thread(dump_of, hello.pid, self._mark, deadline_s=deadline_s)
         return await asyncio.to_thread(dump_there, hello, self._mark, deadline_s)
@@ -107,7 +107,7 @@ class RayIncarnation(RemoteIncarnation):
             answer.future().add_done_callback(self._settler(number, frame if is_first else None))
 
     def _settler(self, number: int, frame: int | None) -> Callable[["Future[Any]"], None]:
-        """Return the callback for a reply of Ray; it runs in a thread of Ray's and must not block."""
+        """Return the callback for a reply from Ray; it runs in one of Ray's threads and must not block."""
 
         def settle(answer: "Future[Any]") -> None:
             error = answer.exception()
@@ -116,7 +116,7 @@ class RayIncarnation(RemoteIncarnation):
                 return
             lost = named(RoleError(f"a call of {self._spec} was lost: {_shorten(error)}"), self._spec)
             if isinstance(error, ray.exceptions.RayActorError):
-                self._suspect(error)  # its calls fail when its end is certain
+                self._suspect(error)  # its calls fail once its end is confirmed
                 return
             if frame is not None:
                 self._actor.skip.remote(frame)
@@ -135,11 +135,11 @@ class RayIncarnation(RemoteIncarnation):
 
     async def _close_object(self) -> None:
         if not self._ended.done():
-            with contextlib.suppress(ray.exceptions.RayError):  # it died on the way
+            with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
                 await asyncio.wrap_future(self._actor.end.remote().future())
 
     async def _end(self) -> None:
-        with contextlib.suppress(Exception):  # Ray is gone
+        with contextlib.suppress(Exception):  # Ray has ended
             ray.kill(self._actor)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GONE_S):
@@ -154,7 +154,7 @@ class RayIncarnation(RemoteIncarnation):
         end_family(Family(self._mark))
 
     def _has_died(self, lived: "Future[Any]") -> None:
-        """Handle the death that Ray reports; runs in a thread of Ray's and must not block."""
+        """Handle the death that Ray reports; runs in one of Ray's threads and must not block."""
         threading.Thread(target=self._report, args=(lived.exception(),), name=f"end {self._spec}", daemon=True).start()
 
     def _report(self, error: BaseException) -> None:
@@ -163,7 +163,7 @@ class RayIncarnation(RemoteIncarnation):
                 return
             self._is_reported = True
         with contextlib.suppress(Exception):
-            ray.kill(self._actor)  # where Ray cannot reach it, and nobody can call it any more
+            ray.kill(self._actor)  # if Ray cannot reach it, no caller can either
         free_pools_of(self._mark)
         output = "" if self._because is not None else self._output()
         self._end_text = f"{output} Ray says: {_shorten(error)}"
@@ -181,11 +181,11 @@ class RayIncarnation(RemoteIncarnation):
         if is_seen_here(hello.printed):
             return quote(read_printed(hello.printed))
         if hello.node not in {node["NodeID"] for node in ray_nodes() if node["Alive"]}:
-            return "Its node is gone, and what it printed is there."
+            return "Its output was on its node, which is gone."
         try:
             return quote(read_there(hello, LAST_LINES_S))
         except ray.exceptions.RayError as error:
-            return f"What it printed is on {hello.address}, which does not answer: {type(error).__name__}."
+            return f"Its output is on {hello.address}, which does not answer: {type(error).__name__}."
 
 
 def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
@@ -226,14 +226,14 @@ def read_there(hello: Hello, deadline_s: float) -> str:
 
 
 def dump_there(hello: Hello, mark: str, deadline_s: float) -> str:
-    """Return an actor's stacks by a signal sent from its node, or the reason why there are none."""
+    """Return an actor's stacks, dumped by a signal from its node, or the reason why they are missing."""
     there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
     remote: Any = ray.remote
     try:
         asking = remote(dump_of).options(num_cpus=0, scheduling_strategy=there)
         return str(ray.get(asking.remote(hello.pid, mark, deadline_s=deadline_s / 2), timeout=deadline_s))
     except ray.exceptions.RayError as error:
-        return f"Nor does its node, {hello.address}, answer: {_shorten(error)}"
+        return f"Its node, {hello.address}, does not answer either: {_shorten(error)}"
 
 
 def _shorten(error: BaseException) -> str:

@@ -29,7 +29,7 @@ class RayReserver:
     def begin(self, pool: ResourcePool) -> PlacementGroup:
         """See `Reserver.begin`."""
         check_room(pool)
-        bundle = {"CPU": pool.cpus, "GPU": pool.gpus, "memory": 1}  # a byte: an empty bundle is refused
+        bundle = {"CPU": pool.cpus, "GPU": pool.gpus, "memory": 1}  # one byte, because Ray refuses an empty bundle
         bundle = {name: amount for name, amount in bundle.items() if amount}
         name = f"{os.environ.get(MARK_VARIABLE, '')} {pool.name} {uuid.uuid4().hex}"  # see free_pools_of
         group: PlacementGroup = placement_group([bundle] * pool.size, strategy=pool.strategy.upper(), name=name)
@@ -52,7 +52,7 @@ class RayReserver:
 
 
 def free_pools_of(mark: str) -> None:
-    """Release the pools of a dead role and its descendants, which Ray keeps while their driver is alive.
+    """Release the pools of a dead role and its descendants, which Ray otherwise keeps while their driver is alive.
 
     Logs Ray's errors as warnings instead of raising them.
 
@@ -64,7 +64,7 @@ def free_pools_of(mark: str) -> None:
     try:
         for found in placement_group_table().values():
             if mark in found["name"] and found["state"] != "REMOVED":
-                with contextlib.suppress(ValueError):  # it is gone by now
+                with contextlib.suppress(ValueError):  # already removed
                     remove_placement_group(get_placement_group(found["name"]))
     except Exception as error:
         log.warning("pools_not_freed mark=%s error=%s: %s", mark, type(error).__name__, error)
@@ -87,9 +87,9 @@ def check_room(pool: ResourcePool) -> None:
         return
     there = ", ".join(f"{node['NodeManagerAddress']}: {_describe(node['Resources'])}" for node in nodes)
     raise SettingsError(
-        f"pool {pool.name!r} asks for {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each "
-        f"({pool.strategy}); the Ray cluster has {len(nodes)} nodes ({there}): room for {room}. Ask for less, or "
-        "add nodes; cpus = 0 shares the CPUs."
+        f"pool {pool.name!r} requests {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each "
+        f"({pool.strategy}); the Ray cluster has {len(nodes)} nodes ({there}), enough for {room}. Request less, add "
+        "nodes, or set cpus = 0 to share the CPUs."
     )
 
 

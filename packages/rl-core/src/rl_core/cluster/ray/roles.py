@@ -29,7 +29,7 @@ SHARED_BYTES = 100_000
 class RayLauncher:
     """Starts actors; starts or joins Ray for the first one, and ends the Ray that it started."""
 
-    settle_s = 3.0  # of a lost node it knows after 1.5 to 3 s
+    settle_s = 3.0  # Ray detects a lost node after 1.5 to 3 s
 
     def __init__(self, options: ClusterOptions) -> None:
         """Initialize with these options; Ray is not started yet."""
@@ -77,7 +77,7 @@ class RayLauncher:
         if opening is None:
             return
         if not opening.done():
-            opening.add_done_callback(_leave_late)  # its start was given up, and nobody waits for it
+            opening.add_done_callback(_leave_late)  # its start was abandoned
             return
         if opening.exception() is None and opening.result():
             await asyncio.to_thread(SESSION.leave)
@@ -90,9 +90,9 @@ class RayLauncher:
 
 
 class RaySession:
-    """The Ray that this process's clusters share; the last cluster to leave ends it.
+    """The Ray runtime shared by this process's clusters; the last cluster to leave ends it.
 
-    One thread starts it and keeps running: the kernel ends Ray's processes with the thread that started them.
+    One thread starts Ray and keeps running, because the kernel ends Ray's processes with the thread that started them.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class RaySession:
         with self._lock:
             if not self._num_clusters:
                 if sys.modules["ray"].is_initialized():
-                    return False  # somebody else's
+                    return False  # started by other code
                 self._start(options)
             self._num_clusters += 1
             return True
@@ -151,7 +151,7 @@ def start_guarded_ray(options: RayOptions) -> int | None:
 
 
 def _leave_late(opening: "Future[bool]") -> None:
-    """Leave a Ray that became ready after its cluster was closed."""
+    """Leave a Ray runtime that became ready after its cluster was closed."""
     if opening.exception() is None and opening.result():
         SESSION.leave()
 

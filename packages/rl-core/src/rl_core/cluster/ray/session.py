@@ -1,6 +1,6 @@
 """Ray for this process, with token authentication and, by default, sockets on loopback only.
 
-The only file that starts or joins Ray. A Ray that is already running is used unchanged.
+The only file that starts or joins Ray. A running Ray is used unchanged.
 """
 
 import logging
@@ -45,14 +45,14 @@ FAST_DEATH = {
 
 @settings_record
 class RayOptions:
-    """Which Ray to use.
+    """Options of the Ray runtime.
 
     Attributes:
         address: "host:port" of a cluster to join, whose token is in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
-            ~/.ray/auth_token; None starts one on this machine.
-        bind_address: Where a cluster that is started listens; another address than loopback opens it to the network.
-        num_cpus: CPUs that it may give away; all when None.
-        object_store_bytes: Memory for objects; Ray's default when None.
+            ~/.ray/auth_token; None starts a cluster on this machine.
+        bind_address: Listening address of a started cluster; any address other than loopback exposes it to the network.
+        num_cpus: CPUs of a started cluster; None uses all.
+        object_store_bytes: Size of a started cluster's object store; None uses Ray's default.
     """
 
     address: str | None = None
@@ -64,7 +64,7 @@ class RayOptions:
 FOLDER_PREFIX = "rl-ray-head-"
 
 _folders: list[tuple[Path, int]] = []
-"""Folders of the Ray started here, with the lock that marks this process as alive."""
+"""Folders of a Ray runtime started here, with the lock that marks this process as alive."""
 _entered: list[Any] = []
 """The `ray` module once Ray was started or joined here."""
 
@@ -79,17 +79,15 @@ def start_ray(options: RayOptions | None = None) -> Any:
     """
     options = options or RayOptions()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        if "RAY_AUTH_MODE" not in os.environ:  # `ray.init` sets it where it starts Ray; else nobody has chosen
+        if "RAY_AUTH_MODE" not in os.environ:  # `ray.init` sets it when it starts Ray
             warnings.warn(
-                "Ray runs without token authentication: anyone who reaches its ports can run code. Set "
-                "RAY_AUTH_MODE=token before Ray is started and joined, or disabled if that is meant.",
+                "Ray runs without token authentication: anyone who can reach its ports can run code. Set "
+                "RAY_AUTH_MODE=token before Ray is started and joined, or set it to disabled if this is intended.",
                 stacklevel=2,
             )
         return sys.modules["ray"]
     ray = import_ray(options)
-    logging.getLogger("ray").setLevel(
-        logging.ERROR
-    )  # else it says each time that it was not started by the main thread
+    logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise Ray warns each time that another thread started it
     arguments: dict[str, Any] = {"log_to_driver": True, "logging_level": "ERROR", "configure_logging": False}
     try:
         if options.address is not None:
@@ -99,16 +97,19 @@ def start_ray(options: RayOptions | None = None) -> Any:
             return ray
     except (ConnectionError, RuntimeError) as error:
         where = f"the Ray cluster at {options.address}" if options.address else "Ray on this machine"
-        raise RoleError(f"{where} could not be reached or started; is its token the same? {error}") from error
+        raise RoleError(
+            f"{where} could not be reached or started; check that both use the same token: {error}"
+        ) from error
     raise RoleError(
-        f"Ray on this machine did not start within its own limit of 30 s, {NUM_STARTS} times: the machine is too busy, "
-        "or out of memory. Run less beside it, or start a cluster yourself (ray start --head) and give its address."
+        f"Ray on this machine did not start within its own limit of 30 s, {NUM_STARTS} times: the machine is too busy "
+        "or out of memory. Run fewer other processes, or start a cluster yourself (ray start --head) and set its "
+        "address."
     )
 
 
 def _is_started(ray: Any, options: RayOptions, arguments: Mapping[str, Any]) -> bool:
     """Start Ray on this machine; return False if it exceeded Ray's fixed time limit."""
-    parent = Path("/tmp")  # noqa: S108 - a short path, since Ray puts sockets below it; the folder is private
+    parent = Path("/tmp")  # noqa: S108 - short, because Ray creates sockets below it; the folder is private
     remove_unlocked_folders(parent.glob(f"{FOLDER_PREFIX}*"))
     path, lock = make_locked_folder(parent, FOLDER_PREFIX, mode=0o700)
     _folders.append((path, lock))
@@ -119,10 +120,10 @@ def _is_started(ray: Any, options: RayOptions, arguments: Mapping[str, Any]) -> 
             object_store_memory=options.object_store_bytes,
             include_dashboard=False,
             _node_ip_address=options.bind_address,
-            _temp_dir=f"{folder}/ray",  # which Ray opens to everybody; the folder around it stays this user's own
+            _temp_dir=f"{folder}/ray",  # Ray makes it accessible to all users; its parent stays private
             **arguments,
         )
-    except Exception as error:  # Ray has no type for it
+    except Exception as error:  # Ray has no specific type
         if type(error) is not Exception or TOO_SLOW not in str(error):
             raise
         _end_processes_of(folder)
@@ -168,7 +169,7 @@ def import_ray(options: RayOptions) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtraError("Ray is not installed. Install rl-core[ray] as the README says.") from error
+        raise MissingExtraError("Ray is not installed. Install rl-core[ray].") from error
     if is_new and loaded is not None:
         _read_environment_again()
     return ray
@@ -194,8 +195,8 @@ def prepare_environment(options: RayOptions) -> None:
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
         raise SettingsError(
-            f"Ray is started and joined with token authentication here; RAY_AUTH_MODE is {mode!r}. Unset it, or call "
-            "ray.init() yourself before: a Ray that runs is used as it is."
+            f"Ray requires token authentication here; RAY_AUTH_MODE is {mode!r}. Unset it, or call ray.init() "
+            "yourself first: a running Ray is used unchanged."
         )
     has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
     if options.address is not None and not (has_token or DEFAULT_TOKEN.expanduser().exists()):
@@ -209,11 +210,11 @@ def prepare_environment(options: RayOptions) -> None:
     for name, value in {**QUIET, **FAST_DEATH}.items():
         os.environ.setdefault(name, value)
     if options.address is None and options.bind_address == LOOPBACK:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes the host's address for loopback's
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # otherwise Ray replaces loopback by the host's address
 
 
 def stop_ray() -> None:
-    """End a Ray that `start_ray` started, with all its processes, or leave a joined one; keep one that ran before."""
+    """End the Ray runtime that `start_ray` started, or leave a joined one; keep one that was already running."""
     while _entered:
         _entered.pop().shutdown()
     while _folders:

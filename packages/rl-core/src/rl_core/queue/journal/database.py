@@ -76,7 +76,7 @@ class Recovery:
         num_unsettled: Number of prompts with sessions still to be generated.
         torn_journal_bytes: Bytes of an incomplete transaction, which is ignored.
         lost_segments: The problem of each unreadable segment; its prompts are issued again.
-        removed_slots: Number of removed slots that nothing referred to.
+        removed_slots: Number of removed slots that were not referenced.
     """
 
     prompts: Mapping[str, int]
@@ -128,7 +128,8 @@ class SqliteJournal:
         """
         counts = Counts(core.policy_version, dict(core.drops), dict(core.counts))
         with _translated(self._directory), self._transaction() as cursor:
-            cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])  # uids come back
+            # Forgotten uids may be issued again.
+            cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])
             cursor.executemany(WRITE_GROUP, [self._row(group) for group in core.dirty.values()])
             cursor.executemany(
                 "INSERT INTO segments VALUES (?, ?)",
@@ -166,7 +167,7 @@ class SqliteJournal:
         lost = []
         for number in list(core.segments):
             if number not in core.segments:
-                continue  # freed with one that is lost
+                continue  # freed together with a lost segment
             try:
                 store.check(core.segments.place(number))
             except SegmentError as error:
@@ -194,7 +195,7 @@ class SqliteJournal:
             self._connection.close()
         lock, self._lock = self._lock, -1
         if lock >= 0:
-            os.close(lock)  # once: by then the number may be another file's
+            os.close(lock)  # only once: the number may be reused for another file
 
     def _row(self, group: QueuedGroup) -> tuple[int, str, str, bytes, bytes]:
         prompt = encode_prompt(group.prompt) if isinstance(group.prompt, Prompt) else group.prompt
@@ -218,7 +219,7 @@ class SqliteJournal:
             version, epoch = int(meta.get("format", b"1")), int(meta.get("epoch", b"0")) + 1
             names, expected = _task_names(meta.get("tasks", tasks)), _task_names(tasks)
         except UNREADABLE as error:
-            raise JournalError(f"{self._directory} has a record that cannot be read: {error}.") from error
+            raise JournalError(f"{self._directory} has an unreadable record: {error}.") from error
         if version not in READABLE_VERSIONS:
             raise JournalError(f"{self._directory} has format {version}; expected one of {READABLE_VERSIONS}.")
         if not 1 <= epoch <= MAX_EPOCH:
@@ -226,8 +227,8 @@ class SqliteJournal:
         refuse_partitions(meta.get("tasks", tasks), self._directory)
         if names != expected:
             raise JournalError(
-                f"{self._directory} is the queue of tasks {names}; found {expected}. "
-                "Open it with the tasks that it was made with, or choose another directory."
+                f"{self._directory} is the queue of tasks {names}; found {expected}. Open it with its original tasks, "
+                "or choose another directory."
             )
         with _translated(self._directory), self._transaction() as cursor:
             rows = [("format", str(FORMAT_VERSION).encode()), ("tasks", tasks), ("epoch", str(epoch).encode())]
@@ -272,7 +273,7 @@ def lock_directory(directory: Path) -> int:
                 continue
             os.close(descriptor)
             raise JournalError(
-                f"{directory} is open in another process; connect to that queue, or end it first."
+                f"{directory} is open in another process; connect to that queue, or close it first."
             ) from error
         return descriptor
 
@@ -301,12 +302,13 @@ def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:
     segments = [path for path in (directory / SEGMENTS).glob("*") if path.is_file()]
     if not tables and segments:
         raise JournalError(
-            f"{directory} has {len(segments)} segments and an empty {DATABASE}: the journal was lost. Bring it back, "
-            "or remove the segments to start again."
+            f"{directory} has {len(segments)} segments and an empty {DATABASE}: the journal was lost. Restore it, or "
+            "remove the segments to start over."
         )
     if tables and not tables >= {"meta", "groups", "segments"}:
         raise JournalError(
-            f"{directory / DATABASE} is no queue's journal: it has tables {sorted(tables)}. Choose another directory."
+            f"{directory / DATABASE} is not a queue's journal: it has the tables {sorted(tables)}. "
+            "Choose another directory."
         )
     if schema_of(connection):
         refuse_altered(connection, directory)

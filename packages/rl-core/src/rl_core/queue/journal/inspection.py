@@ -39,7 +39,7 @@ from rl_core.queue.journal.schema import (
 )
 from rl_core.queue.journal.wal import read_wal
 
-ADVICE = "Name the directory that the queue was given in QueueOptions(directory=...)."
+ADVICE = "Pass the directory set in QueueOptions(directory=...)."
 MAX_NAMED = 3
 """Maximum number of prompts listed for a damaged segment."""
 
@@ -126,9 +126,9 @@ class _Found(NamedTuple):
 def _require_queue(directory: Path) -> None:
     if not directory.is_dir():
         found = "a file" if directory.exists() else "nothing"
-        raise JournalError(f"{directory} must be a queue's directory; found {found} there. {ADVICE}")
+        raise JournalError(f"{directory} must be a queue's directory; found {found}. {ADVICE}")
     if not (directory / DATABASE).exists():
-        raise JournalError(f"{directory} must hold a queue's {DATABASE}; found no such file in it. {ADVICE}")
+        raise JournalError(f"{directory} must contain a queue's {DATABASE}; found no such file. {ADVICE}")
     require_plain_files(directory)
 
 
@@ -152,7 +152,7 @@ def _opened(database: Path) -> Iterator[sqlite3.Connection]:
                 yield connection
             finally:
                 if _state_of(database) != before:
-                    raise JournalError(f"a server opened {database.parent} while it was read. Try again.")
+                    raise JournalError(f"a server opened {database.parent} during the read. Try again.")
             return
     with contextlib.ExitStack() as stack:
         try:
@@ -196,8 +196,8 @@ def _check_format(connection: sqlite3.Connection, directory: Path) -> None:
     version = read_meta(connection).get("format", b"none")
     if version not in [str(readable).encode() for readable in READABLE_VERSIONS]:
         raise JournalError(
-            f"{directory} has format {version[:80].decode(errors='backslashreplace')}; this is rl-core for formats "
-            f"{' and '.join(map(str, READABLE_VERSIONS))}. Inspect it with the version that wrote it."
+            f"{directory} has format {version[:80].decode(errors='backslashreplace')}; this version of rl-core reads "
+            f"formats {' and '.join(map(str, READABLE_VERSIONS))}. Inspect it with the version that wrote it."
         )
     refuse_altered(connection, directory)
 
@@ -209,7 +209,7 @@ def _tables(connection: sqlite3.Connection) -> dict[str, str]:
 def _read(connection: sqlite3.Connection, directory: Path) -> _Found:
     meta = read_meta(connection)
     if "tasks" not in meta:
-        raise JournalError(f"the queue in {directory} is damaged: it does not say its tasks.")
+        raise JournalError(f"the queue in {directory} is damaged: its tasks are missing.")
     refuse_partitions(meta["tasks"], directory)
     tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
     counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
@@ -223,18 +223,18 @@ def _read(connection: sqlite3.Connection, directory: Path) -> _Found:
             group = group_of(*row)
         except UNREADABLE as error:
             raise JournalError(
-                f"the queue in {directory} is damaged: prompt {row[1]!r} cannot be read: {error}."
+                f"the queue in {directory} is damaged: prompt {row[1]!r} is unreadable: {error}."
             ) from error
         missing = sorted(set(group.segments()) - places.keys())
         if missing:
             raise JournalError(
-                f"the queue in {directory} is damaged: prompt {group.uid!r} names segments {missing}, not there."
+                f"the queue in {directory} is damaged: prompt {group.uid!r} refers to missing segments {missing}."
             )
         for number in set(group.segments()):
             uids.setdefault(number, []).append(group.uid)
         num_sessions += group.num_sessions
         if num_sessions > MAX_TOTAL_SESSIONS:
-            raise JournalError(f"the queue in {directory} is damaged: it has over {MAX_TOTAL_SESSIONS} sessions.")
+            raise JournalError(f"the queue in {directory} is damaged: it has more than {MAX_TOTAL_SESSIONS} sessions.")
         prompts.append(_prompt_of(group))
     needed = {number: place for number, place in places.items() if number in uids}
     return _Found(int(meta["format"]), tasks, counts, recovery, prompts, needed, uids)
@@ -292,7 +292,7 @@ def _check_segment(folder: Path, place: Any, *, is_verified: bool) -> None:
 
 
 def _file_of(place: Any) -> tuple[str, int] | None:
-    """Return name and size of a segment's file: a slot, or a file that a queue on Ray wrote."""
+    """Return the name and size of a segment's file: a slot, or a file that a queue on Ray wrote."""
     match place:
         case [str(name), int(size)]:
             return name, size
@@ -309,7 +309,7 @@ def _mapped(folder: Path, name: str, size: int) -> Iterator[memoryview]:
         SegmentError: The file is missing or too short.
     """
     if "/" in name or "\0" in name:
-        raise SegmentError(f"a segment's file must lie in {SEGMENTS}; found {name!r}.")
+        raise SegmentError(f"a segment's file must be in {SEGMENTS}; found {name!r}.")
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

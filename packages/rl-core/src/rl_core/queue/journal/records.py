@@ -26,7 +26,7 @@ Lease = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
 
 
 class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A group's record beside its uid, state and prompt; times are Unix seconds.
+    """A group's record besides its uid, state and prompt; times are Unix seconds.
 
     `partition` exists in format 2 only and is never written.
     """
@@ -59,7 +59,7 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, bytes]:
     """
     found = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     if not all(isinstance(key, str) and isinstance(value, bytes) for key, value in found.items()):
-        raise JournalError("the journal's table meta must have texts and bytes; it is damaged.")
+        raise JournalError("the journal's table meta must contain strings and bytes; it is damaged.")
     return found
 
 
@@ -75,11 +75,11 @@ def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dic
         meta = read_meta(connection)
         counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
     except UNREADABLE as error:
-        raise JournalError(f"the journal has a record that cannot be read: {error}.") from error
+        raise JournalError(f"the journal has an unreadable record: {error}.") from error
     refuse_many_sessions(groups)
     missing = {number for group in groups for number in group.segments()} - places.keys()
     if missing:
-        raise JournalError(f"the journal's groups name segments {sorted(missing)[:5]} that it does not have.")
+        raise JournalError(f"the journal's groups refer to missing segments {sorted(missing)[:5]}.")
     return groups, places, counts
 
 
@@ -146,7 +146,7 @@ def refuse_partitions(tasks: bytes, directory: Path) -> None:
     others = {str(task.get("partition", DEFAULT_PARTITION)) for task in found} - {DEFAULT_PARTITION}
     if others:
         raise JournalError(
-            f"{directory} must be a queue without partitions; found tasks of partitions {sorted(others)}. Finish "
-            "its prompts with the version of rl-core that wrote it, or choose another directory, and give each "
-            "partition a queue of its own."
+            f"{directory} must be a queue without partitions; found tasks of partitions {sorted(others)}. Finish its "
+            "prompts with the version of rl-core that wrote it, or choose another directory and create one queue per "
+            "partition."
         )

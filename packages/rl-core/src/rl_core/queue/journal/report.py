@@ -19,7 +19,7 @@ class InspectedPrompt:
         sessions_settled: Number of sessions that were put, with or without rows, or failed.
         sessions_failed: Reason for each failed session, by index.
         sessions_missing: Indices of unsettled sessions.
-        num_rows: Number of rows held.
+        num_rows: Number of stored rows.
         num_tokens: Number of tokens in these rows.
         size_bytes: Size of these rows' columns.
         policy_versions: Oldest and newest policy version of its sampled tokens; None without sampled tokens.
@@ -93,14 +93,14 @@ class JournalReport:
     Attributes:
         directory: Path of the directory.
         format_version: Format version of the journal.
-        keeper_pid: Process that has it open; None if no process of this host has, or the system does not report it.
+        keeper_pid: Process that has it open; None if no process of this host does, or if the system does not report it.
         tasks: Tasks with which the queue was last opened.
         policy_version: Newest policy version in the journal.
         states: Number of prompts in each state.
-        num_rows: Number of rows held.
+        num_rows: Number of stored rows.
         num_tokens: Number of tokens in these rows.
         size_bytes: Size of these rows' columns.
-        acks: Number of prompts that each task has acked, without forgotten ones.
+        acks: Number of prompts that each task has acked, excluding forgotten ones.
         drops: Number of dropped prompts, by the first words of the reason.
         counts: Other counters of the queue.
         recovery: Findings when it was last opened.

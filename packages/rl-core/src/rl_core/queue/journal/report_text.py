@@ -41,7 +41,7 @@ def _head(report: JournalReport) -> Iterator[str]:
 def _facts(report: JournalReport) -> Iterator[tuple[str, str]]:
     yield "policy version", str(report.policy_version)
     yield "prompts", f"{sum(report.states.values())}: {_states(report.states)}"
-    yield "held", f"{report.num_rows} rows, {report.num_tokens} tokens, {bytes_text(report.size_bytes)} of columns"
+    yield "stored", f"{report.num_rows} rows, {report.num_tokens} tokens, {bytes_text(report.size_bytes)} of columns"
     yield "acks", _counts(report.acks)
     yield "drops", _counts(report.drops)
     yield "counts", _counts(report.counts)
@@ -64,10 +64,10 @@ def _recovery(recovery: Recovery | None) -> str:
     if recovery is None:
         return "none"
     said = [
-        f"at the last opening: {_states(recovery.prompts)}",
+        f"at the last open: {_states(recovery.prompts)}",
         f"{recovery.num_acks} acks",
-        f"{recovery.num_unsettled} to be generated",
-        f"{recovery.torn_journal_bytes} torn bytes cut",
+        f"{recovery.num_unsettled} to generate",
+        f"{recovery.torn_journal_bytes} bytes of an incomplete transaction ignored",
         f"{len(recovery.lost_segments)} segments lost",
         f"{recovery.removed_slots} files removed",
     ]
@@ -75,11 +75,11 @@ def _recovery(recovery: Recovery | None) -> str:
 
 
 def _wal(report: JournalReport) -> str:
-    torn = "no torn tail"
+    torn = "none incomplete"
     if report.wal_torn_bytes:
-        what = "torn, not counted" if report.keeper_pid is None else "of one that is being written"
+        what = "of an incomplete one" if report.keeper_pid is None else "of one being written"
         torn = f"then {report.wal_torn_bytes} bytes {what}"
-    return f"{report.wal_transactions} whole transactions in the log, {torn}"
+    return f"{report.wal_transactions} complete transactions in the log, {torn}"
 
 
 def _segments(report: JournalReport) -> Iterator[tuple[str, str]]:
@@ -92,7 +92,7 @@ def _segments(report: JournalReport) -> Iterator[tuple[str, str]]:
     if found.num_elsewhere:
         said.append(f"{found.num_elsewhere} elsewhere")
     yield "segments", ", ".join(said)
-    how = "every checksum taken" if found.is_verified else "sizes, headers and schemas; --verify takes every checksum"
+    how = "all checksums verified" if found.is_verified else "sizes, headers and schemas; --verify checks checksums"
     yield "damaged", f"{len(found.damaged) or 'none'} ({how})"
     for segment in found.damaged[:MAX_DAMAGED]:
         uids = ", ".join(printable(uid) for uid in segment.prompts) or "none"

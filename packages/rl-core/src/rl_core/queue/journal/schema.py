@@ -50,7 +50,7 @@ def refuse_altered(connection: sqlite3.Connection, directory: Path) -> None:
     differing = schema_of(connection) ^ model_schema()
     if differing:
         named = shown(sorted({str(name) for _, name, _, sql in differing if sql is not None}), most=200)
-        raise JournalError(f"the queue in {directory} is damaged: {named} in {DATABASE} are not as they were made.")
+        raise JournalError(f"the queue in {directory} is damaged: {named} in {DATABASE} differ from the schema.")
     (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise JournalError(f"the queue in {directory} is damaged: {shown(found, most=200)}.")

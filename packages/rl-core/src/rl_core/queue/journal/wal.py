@@ -1,4 +1,4 @@
-"""Analysis of SQLite's write-ahead log after a crash: complete transactions and a torn tail."""
+"""Analysis of SQLite's write-ahead log after a crash: complete transactions, and an incomplete one at the end."""
 
 import struct
 from pathlib import Path
@@ -46,7 +46,7 @@ def read_wal(path: Path) -> tuple[int, int]:
     while place + FRAME_HEADER.size <= len(content):
         _, pages_after, found_1, found_2, *expected = FRAME_HEADER.unpack_from(content, place)
         if (found_1, found_2) != (salt_1, salt_2):
-            break  # of an earlier turn of the log
+            break  # from an earlier pass of the log
         frame = content[place : place + frame_bytes]
         sums = _sums(_sums(sums, frame[:8], order), frame[FRAME_HEADER.size :], order)
         if len(frame) < frame_bytes or sums != tuple(expected):

@@ -24,7 +24,7 @@ from rl_core.queue.shared_memory.scratch import MappedScratches, ScratchName
 STORED = "stored"
 RESERVATION_S = 600.0
 MAX_WAITING = 100_000
-"""Maximum number of concurrent calls in the server; above it, Ray would hold back calls that wake others."""
+"""Maximum number of concurrent calls in the server; above it, Ray would delay calls that wake others."""
 
 Reference = ray.ObjectRef[Any]
 ServerWords = tuple[bytes, str | None, bool, int]
@@ -32,7 +32,7 @@ Answered = tuple[bytes, dict[str, list[Reference]]]
 
 
 class Storage:
-    """Owns rows: the objects that it puts live while it does and references to them exist."""
+    """Owns rows: each object that it puts exists as long as the storage and a reference to it exist."""
 
     def __init__(self) -> None:
         """Start without rows."""
@@ -50,7 +50,7 @@ class Storage:
         except OSError as error:
             raise SegmentError(f"the memory of process {name[0]} cannot be mapped: {error.strerror}.") from error
         if segment_size(segment) != size_bytes:
-            raise SegmentError(f"the memory of process {name[0]} has no segment of {size_bytes} bytes.")
+            raise SegmentError(f"the memory of process {name[0]} does not contain a segment of {size_bytes} bytes.")
         return self.store(segment, spill)
 
     def store(self, segment: NDArray[np.uint8], spill: str | None) -> list[Reference]:
@@ -96,7 +96,7 @@ class QueueServer:
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    # -- what clients call
+    # -- calls by clients
 
     async def hello(self) -> ServerWords:
         """Return the tasks, the journal's segment folder or None, whether capacity is bounded, and the process id."""
@@ -110,7 +110,7 @@ class QueueServer:
         try:
             message = decode_request(body)
         except msgspec.MsgspecError as error:
-            return encode(Refused("DataError", f"a request cannot be read: {error}.")), {}
+            return encode(Refused("DataError", f"a request cannot be decoded: {error}.")), {}
         self._references |= references
         answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._service.submit(message, client, lambda reply: _answer(answered, reply))
@@ -122,11 +122,11 @@ class QueueServer:
         return encode(reply), self._named_in(reply)
 
     async def storage(self, node: str) -> tuple[Any, str]:
-        """Return a node's storage and the node; with a journal always the server's node, which has the files."""
+        """Return a node's storage, and the node; with a journal always the server's node, which has the files."""
         if self._folder is not None:
             node = str(ray.get_runtime_context().get_node_id())
         if node not in self._storages:
-            where = NodeAffinitySchedulingStrategy(node, soft=False)  # a soft one is sometimes not kept
+            where = NodeAffinitySchedulingStrategy(node, soft=False)  # a soft affinity is not always respected
             actor: Any = ray.remote(Storage)
             self._storages[node] = actor.options(num_cpus=0, max_concurrency=2, scheduling_strategy=where).remote()
         return self._storages[node], node
@@ -153,7 +153,7 @@ class QueueServer:
     # -- the store of the service
 
     def allocate(self, size_bytes: int, client: str) -> Any:
-        """Return no place: clients bring their rows."""
+        """Return no place: clients provide their rows."""
 
     def free(self, place: Any) -> None:
         """Free a segment and its file."""
@@ -172,7 +172,7 @@ class QueueServer:
             except (OSError, ValueError) as error:
                 raise SegmentError(f"{path} cannot be read: {error}.") from error
             if segment_size(memory) > len(memory):
-                raise SegmentError(f"{path} is torn.")
+                raise SegmentError(f"{path} is truncated.")
 
     def remove_others(self, places: list[Any]) -> int:
         """See `SegmentStore.remove_others`."""
@@ -188,7 +188,7 @@ class QueueServer:
 
     def _run(self) -> None:
         """Run the service, and schedule its next run."""
-        if self._is_closed:  # nothing is due, and its journal is closed
+        if self._is_closed:  # no work is left, and the journal is closed
             return
         self._service.run()
         if self._timer is not None:
@@ -226,5 +226,5 @@ def write_aside(path: Path, segment: NDArray[np.uint8]) -> None:
 
 
 def _answer(answered: "asyncio.Future[Reply]", reply: Reply) -> None:
-    if not answered.done():  # else its caller was cancelled
+    if not answered.done():  # otherwise its caller was cancelled
         answered.set_result(reply)

@@ -33,7 +33,7 @@ class RayQueue(TransferQueue):
     """A `TransferQueue` for the processes of a Ray cluster; send it to actors and tasks as an argument.
 
     Starts Ray on this machine, with a token and on loopback, unless it is already running. The queue ends with the
-    process that created it. A server actor holds the state. Storage actors, one per producing node, own the rows, so
+    process that created it. A server actor stores the state. Storage actors, one per producing node, own the rows, so
     that rows outlive their producers. A dead consumer's leases expire.
     """
 
@@ -132,7 +132,7 @@ class RayQueue(TransferQueue):
                 ray.cancel(asked)
                 raise DeadlineError(
                     f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's server, which is "
-                    "there and does not answer."
+                    "running but did not answer."
                 ) from error
             except ray.exceptions.RayActorError as error:
                 self._refuse_gone(error, ends_at)
@@ -141,16 +141,16 @@ class RayQueue(TransferQueue):
             return _with_references(decode_reply(body), named)
 
     def _refuse_gone(self, error: Exception, ends_at: float) -> None:
-        """After the server's death, wait for Ray to restart it; otherwise raise an error with the cause."""
+        """After the server's death, wait for Ray to restart it; raise an error with the cause if Ray does not."""
         if self._is_closed:
             raise NotReadyError("the transfer queue is closed.") from error
         if not self._has_journal:
             raise RoleError(
-                f"the queue's server (pid {self._pid}) is gone, and with it what it knew: the queue has no journal, or "
-                f"was closed by its owner. Ray says: {error}"
+                f"the queue's server (pid {self._pid}) and its state are gone: the queue has no journal, or its owner "
+                f"closed it. Set QueueOptions.directory to survive crashes. Ray says: {error}"
             ) from error
         if time.monotonic() > ends_at:
-            raise DeadlineError(f"the queue's server ended, and no other came: {error}") from error
+            raise DeadlineError(f"the queue's server ended and was not restarted: {error}") from error
         time.sleep(RETRY_PAUSE_S)
 
 
@@ -171,7 +171,7 @@ class RayRows:
         """Plan a segment, which is inlined in its message if small."""
         return prepare_segment(batch)
 
-    def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - the store names no place here
+    def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - clients choose the place
         """Send a segment to this node's storage."""
         from rl_core.queue.ray.actors import STORED
 
@@ -200,9 +200,9 @@ class RayRows:
                 return decode_segment(ray.get(written.references[0], timeout=FETCH_DEADLINE_S))
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             if spill is None:
-                raise SegmentError(f"its storage is gone: {type(error).__name__}.") from error
+                raise SegmentError(f"its storage has ended: {type(error).__name__}.") from error
         if spill is None:
-            raise SegmentError("its storage is gone, and it has no file.")
+            raise SegmentError("its storage has ended, and it has no file.")
         references = self._of_storage("load", spill)
         try:
             return decode_segment(ray.get(references[0], timeout=FETCH_DEADLINE_S))
@@ -236,7 +236,7 @@ class RayRows:
                 return ray.get(getattr(self._storage, method).remote(*arguments), timeout=FETCH_DEADLINE_S)
             except ray.exceptions.RayActorError as error:
                 if time.monotonic() > ends_at:
-                    raise RoleError(f"no storage of the queue answers: {error}") from error
+                    raise RoleError(f"the queue's storage does not answer: {error}") from error
                 with contextlib.suppress(ray.exceptions.RayActorError):
                     if self._storage is not None:
                         gone = self._server.storage_is_gone.remote(node, self._storage._actor_id.hex())

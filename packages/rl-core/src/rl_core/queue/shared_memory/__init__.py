@@ -1,1 +1,1 @@
-"""The transfer queue between processes of one host."""
+"""The transfer queue between processes on one host."""

@@ -1,4 +1,4 @@
-"""The transfer queue between processes of one host: rows in shared memory, requests over a socket."""
+"""The transfer queue between processes on one host: rows in shared memory, requests over a socket."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ READ_BYTES = 1 << 17
 
 
 class SharedMemoryQueue(TransferQueue):
-    """A `TransferQueue` for the processes of one host.
+    """A `TransferQueue` for the processes on one host.
 
     The process that creates it starts a server process, and the queue ends with its creator. Other processes connect by
     its address, or by receiving the pickled queue as an argument. Rows are read in place as read-only views; their
@@ -65,8 +65,8 @@ class SharedMemoryQueue(TransferQueue):
 
         Args:
             tasks: All tasks; a group is done once every task has acked it.
-            options: Bounds and the journal's directory. With a journal, a dead server is restarted; clients only see a
-                delay.
+            options: Bounds and the journal's directory. With a journal, a dead server is restarted, and clients only
+                notice a delay.
 
         Raises:
             DataError: A task names an unknown column.
@@ -99,7 +99,7 @@ class SharedMemoryQueue(TransferQueue):
 
     @property
     def address(self) -> str:
-        """The address for `connect` in other processes of this host."""
+        """The address for `connect` in other processes on this host."""
         return str(self._folder)
 
     @property
@@ -135,10 +135,10 @@ class SharedMemoryQueue(TransferQueue):
     def _unpin(self, number: int) -> None:
         """Report an unused segment; called when arrays are freed, so it must not wait or take a lock."""
         if os.getpid() != self._owner_pid:
-            return  # a fork's copy went; its parent still looks
+            return  # a fork's copy was freed; the parent may still read it
         try:
             self._unpinner.send(encode_frame(Unpin([number])), socket.MSG_DONTWAIT)
-        except OSError:  # it is said with the next request
+        except OSError:  # it is sent with the next request
             self._unpinned.append(number)
 
     def _open_first(self, ends_at: float) -> tuple[socket.socket, Any]:
@@ -149,7 +149,9 @@ class SharedMemoryQueue(TransferQueue):
             except OSError as error:
                 if not self._folder.is_dir() or time.monotonic() > ends_at:
                     said = error.strerror or error
-                    raise RoleError(f"no queue answers at {self._folder}: {said}. Has it ended?") from error
+                    raise RoleError(
+                        f"no queue answers at {self._folder}: {said}. Check that its owner is still running."
+                    ) from error
                 time.sleep(RECONNECT_PAUSE_S)
 
     def _open(self, ends_at: float) -> tuple[socket.socket, Any]:
@@ -160,7 +162,7 @@ class SharedMemoryQueue(TransferQueue):
             stream.sendall(encode_frame(Hello(self._client)))
             reply = receive(stream, ends_at)
             if not isinstance(reply, Done):
-                raise ConnectionError(f"it answers {reply}")
+                raise ConnectionError(f"unexpected answer {reply}")
         except BaseException:
             stream.close()
             raise
@@ -178,7 +180,7 @@ class SharedMemoryQueue(TransferQueue):
             except TimeoutError as error:
                 raise DeadlineError(
                     f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's server (pid "
-                    f"{self._pid}), which is there and does not answer. Is it stopped?"
+                    f"{self._pid}), which is running but did not answer. It may be stopped by a signal."
                 ) from error
             except OSError as error:
                 lost_at = time.monotonic() if lost_at is None else lost_at
@@ -202,7 +204,7 @@ class SharedMemoryQueue(TransferQueue):
                 with self._lock:
                     self._idle.append(stream)
             else:
-                stream.close()  # an answer may still come, which nobody waits for
+                stream.close()  # a late answer may still arrive
 
     def _take(self, ends_at: float) -> socket.socket:
         with self._lock:
@@ -213,7 +215,7 @@ class SharedMemoryQueue(TransferQueue):
         return stream
 
     def _refuse_lost(self, error: Exception, lost_at: float) -> None:
-        """After a lost connection, wait for the server's restart; otherwise raise an error with the cause."""
+        """After a lost connection, wait for the server's restart; raise an error with the cause if it cannot happen."""
         with self._lock:
             for stream in self._idle:
                 stream.close()
@@ -222,20 +224,22 @@ class SharedMemoryQueue(TransferQueue):
             raise NotReadyError("the transfer queue is closed.") from error
         if not self._has_journal and not self._is_server_there():
             raise RoleError(
-                f"the queue's server (pid {self._pid}) is gone{self._server.how_it_ended() if self._server else ''}, "
-                "and with it what it knew: the queue has no journal. Give it a directory, and it goes on after a crash."
+                f"the queue's server (pid {self._pid}) and its state are "
+                f"gone{self._server.how_it_ended() if self._server else ''}. The queue has no journal; set "
+                "QueueOptions.directory to survive crashes."
             ) from error
         if self._server is not None:
             self._server.check()
         if time.monotonic() > lost_at + RESTART_DEADLINE_S or not self._folder.is_dir():
             raise RoleError(
-                f"the queue's server (pid {self._pid}) answers no more, and its owner started no other: {error}. Is "
-                "the owner gone, or are there too many connections? A journal can be opened again."
+                f"the queue's server (pid {self._pid}) does not answer, and its owner did not restart it: {error}. "
+                "The owner may have ended, or the server may have too many connections. The queue can be reopened "
+                "from its journal, if it has one."
             ) from error
         time.sleep(RECONNECT_PAUSE_S)
 
     def _is_server_there(self) -> bool:
-        """Return True while the server's process runs: it refuses connections when it has too many."""
+        """Return True while the server's process runs: with too many connections, it refuses new ones."""
         if not self._folder.is_dir():
             return False
         try:
@@ -254,13 +258,16 @@ class SharedMemoryQueue(TransferQueue):
 class _ServerProcess:
     """The owner's view of the server's process, which is restarted after its death if it has a journal.
 
-    The owner holds the folder's lock, so that the folder is not removed as abandoned while no server runs.
+    The owner locks the folder, so that the folder is not removed as abandoned while no server runs.
     """
 
     def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions) -> None:
         if not SHARED_MEMORY.is_dir():
-            raise SettingsError(f"a shared-memory queue needs {SHARED_MEMORY}; this host has none.")
-        remove_unlocked_folders(SHARED_MEMORY.glob(f"{PREFIX}*"), lock_file="lock")  # killed with their owners
+            raise SettingsError(
+                f"a shared-memory queue needs {SHARED_MEMORY}, which this host lacks. Use an InProcessQueue or a "
+                "RayQueue."
+            )
+        remove_unlocked_folders(SHARED_MEMORY.glob(f"{PREFIX}*"), lock_file="lock")  # left by killed owners
         self.folder, self._folder_lock = make_locked_folder(SHARED_MEMORY, PREFIX, mode=0o700)
         directory = None if options.directory is None else str(Path(options.directory).resolve())
         config = (str(self.folder), list(tasks), {**asdict(options), "directory": directory})
@@ -277,7 +284,7 @@ class _ServerProcess:
         threading.Thread(target=self._watch, name="watch queue server", daemon=True).start()
 
     def how_it_ended(self) -> str:
-        """Describe its end, such as ", killed by signal 9"."""
+        """Describe how it ended, such as ": it was killed by SIGKILL"."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(timeout=1.0)
             return f": it was killed by {signal.Signals(-status).name}" if status < 0 else f": it ended with {status}"
@@ -365,12 +372,12 @@ def receive(stream: socket.socket, ends_at: float) -> Reply:
         if size == FRAME.size and len(received) >= size:
             size += FRAME.unpack_from(received)[0]
             if size > MAX_FRAME_BYTES:
-                raise ConnectionError(f"an answer of {size} bytes")
+                raise ConnectionError(f"an answer has {size} bytes, more than {MAX_FRAME_BYTES}")
     try:
         reply: Reply = decode_reply(memoryview(received)[FRAME.size :])
         return reply
     except msgspec.MsgspecError as error:
-        raise ConnectionError(f"an answer that cannot be read: {error}") from error
+        raise ConnectionError(f"an answer cannot be decoded: {error}") from error
 
 
 def _client_name() -> str:

@@ -1,4 +1,4 @@
-"""Anonymous memory that one process fills and another of the same host maps; nothing remains after both end.
+"""Anonymous memory that one process fills and another on the same host maps; nothing remains after both end.
 
 Ray copies an actor's argument into its object store, and the actor copies it again to own it. A scratch replaces the
 first copy with one into already touched memory, which the actor maps.
@@ -23,7 +23,7 @@ MAX_MAPPED = 64
 
 
 class ScratchName(NamedTuple):
-    """Identifies a scratch for other processes of the host; `token` is unique."""
+    """Identifies a scratch for other processes on the host; `token` is unique."""
 
     pid: int
     descriptor: int
@@ -70,7 +70,7 @@ class Scratches:
         try:
             yield scratch
         except BaseException:
-            scratch.close()  # its reader may still be at it
+            scratch.close()  # its reader may still use it
             raise
         with self._lock:
             self._idle.append(scratch)

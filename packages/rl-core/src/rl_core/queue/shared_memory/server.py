@@ -98,7 +98,7 @@ class QueueServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._waker, selectors.EVENT_READ)
         self._is_ending = False
-        self._is_over = not self._has_journal  # else another server may come to the same folder
+        self._is_over = not self._has_journal  # otherwise another server may reuse the folder
 
     def serve(self, *, owner: socket.socket | None = None) -> None:
         """Answer clients until `stop`, or until the owner closes its end of this socket."""
@@ -184,14 +184,14 @@ class QueueServer:
             try:
                 message = decode_request(memoryview(received)[place + FRAME.size : end])
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                connection.reply(Refused("DataError", f"a request cannot be read: {error}."))
+                connection.reply(Refused("DataError", f"a request cannot be decoded: {error}."))
             else:
                 self._take(connection, message)
             place = end
         del received[:place]
 
     def _take(self, connection: _Connection, message: Any) -> None:
-        connection.unheard = None  # a client asks again when it has heard the last answer
+        connection.unheard = None  # a client sends the next request only after receiving the answer
         if isinstance(message, Hello) and connection.client is None:
             connection.client = message.client
             self._clients[message.client] = self._clients.get(message.client, 0) + 1
@@ -199,9 +199,9 @@ class QueueServer:
                 Done([msgspec.to_builtins(list(self._tasks)), str(self.slots), self._has_journal, os.getpid()])
             )
         elif isinstance(message, Hello):
-            connection.reply(Refused("NotReadyError", "this connection has said hello."))
+            connection.reply(Refused("NotReadyError", "this connection has already sent Hello."))
         elif connection.client is None:
-            connection.reply(Refused("NotReadyError", "say hello first."))
+            connection.reply(Refused("NotReadyError", "the first message must be Hello."))
         elif isinstance(message, Unpin):
             self.service.submit(message, connection.client, lambda _: None)
         else:

@@ -20,7 +20,7 @@ NICENESS = -10
 def main() -> None:
     """Run a queue server: `python -m rl_core.queue.shared_memory.server_process FD`; FD provides its configuration."""
     with socket.socket(fileno=int(sys.argv[1])) as owner:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
         with owner.makefile("rb") as stream:
             line = stream.readline()
         folder, tasks, options = msgspec.json.decode(line, type=tuple[str, list[TaskSpec], dict[str, Any]])
@@ -33,7 +33,7 @@ def main() -> None:
             owner.sendall(msgspec.json.encode([kind, str(error)]) + b"\n")
             sys.exit(1)
         signal.signal(signal.SIGTERM, lambda *_: server.stop())
-        with contextlib.suppress(OSError):  # everybody waits for this process; only root may say so
+        with contextlib.suppress(OSError):  # all clients wait for this process; only root may raise priority
             os.nice(NICENESS)
         owner.sendall(msgspec.json.encode(["ready", os.getpid()]) + b"\n")
         server.serve(owner=owner)

@@ -26,7 +26,7 @@ from rl_core.queue.payload import Prepared, prepare_segment
 
 SMALLEST_BYTES = 1 << 16
 SPARE_BYTES = 1 << 30
-"""Maximum size of free slots; the system gets the rest back."""
+"""Maximum total size of free slots; further freed slots are removed."""
 
 SLOT_NAME = re.compile(r"[0-9A-Za-z-]{1,100}\.slot")
 MAX_CAPACITY = 1 << 62
@@ -38,7 +38,7 @@ Place = list[Any]
 
 
 class SlotPool:
-    """The server's side: all slots, and which are free."""
+    """The server's side: all slots, and the set of free ones."""
 
     def __init__(self, folder: Path, *, spare_bytes: int = SPARE_BYTES) -> None:
         """Own a folder of slots; existing slots are kept until they are freed, and are never reused.
@@ -56,8 +56,8 @@ class SlotPool:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise JournalError(f"{folder} cannot be a folder of slots: {error.strerror}.") from error
-        self._token = secrets.token_hex(4)  # names never come back: others may have old ones mapped
+            raise JournalError(f"{folder} cannot be used for slots: {error.strerror}.") from error
+        self._token = secrets.token_hex(4)  # names are never reused: clients may have old slots mapped
         self._number = 0
 
     def allocate(self, size_bytes: int, client: str) -> Place:
@@ -113,11 +113,11 @@ class SlotPool:
         descriptor = -1
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            os.posix_fallocate(descriptor, 0, capacity)  # later, a full disk would kill whoever writes
+            os.posix_fallocate(descriptor, 0, capacity)  # otherwise a full disk would kill the writer later
         except OSError as error:
             path.unlink(missing_ok=True)
             is_full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM)
-            advice = " Free some, or set capacity_bytes." if is_full else ""
+            advice = " Free space, or set capacity_bytes." if is_full else ""
             raise JournalError(f"no space for {capacity} bytes in {self._folder}: {error.strerror}.{advice}") from error
         finally:
             if descriptor >= 0:
@@ -156,7 +156,7 @@ class SlotRows:
             return decode_segment(place)
         known = self._looked_at.get((number, place[0]))
         if known is not None:
-            self._unpin(number)  # one pin holds it
+            self._unpin(number)  # the view already has a pin
             return decode_segment(known, is_verified=True)
         try:
             memory: NDArray[np.uint8] = np.frombuffer(self._mapped(place).data, dtype=np.uint8)
@@ -193,13 +193,13 @@ def map_slot(folder: Path, place: Place) -> NDArray[np.uint8]:
         SegmentError: The slot is missing or too short.
     """
     if not is_slot(place):
-        raise SegmentError(f"a slot is named by a file's name and size; found {place!r}.")
+        raise SegmentError(f"a slot must be given as file name and size; found {place!r}.")
     name, capacity = place
     try:
         descriptor = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in OWN_LIMITS:
-            raise  # this process has too many open files: the rows are there
+            raise  # this process has too many open files; the rows are intact
         raise SegmentError(f"slot {name} of {folder} cannot be opened: {error.strerror}.") from error
     try:
         found = os.fstat(descriptor).st_size

@@ -1,1 +1,1 @@
-"""Attention over packed trajectories: layouts, kernels for each, shared prefixes, rotary positions."""
+"""Attention over packed trajectories: layouts, their kernels, shared prefixes, and rotary positions."""

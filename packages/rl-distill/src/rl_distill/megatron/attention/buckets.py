@@ -1,4 +1,4 @@
-"""Where each token of a pack goes in attention: buckets of segments of nearly equal length, or flash blocks."""
+"""Lay out the tokens of a pack for attention: in buckets of segments of similar length, or in flash blocks."""
 
 import math
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ from torch import Tensor
 from rl_distill.megatron.attention.varlen import Block, Span, plan_blocks
 
 PACKED_FORMAT = "packed"
-"""Not megatron's "thd", whose rotary embedding loops over the sequences in Python."""
+"""Format name other than Megatron's "thd", whose rotary embedding loops over the sequences in Python."""
 
 Places = tuple[NDArray[np.int64], NDArray[np.bool_]]
-"""Token of each place of a bucket [rows, length], and whether the place is real."""
+"""Token of each place in a bucket [rows, length], and whether the place is real rather than padding."""
 
 _SLACK = 0.05
-"""Share of padding for which lengths join a bucket; on a CPU exact runs took as long, a GPU has fewer launches."""
+"""Maximum share of padding per row of a bucket. No padding is as fast on a CPU, but needs more GPU launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadIndex:
-    """Rows of a [T * heads, head_dim] tensor in the order of the buckets, and back.
+    """Indices that reorder rows of a [T * heads, head_dim] tensor into the buckets and back.
 
     Attributes:
-        to_buckets: [P * heads] int64; a padded place holds its trajectory's last token.
+        to_buckets: [P * heads] int64; a padding place repeats its trajectory's last token.
         from_buckets: [T * heads] int64.
-        padding: Places in the buckets that hold padding, int64.
+        padding: int64 places of padding in the buckets.
     """
 
     to_buckets: Tensor
@@ -39,22 +39,22 @@ class HeadIndex:
 
 @dataclass
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]
-    """A pack's segments, handed through megatron's layers to the core attention.
+    """Layout of a pack's segments, which Megatron's layers pass to the core attention.
 
-    It travels as an argument, so that a layer which is recomputed sees the pack that it saw before.
+    It is passed as an argument so that a recomputed layer sees the same pack as before.
 
     Attributes:
         buckets: (trajectories, length) of each bucket, in the order of the bucket places.
-        cos: [T, 1, 1, rotated channels] float32 of the rotary embedding.
-        sin: [T, 1, 1, rotated channels / 2] float32.
+        cos: [T, 1, 1, rotated channels] float32 cosines of the rotary embedding.
+        sin: [T, 1, 1, rotated channels / 2] float32 sines.
         heads: HeadIndex by number of heads.
-        kept: [M] int64 tokens whose hidden states leave the last layer, None for all.
-        experts: [T, layers, top_k] int64 experts that the engine chose, -1 where it gave none; None where it
-            gave none at all. T counts this rank's tokens, layers all of the policy.
-        routed: [layers, 2] int64, written by this rank's layers: tokens that took given experts, and those of them for
-            which the router would have chosen others.
-        spans: Of the segments that others go on from, beside the buckets.
-        blocks: Calls of flash attention in the place of buckets, heads and spans; () where these have the pack.
+        kept: [M] int64 tokens whose hidden states leave the last layer; None for all.
+        experts: [T, layers, top_k] int64 experts that the engine chose, -1 where unknown; None without replay. T counts
+            this rank's tokens, and layers all layers of the policy.
+        routed: [layers, 2] int64 counts written by this rank's layers: tokens that used given experts, and those among
+            them for which the router would have chosen others.
+        spans: Spans of the segments with continuations; used with the buckets.
+        blocks: Calls of flash attention, which replace buckets, heads and spans; empty with buckets.
     """
 
     buckets: tuple[tuple[int, int], ...] = ()
@@ -69,16 +69,16 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
 
 
 def causal_mask(length: int, *, repeats: int, like: Tensor) -> Tensor:
-    """[repeats * length, length] to add to scores."""
+    """Return a causal mask [repeats * length, length] to add to scores."""
     mask = torch.full((length, length), -math.inf, dtype=like.dtype, device=like.device).triu_(1)
     return mask.repeat(repeats, 1)
 
 
 def plan_buckets(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Group trajectories so that a bucket costs one call and little padding.
+    """Group trajectories of similar length into buckets, each computed in one call with little padding.
 
     Args:
-        lengths: [S] tokens of each trajectory.
+        lengths: [S] number of tokens of each trajectory.
 
     Returns:
         Indices of the trajectories of each bucket, longest first.
@@ -96,7 +96,7 @@ def plan_buckets(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 
 
 def _token_places(offsets: NDArray[np.int64], buckets: Sequence[NDArray[np.int64]]) -> list[Places]:
-    """Places of each bucket; a padded one repeats its trajectory's last token."""
+    """Return the places of each bucket; padding repeats the trajectory's last token."""
     places = []
     for rows in buckets:
         starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
@@ -119,7 +119,7 @@ def _head_index(places: Sequence[Places], *, num_tokens: int, num_heads: int, de
 
 
 def rotary_tables(position_ids: Tensor, *, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos [T, 1, 1, rotated channels] and sin, of half as many, of positions, float32."""
+    """Return float32 cosines [T, 1, 1, rotated channels] and sines [T, 1, 1, rotated channels / 2] of positions."""
     angles = position_ids.float()[:, None] * frequencies.to(position_ids.device)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1)[:, None, None], sin[:, None, None]
@@ -137,10 +137,10 @@ def packed_layout(
 
     Args:
         position_ids: [T] int64.
-        offsets: [S + 1] int64 of the segments; every one has at least one token.
+        offsets: [S + 1] int64 offsets of the segments, each of at least one token.
         frequencies: [rotated channels / 2] float32 of the rotary embedding; see `rotary_frequencies`.
-        head_counts: Numbers of heads (of queries, of keys) on this rank, for buckets; None for flash attention.
-        spans: Of the segments' forest.
+        head_counts: Number of query heads and of key heads on this rank, for buckets; None for flash attention.
+        spans: Spans of the forest of segments.
     """
     cos, sin = rotary_tables(position_ids, frequencies=frequencies)
     device = position_ids.device

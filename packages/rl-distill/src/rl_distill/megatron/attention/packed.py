@@ -1,8 +1,7 @@
-"""Core attention over a pack: rotary embedding, then flash attention, or one call for each bucket of segments.
+"""Core attention over a pack: rotary embedding, then flash attention or one call per bucket of segments.
 
-Segments are complete trajectories where none begins as another does; else `prefix_attention` has the buckets. A padded
-place stands after its segment's tokens, so that the causal mask alone keeps it out of their attention, and nothing
-comes back from it.
+Without shared prefixes, segments are complete trajectories; otherwise `prefix_attention` computes the buckets. Padding
+follows its segment's tokens, so the causal mask alone hides it from them, and its outputs are discarded.
 """
 
 import math
@@ -22,7 +21,7 @@ from rl_distill.megatron.attention.varlen import varlen_attention
 from rl_distill.megatron.context import heads_to_tokens, tokens_to_heads
 
 _MATMUL_LENGTH = 192
-"""Up to this length, on a CPU in float32, two batched products beat the fused kernel; memory grows with its square."""
+"""Maximum length at which batched products beat the fused kernel on a CPU in float32; memory is quadratic in it."""
 
 Buckets = tuple[tuple[int, int], ...]
 """(trajectories, length) of each bucket."""
@@ -31,7 +30,7 @@ QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in another order; the gradient takes the way back, and is 0 for rows that are padding."""
+    """A reordering of rows. Its gradient is reordered back, and is 0 for padding."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
@@ -47,9 +46,9 @@ class _Reorder(torch.autograd.Function):
 
 
 class _MatmulAttention(torch.autograd.Function):
-    """Causal attention of many short trajectories by batched products, the heads of a group stacked.
+    """Causal attention of many short trajectories by batched products, with the heads of a group stacked.
 
-    q [P * heads, head_dim], k and v [P * groups, head_dim], in bucket order.
+    q is [P * heads, head_dim], k and v are [P * groups, head_dim], in bucket order.
     """
 
     @staticmethod
@@ -83,7 +82,7 @@ class _MatmulAttention(torch.autograd.Function):
 
 
 def _bucket_views(buckets: Buckets, num_groups: int, *flats: Tensor) -> list[tuple[Tensor, ...]]:
-    """For each bucket, each flat tensor as [rows * groups, heads of a group * length, head_dim]."""
+    """Return for each bucket each flat tensor as [rows * groups, heads of a group * length, head_dim]."""
     columns = []
     for flat in flats:
         parts = _split(flat, buckets)
@@ -93,7 +92,7 @@ def _bucket_views(buckets: Buckets, num_groups: int, *flats: Tensor) -> list[tup
 
 
 def _split(flat: Tensor, buckets: Buckets) -> tuple[Tensor, ...]:
-    """The rows of each bucket; flat is [P * heads, head_dim]."""
+    """Split a flat tensor [P * heads, head_dim] into the rows of each bucket."""
     heads = flat.shape[0] // _num_places(buckets)
     return torch.split(flat, [rows * length * heads for rows, length in buckets])
 
@@ -103,7 +102,7 @@ def _num_places(buckets: Buckets) -> int:
 
 
 def _fused_attention(qkv: QueryKeyValue, buckets: Buckets, scale: float) -> Tensor:
-    """One scaled_dot_product_attention a bucket, on the layout of _MatmulAttention."""
+    """Call scaled_dot_product_attention per bucket, on the layout of `_MatmulAttention`."""
     outs = []
     for (rows, length), parts in zip(buckets, zip(*(_split(x, buckets) for x in qkv), strict=True), strict=True):
         q, k, v = (part.view(rows, -1, length, part.shape[1]) for part in parts)
@@ -119,13 +118,13 @@ def _matmul_attention(qkv: QueryKeyValue, buckets: Buckets, scale: float) -> Ten
 
 
 def bucket_attention(qkv: QueryKeyValue, buckets: Buckets, *, scale: float) -> Tensor:
-    """Causal attention within each trajectory.
+    """Compute causal attention within each trajectory.
 
     Args:
-        qkv: Queries [P * heads, head_dim], keys and values [P * groups, head_dim], in bucket order: for each
-            bucket [rows, heads, length].
+        qkv: Queries [P * heads, head_dim], keys and values [P * groups, head_dim] in bucket order: [rows, heads,
+            length] per bucket.
         buckets: (rows, length) of each bucket, longest first.
-        scale: Of the scores.
+        scale: Factor on the scores.
 
     Returns:
         [P * heads, head_dim] in bucket order.
@@ -143,14 +142,14 @@ def bucket_attention(qkv: QueryKeyValue, buckets: Buckets, *, scale: float) -> T
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """megatron's core attention for packs; takes a PackedLayout as packed_seq_params."""
+    """Megatron's core attention for packs. It needs a PackedLayout as packed_seq_params."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: object) -> None:
-        """Take what megatron gives a core attention.
+        """Build the attention with Megatron's arguments.
 
         Args:
-            config: megatron's TransformerConfig.
-            layer_number: From 1.
+            config: Megatron's TransformerConfig.
+            layer_number: Number of the layer, from 1.
             softmax_scale: Scale of the scores; None for 1 / sqrt(head_dim).
         """
         super().__init__(config=config)
@@ -172,7 +171,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
         Args:
             query: [T, 1, heads, head_dim] before the rotary embedding.
-            key: [T, 1, groups, head_dim], likewise.
+            key: [T, 1, groups, head_dim] before the rotary embedding.
             value: [T, 1, groups, head_dim].
             attention_mask: Not used; attention is causal.
             packed_seq_params: The pack's layout.
@@ -181,11 +180,11 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             [T, 1, heads * head_dim].
 
         Raises:
-            ShapeError: There is no PackedLayout.
+            ShapeError: packed_seq_params is not a PackedLayout.
         """
         layout = packed_seq_params
         if layout is None or layout.qkv_format != PACKED_FORMAT or layout.cos is None or layout.sin is None:
-            raise ShapeError("PackedAttention needs a PackedLayout as packed_seq_params; make it with packed_layout.")
+            raise ShapeError("PackedAttention needs a PackedLayout as packed_seq_params. Create it with packed_layout.")
         cos, sin = layout.cos.to(query.dtype), layout.sin.to(query.dtype)
         num_heads = query.shape[2]
         q, k = (rotated(x, cos, sin, is_fused=self.config.kernels.is_fused).squeeze(1) for x in (query, key))
@@ -201,7 +200,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return out.reshape(query.shape[0], 1, -1)
 
     def _attend_separately(self, qkv: list[Tensor], layout: PackedLayout) -> Tensor:
-        """[T, heads, head_dim] where no segment goes on from another."""
+        """Return attention outputs [T, heads, head_dim] without shared prefixes."""
         q, k, v = (_bucketed(x, layout.heads[x.shape[1]]) for x in qkv)
         flat = bucket_attention((q, k, v), layout.buckets, scale=self.scale)
         index = layout.heads[qkv[0].shape[1]]
@@ -209,7 +208,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return out.view(qkv[0].shape)
 
     def _for_own_heads(self, x: Tensor, num_query_heads: int) -> Tensor:
-        """All tokens of the heads for which this rank attends, from all heads of its own tokens."""
+        """Return all tokens of the heads that this rank computes, from all heads of this rank's tokens."""
         if self._context_group is None:
             return x
         return tokens_to_heads(x, num_query_heads=num_query_heads, group=self._context_group)

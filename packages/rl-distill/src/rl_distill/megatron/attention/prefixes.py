@@ -1,9 +1,9 @@
-"""Attention over a forest of prefixes: each segment with itself, and with every segment that it goes on from.
+"""Attention over a forest of prefixes: each segment attends to itself and to every segment that it continues.
 
-A segment that others go on from meets the whole stretch of what goes on from it in one unmasked block. What a token's
-blocks give is merged by their log-sum-exps. With the merged output and log-sum-exp, the backward pass of each block is
-the plain one (p = exp(score - lse), delta = sum(grad * out): FlashAttention-2, Dao 2023, arXiv:2307.08691), so that no
-gradient goes through a log-sum-exp.
+All continuations of a segment attend to it in one unmasked block. The outputs of a token's blocks are merged by their
+log-sum-exps. Given the merged output and log-sum-exp, the backward pass of each block is the standard one (p =
+exp(score - lse), delta = sum(grad * out): FlashAttention-2, Dao 2023, arXiv:2307.08691), so no gradient flows through a
+log-sum-exp.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _MATMUL_SCORES = 2**24
-"""Scores of an unmasked block up to which its probabilities are kept; above, the fused kernel makes them again."""
+"""Maximum scores of an unmasked block whose probabilities are saved; above, the fused kernel recomputes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Queries [B, M, D] that see keys [B, N, D]; with causal, M / N heads that each see up to their own place."""
+    """Queries [B, M, D] that attend to keys [B, N, D]; if causal, M / N stacked heads with a causal mask each."""
 
     q: Tensor
     k: Tensor
@@ -38,15 +38,15 @@ class _Block:
         return self.q.shape[1] // self.k.shape[1] if self.is_causal else 1
 
     def _by_head(self, *tensors: Tensor) -> Iterator[Tensor]:
-        """[B, M, ...] as [B, heads, M / heads, ...]."""
+        """Return tensors [B, M, ...] as [B, heads, M / heads, ...]."""
         return (torch.unflatten(x, 1, (self._num_heads, -1)) for x in tensors)
 
     def _for_heads(self) -> Iterator[Tensor]:
-        """Keys and values [B, heads, N, D]."""
+        """Return keys and values as [B, heads, N, D]."""
         return (x.unsqueeze(1).expand(-1, self._num_heads, -1, -1) for x in (self.k, self.v))
 
     def attend(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Outputs [B, M, D], log-sum-exps [B, M], and the probabilities where they were made."""
+        """Return outputs [B, M, D], log-sum-exps [B, M], and the probabilities if they were materialized."""
         if not self.use_matmul:
             out, lse = _FLASH(*self._by_head(self.q), *self._for_heads(), 0.0, self.is_causal, scale=self.scale)
             return out.flatten(1, 2), lse.flatten(1, 2), None
@@ -58,18 +58,18 @@ class _Block:
             scores = torch.bmm(self.q, keys).mul_(self.scale)
         largest = scores.amax(-1)
         probabilities = torch.softmax(scores, -1)
-        lse = largest - probabilities.amax(-1).log_()  # the largest probability is at least 1 / N
+        lse = largest - probabilities.amax(-1).log_()  # never log(0): the largest probability is at least 1 / N
         return torch.bmm(probabilities, self.v), lse, probabilities
 
     def gradients(
         self, grad: Tensor, merged: tuple[Tensor, Tensor, Tensor], own: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of queries, keys and values, from that of the merged output.
+        """Return gradients of queries, keys and values from that of the merged output.
 
         Args:
-            grad: [B, M, D].
-            merged: Output [B, M, D], log-sum-exp [B, M] and sum(grad * output) [B, M] of all blocks.
-            own: This block's log-sum-exp [B, M] and its probabilities.
+            grad: [B, M, D] gradient of the merged output.
+            merged: Output [B, M, D], log-sum-exp [B, M] and sum(grad * output) [B, M] over all blocks.
+            own: Log-sum-exp [B, M] and probabilities of this block.
         """
         (out, total, delta), (lse, probabilities) = merged, own
         if probabilities is None:
@@ -86,14 +86,14 @@ class _Block:
 
 
 class _Places:
-    """Where each block's queries and keys stand: in buckets of segments, then in the spans of the forest."""
+    """Positions of each block's queries and keys: in buckets of segments, then in spans of the forest."""
 
     def __init__(self, layout: PackedLayout, *, num_heads: int, num_groups: int) -> None:
         self.layout, self.num_groups = layout, num_groups
         self.heads, self.groups = layout.heads[num_heads], layout.heads[num_groups]
 
     def in_buckets(self, x: Tensor, index: HeadIndex, *, has_padding: bool = True) -> list[Tensor]:
-        """[T, heads, ...] as [rows * groups, heads of a group * length, ...] for each bucket."""
+        """Return [T, heads, ...] as [rows * groups, heads of a group * length, ...] for each bucket."""
         flat = x.flatten(0, 1).index_select(0, index.to_buckets)
         if not has_padding:
             flat.index_fill_(0, index.padding, 0.0)
@@ -102,20 +102,20 @@ class _Places:
         return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
 
     def from_buckets(self, parts: list[Tensor], index: HeadIndex, num_heads: int) -> Tensor:
-        """The way back, without the padding."""
+        """Reverse `in_buckets`, without the padding."""
         flat = torch.cat([part.flatten(0, 1) for part in parts])
         return torch.unflatten(flat.index_select(0, index.from_buckets), 0, (-1, num_heads))
 
     def in_span(self, x: Tensor) -> Tensor:
-        """[L, heads, ...] as [groups, L * heads of a group, ...]."""
+        """Return [L, heads, ...] as [groups, L * heads of a group, ...]."""
         return torch.unflatten(x, 1, (self.num_groups, -1)).transpose(0, 1).flatten(1, 2)
 
     def from_span(self, x: Tensor, num_heads: int) -> Tensor:
-        """The way back."""
+        """Reverse `in_span`."""
         return torch.unflatten(x, 1, (-1, num_heads // self.num_groups)).transpose(0, 1).flatten(1, 2)
 
     def blocks(self, qkv: tuple[Tensor, Tensor, Tensor], *, scale: float, matmul_length: int) -> list[_Block]:
-        """Of queries [T, heads, D], keys and values [T, groups, D]."""
+        """Return the blocks of queries [T, heads, D], keys and values [T, groups, D]."""
         can_matmul = qkv[0].dtype in (torch.float32, torch.float64)
         indices = (self.heads, self.groups, self.groups)
         found = []
@@ -133,7 +133,7 @@ class _Places:
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """See `prefix_attention`."""
+    """Autograd function of `prefix_attention`."""
 
     @staticmethod
     def forward(
@@ -172,7 +172,7 @@ class _PrefixAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
         delta = (grad * out).sum(-1, dtype=total.dtype)
         values = (grad, out, total, delta)
-        # What a padded place gives would reach its segment's last token: it has neither a gradient nor a delta.
+        # A padding place repeats its segment's last token, so its gradient and delta must be 0.
         columns = [places.in_buckets(x, places.heads, has_padding=x is out or x is total) for x in values]
         merged = list(zip(*columns, strict=True))
         merged += [tuple(places.in_span(x[middle:stop]) for x in values) for _, middle, stop in ctx.layout.spans]
@@ -192,13 +192,14 @@ class _PrefixAttention(torch.autograd.Function):
 def prefix_attention(
     qkv: tuple[Tensor, Tensor, Tensor], layout: PackedLayout, *, scale: float, matmul_length: int
 ) -> Tensor:
-    """Attention of each token to the tokens before it on its path through the forest; on a CPU.
+    """Compute attention of each token to the tokens before it on its path through the forest; on a CPU.
 
     Args:
         qkv: Queries [T, heads, D], keys and values [T, groups, D], after the rotary embedding.
-        layout: Buckets of the segments, and the spans of the forest.
-        scale: Of the scores.
-        matmul_length: Up to this length of a segment, two batched products beat the fused kernel; 0 for never.
+        layout: Layout with the buckets of the segments and the spans of the forest.
+        scale: Factor on the scores.
+        matmul_length: Maximum segment length at which batched products beat the fused kernel; 0 to always use the
+            kernel.
 
     Returns:
         [T, heads, D].

@@ -1,4 +1,4 @@
-"""The rotary embedding: its frequencies, as transformers computes them, and the rotation."""
+"""Rotary embedding: frequencies as in transformers, and the rotation."""
 
 import math
 from typing import Any
@@ -11,10 +11,10 @@ from rl_distill.megatron.layers.compiled import compiled
 
 
 def rotary_frequencies(config: PolicyConfig) -> Tensor:
-    """Angle of one position step, for each pair of a head's rotated channels.
+    """Return the angle per position step of each pair of a head's rotated channels.
 
     Args:
-        config: The policy, whose base and scaling of positions count.
+        config: The policy's configuration, with base and scaling of the embedding.
 
     Returns:
         [rotated channels / 2] float32.
@@ -33,7 +33,7 @@ def rotary_frequencies(config: PolicyConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Long waves are stretched by the factor, short ones stay, those between are mixed."""
+    """Apply Llama 3's scaling: long wavelengths are stretched, short ones unchanged, those between interpolated."""
     length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
     is_long, is_short = wavelengths > length / low, wavelengths < length / high
@@ -44,19 +44,19 @@ def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, is_fused: bool) -> Tensor:
-    """Heads, each turned by the angles of its position.
+    """Rotate each head by the angles of its position.
 
     Args:
-        x: [T, 1, heads, head_dim]; channels beyond those of the tables stay.
+        x: [T, 1, heads, head_dim]; channels beyond those of the tables are unchanged.
         cos: [T, 1, 1, rotated channels].
         sin: [T, 1, 1, rotated channels / 2].
-        is_fused: In one pass, where it can be compiled.
+        is_fused: True to compute in one compiled pass where possible.
     """
     return _Rotary.apply(x, cos, sin, is_fused)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Rotary(torch.autograd.Function):
-    """The gradient is the rotation back."""
+    """Rotation whose gradient is the reverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_fused: bool) -> Tensor:

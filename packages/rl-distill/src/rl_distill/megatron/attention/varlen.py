@@ -1,11 +1,11 @@
-"""Attention over a pack by flash kernels, which take stretches of any lengths laid end to end.
+"""Attention over a pack by flash kernels for sequences of variable length laid end to end.
 
-A pack costs 1 + depth calls, however many segments it has: one for all segments with themselves, and one for each level
-of the forest, in which all that goes on from a segment of that level sees it. What a token's calls give is merged by
-their log-sum-exps, and the backward pass of each call is the plain one, as in `prefixes`.
+A pack needs 1 + depth calls, however many segments it has: one for all segments with themselves, and one per level of
+the forest, in which all continuations of the level's segments attend to them. A token's outputs are merged by their
+log-sum-exps, and the backward pass of each call is the standard one, as in `prefixes`.
 
-The kernels are those of `torch.nn.attention.varlen`, for GPUs. Its operators are private, because the public function
-has no gradient for a merged log-sum-exp; torch 2.11 to 2.13 have them with the arguments that are given here.
+The kernels are those of `torch.nn.attention.varlen`, for GPUs. The private operators are used because the public
+function has no gradient for a merged log-sum-exp. torch 2.11 to 2.13 have them with the arguments used here.
 """
 
 import functools
@@ -26,32 +26,33 @@ from rl_core.data import offsets_of, token_positions
 _log = structlog.get_logger(__name__)
 
 _LARGEST_HEAD = 256
-"""Channels of a head up to which there are kernels; they come in steps of 8."""
+"""Maximum channels per head that the kernels support, in multiples of 8."""
 
 _NEWER_KERNELS = {9: ("FA3", "FA4"), 10: ("FA4",)}
-"""What may be installed beside torch and be faster than its own, by the GPU's compute capability; the best first."""
+"""Optional kernels that may be faster than torch's, by major compute capability, in order of preference."""
 
 _ROUNDING = 3e-2
-"""Most by which kernels differ in 16-bit numbers, where these are near 1."""
+"""Maximum difference between kernels for 16-bit values near 1."""
 
 _refused: set[str] = set()
-"""Newer kernels that failed in this process, which has one for all models."""
+"""Optional kernels that failed in this process; kernels are selected per process, not per model."""
 
 Span = tuple[int, int, int]
-"""Of a segment that others go on from: its first token, the first of what goes on from it, and the end of that."""
+"""First token of a segment with continuations, first token of the continuations, and their end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One call: each stretch of queries sees the stretch of keys of the same number.
+    """One call of the kernel: the queries of each slice attend to the keys of the slice with the same index.
 
     Attributes:
-        queries: Tokens of the stretches, end to end: neighbours in the pack, or [N] int64 of them.
-        keys: Likewise.
-        query_starts: [stretches + 1] int32, where each one begins among the queries, and the end.
-        key_starts: Likewise, among the keys.
-        longest: Most tokens of a stretch of queries, and of keys.
-        is_causal: A query sees no later keys than its own place; both stretches are the same.
+        queries: Tokens of the query slices, end to end: a slice of the pack, or [N] int64 indices.
+        keys: Tokens of the key slices, in the same form.
+        query_starts: [slices + 1] int32 offsets of the slices among the queries.
+        key_starts: [slices + 1] int32 offsets of the slices among the keys.
+        longest: Maximum number of tokens in a query slice and in a key slice.
+        is_causal: True if a query attends only to keys up to its own position; queries and keys are then the same
+            slices.
     """
 
     queries: slice | Tensor
@@ -67,11 +68,11 @@ class Block:
 
     @property
     def _window(self) -> list[int]:
-        """Keys before and after its own that a query sees at most; -1 for all."""
+        """Number of keys before and after its own that a query attends to; -1 for all."""
         return [-1, 0 if self.is_causal else -1]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs [N, heads, D], log-sum-exps [heads, N] float32, and what the backward pass wants to be given."""
+        """Return outputs [N, heads, D], float32 log-sum-exps [heads, N], and the state that the backward pass needs."""
         out, lse, state = _operators()._varlen_attn(
             q[self.queries], k[self.keys], v[self.keys], *self._arguments, scale=scale, window_size=self._window
         )
@@ -80,13 +81,14 @@ class Block:
     def gradients(
         self, grad: Tensor, qkv: Sequence[Tensor], merged: tuple[Tensor, Tensor, Tensor], *, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this block's queries and keys and values, from that of the merged output.
+        """Return gradients of this block's queries, keys and values from that of the merged output.
 
         Args:
-            grad: [T, heads, D].
-            qkv: Of all tokens.
-            merged: Output [T, heads, D] and log-sum-exp [heads, T] of all blocks, and what the forward pass gave.
-            scale: Of the scores.
+            grad: [T, heads, D] gradient of the merged output.
+            qkv: Queries, keys and values of all tokens.
+            merged: Output [T, heads, D] and log-sum-exp [heads, T] over all blocks, and the state from the forward
+                pass.
+            scale: Factor on the scores.
         """
         (q, k, v), (out, lse, state) = qkv, merged
         found: tuple[Tensor, Tensor, Tensor] = _operators()._varlen_attn_backward(
@@ -105,12 +107,12 @@ class Block:
 
 
 def plan_blocks(offsets: NDArray[np.int64], spans: Sequence[Span], *, device: torch.device) -> tuple[Block, ...]:
-    """The calls of a pack: the segments with themselves, then each level of the forest.
+    """Return the calls of a pack: all segments with themselves, then each level of the forest.
 
     Args:
-        offsets: [S + 1] int64 of the segments; every one has at least one token.
-        spans: Of the segments' forest, in their order.
-        device: Where the tables go.
+        offsets: [S + 1] int64 offsets of the segments, each of at least one token.
+        spans: Spans of the forest of segments, in order.
+        device: Device of the index tensors.
     """
     tokens, starts, longest = _stretches(offsets[:-1], offsets[1:], device)
     blocks = [Block(tokens, tokens, starts, starts, (longest, longest), is_causal=True)]
@@ -123,7 +125,7 @@ def plan_blocks(offsets: NDArray[np.int64], spans: Sequence[Span], *, device: to
 
 
 def _levels(spans: Sequence[Span]) -> list[list[Span]]:
-    """The spans by the number of those that they lie in."""
+    """Group the spans by depth, which is the number of spans that contain them."""
     levels: list[list[Span]] = []
     ends: list[int] = []
     for span in spans:
@@ -139,7 +141,7 @@ def _levels(spans: Sequence[Span]) -> list[list[Span]]:
 def _stretches(
     first: NDArray[np.int64], end: NDArray[np.int64], device: torch.device
 ) -> tuple[slice | Tensor, Tensor, int]:
-    """Tokens of stretches, where each begins among them, and the most tokens of one."""
+    """Return the tokens of slices, their offsets, and the maximum length."""
     lengths = end - first
     starts = torch.from_numpy(offsets_of(lengths).astype(np.int32)).to(device)
     longest = int(lengths.max())
@@ -149,7 +151,7 @@ def _stretches(
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """See `varlen_attention`."""
+    """Autograd function of `varlen_attention`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], scale: float) -> Tensor:
@@ -179,7 +181,7 @@ class _VarlenAttention(torch.autograd.Function):
 def _merge(
     own: Tensor, own_lse: Tensor, parts: Sequence[tuple[slice | Tensor, Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all blocks, from those of the first and of others for some of the tokens."""
+    """Merge the output and log-sum-exp of the first block with those of others, which cover some of the tokens."""
     total = own_lse.clone()
     for tokens, _, lse in parts:
         total[:, tokens] = torch.logaddexp(total[:, tokens], lse)
@@ -190,17 +192,17 @@ def _merge(
 
 
 def _share(lse: Tensor, total: Tensor) -> Tensor:
-    """[N, heads, 1] of all that a query sees, from log-sum-exps [heads, N]."""
+    """Return the share [N, heads, 1] of a query's attention, from log-sum-exps [heads, N]."""
     return (lse - total).exp().t().unsqueeze(-1)
 
 
 def varlen_attention(qkv: Sequence[Tensor], blocks: tuple[Block, ...], *, scale: float) -> Tensor:
-    """Attention of each token to the tokens before it on its path through the forest.
+    """Compute attention of each token to the tokens before it on its path through the forest.
 
     Args:
         qkv: Queries [T, heads, D], keys and values [T, groups, D], after the rotary embedding.
-        blocks: What `plan_blocks` gave.
-        scale: Of the scores.
+        blocks: Result of `plan_blocks`.
+        scale: Factor on the scores.
 
     Returns:
         [T, heads, D].
@@ -210,19 +212,19 @@ def varlen_attention(qkv: Sequence[Tensor], blocks: tuple[Block, ...], *, scale:
 
 @functools.cache
 def _operators() -> Any:
-    """The flash operators; what registers them also loads torch's compiler, which a CPU's learner has no use for."""
+    """Return the flash operators. Importing them also loads torch's compiler, which a learner on a CPU does not use."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 
 def has_cpu_kernels() -> bool:
-    """True where something has registered flash kernels for a CPU, which torch has none for."""
+    """Return whether flash kernels for a CPU are registered; torch itself has none."""
     _operators()
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key("torch_attn::_varlen_attn", "CPU"))
 
 
 def has_gpu_kernels(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> bool:
-    """True where torch's own flash kernels take such heads; on the meta device, where a GPU's would."""
+    """Return whether torch's flash kernels support such heads; the meta device counts as a GPU."""
     if device.type == "cuda":
         is_new = not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
         if not is_new or not torch.backends.cuda.is_flash_attention_available():
@@ -232,9 +234,9 @@ def has_gpu_kernels(device: torch.device, *, dtype: torch.dtype, head_dim: int) 
 
 @functools.cache
 def use_newest_kernels(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> str:
-    """Let this process attend by FA3 or FA4, where they are installed and agree with FA2; gives what is in use.
+    """Use FA3 or FA4 in this process if installed and consistent with FA2; return the kernels in use.
 
-    They take the place of torch's own flash kernels, FA2, for everything in the process that uses these.
+    They replace torch's flash kernels, FA2, for all users in the process.
     """
     names = _NEWER_KERNELS.get(torch.cuda.get_device_capability(device)[0], ())
     blocks = plan_blocks(np.array([0, 200, 250, 251]), ((0, 200, 250),), device=device)
@@ -250,7 +252,7 @@ def use_newest_kernels(device: torch.device, *, dtype: torch.dtype, head_dim: in
 
 
 def _first_that_agrees(names: Sequence[str], attend: Callable[[], list[Tensor]]) -> str:
-    """Activate the first of torch's other flash kernels that computes what FA2 does, and say so in the log."""
+    """Activate the first optional kernels whose results match FA2, and log the selection."""
 
     def use_own() -> None:
         if attention.current_flash_attention_impl() is not None:
@@ -263,7 +265,7 @@ def _first_that_agrees(names: Sequence[str], attend: Callable[[], list[Tensor]])
         try:
             attention.activate_flash_attention_impl(name)
             torch.testing.assert_close(attend(), expected, rtol=_ROUNDING, atol=_ROUNDING)
-        except Exception as error:  # whatever a prototype raises, FA2 is there
+        except Exception as error:  # prototypes may raise anything; FA2 remains available
             _refused.add(name)
             problems[name] = f"{type(error).__name__}: {error}"
             use_own()

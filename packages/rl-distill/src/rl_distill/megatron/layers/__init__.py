@@ -1,1 +1,1 @@
-"""Parts of a layer: whose matrices and norms, the gated activation, what is compiled, what is computed again."""
+"""Parts of a layer: linear layers and norms, the gated activation, compilation, and recomputation."""

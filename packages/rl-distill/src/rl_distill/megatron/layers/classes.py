@@ -1,4 +1,4 @@
-"""Whose matrices and norms a model is built of: torch's, or those of Transformer Engine behind megatron's classes."""
+"""Select the classes of linear layers and norms: torch's, or Transformer Engine's behind Megatron's interface."""
 
 from typing import Any, NamedTuple
 
@@ -10,12 +10,12 @@ from rl_distill.megatron.layers.norm import RMSNorm
 
 
 class Layers(NamedTuple):
-    """Classes that megatron's specifications name; each has a `weight`, and matrices may have a `bias`.
+    """Classes for Megatron's layer specifications. Each has a `weight`, and linear layers may have a `bias`.
 
     Attributes:
-        column: A matrix cut by its rows over tensor ranks.
-        row: A matrix cut by its columns.
-        norm: Root mean square norm.
+        column: Linear layer split by rows over tensor ranks.
+        row: Linear layer split by columns over tensor ranks.
+        norm: RMS norm.
     """
 
     column: Any = ColumnParallelLinear
@@ -24,7 +24,7 @@ class Layers(NamedTuple):
 
 
 def layers_of(kernels: Kernels) -> Layers:
-    """What `Kernels.layers` names.
+    """Return the classes that `Kernels.layers` names.
 
     Raises:
         SettingsError: Transformer Engine cannot be imported.
@@ -36,7 +36,7 @@ def layers_of(kernels: Kernels) -> Layers:
     if not te.HAVE_TE:
         raise SettingsError(
             'learner.kernels = "transformer_engine" needs the modules transformer_engine and '
-            "transformer_engine.pytorch; they cannot be imported here. Install `transformer-engine[pytorch]` for this "
+            "transformer_engine.pytorch, which cannot be imported. Install `transformer-engine[pytorch]` for this "
             'torch and CUDA, or set learner.kernels = "fused". `python -c "import transformer_engine.pytorch"` shows '
             "the reason."
         )

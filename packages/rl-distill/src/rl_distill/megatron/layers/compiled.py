@@ -1,4 +1,4 @@
-"""Functions of tensors by torch's compiler, where it works; as they are where it does not."""
+"""Compile functions of tensors with torch's compiler, or run them uncompiled if it does not work."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,12 +18,12 @@ R = TypeVar("R")
 
 @lru_cache(maxsize=64)
 def compiled(function: Callable[P, R], device_type: str, *, otherwise: Callable[P, R] | None = None) -> Callable[P, R]:
-    """The function, compiled for tensors of any sizes on devices of a type, at its first call.
+    """Return the function, compiled at its first call for tensors of any size on a device type.
 
     Args:
-        function: Tensors and numbers in, new tensors out, or one of the given ones filled.
-        device_type: Such as "cuda".
-        otherwise: What computes the same where it cannot be compiled; None for the function itself.
+        function: Function that returns new tensors, or fills one of its arguments.
+        device_type: Device type, such as "cuda".
+        otherwise: Equivalent function for when compilation fails; None for the function itself.
     """
     plain = function if otherwise is None else otherwise
     return _Compiled(function, plain) if can_compile(device_type) else plain
@@ -31,24 +31,23 @@ def compiled(function: Callable[P, R], device_type: str, *, otherwise: Callable[
 
 @lru_cache(maxsize=8)
 def can_compile(device_type: str) -> bool:
-    """Whether torch's compiler works here, found once in a process by a tiny tensor.
+    """Return whether torch's compiler works, tested once per process with a tiny tensor.
 
-    It needs Triton on a GPU and a C++ compiler on a CPU, and a folder that it may write to. On the meta device there is
-    nothing to compute.
+    It needs a writable folder, Triton on a GPU, and a C++ compiler on a CPU. The meta device has nothing to compute.
     """
     if device_type == "meta":
         return False
     try:
-        with _disable_current_modes():  # of tensors without values the compiled code would read the memory
+        with _disable_current_modes():  # compiled code would read the memory of fake tensors, which have none
             _compile(_tried)(torch.ones(2, 3, device=device_type))
-    except Exception as error:  # whatever a compiler that is half there raises: a step never fails of it
+    except Exception as error:  # a broken compiler may raise anything; a step must not fail because of it
         _tell(error, device=device_type)
         return False
     return True
 
 
 class _Compiled(Generic[P, R]):
-    """A compiled function, until the compiler refuses it; forms beyond its limit are computed as they are."""
+    """A compiled function that runs uncompiled once the compiler fails, or for inputs beyond its recompile limit."""
 
     def __init__(self, function: Callable[P, R], plain: Callable[P, R]) -> None:
         self._compiled, self._plain = _compile(function), plain
@@ -60,7 +59,7 @@ class _Compiled(Generic[P, R]):
         if not self._is_refused and not any(isinstance(one, FakeTensor) for one in args):
             try:
                 return self._compiled(*args, **kwargs)
-            except self._refusals as error:  # raised before anything is computed
+            except self._refusals as error:  # raised before any computation
                 self._is_refused = isinstance(error, self._refusals[0])
                 if not self._is_told:
                     _tell(error, function=getattr(self._plain, "__name__", ""))
@@ -69,9 +68,9 @@ class _Compiled(Generic[P, R]):
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile in this process: a pool of compiling processes per rank would take longer to start than it saves.
+    """Compile in this process. A pool of compiler processes per rank would take longer to start than it saves.
 
-    `fullgraph=True` makes torch report a function with too many compiled forms.
+    `fullgraph=True` makes torch report a function that exceeds the recompile limit.
     """
     return torch.compile(function, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 

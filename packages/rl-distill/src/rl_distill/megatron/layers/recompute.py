@@ -1,4 +1,4 @@
-"""Activations of parts of a layer that are made again in the backward pass."""
+"""Recompute a norm's output in the backward pass."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def forget_between(norm: torch.nn.Module, reader: torch.nn.Module) -> None:
-    """Let a training step forget what a norm gave as soon as its one reader has it, until the reader's backward pass.
+    """Free a norm's output once its only reader has used it, and recompute it in the reader's backward pass.
 
     Args:
-        norm: Whose output is made again from its input.
-        reader: A module that gives a tuple; what it computes first keeps the norm's output for the backward pass.
+        norm: Norm whose output is recomputed from its input.
+        reader: Module that returns a tuple. Its first operation saves the norm's output for the backward pass.
     """
     compute = norm.forward
     made: list[Any] = []
@@ -20,7 +20,7 @@ def forget_between(norm: torch.nn.Module, reader: torch.nn.Module) -> None:
     def forward(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return compute(x)  # type: ignore[no-any-return]
-        made.append(CheckpointWithoutOutput(fp8=None))  # by megatron's default it asks Transformer Engine
+        made.append(CheckpointWithoutOutput(fp8=None))  # Megatron's default needs Transformer Engine
         return made[-1].checkpoint(compute, x)  # type: ignore[no-any-return]
 
     def forget(_reader: Any, _inputs: Any, outputs: tuple[Tensor, Any]) -> None:

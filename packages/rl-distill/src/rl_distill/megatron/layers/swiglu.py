@@ -1,4 +1,4 @@
-"""The gated activation in one autograd node."""
+"""The gated activation as one autograd node."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rl_distill.megatron.layers.compiled import compiled
 
 
 class _SwiGLUFunction(torch.autograd.Function):
-    """silu(gate) * up, keeping its input alone."""
+    """silu(gate) * up, which saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_fused: bool) -> Tensor:
@@ -25,13 +25,13 @@ class _SwiGLUFunction(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2 * ffn]; gate first."""
+    """Return silu(gate) * up of [..., 2 * ffn], with the gate first."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of `swiglu` to its input, from that to its output."""
+    """Return the gradient of `swiglu`'s input from that of its output."""
     gate, up = x.chunk(2, dim=-1)
     out = torch.empty_like(x)
     grad_gate, grad_up = out.chunk(2, dim=-1)
@@ -43,30 +43,30 @@ def swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def fused_swiglu(x: Tensor) -> Tensor:
-    """As `swiglu`, in one pass where it can be compiled."""
+    """Compute `swiglu` in one compiled pass where possible."""
     out: Tensor = compiled(swiglu, x.device.type)(x.detach().flatten(0, -2))
     return out.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def fused_swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
-    """As `swiglu_grad`, in one pass where it can be compiled."""
+    """Compute `swiglu_grad` in one compiled pass where possible."""
     run = compiled(_swiglu_grad, x.device.type, otherwise=swiglu_grad)
     out: Tensor = run(x.detach().flatten(0, -2), grad.flatten(0, -2))
     return out.view(x.shape)
 
 
 def _swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
-    """As `swiglu_grad`, without writing into views, which torch's compiler refuses."""
+    """Compute `swiglu_grad` without writing into views, which torch's compiler does not support."""
     gate, up = x.chunk(2, dim=-1)
     share = gate.sigmoid()
     return torch.cat([grad * up * share * (1.0 + gate * (1.0 - share)), grad * gate * share], dim=-1)
 
 
 class SwiGLU(torch.nn.Module):
-    """The gated activation, [..., 2 * ffn] to [..., ffn]; gate first."""
+    """The gated activation, [..., 2 * ffn] to [..., ffn], with the gate first."""
 
     def __init__(self, config: Any) -> None:
-        """Take what megatron gives an activation.
+        """Build the activation with Megatron's arguments.
 
         Args:
             config: A PolicyTransformerConfig.
@@ -75,5 +75,5 @@ class SwiGLU(torch.nn.Module):
         self._is_fused = config.kernels.is_fused
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gate and multiply."""
+        """Apply the activation."""
         return _SwiGLUFunction.apply(x, self._is_fused)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,1 +1,1 @@
-"""Mixtures of experts: the router, the way of tokens to their experts, the experts themselves."""
+"""Mixtures of experts: the router, the dispatch of tokens to experts, and the experts."""

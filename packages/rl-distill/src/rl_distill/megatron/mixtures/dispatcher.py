@@ -1,6 +1,7 @@
-"""Tokens to their experts and back where each rank has all experts: by sorting, without the host.
+"""Dispatch tokens to experts and back by sorting, without the host, if each rank has all experts.
 
-megatron's dispatchers select by masks, for which the host must know how many there are, and so waits for the GPU.
+Megatron's dispatchers select tokens by masks. The host must know the number of selected tokens, so it waits for the
+GPU.
 """
 
 from typing import Any
@@ -14,26 +15,26 @@ from torch import Tensor
 
 
 class LocalDispatcher:
-    """Sorts tokens by expert; ranks that cut the same experts share all their tokens first. Has megatron's interface.
+    """Dispatcher that sorts tokens by expert, with the interface of Megatron's dispatchers.
 
-    Rows of an expert are in the order of their tokens, and a token's outputs are added in the order of its experts, as
-    megatron's dispatcher does.
+    Ranks that split the same experts first share all their tokens. As in Megatron's dispatcher, the rows of an expert
+    are in token order, and a token's outputs are summed in the order of its experts.
     """
 
     def __init__(self, config: Any, *, group: Any) -> None:
-        """Take megatron's configuration, and the ranks that cut the same experts."""
+        """Store Megatron's configuration and the group of ranks that split the same experts."""
         self._top_k, self._num_experts, self._group = config.moe_router_topk, config.num_moe_experts, group
 
     def dispatch_preprocess(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a map of choices, the experts of each token.
+        """Convert a map of choices to the experts of each token.
 
         Args:
             hidden: [T, 1, hidden].
-            chosen: [T, experts] bool, True top_k times for each token.
+            chosen: [T, experts] bool, with exactly top_k True per token.
             probabilities: [T, experts].
 
         Returns:
-            [T, hidden], and [T, top_k] probabilities of the experts, which are in ascending order.
+            [T, hidden], and the probabilities [T, top_k] of each token's experts in ascending order of index.
         """
         self._shape = hidden.shape
         places = torch.arange(self._num_experts, 0, -1, dtype=torch.int32, device=chosen.device)
@@ -41,17 +42,17 @@ class LocalDispatcher:
         return hidden.flatten(0, -2), probabilities.gather(-1, self._experts)
 
     def token_dispatch(self, hidden: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the tokens of all ranks that cut the same experts."""
+        """Gather the tokens of all ranks that split the same experts."""
         if self._group.size() > 1:
             hidden, shares = (gather_from_sequence_parallel_region(one, group=self._group) for one in (hidden, shares))
             self._experts = gather_from_sequence_parallel_region(self._experts, group=self._group)
         return hidden, shares
 
     def dispatch_postprocess(self, hidden: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort by expert.
+        """Sort tokens by expert.
 
         Returns:
-            [T * top_k, hidden] rows, [experts] how many each expert has, and the share [T * top_k] of each row.
+            [T * top_k, hidden] rows, [experts] number of rows of each expert, and the share [T * top_k] of each row.
         """
         experts = self._experts.flatten()
         self._order = experts.argsort(stable=True)
@@ -62,22 +63,22 @@ class LocalDispatcher:
         return rows, counts, shares.flatten().index_select(0, self._order)
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
-        """[T, hidden] sums of each token's rows."""
+        """Return the sum [T, hidden] of each token's rows."""
         return _FromExperts.apply(rows, self._order, self._places)  # type: ignore[no-any-return, no-untyped-call]
 
     def token_combine(self, hidden: Tensor) -> Tensor:
-        """Sum over the ranks that cut the same experts, to each its own tokens."""
+        """Sum outputs over the ranks that split the same experts; each rank receives its own tokens."""
         if self._group.size() == 1:
             return hidden
         return reduce_scatter_to_sequence_parallel_region(hidden, group=self._group)  # type: ignore[no-any-return]
 
     def combine_postprocess(self, hidden: Tensor) -> Tensor:
-        """[T, 1, hidden]."""
+        """Return the outputs as [T, 1, hidden]."""
         return hidden.view(self._shape)
 
 
 class _ToExperts(torch.autograd.Function):
-    """One row per expert of each token; order [T * top_k] has their tokens, places [T, top_k] their positions."""
+    """Tokens copied into one row per expert; order [T * top_k] has the tokens, places [T, top_k] their positions."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _FromExperts(torch.autograd.Function):
-    """The sum of each token's rows; neither way do several rows write to one place, so that sums have an order."""
+    """Sums of each token's rows. Neither pass writes to one place twice, so the sums are deterministic."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:

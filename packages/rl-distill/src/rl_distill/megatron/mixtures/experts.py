@@ -1,8 +1,8 @@
-"""The experts of a mixture on one rank, in two stacked weights and a single node of autograd.
+"""The experts of a mixture on one rank, as two stacked weights and a single autograd node.
 
-Two ways compute the same. In turn, an expert's rows stay in a CPU's cache from its first product to its last, and the
-product that makes a weight's gradient adds it to megatron's buffer; the host must know how many rows each expert has.
-Grouped, one product has the rows of all experts, and the host knows nothing: a GPU is never waited for.
+Two implementations compute the same result. In turns, an expert's rows stay in a CPU's cache from its first product to
+its last, and the weight-gradient product accumulates into Megatron's buffer; the host must know the number of rows of
+each expert. Grouped, one product covers the rows of all experts, and the host never waits for the GPU.
 """
 
 from functools import lru_cache
@@ -19,27 +19,27 @@ from rl_core.errors import ShapeError
 from rl_distill.megatron.layers.swiglu import fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
 
 _ALIGNMENT_BYTES = 16
-"""Of the rows of every matrix in a grouped product, on any device."""
+"""Required alignment of matrix rows in a grouped product, on any device."""
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
-    """A rank's part of the experts of a layer.
+    """A rank's part of a layer's experts.
 
     Attributes:
-        linear_fc1: [experts, 2 * ffn, hidden], gates first; of the expert-tensor rank's slice of ffn.
-        linear_fc2: [experts, hidden, ffn].
+        linear_fc1: [experts, 2 * ffn, hidden], gates first, for the expert-tensor rank's slice of ffn.
+        linear_fc2: [experts, hidden, ffn] for the same slice.
     """
 
     def __init__(self, num_experts: int, config: Any, *, pg_collection: Any) -> None:
-        """Make the weights, with the attributes of those in megatron's own experts.
+        """Create the weights with the attributes of those in Megatron's experts.
 
         Args:
-            num_experts: On this rank.
+            num_experts: Number of experts on this rank.
             config: A `PolicyTransformerConfig`.
-            pg_collection: megatron's process groups.
+            pg_collection: Megatron's process groups.
 
         Raises:
-            ShapeError: Grouped products cannot have rows of these sizes.
+            ShapeError: Grouped products do not support rows of these sizes.
         """
         super().__init__(config=config)
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
@@ -53,15 +53,15 @@ class Experts(MegatronModule):  # type: ignore[misc]
             config.output_layer_init_method(self.linear_fc2)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, shares: Tensor) -> tuple[Tensor, None]:
-        """Outputs of tokens, each times its share.
+        """Compute the outputs of tokens, each multiplied by its share.
 
         Args:
-            tokens: [N, hidden], those of the first expert first.
-            tokens_per_expert: [experts of this rank], which add up to N; 0 for an expert that nothing chose.
-            shares: [N] how much of each output counts.
+            tokens: [N, hidden], sorted by expert.
+            tokens_per_expert: [experts of this rank] number of rows of each expert, which sum to N.
+            shares: [N] weight of each output.
 
         Returns:
-            [N, hidden], and None, as megatron expects a bias.
+            [N, hidden], and None in place of the bias that Megatron expects.
         """
         weights = self.linear_fc1, self.linear_fc2
         if self._is_grouped:
@@ -72,13 +72,13 @@ class Experts(MegatronModule):  # type: ignore[misc]
 
 
 def _parameter(shape: tuple[int, int, int], config: Any, *, axis: int, parts: int) -> Parameter:
-    """An empty weight with megatron's marks, by which its norm and reductions go.
+    """Create an uninitialized weight with the attributes by which Megatron computes norms and reductions.
 
     Args:
-        shape: On this rank.
-        config: megatron's.
-        axis: Which expert-tensor ranks cut.
-        parts: Matrices that lie one after the other along the axis.
+        shape: Shape on this rank.
+        config: Megatron's configuration.
+        axis: Axis that expert-tensor ranks split.
+        parts: Number of matrices concatenated along the axis.
     """
     parameter: Any = Parameter(torch.empty(shape, dtype=config.params_dtype))
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=parts)
@@ -91,13 +91,13 @@ def _check_alignment(sizes: dict[str, int], dtype: torch.dtype) -> None:
     for name, size in sizes.items():
         if size % multiple:
             raise ShapeError(
-                f"{name} must be a multiple of {multiple} for products of all experts in {dtype}; found {size}. "
-                'Set learner.kernels = "plain", or cut experts less.'
+                f"{name} must be a multiple of {multiple} for grouped expert products in {dtype}; found {size}. "
+                'Set learner.kernels = "plain", or a smaller expert_tensor.'
             )
 
 
 class _InTurn(torch.autograd.Function):
-    """Of each expert: its first product, the gate times the share, its second product."""
+    """Experts in turn: for each, its first product, the gate times the share, and its second product."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, shares: Tensor, counts: list[int], first: Tensor, second: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class _InTurn(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """The same with one product for the rows of all experts."""
+    """All experts in one product per matrix."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, shares: Tensor, ends: Tensor, *rest: Any) -> Tensor:
@@ -142,7 +142,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tokens, shares, ends, first, second, hidden = ctx.saved_tensors
-        grad, share = grads[0].contiguous(), shares.unsqueeze(-1)  # the product takes no expanded gradient
+        grad, share = grads[0].contiguous(), shares.unsqueeze(-1)  # the product does not support expanded tensors
         activation, activation_grad = (fused_swiglu, fused_swiglu_grad) if ctx.is_fused else (swiglu, swiglu_grad)
         gated, of_gated = activation(hidden), _product(grad, second, ends)
         out_shares = (of_gated.to(shares.dtype) * gated).sum(-1)
@@ -153,15 +153,15 @@ class _Grouped(torch.autograd.Function):
 
 
 def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """[N, out] of rows [N, in], those up to each end times the next of the weights [experts, in, out]."""
-    if not len(rows):  # a kernel may refuse to do nothing
+    """Multiply rows [N, in] by weights [experts, in, out]; expert i has the rows up to ends[i]."""
+    if not len(rows):  # kernels may not support 0 rows
         return rows.new_empty(0, weights.shape[-1])
-    # float32 on a GPU works too, by a loop of torch's own for which the host waits; so do GPUs before Hopper.
+    # For float32 on a GPU, and on GPUs before Hopper, torch loops over experts, and the host waits.
     return F.grouped_mm(rows, weights, offs=ends)
 
 
 def _weight_grad(weight: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor | None:
-    """Of `_product(x, weight.mT, ends)`; None where the weight is frozen, or megatron's buffer has the gradient."""
+    """Return the gradient of `_product(x, weight.mT, ends)` for the weight; see `_own`."""
     total = _total(weight)
     if total is None or not len(x):
         return _own(weight, total)
@@ -175,12 +175,12 @@ def _weight_grad(weight: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> Tenso
 
 @lru_cache
 def _leaves_empty_groups(device: torch.device) -> bool:
-    """True where a product over no rows gives what was in memory, not zeros: Blackwell (pytorch issue 172439)."""
+    """Return whether a product over no rows returns uninitialized memory, as on Blackwell (pytorch issue 172439)."""
     return torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 def _total(weight: Tensor) -> Tensor | None:
-    """Where a weight's gradient is added: megatron's buffer, else zeros; None for a frozen weight."""
+    """Return the tensor that accumulates a weight's gradient: Megatron's buffer or zeros; None for a frozen weight."""
     if not weight.requires_grad:
         return None
     total: Tensor | None = getattr(weight, "main_grad", None)
@@ -188,15 +188,15 @@ def _total(weight: Tensor) -> Tensor | None:
 
 
 def _own(weight: Tensor, total: Tensor | None) -> Tensor | None:
-    """The gradient for autograd; a placeholder if it is in Megatron's buffer."""
+    """Return the gradient for autograd: None for a frozen weight, a placeholder if it is in Megatron's buffer."""
     return total if total is None or not hasattr(weight, "main_grad") else gradient_elsewhere(weight)
 
 
 def gradient_elsewhere(weight: Tensor) -> Tensor:
-    """What a backward pass gives for a weight whose gradient it has added to megatron's `main_grad`.
+    """Return a placeholder gradient for a weight whose gradient was added to Megatron's `main_grad`.
 
-    megatron's data parallelism, which may sum the buffer while others are made, hears of a gradient only where autograd
-    gets one, and then leaves it out. The weight itself has the right shape, and takes no memory.
+    Megatron's data parallelism learns that a gradient exists only if autograd receives one, which it then ignores. The
+    weight itself has the right shape and needs no extra memory.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return weight.detach()

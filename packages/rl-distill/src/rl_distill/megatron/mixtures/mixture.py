@@ -1,8 +1,8 @@
-"""Mixtures of experts: megatron's layer, with a router that can replay choices.
+"""Mixtures of experts: Megatron's layer with a router that can replay choices.
 
-The router is Qwen3-MoE's, a softmax over all experts in float32 and the largest few, or GLM's, sigmoids and the largest
-few of the best groups by these and a bias; either way divided by their sum where the policy says so. No token is
-dropped, no auxiliary loss added, and the bias stays as it was loaded.
+The router is that of Qwen3-MoE (softmax over all experts in float32, then the top_k) or of GLM (sigmoids, then the
+top_k by score plus bias within the best groups). Probabilities are divided by their sum if the policy's configuration
+requires it. No token is dropped, there is no auxiliary loss, and the bias is never updated.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from rl_distill.megatron.mixtures.dispatcher import LocalDispatcher
 from rl_distill.megatron.mixtures.experts import Experts
 
 _DISPATCHER = {"moe_token_dispatcher_type": "alltoall"}
-"""variable_seq_lengths asks for it, in dense policies too."""
+"""Setting that variable_seq_lengths requires, even for dense policies."""
 
 
 def mixture_settings(policy: PolicyConfig) -> dict[str, Any]:
-    """What megatron's configuration says about a policy's mixtures of experts."""
+    """Return Megatron's settings for a policy's mixtures of experts."""
     mixture = policy.mixture
     if mixture is None:
         return _DISPATCHER
@@ -39,7 +39,7 @@ def mixture_settings(policy: PolicyConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": mixture.ffn_hidden_size,
         "moe_layer_freq": [int(policy.is_mixture(index)) for index in range(policy.num_layers)],
         "moe_router_topk": mixture.top_k,
-        # megatron's name for it: a softmax over the chosen alone is one over all, divided by the sum of the chosen.
+        # A softmax over only the selected experts equals one over all experts divided by the sum of the selected.
         "moe_router_pre_softmax": not mixture.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -49,7 +49,7 @@ def mixture_settings(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def _sigmoid_settings(sigmoid: SigmoidRouting | None) -> dict[str, Any]:
-    """Without moe_router_enable_expert_bias, with which megatron would change the bias at each step."""
+    """Return the settings of sigmoid routing. Excludes moe_router_enable_expert_bias, which would update the bias."""
     if sigmoid is None:
         return {}
     return {
@@ -61,10 +61,10 @@ def _sigmoid_settings(sigmoid: SigmoidRouting | None) -> dict[str, Any]:
 
 
 def mixture_spec(shared: MLPSubmodules) -> ModuleSpec:
-    """A layer's mixture of experts.
+    """Return the specification of a layer's mixture of experts.
 
     Args:
-        shared: Parts of its shared experts, where the policy has some.
+        shared: Submodules of the shared experts, if the policy has some.
     """
     submodules = MoESubmodules(
         experts=ModuleSpec(module=Experts),
@@ -75,19 +75,19 @@ def mixture_spec(shared: MLPSubmodules) -> ModuleSpec:
 
 
 def dispatch_locally(mixture: MoELayer) -> None:
-    """Exchange megatron's dispatcher for ours where a rank has all experts, or its slice of all."""
+    """Replace Megatron's dispatcher by `LocalDispatcher` if each rank has all experts, or a slice of all."""
     if mixture.ep_group.size() == 1:
         mixture.token_dispatcher = LocalDispatcher(mixture.config, group=mixture.token_dispatcher.tp_group)
 
 
 class SigmoidScores(NamedTuple):
-    """How sigmoids choose experts.
+    """Selection of experts by sigmoid scores.
 
     Attributes:
-        bias: [experts] float32, counts for the choice alone.
-        num_groups: Groups of experts.
-        top_groups: Groups of a token: those with the largest sums of their two largest biased scores.
-        scaling: Multiplies the probabilities of the chosen.
+        bias: [experts] float32 bias that affects only the selection.
+        num_groups: Number of expert groups.
+        top_groups: Groups selected per token, by the sum of their two highest biased scores.
+        scaling: Factor on the probabilities of the selected experts.
     """
 
     bias: Tensor
@@ -96,9 +96,9 @@ class SigmoidScores(NamedTuple):
     scaling: float
 
     def ranked(self, scores: Tensor) -> Tensor:
-        """[T, experts] by which a token's experts are chosen; minus infinity in groups that are not.
+        """Return the scores [T, experts] for selection, with minus infinity in groups that are not selected.
 
-        Source: DeepSeek-V3, arXiv:2412.19437; megatron's own sums the top_k / top_groups largest of a group.
+        Source: DeepSeek-V3, arXiv:2412.19437. Megatron instead sums the top_k / top_groups highest scores of a group.
         """
         groups = torch.unflatten(scores + self.bias, -1, (self.num_groups, -1))
         best = groups.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
@@ -109,19 +109,19 @@ class SigmoidScores(NamedTuple):
 def route(
     logits: Tensor, *, top_k: int, is_normalized: bool, given: Tensor | None, sigmoid: SigmoidScores | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of tokens, or take given ones with the router's own probabilities of them.
+    """Select experts for tokens, or use given experts with the router's probabilities.
 
     Args:
         logits: [T, experts].
-        top_k: Experts of a token.
-        is_normalized: Divide the probabilities of a token's experts by their sum.
-        given: [T, top_k] int64 experts to take; None for none. A token whose row is not of top_k different experts,
-            such as -1 everywhere, gets those with the largest probabilities.
-        sigmoid: Take sigmoids for probabilities, and choose by these; None for the softmax.
+        top_k: Experts per token.
+        is_normalized: True to divide the probabilities of a token's experts by their sum.
+        given: [T, top_k] int64 experts to use; None for none. Tokens without top_k different valid experts, such as
+            rows of -1, use the router's selection.
+        sigmoid: Sigmoid selection; None for softmax.
 
     Returns:
-        Probabilities [T, experts] in the dtype of the logits, 0 of those not chosen, and [T, experts] bool, True of
-        the chosen. The order in which the choices are given does not matter.
+        Probabilities [T, experts] in the dtype of the logits, 0 for experts not selected, and a [T, experts] bool mask
+        of selected experts. Results do not depend on the order of the given experts.
     """
     probabilities = torch.softmax(logits, -1, torch.float32) if sigmoid is None else logits.float().sigmoid()
     ranked = probabilities.detach() if sigmoid is None else sigmoid.ranked(probabilities.detach())
@@ -141,21 +141,21 @@ def route(
 
 
 class ReplayRouter(TopKRouter):  # type: ignore[misc]
-    """megatron's router, choosing as the policy's family does, or taking the experts that were chosen at rollout.
+    """Megatron's router, with the policy family's selection or the experts used at rollout.
 
     Attributes:
-        rerouted: [T] bool of the last tokens that were given experts: True where it would choose others.
+        rerouted: [T] bool for the last tokens with given experts: True if the router would have chosen others.
     """
 
     rerouted: Tensor
     expert_bias: torch.nn.Parameter | None
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
-        """Make the router's weight, and its bias where it has one: no gradient reaches it, and it stays float32.
+        """Create the router's weight and, for sigmoid routing, its bias, which has no gradient and stays float32.
 
         Args:
-            config: megatron's TransformerConfig.
-            pg_collection: megatron's process groups.
+            config: Megatron's TransformerConfig.
+            pg_collection: Megatron's process groups.
         """
         super().__init__(config=config, pg_collection=pg_collection)
         self._given: Tensor | None = None
@@ -163,7 +163,7 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
             self.expert_bias = torch.nn.Parameter(torch.zeros(config.num_moe_experts), requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ReplayRouter":
-        """As torch's, which casts and moves a module's tensors; the bias is moved alone."""
+        """Cast and move the tensors as torch does, but only move the bias."""
         bias = self.expert_bias
         exact = None if bias is None else bias.data
         super()._apply(fn, recurse)
@@ -173,10 +173,11 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def replaying(self, experts: Tensor | None) -> Iterator[None]:
-        """Take these experts inside the context.
+        """Use these experts inside the context.
 
         Args:
-            experts: [T, top_k] int64 of the tokens that come, -1 where the router chooses; None for everywhere.
+            experts: [T, top_k] int64 experts of the next tokens, -1 where the router selects; None to let it select for
+                all tokens.
         """
         self._given = experts
         try:
@@ -185,21 +186,21 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
             self._given = None
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - megatron's signature
-        """Logits [T, 1, experts] of tokens [T, 1, hidden]."""
-        # megatron's own fails on 0 tokens, and on te_general_gemm, a name that comes with Transformer Engine.
+        """Return logits [T, 1, experts] of tokens [T, 1, hidden]."""
+        # Megatron's version fails on 0 tokens, and without te_general_gemm, which Transformer Engine defines.
         if self.expert_bias is None:
             return F.linear(input, self.weight)
-        return F.linear(input.float(), self.weight.float())  # as transformers and vLLM compute GLM's
+        return F.linear(input.float(), self.weight.float())  # as in transformers and vLLM for GLM
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - megatron's signature
-        """Probabilities and choices of tokens.
+        """Return probabilities and selected experts of tokens.
 
         Args:
             logits: [T, 1, experts].
-            padding_mask: Not used; every token counts.
+            padding_mask: Unused; every token counts.
 
         Returns:
-            As `route`.
+            The results of `route`.
         """
         is_normalized = not self.config.moe_router_pre_softmax
         rows = logits.view(-1, self.config.num_moe_experts)
@@ -207,7 +208,7 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
         routed = partial(route, rows, top_k=self.topk, is_normalized=is_normalized, sigmoid=sigmoid)
         probabilities, chosen = routed(given=self._given)
         if self._given is not None:
-            with torch.no_grad():  # a hundredth of what its experts take
+            with torch.no_grad():  # costs about 1 % of the experts
                 self.rerouted = (chosen != routed(given=None)[1]).any(-1)
         return probabilities, chosen
 

@@ -1,5 +1,5 @@
 "use strict";
-// Charts, drawn when they come into view. They share the steps that they show, which the address keeps.
+// Charts, drawn when they come into view. They share the shown range of steps, which is in the URL.
 
 const CHART_HEIGHT = 190;
 const LARGE_HEIGHT = 250;
@@ -14,7 +14,7 @@ function runColor(run) {
   return cssColor(`--run-${run % 7}`);
 }
 
-/** A colour such as #0072b2, let through so much. */
+/** A color such as #0072b2 with this opacity. */
 function faded(color, share) {
   return color + Math.round(share * 255).toString(16).padStart(2, "0");
 }
@@ -35,7 +35,7 @@ const resized = new ResizeObserver((entries) => {
   }
 });
 
-/** A figure whose chart `draw(place, width)` makes when it is seen. `label` tells what it shows without eyes. */
+/** A figure whose chart `draw(place, width)` creates when it comes into view; `label` is for screen readers. */
 function chartCard(title, note, label, draw) {
   const place = make("div", {
     class: "chart", "data-key": title, role: "group", "aria-label": visible(label), tabindex: "0",
@@ -49,12 +49,12 @@ function chartCard(title, note, label, draw) {
   return figure;
 }
 
-/** A figure that has nothing to draw. */
+/** A figure without a chart. */
 function plainCard(title, note) {
   return make("figure", { class: "card" }, make("figcaption", {}, make("h3", {}, title), note));
 }
 
-/** Left and right move the cursor by a step, enter chooses it; escape shows all steps, as a double click does. */
+/** Left and right move the cursor by a step, Enter chooses it; Escape shows all steps, like a double click. */
 function onChartKey(event) {
   const { chart } = event.currentTarget.card;
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -63,7 +63,7 @@ function onChartKey(event) {
   if (event.key === "Enter") chart.choose();
   if (!by) return;
   event.preventDefault();
-  legendOf(chart).setAttribute("aria-live", "polite"); // only what keys bring under the cursor is told
+  legendOf(chart).setAttribute("aria-live", "polite"); // announce only values reached by keys
   const [first, last] = chart.series[0].idxs;
   const place = Math.min(Math.max((chart.cursor.idx ?? last + 1) + by, first), last);
   chart.setCursor({ left: chart.valToPos(chart.data[0][place], "x"), top: chart.over.clientHeight / 2 });
@@ -79,7 +79,7 @@ function legendOf(chart) {
   return chart?.root.querySelector(".u-legend");
 }
 
-/** Show these steps in all charts, also in those that are drawn later; "" shows all. */
+/** Show these steps in all charts, including those drawn later; "" shows all. */
 function zoomTo(first, last) {
   viewState.set({ x0: first, x1: last }, { isQuiet: true });
   for (const field of document.querySelectorAll("input[name=x0], input[name=x1]")) field.value = viewState.get(field.name);
@@ -95,7 +95,7 @@ function showSteps(chart) {
   chart.setScale("x", isThere ? { min, max } : { min: all[0], max: all[1] });
 }
 
-/** What was dragged over becomes what all charts show. */
+/** Show the selected range in all charts. */
 function zoomToSelected(chart) {
   const { left, width } = chart.select;
   if (!width) return;
@@ -112,7 +112,7 @@ function drawCard(card) {
   inView.unobserve(card.place);
 }
 
-/** Charts that are no longer in the page let go of what they hold. */
+/** Release charts that are no longer in the page. */
 function dropCards() {
   for (const card of cards) {
     if (card.place.isConnected) continue;
@@ -137,9 +137,9 @@ addEventListener("beforeprint", () => cards.forEach(drawCard));
 
 /**
  * A chart over steps.
- * data: [x, ...ys]; series: [{label, stroke, ...}] as uPlot takes them, `of` the place of the curve that one belongs to.
- * more: healthy `band`, filled `bands` between series, options of the `y` scale, `height`, and `choose(step)`, which is
- * called with a step that was clicked.
+ * data: [x, ...ys]; series: [{label, stroke, ...}] in uPlot's format; `of` is the index of the curve a series belongs to.
+ * more: healthy `band`, filled `bands` between series, options of the `y` scale, `height`, and `choose(step)`, called with
+ * a clicked step.
  */
 function stepChart(place, width, data, series, more = {}) {
   const text = cssColor("--muted");
@@ -178,14 +178,14 @@ function stepChart(place, width, data, series, more = {}) {
   return chart;
 }
 
-/** While the cursor is elsewhere, the legend has the newest value of each curve. */
+/** Show the newest value of each curve in the legend while the cursor is elsewhere. */
 function tellNewest(chart) {
   if (Number.isInteger(chart.cursor.idx)) return;
   const isKnown = (value) => value !== null && value !== undefined && !Number.isNaN(value);
   chart.setLegend({ idxs: chart.data.map((values) => values.findLastIndex(isKnown)) }, false);
 }
 
-/** The names of a legend hide and show their curves, also by keyboard; what belongs to a curve has no name there. */
+/** Make names of the legend toggle their curves, also by keyboard; companions of a curve have no entry. */
 function makeSwitches(chart) {
   const entries = [...legendOf(chart).querySelectorAll(".u-series")];
   chart.series.forEach(({ of }, place) => of && entries[place].remove());
@@ -217,14 +217,14 @@ function tickRoom(_, labels) {
   return Math.max(44, 20 + 7 * Math.max(0, ...(labels ?? []).map((label) => label.length)));
 }
 
-/** A little more than the values; a curve that never moves lies in the middle, one of zeros on the ground. */
+/** A range slightly larger than the values; a constant curve is centered, one of zeros at the bottom. */
 function valueRange(_, low, high) {
   if (low === null || (low === 0 && high === 0)) return [0, 1];
   const room = Math.abs(low) / 10;
   return low === high ? [low - room, high + room] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
-/** Of the y scale of a chart whose values are above 0. */
+/** Options of a logarithmic y scale. */
 const LOG_SCALE = { distr: 3, range: (_, low, high) => (low === null ? [0.1, 1] : uPlot.rangeLog(low, high, 10, false)) };
 
 function seriesOf(one, length) {

@@ -2,9 +2,9 @@
 // Turns of a conversation as elements: roles, tool calls and results as blocks, reasoning folded.
 
 const TURN_CLASSES = ["system", "user", "assistant", "tool", "prompt", "response", "reply"];
-const FOLDED_FROM = 800; // characters of a system's turn
+const FOLDED_FROM = 800; // characters of a system turn
 
-/** Elements of turns; `show(start, end)` gives what shows a stretch of the text. */
+/** Elements of turns; `show(start, end)` returns the nodes of a range of the text. */
 function turnNodes(text, turns, show) {
   return turns.map((turn) => {
     const { role, head, start, begun } = turn;
@@ -19,7 +19,7 @@ function turnNodes(text, turns, show) {
 
 function blockNode(text, turn, { kind, start, end }, show) {
   if (kind === "end") return make("span", { class: "marker" }, show(start, end));
-  const shown = show(start, end); // tokens have a direction each
+  const shown = show(start, end); // each token has its own direction
   const said = make("pre", { class: "said", dir: typeof shown === "string" ? "auto" : null }, shown);
   const length = `${plural(text.slice(start, end).split(/\s+/).filter(Boolean).length, "word")}`;
   if (kind === "reasoning") return make("details", { class: "block reasoning" }, make("summary", {}, `Reasoning, ${length}`), said);

@@ -1,15 +1,15 @@
 "use strict";
-// Every metric over the steps, runs laid over each other: what tells most first and large, what never moves last.
+// Every metric over the steps, with runs overlaid: the most important first and large, constant ones last.
 
 const MAIN = [
   /^critic\/score\/mean$/, /^val-core\/.+\/mean@\d+$/, /^actor\/distillation\/loss$/, /^actor\/entropy$/,
   /^actor\/(ppo_kl|kl_loss|reference_kl)$/, /^response_length\/mean$/, /^actor\/grad_norm$/,
 ];
-const ALWAYS_DRAWN = 2; // of them, also where they stand still: reward and validation
+const ALWAYS_DRAWN = 2; // drawn even if constant: reward and validation
 const INTERVAL_ENDS = ["/ci_low", "/ci_high"];
-const ALMOST_ZERO = 1e-6; // nats: what is left of a KL that is 0 by design
+const ALMOST_ZERO = 1e-6; // nats: rounding of a KL that is 0 by design
 
-/** Metrics by chapter in the order of the table; ends of intervals are drawn with what they are of. */
+/** Metrics by chapter in the order of the table; ends of intervals are drawn with their metric. */
 function chaptersOf(runs) {
   const chapters = new Map();
   for (const run of runs) {
@@ -22,20 +22,20 @@ function chaptersOf(runs) {
   return chapters;
 }
 
-/** The place of a metric among those of a run; undefined where it has no such metric. */
+/** The index of a metric in a run; undefined if the run lacks it. */
 function metricPlace(run, name) {
   run.places ??= new Map(run.header.curves.map((metric, place) => [metric.name, place]));
   return run.places.get(name);
 }
 
-/** The curve of a metric of a run: {x, y, metric}; null where it has none, or no value of it. */
+/** The curve of a run's metric: {x, y, metric}; null without a value. */
 function curveOf(run, name) {
   const place = metricPlace(run, name);
   const x = run.columns[`x${place}`];
   return x ? { x, y: run.columns[`y${place}`], metric: run.header.curves[place] } : null;
 }
 
-/** Whether no run's values of a metric differ, or all are 0 but for rounding; what was never finite is no such. */
+/** Whether a metric is constant in all runs, or 0 except for rounding; never-finite metrics are not constant. */
 function standsStill(runs, name) {
   return runs.every((run) => {
     const curve = curveOf(run, name);
@@ -46,7 +46,7 @@ function standsStill(runs, name) {
   });
 }
 
-/** The mean of each value and those before it, so many together; what is not known is left out. */
+/** The mean of the last `count` values at each place, ignoring unknown ones. */
 function trailingMeans(values, count) {
   if (!(count > 1)) return values;
   return Float64Array.from(values, (_, place) => {
@@ -55,14 +55,14 @@ function trailingMeans(values, count) {
   });
 }
 
-/** "first: it was not finite at any of its 20 steps", of each run that wrote the metric, and never a number. */
+/** "first: not finite at any of its 20 steps", for each run that wrote the metric but never a finite value. */
 function neverFinite(runs, name) {
   return runs
     .filter((run) => metricPlace(run, name) !== undefined && !curveOf(run, name))
-    .map(({ header }) => ` ${header.name}: it was not finite at any of its ${plural(header.num_rows, "step")}.`);
+    .map(({ header }) => ` ${header.name}: not finite at any of its ${plural(header.num_rows, "step")}.`);
 }
 
-/** What the table of metrics says of one. */
+/** The definition of a metric. */
 function meaningOf(runs, name) {
   const described = runs.find((run) => metricPlace(run, name) !== undefined);
   return described.header.curves[metricPlace(described, name)];
@@ -72,7 +72,7 @@ function metricCard(runs, name, { height } = {}) {
   const shown = runs.map((run, place) => ({ run, place, curve: curveOf(run, name) })).filter(({ curve }) => curve);
   const { unit, meaning, band } = meaningOf(runs, name);
   const last = shown.map(({ run, curve }) => `${run.header.name}: ${number(curve.y[curve.y.length - 1])} ${unit}`.trim());
-  const thinned = shown.some(({ curve }) => curve.metric.is_thinned) ? " Thinned: lowest and highest of each stretch, also for means." : "";
+  const thinned = shown.some(({ curve }) => curve.metric.is_thinned) ? " Thinned to the lowest and highest value of each range, also for means." : "";
   const leftOut = make("span", {});
   const note = make(
     "p",
@@ -89,13 +89,13 @@ function metricCard(runs, name, { height } = {}) {
     const { lines, bands } = linesOf(shown, name);
     const isLog = viewState.get("axis") === "log" && lines.some(({ y }) => y.some((value) => value > 0));
     const drawn = ({ x, y }) => [x, isLog ? Array.from(y, (value) => (value > 0 ? value : null)) : y];
-    leftOut.textContent = isLog && lines.some(({ y }) => y.some((value) => value <= 0)) ? " The logarithmic axis leaves out what is not above 0." : "";
+    leftOut.textContent = isLog && lines.some(({ y }) => y.some((value) => value <= 0)) ? " The logarithmic axis omits values that are not above 0." : "";
     const series = lines.map(({ x, y, ...look }) => look);
     return stepChart(place, width, joined(lines.map(drawn)), series, { band, bands, height, y: isLog ? LOG_SCALE : {} });
   });
 }
 
-/** A curve of each run, then what belongs to one: its values where a mean is drawn, else the ends of its interval. */
+/** A curve per run, then its companions: the values if a mean is drawn, else the ends of the interval. */
 function linesOf(shown, name) {
   const count = Number(viewState.key("smooth", SMOOTHINGS));
   const lines = shown.map(({ run, place, curve: { x, y } }) => ({ x, y: trailingMeans(y, count), label: run.header.name, stroke: runColor(place) }));
@@ -112,15 +112,15 @@ function linesOf(shown, name) {
   return { lines, bands };
 }
 
-/** What never moved, as a table: nothing of it is to be seen in a chart. */
+/** Constant metrics as a table, because a chart would show nothing. */
 function stillTable(runs, names) {
   const value = (run, name) => {
     const curve = curveOf(run, name);
     if (!curve) return "–";
-    return curve.y.every((one) => one === curve.y[0]) ? number(curve.y[0]) : "0 but for rounding";
+    return curve.y.every((one) => one === curve.y[0]) ? number(curve.y[0]) : "0 except for rounding";
   };
   const rows = names.map((name) => [name, ...runs.map((run) => value(run, name)), meaningOf(runs, name).meaning]);
-  return makeTable("Metrics with one value at all steps", [["metric", "name"], ...runs.map(({ header }) => [header.name, "number"]), ["", "long"]], rows);
+  return makeTable("Metrics with the same value at all steps", [["metric", "name"], ...runs.map(({ header }) => [header.name, "number"]), ["", "long"]], rows);
 }
 
 const SMOOTHINGS = { "": "as recorded", 5: "mean of the last 5 values", 20: "mean of the last 20 values", 100: "mean of the last 100 values" };
@@ -174,10 +174,10 @@ function drawCurves(body, runs) {
     return foldable(`chapter ${title}`, true, "chapter", summary, make("div", { class: `cards ${height ? "large" : ""}` }, cardsOf));
   });
   if (still.length) {
-    const summary = [make("h2", {}, "Never moved"), ` ${plural(still.length, "metric")}`];
+    const summary = [make("h2", {}, "Constant"), ` ${plural(still.length, "metric")}`];
     nodes.push(foldable("chapter still", text !== "" || all.every((name) => drawn.has(name) || still.includes(name)), "chapter", summary, stillTable(runs, still)));
   }
-  const none = make("p", { class: "muted" }, text ? "No metric has this in its name." : "The run has no metrics yet.");
+  const none = make("p", { class: "muted" }, text ? "No metric has this text in its name." : "The run has no metrics yet.");
   body.replaceChildren(...(nodes.length ? nodes : [none]));
   dropCards();
 }

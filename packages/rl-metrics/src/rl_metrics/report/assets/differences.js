@@ -1,10 +1,10 @@
 "use strict";
-// The words in which two texts differ.
+// Word-level differences of two texts.
 
 const WORD_OR_SIGN = /\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu;
-const MOST_CELLS = 4e6; // of the table of two texts; longer ones differ from the first to the last difference
+const MOST_CELLS = 4e6; // maximum size of the table; longer texts differ from the first to the last difference
 
-/** By place in a text, whether the word there is not in the other text; of both: [Uint8Array, Uint8Array]. */
+/** For each character of both texts, whether its word is missing in the other: [Uint8Array, Uint8Array]. */
 function differences(one, other) {
   const texts = [one, other];
   const words = texts.map((text) => text.match(WORD_OR_SIGN) ?? []);
@@ -20,7 +20,7 @@ function differences(one, other) {
   });
 }
 
-/** Places of the words of a longest common subsequence, in both. */
+/** Indices in both texts of the words of a longest common subsequence. */
 function keptWords(one, other) {
   const kept = [new Set(), new Set()];
   const keep = (place, otherPlace) => (kept[0].add(place), kept[1].add(otherPlace));
@@ -29,7 +29,7 @@ function keptWords(one, other) {
   while (last > first && otherLast > first && one[last - 1] === other[otherLast - 1]) keep(--last, --otherLast);
   const [height, width] = [last - first, otherLast - first + 1];
   if ((height + 1) * width > MOST_CELLS) return kept;
-  const longest = new Uint16Array((height + 1) * width); // of what is behind a word of each
+  const longest = new Uint16Array((height + 1) * width); // of the rest after a word of each
   for (let row = height - 1; row >= 0; row--) {
     for (let column = width - 2; column >= 0; column--) {
       const at = row * width + column;

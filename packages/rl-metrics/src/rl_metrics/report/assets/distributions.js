@@ -36,7 +36,7 @@ const distributionsView = {
   render(place, runs) {
     const all = runs.flatMap((run, number_) => distributionCard(run, number_, runs));
     all.sort((one, other) => one.querySelector("h3").textContent.localeCompare(other.querySelector("h3").textContent));
-    const accuracy = "Quantiles between the lowest and the highest value are right to 2 %.";
+    const accuracy = "Quantiles between the lowest and the highest value are accurate to 2 %.";
     place.replaceChildren(make("p", { class: "muted" }, accuracy), make("div", { class: "cards" }, all));
   },
 };

@@ -1,7 +1,7 @@
 "use strict";
-// Elements. Whatever a run wrote goes into the page as text, never as HTML.
+// Elements. Everything from a run is inserted as text, never as HTML.
 
-/** An element; `on...` properties are listeners, all others attributes; null and false ones are left out. */
+/** Create an element; `on...` properties are listeners, others attributes; null and false ones are skipped. */
 function make(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -13,7 +13,7 @@ function make(tag, properties = {}, ...children) {
   return node;
 }
 
-/** Something to fold. By the key it, and its summary, are known when the page is renewed. */
+/** A foldable section; the key identifies it and its summary when the page is updated. */
 function foldable(key, isOpen, name, summary, ...children) {
   const head = make("summary", { "data-key": key }, summary);
   return make("details", { "data-key": key, class: name, open: isOpen }, head, children);
@@ -41,7 +41,7 @@ function labelled(text, field, extra = "") {
   return make("label", { class: `field ${extra}` }, make("span", {}, text), field);
 }
 
-/** Calls the function once nothing has asked for it for a while. */
+/** Debounce a function. */
 function settled(call, wait = 200) {
   let timer = 0;
   return (...given) => {
@@ -50,12 +50,12 @@ function settled(call, wait = 200) {
   };
 }
 
-/** Lets the page draw and answer before the work goes on. */
+/** Let the page draw and respond before work continues. */
 function breathe() {
   return new Promise((resolve) => setTimeout(resolve, 0));
 }
 
-/** Whether the page is as narrow as a phone's. */
+/** Whether the page is as narrow as on a phone. */
 function isNarrow() {
   return matchMedia("(max-width: 800px)").matches;
 }

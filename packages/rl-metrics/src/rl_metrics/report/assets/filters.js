@@ -1,5 +1,5 @@
 "use strict";
-// Which trajectories are listed, and in what order.
+// Filters and order of the listed trajectories.
 
 const SORTS = {
   "": ["by step", null],
@@ -15,12 +15,12 @@ const SORTS = {
 const WORST = {
   "": "all",
   any: `failed or below ${BAD_BELOW}`,
-  part: `those, with that part below ${BAD_BELOW}`,
+  part: `the same, and that part below ${BAD_BELOW}`,
 };
 
 const FILTERS = ["s0", "s1", "r0", "r1", "worst", "part", "p0", "p1", "source", "finish", "failure", "problem", "sort", "q"];
 
-/** Rows that the filters of the URL let through, without the search of texts. */
+/** Rows that match the filters in the URL, except the text search. */
 function matchingRows(trajectories) {
   const { step, reward, source, finish, failure, problem } = trajectories.columns;
   const code = (kind) => (viewState.get(kind) === "" ? null : trajectories.names[kind].indexOf(viewState.get(kind)));
@@ -54,7 +54,7 @@ function failureFilter(trajectories) {
   return (code) => code === of;
 }
 
-/** Whether it failed or scored low, and, where asked for, the part of the reward that is looked at is low too. */
+/** Whether a row failed or scored low, and, if requested, the chosen part of the reward is low too. */
 function worstFilter(trajectories) {
   const wanted = viewState.key("worst", WORST);
   if (wanted === "") return null;
@@ -62,14 +62,14 @@ function worstFilter(trajectories) {
   return (row) => trajectories.isBad(row) && (!values || values[row] < BAD_BELOW);
 }
 
-/** Whether a part of the reward is in the range that is looked for. */
+/** Whether a part of the reward is in the chosen range. */
 function partFilter(trajectories) {
   const values = trajectories.part(viewState.get("part"));
   const isIn = viewState.range("p0", "p1");
   return values && isIn ? (row) => isIn(values[row]) : null;
 }
 
-/** By code of a problem, whether its name has the text that is looked for, or, behind "=", is it. */
+/** By code of a problem, whether its name contains the wanted text, or equals it after "=". */
 function problemFilter(trajectories) {
   const wanted = viewState.get("problem");
   const { problem } = trajectories.names;
@@ -87,7 +87,7 @@ function sortedRows(trajectories, rows) {
   return rows.sort((one, other) => worth(one) - worth(other) || one - other);
 }
 
-/** An input that shows a part of the view's state; `set` gets its value once the reader pauses. */
+/** An input for a part of the view's state; `set` receives its value when the reader pauses. */
 function stateInput(name, properties, set) {
   const input = make("input", { name, ...properties });
   input.value = viewState.get(name);
@@ -95,7 +95,7 @@ function stateInput(name, properties, set) {
   return input;
 }
 
-/** The form; `changed` is called when a filter was. */
+/** The form; `changed` is called when a filter changes. */
 function filterForm(runs, trajectories, changed) {
   const set = (name) => (value) => {
     viewState.set({ [name]: value, row: "", ...NO_CHOICE }, { isQuiet: true });
@@ -140,7 +140,7 @@ function filterForm(runs, trajectories, changed) {
   );
 }
 
-/** Fields that fold, open where there is room; folded, they tell how many are used. */
+/** Foldable fields, open if there is room; folded, they show how many are used. */
 function moreFields(fields) {
   const folded = foldable("filters", !isNarrow(), "more-fields", "", make("div", { class: "filters" }, fields));
   const tell = () => {

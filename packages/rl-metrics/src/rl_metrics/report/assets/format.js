@@ -1,16 +1,16 @@
 "use strict";
-// Numbers and texts as a person reads them.
+// Readable numbers and texts.
 
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 const LONE = /[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
 
-/** The text with characters that are not seen, or that turn others around, as their codes. */
+/** Replace invisible and direction-changing characters of a text by their codes. */
 function visible(text) {
   const code = (character) => `⟨U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
   return text.replace(CONTROL, code).replace(LONE, code);
 }
 
-/** Four significant digits, or a dash where nothing is known. */
+/** Four significant digits, or a dash if unknown. */
 function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
@@ -25,7 +25,7 @@ function percent(share) {
   return `${number(Number((share * 100).toPrecision(3)))} %`;
 }
 
-/** A logprob and the probability that it is. */
+/** A logprob and its probability. */
 function logprob(value) {
   return Number.isNaN(value) ? "–" : `${number(value)} (${percent(Math.exp(value))})`;
 }

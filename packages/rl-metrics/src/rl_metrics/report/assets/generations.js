@@ -1,8 +1,8 @@
 "use strict";
-// Samples of a run's validations, and which of them are shown.
+// Samples of a run's validations, and the selection to show.
 
 class Generations extends TextChunks {
-  /** The steps of the validations, rising. */
+  /** Steps of the validations, increasing. */
   get steps() {
     return [...new Set(this.columns.step)];
   }
@@ -20,7 +20,7 @@ class Generations extends TextChunks {
 
 const SAMPLE_SORTS = { "": "as recorded", worst: "lowest score first", best: "highest score first", problem: "by problem" };
 
-/** The step of the validation that is shown: a number, or "all"; the newest unless the URL names another. */
+/** The step of the shown validation, or "all"; the newest unless the URL has another. */
 function chosenValidation(generations) {
   const wanted = viewState.get("vstep");
   if (wanted === "all") return wanted;
@@ -28,7 +28,7 @@ function chosenValidation(generations) {
   return steps.includes(Number(wanted)) && wanted !== "" ? Number(wanted) : steps.at(-1);
 }
 
-/** Rows that the URL lets through, without the search of texts. */
+/** Rows that match the filters in the URL, except the text search. */
 function matchingSamples(generations) {
   const { step, score, table, problem } = generations.columns;
   const chosen = viewState.get("vproblem") === "" ? chosenValidation(generations) : "all";

@@ -1,7 +1,7 @@
 "use strict";
-// The responses of one group: where they part, and two of them beside each other.
+// The responses of one group: where they diverge, and two of them side by side.
 
-/** What is known of the trajectories of a row's group that are in the report: [{row, text, response, part}]. */
+/** The report's trajectories of a row's group: [{row, text, response, part}]. */
 async function groupOf(trajectories, row) {
   const { step, problem } = trajectories.columns;
   const ofStep = trajectories.ofProblem(trajectories.names.problem[problem[row]]).filter((other) => step[other] === step[row]);
@@ -19,7 +19,7 @@ function sessionName({ session, output }, group) {
   return `session ${session}${hasOutputs || output ? `, output ${output}` : ""}`;
 }
 
-/** Copies, links, and, where there are others in the group, whom to compare with. */
+/** Buttons to copy and link, and, if the group has others, a choice to compare with. */
 function actionBar(trajectories, number_, row, own, group) {
   const others = group.filter((one) => one.row !== row);
   const { reward } = trajectories.columns;
@@ -28,13 +28,13 @@ function actionBar(trajectories, number_, row, own, group) {
   return make(
     "div", { class: "bar actions" },
     make("button", { type: "button", onclick: ({ currentTarget }) => copyJson(currentTarget, trajectories, row, own) }, "Copy as JSON"),
-    make("a", { href: viewState.link({ view: "rollouts", run: number_ || "", row }, { isFresh: true }) }, "Link to it"),
+    make("a", { href: viewState.link({ view: "rollouts", run: number_ || "", row }, { isFresh: true }) }, "Link"),
     others.length ? labelled("Compare with", makeSelect("Compare with", [["", "none"], ...choices], viewState.get("with"), compare)) : null,
   );
 }
 
 /**
- * Trajectories by the turns that they share: {rows, shared, children}; of a leaf the turns are its own.
+ * A tree of trajectories by shared turns: {rows, shared, children}; a leaf has its own turns.
  * rows: [{row, text, turns}], turns as texts with their role.
  */
 function forks(rows, from = 0) {
@@ -55,7 +55,7 @@ function shortly(text) {
   return snippet(text.slice(0, 300).replace(CONTROLS, " ").trim(), 80);
 }
 
-/** A group as a tree: turns that several responses begin with once, and behind them where they part. */
+/** A group as a tree: common turns of several responses once, followed by their branches. */
 function groupTree(trajectories, number_, row, group) {
   if (group.length < 2) return "";
   const rows = group.map((one) => {
@@ -69,7 +69,7 @@ function groupTree(trajectories, number_, row, group) {
     const said = shared.length ? `: ${shared.at(-1).said}` : "";
     return make("li", {}, make("span", { class: "muted" }, `${roles || "nothing"}, shared by ${of.length}${said}`), make("ul", {}, children.map(item)));
   };
-  const title = `Group of step ${trajectories.columns.step[row]}: ${group.length} recorded responses, and where they part`;
+  const title = `Group of step ${trajectories.columns.step[row]}: ${group.length} recorded responses, and where they diverge`;
   return make("section", { class: "group" }, make("h3", {}, title), make("ul", { class: "tree" }, item(forks(rows))));
 }
 

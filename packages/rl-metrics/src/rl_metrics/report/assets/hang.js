@@ -1,21 +1,21 @@
 "use strict";
-// A run that hangs: who waits for whom, and where each role stands.
+// A run that hangs: who waits for whom, and each role's position in its code.
 
-/** Of the verdict's line on top of the page; "" unless the run hangs now. */
+/** Text for the verdict at the top of the page; "" unless the run hangs now. */
 function hangInShort({ hang }) {
   if (!hang || hang.is_over) return "";
   const since = hang.no_progress_s === null ? "" : ` for ${seconds(hang.no_progress_s)}`;
-  return `It hangs: nothing happened${since}. ${hang.verdict} `;
+  return `It hangs: no progress${since}. ${hang.verdict} `;
 }
 
 function hangSection({ header }, isOneOfMany) {
   const { hang } = header;
   if (!hang) return null;
   const name = isOneOfMany ? `${header.name}: ` : "";
-  const title = hang.is_over ? `${name}the run hung, and went on since` : `${name}the run hangs`;
+  const title = hang.is_over ? `${name}the run hung, and has continued since` : `${name}the run hangs`;
   const facts = [
     ["reported", hang.at || "–"],
-    ["nothing happened for", seconds(hang.no_progress_s)],
+    ["no progress for", seconds(hang.no_progress_s)],
     ["last progress", hang.last_progress || "–"],
     ["queue", hang.queue.map(([what, count]) => `${what} ${number(count)}`).join(", ") || "–"],
   ];
@@ -26,8 +26,8 @@ function hangSection({ header }, isOneOfMany) {
     make("p", { class: "verdict" }, hang.verdict),
     causes,
     make("dl", { class: "facts" }, factNodes(facts)),
-    hang.roles.length ? makeTable("Roles", ["role", "state", ["for", "number"], ["waits for", "long"], "holds", ["stands in", "long"]], hang.roles.map((role) => roleLine(role, header.name))) : null,
-    hang.groups.length ? makeTable("Groups that are not done, the oldest first", ["group", "state", ["age", "number"], ["attempt", "number"], "missing sessions", "holder"], hang.groups.map(groupLine)) : null,
+    hang.roles.length ? makeTable("Roles", ["role", "state", ["for", "number"], ["waits for", "long"], "holds", ["runs in", "long"]], hang.roles.map((role) => roleLine(role, header.name))) : null,
+    hang.groups.length ? makeTable("Unfinished groups, oldest first", ["group", "state", ["age", "number"], ["attempt", "number"], "missing sessions", "holder"], hang.groups.map(groupLine)) : null,
   );
 }
 

@@ -1,5 +1,5 @@
 "use strict";
-// The page: loads the runs, shows the view that the URL names, and, served, follows the run.
+// The page: loads the runs, shows the view in the URL, and follows the runs if it is served.
 
 const VIEWS = [outcomeView, curvesView, rolloutsView, validationView, worstView, timesView, distributionsView, probesView, runView];
 const POLL_MS = 2000;
@@ -40,7 +40,7 @@ function goTo(event, view) {
 }
 
 function markView() {
-  byId("view").textContent = page.view.title; // for who hears the page
+  byId("view").textContent = page.view.title; // for screen readers
   const views = byId("views");
   for (const link of views.children) {
     if (link.dataset.view !== page.view.id) {
@@ -80,7 +80,7 @@ function showFailure(error) {
   byId("main").replaceChildren(make("p", { class: "failure", role: "alert" }, `The report cannot be shown: ${error.message}`));
 }
 
-/** Served, the page asks for what is new; where the reader was stays. */
+/** Poll the server for updates, keeping the reader's position. */
 async function follow() {
   try {
     if (await loadReport()) {
@@ -96,7 +96,7 @@ async function follow() {
   setTimeout(follow, POLL_MS);
 }
 
-/** What sticks below the header knows how high it is. */
+/** Tell sticky elements the height of the header. */
 new ResizeObserver(([{ target }]) => document.documentElement.style.setProperty("--header", `${target.offsetHeight}px`))
   .observe(document.querySelector("header"));
 

@@ -1,10 +1,10 @@
 "use strict";
-// The outcome on one screen: what was trained, what came of it, where the time went, and what to look at next.
+// The outcome on one screen: the training, its results, the use of time, and what to look at next.
 
 const PHASE_NAMES = {
   gen: "generation", wait_rollouts: "waiting for rollouts", old_log_prob: "old logprobs", ref: "reference logprobs", adv: "advantages",
   update_actor: "policy update", update_critic: "critic update", update_weights: "weight update", teacher: "waiting for teachers",
-  testing: "validation", save_checkpoint: "checkpoints", dump_rollout_generations: "recording", rest: "start, end, not timed",
+  testing: "validation", save_checkpoint: "checkpoints", dump_rollout_generations: "recording", rest: "start, end, untimed",
 };
 const UNTIMED_SHARE = 0.01;
 const MAX_NEXT = 3;
@@ -12,7 +12,7 @@ const MAX_CHARTS = 2;
 const LARGE_SHARE = 0.25; // of the time
 const MAX_DIFFERENCES = 12;
 
-/** Three digits: as exact as such figures are. */
+/** Three significant digits, the accuracy of such figures. */
 function rough(value) {
   return number(value === null ? null : Number(value.toPrecision(3)));
 }
@@ -30,7 +30,7 @@ function estimateText({ interval: { low, high }, steps: [from, to] }) {
   return `${from === to ? `step ${from}` : `steps ${from} to ${to}`}${range}`;
 }
 
-/** How a metric went from its first value to its last, with the curve behind its name. */
+/** A metric's first and last value, with a link to its curve. */
 function figureTile({ label, metric, is_up_better: isUpBetter, first, last, change }) {
   const name = make("a", { href: viewState.link({ view: "curves", chart: metric }, { isFresh: true }) }, capital(label.replace(/^the /, "")));
   if (!first) return tile(name, rough(last.value), estimateText(last));
@@ -61,7 +61,7 @@ function speedTiles({ outcome, steps }) {
   ];
 }
 
-/** Seconds of all steps by phase, of what is beside the steps, and of what nobody timed. */
+/** Seconds of all steps by phase, of work outside the steps, and of untimed work. */
 function timesOf(run) {
   const phases = phasesOf(run).map(({ name, total }, index) => ({ name, time: total, index }));
   for (const name of BESIDE) {
@@ -86,27 +86,27 @@ function timeParts(times) {
   return make("section", {}, make("h3", {}, "Where the time went"), make("div", { class: "timeline" }, times.map((part) => timelinePart(part, sum))), make("ul", { class: "legend" }, shares));
 }
 
-/** What deserves a look, the gravest first: [text, state of its view]. */
+/** What to look at, most severe first: [text, state of its view]. */
 function nextLooks(run, place, times) {
   const { outcome, verdict, steps } = run.header;
   const { figures, state } = outcome;
   const looks = verdict.findings.slice(0, 1).map(({ what, advice, evidence }) => [
     `${what}${advice.length ? ` Try: ${advice[0]}.` : ""}`, evidence.length ? { view: "curves", chart: evidence[0].metric } : { view: "outcome" },
   ]);
-  if (state === "failed" || state === "stopped") looks.push([`What happened before it ${state === "failed" ? "failed" : "was stopped"}: its events.`, { view: "run" }]);
+  if (state === "failed" || state === "stopped") looks.push([`See the events before it ${state === "failed" ? "failed" : "was stopped"}.`, { view: "run" }]);
   for (const { metric, label, still, is_up_better: isUpBetter } of figures) {
-    if (still && still > 0 === isUpBetter && state === "finished") looks.push([`${capital(label)} still ${still > 0 ? "rises" : "falls"} at the end: more steps may help.`, { view: "curves", chart: metric }]);
+    if (still && still > 0 === isUpBetter && state === "finished") looks.push([`${capital(label)} still ${still > 0 ? "rises" : "falls"} at the end; more steps may help.`, { view: "curves", chart: metric }]);
   }
-  if (steps && outcome.trained.length && !figures.some((one) => one.is_validation)) looks.push(["Nothing was validated: give prompts.validation to see progress on problems that are not trained on.", { view: "run" }]);
+  if (steps && outcome.trained.length && !figures.some((one) => one.is_validation)) looks.push(["The run has no validation: set prompts.validation to see progress on held-out problems.", { view: "run" }]);
   const bad = badOfNewest(run.trajectories);
   if (bad.count) looks.push([`Read the ${bad.count} of ${plural(bad.all, "recorded rollout")} of step ${bad.step} that failed or scored below ${BAD_BELOW}.`, { view: "rollouts", run: place, worst: "any", s0: bad.step, s1: bad.step }]);
   const sum = times.reduce((all, { time }) => all + time, 0);
   const [longest] = times.filter(({ name }) => name !== PHASE_NAMES.rest);
-  if (longest?.time > sum * LARGE_SHARE) looks.push([`${capital(longest.name)} takes ${percent(Number((longest.time / sum).toPrecision(2)))} of the time: see it step by step.`, { view: "times" }]);
+  if (longest?.time > sum * LARGE_SHARE) looks.push([`${capital(longest.name)} takes ${percent(Number((longest.time / sum).toPrecision(2)))} of the time; see it step by step.`, { view: "times" }]);
   return looks.slice(0, MAX_NEXT);
 }
 
-/** Of the newest step that has recorded trajectories: how many there are, and how many of them are worst cases. */
+/** Number of recorded trajectories and of worst cases at the newest step that has any. */
 function badOfNewest(trajectories) {
   const { step } = trajectories.columns;
   const newest = step.at(-1);
@@ -124,7 +124,7 @@ function outcomeSection(runs, place) {
     "section", { class: "outcome" },
     runs.length > 1 ? make("h2", {}, make("span", { class: `swatch run-${place % 7}` }), name) : null,
     make(runs.length > 1 ? "p" : "h2", { class: "sentence" }, outcome.sentence),
-    trained.length ? make("dl", { class: "facts wide" }, trained) : make("p", { class: "muted" }, "What was trained is not known: the run has no settings.toml."),
+    trained.length ? make("dl", { class: "facts wide" }, trained) : make("p", { class: "muted" }, "The training is unknown, because the run has no settings.toml."),
     make("ul", { class: "tiles" }, outcome.figures.map(figureTile), speedTiles(run.header)),
     make("div", { class: "beside" },
       looks.length ? make("section", { class: "next" }, make("h3", {}, "Look at next"), make("ol", {}, looks)) : null,
@@ -132,15 +132,15 @@ function outcomeSection(runs, place) {
   );
 }
 
-/** Where the intervals come from. */
+/** A note on the methods of the intervals. */
 function intervalNote(figures) {
   const hows = new Map();
   for (const { last: { how }, label } of figures) hows.set(how, (hows.get(how) ?? new Set()).add(label.replace(/^the /, "")));
   const said = [...hows].map(([how, labels]) => ` ${capital([...labels].join(", "))}: ${how}.`);
-  return make("p", { class: "note small" }, said.length ? "In brackets are 95 % intervals." : "", said);
+  return make("p", { class: "note small" }, said.length ? "Brackets show 95 % intervals." : "", said);
 }
 
-/** Settings in which runs differ, but for their names; none where there is one run. */
+/** Settings in which runs differ, except their names; null without any. */
 function differingSettings(runs) {
   const known = runs.map(({ header }) => new Map(header.settings));
   const names = [...new Set(known.flatMap((of) => [...of.keys()]))].filter((name) => name !== "run.name" && new Set(known.map((of) => of.get(name))).size > 1);

@@ -1,11 +1,11 @@
 "use strict";
-// Reads what packing.py packed: a JSON header and typed columns.
+// Reads the format of packing.py: a JSON header and typed columns.
 
 const KINDS = { f32: [4, Float32Array], f64: [8, Float64Array], i32: [4, Int32Array], u8: [1, Uint8Array] };
 
 const LEAST_WHOLE = 2 ** 13;
 
-/** A number as "f32" columns keep it, `rounded` of packing.py: what a reader types is compared with those. */
+/** Round a typed number like "f32" columns, as `rounded` in packing.py does, to compare with them. */
 function asKept(value) {
   if (Math.abs(value) >= LEAST_WHOLE) return nearestWhole(value);
   const bits = new Uint32Array(Float32Array.of(value).buffer);
@@ -13,7 +13,7 @@ function asKept(value) {
   return new Float32Array(bits.buffer)[0];
 }
 
-/** As numpy's rint: of two that are as near the even one. */
+/** Round half to even, as numpy's rint does. */
 function nearestWhole(value) {
   const near = Math.round(value);
   return near - value === 0.5 && near % 2 ? near - 1 : near;

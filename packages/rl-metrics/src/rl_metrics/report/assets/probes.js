@@ -1,5 +1,5 @@
 "use strict";
-// What the policy thinks at chosen tokens, over the steps.
+// The policy's predictions at chosen tokens, over the steps.
 
 const LEAST_TOLD = 1e-3;
 
@@ -33,7 +33,7 @@ const probesView = {
   isThere: (runs) => runs.some(({ header }) => header.probes.length),
   render(place, runs) {
     const cardsOf = runs.flatMap((run) => run.header.probes.map((probe, number_) => probeCard(run, number_, probe, runs.length > 1)));
-    const text = "Probabilities that the policy gives to the likeliest tokens at one place of a known response; the thick line is the response's own token.";
+    const text = "Probabilities of the policy's top tokens at one position of a known response; the thick line is the response's own token.";
     place.replaceChildren(make("p", { class: "muted" }, text), make("div", { class: "cards" }, cardsOf));
   },
 };

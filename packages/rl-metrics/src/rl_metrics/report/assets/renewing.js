@@ -1,15 +1,15 @@
 "use strict";
-// A page that is renewed while somebody reads: where the reader was, and what was being typed, stay.
+// Updates of the page while it is read: position and typed text are kept.
 
 const SETTLE_MS = 1000;
 const KEPT_BY = ["data-key", "name", "id", "aria-label", "href"];
 
-/** Renders anew, and puts back scrolling, the focus, half-typed fields, and what is folded or not. */
+/** Render again, and restore scrolling, focus, typed text, and folding. */
 function keepingPlace(main, render) {
   const states = new Map(foldables(main).map((one) => [one.dataset.key, one.open]));
   const field = fieldState(document.activeElement);
   const [top, listTop] = [scrollY, main.querySelector(".list")?.scrollTop];
-  main.style.minHeight = `${main.offsetHeight}px`; // or the page would jump up until all is drawn
+  main.style.minHeight = `${main.offsetHeight}px`; // otherwise the page would jump up until everything is drawn
   setTimeout(() => (main.style.minHeight = ""), SETTLE_MS);
   render();
   for (const one of foldables(main)) one.open = states.get(one.dataset.key) ?? one.open;
@@ -23,7 +23,7 @@ function foldables(main) {
   return [...main.querySelectorAll("details[data-key]")];
 }
 
-/** How the element that has the focus is found again, and what was typed into it; null where none has it. */
+/** How to find the focused element again, and its typed text; null without one. */
 function fieldState(element) {
   if (!element || element === document.body) return null;
   const by = KEPT_BY.find((name) => element.hasAttribute(name));
@@ -36,7 +36,7 @@ function fieldState(element) {
   return { find: () => alike()[place], value: element.value, selection };
 }
 
-/** Gives the focus back, also to what comes only when a part of the report was read. */
+/** Restore the focus, also to elements that appear only after a part of the report is loaded. */
 function putBack(field) {
   const focus = () => {
     if (document.activeElement === document.body) putInto(field.find(), field);

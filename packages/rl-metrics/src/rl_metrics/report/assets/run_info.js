@@ -1,5 +1,5 @@
 "use strict";
-// What else is known of a run: how it ended, its settings, what happened.
+// Further facts about a run: its end, settings and events.
 
 function settingsTable(runs, kind, caption) {
   const names = [...new Set(runs.flatMap(({ header }) => header[kind].map(([name]) => name)))];
@@ -21,7 +21,7 @@ const runView = {
       const rows = [...header.events].reverse().map(({ time, event, level, text }) => [
         moment(time), level ? make("span", { class: `level ${["error", "critical"].includes(level) ? "critical" : "warning"}` }, level) : "", event, text,
       ]);
-      return rows.length ? makeTable(`Events of ${header.name}, the newest first`, [["time", "moment"], "level", "event", ["", "long"]], rows) : null;
+      return rows.length ? makeTable(`Events of ${header.name}, newest first`, [["time", "moment"], "level", "event", ["", "long"]], rows) : null;
     });
     const spans = runs.map(({ header }) => [
       header.name, header.folder, moment(header.times[0]), moment(header.times[1]), header.steps, header.is_finished ? "yes" : "no",
@@ -30,7 +30,7 @@ const runView = {
       makeTable("Runs", ["run", "folder", ["first step", "moment"], ["newest step", "moment"], ["steps", "number"], "finished"], spans),
       settingsTable(runs, "summary", "Summary"),
       ...events,
-      settingsTable(runs, "settings", "Settings; what differs is bold"),
+      settingsTable(runs, "settings", "Settings; differences are bold"),
     ];
     place.replaceChildren(...tables.filter(Boolean));
   },

@@ -1,11 +1,11 @@
 "use strict";
-// A session as a tree: each turn with the tools that it called, and where it trains or why it does not.
+// A session as a tree: each turn with its tool calls, and the output that trains it or why none does.
 
 const MAX_TURNS = 300; // of a trajectory
 
 /**
- * The turns of a trajectory: [{asked, start, stop, where, tools, unused, said}], `where` the output that trains it or
- * why none does. Those that its loop does not tell of are the runs of its sampled tokens.
+ * The turns of a trajectory: [{asked, start, stop, where, tools, unused, said}]; `where` is the output that trains it, or
+ * why none does. Without turns from its loop, they are the runs of sampled tokens.
  */
 function toldTurns({ text, response, part }) {
   if (!text.turns.length) return sampledTurns(text.output, response, part);
@@ -32,7 +32,7 @@ function sampledTurns(output, response, part) {
   return turns;
 }
 
-/** Turns that follow each other, as maps of {turn, rows, next, ends}; a turn that several trajectories share is there once. */
+/** Sequences of turns as maps of {turn, rows, next, ends}; shared turns of several trajectories occur once. */
 function turnForest(rows) {
   const forest = new Map();
   for (const one of rows) {
@@ -42,7 +42,7 @@ function turnForest(rows) {
       if (!next.has(key)) next.set(key, { turn, rows: [], next: new Map(), ends: [] });
       node = next.get(key);
       node.rows.push(one);
-      if (turn.where === one.text.output) node.turn = turn; // which has its text
+      if (turn.where === one.text.output) node.turn = turn; // this one has its text
       next = node.next;
     }
     node?.ends.push(one);
@@ -50,7 +50,7 @@ function turnForest(rows) {
   return forest;
 }
 
-/** The session of a trajectory; nothing where it is one turn that nobody tells more of. */
+/** The session of a trajectory; empty for a single turn without further data. */
 function sessionTree(trajectories, number_, row, group) {
   const { session } = group.find((one) => one.row === row).text;
   const rows = group.filter(({ text }) => text.session === session).map((one) => ({ ...one, turns: toldTurns(one) }));
@@ -73,7 +73,7 @@ function sessionTree(trajectories, number_, row, group) {
   return make("section", { class: "session" }, make("h3", {}, title), make("ul", { class: "tree" }, items(turnForest(rows))));
 }
 
-const WHY_NOT = { probe: "outside of the task", retry: "sampled again", choice: "another choice", disconnected: "the client had gone" };
+const WHY_NOT = { probe: "outside the task", retry: "sampled again", choice: "another choice", disconnected: "the client disconnected" };
 
 function turnLine({ turn, rows }, numRows) {
   const { asked, start, stop, where, tools, unused, said } = turn;

@@ -1,12 +1,12 @@
 "use strict";
-// From a step of a chart to what the run did then.
+// Links from a step of a chart to the run's data at that step.
 
-/** The step among those of a column that is nearest to one; undefined where there is none. */
+/** The nearest step in a column; undefined if it is empty. */
 function nearestStep(steps, wanted) {
   return steps.reduce((best, one) => (best === undefined || Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best), undefined);
 }
 
-/** "Step 12: rollouts, validation, time", each a link; of each run where there are several. */
+/** "Step 12: rollouts, validation, time" as links, for each run. */
 function stepLinks(step) {
   const several = page.runs.length > 1;
   const links = page.runs.flatMap((run, place) => {
@@ -21,10 +21,10 @@ function stepLinks(step) {
       ...link(viewState.get("view") !== "times" && curveOf(run, "timing_s/step") ? step : undefined, "time", () => ({ view: "times", at: step })),
     ];
   });
-  return links.length ? [`Step ${step}`, ...links] : [`Step ${step}: the run recorded nothing but its metrics.`];
+  return links.length ? [`Step ${step}`, ...links] : [`Step ${step}: the run recorded only metrics.`];
 }
 
-/** Below a chart, once a step was chosen. */
+/** Show the links of a chosen step below a chart. */
 function showStepLinks(place, step) {
   place.querySelector(".at")?.remove();
   place.append(make("p", { class: "at", role: "status" }, stepLinks(step)));

@@ -1,5 +1,5 @@
 "use strict";
-// One step, phase by phase, in the order in which a trainer does them.
+// One step, phase by phase, in a trainer's order.
 
 const PHASE_ORDER = [
   "wait_rollouts", "gen", "old_log_prob", "ref", "teacher", "values", "adv", "update_critic", "update_actor", "update_weights",
@@ -12,7 +12,7 @@ function phasePlace(name) {
   return place < 0 ? PHASE_ORDER.length : place;
 }
 
-/** The bar of the step that the URL names, else of the newest. */
+/** The timeline of the step in the URL, or else of the newest. */
 function stepTimeline(run, phases) {
   const steps = [...new Set(phases.flatMap(({ of }) => [...of.keys()]))].sort((one, other) => one - other);
   const wanted = viewState.number("at", steps.at(-1));

@@ -1,5 +1,5 @@
 "use strict";
-// Packed parts by name: scripts of this page, or, where a server renews the report, asked from it.
+// Packed parts by name: from scripts of this page, or from the server of a live report.
 
 const MAX_UNPACKED = 48;
 
@@ -14,7 +14,7 @@ const store = {
     return answer.json();
   },
 
-  /** A part, unpacked; the parts used last are kept. */
+  /** Read and unpack a part; the most recently used ones are cached. */
   read(name) {
     const known = this.unpacked.get(name);
     this.unpacked.delete(name);
@@ -28,7 +28,7 @@ const store = {
   async load(name) {
     if (!this.isLive) return fromBase64(byId(name).textContent);
     const answer = await fetch(`blob/${name}`);
-    if (!answer.ok) throw new Error("the report was renewed; this part is gone");
+    if (!answer.ok) throw new Error("the report was updated, and this part is gone");
     return new Uint8Array(await answer.arrayBuffer());
   },
 };

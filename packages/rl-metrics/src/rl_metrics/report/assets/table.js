@@ -1,6 +1,6 @@
 "use strict";
 
-/** A table; headings may be [text, "number"], "moment" or "long" for columns of such, cells texts or elements. */
+/** A table; a heading may be [text, kind] with kind "number", "moment" or "long"; cells are texts or elements. */
 function makeTable(caption, headings, rows) {
   const kinds = headings.map((heading) => (Array.isArray(heading) ? heading[1] : null));
   const head = headings.map((heading, place) => {

@@ -1,5 +1,5 @@
 "use strict";
-// Rows with an index of columns that is there at once, and texts that are unpacked a chunk at a time.
+// Rows with an index that is loaded at once, and texts that are unpacked by chunk.
 
 class TextChunks {
   constructor({ header, columns }) {
@@ -11,7 +11,7 @@ class TextChunks {
     this.rowsOfProblem = null;
   }
 
-  /** What a column that holds codes of names says of a row. */
+  /** The name of a row in a column of codes. */
   name(kind, row) {
     return this.names[kind][this.columns[kind][row]];
   }
@@ -26,7 +26,7 @@ class TextChunks {
     return low;
   }
 
-  /** The texts of a row, as they were packed. */
+  /** The packed texts of a row. */
   async fields(row) {
     const { first, texts } = this.chunks[this.chunkOf(row)];
     return (await store.read(texts)).header.rows[row - first];
@@ -46,7 +46,7 @@ class TextChunks {
     return this.rowsOfProblem.get(this.codeOfProblem.get(name)) ?? [];
   }
 
-  /** The row of a problem at the step that is nearest to one; undefined where there is none. */
+  /** The row of a problem at the nearest step; undefined without one. */
   nearest(problem, step) {
     const distance = (row) => Math.abs(this.columns.step[row] - step);
     return this.ofProblem(problem).reduce((best, row) => (best === undefined || distance(row) < distance(best) ? row : best), undefined);

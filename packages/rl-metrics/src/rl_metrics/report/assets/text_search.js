@@ -1,9 +1,9 @@
 "use strict";
-// Full-text search: texts are unpacked chunk by chunk, while the page goes on.
+// Full-text search: texts are unpacked by chunk while the page stays responsive.
 
 /**
- * Rows whose prompt, response or group has the text, whatever the case, in their given order.
- * progress(share, rows) is called as it goes; null when `isOver()` said that nobody waits any longer.
+ * Rows whose prompt, response or group contains the text, ignoring case, in the given order.
+ * progress(share, rows) is called during the search; null if `isOver()` cancels it.
  */
 async function searchTexts(trajectories, rows, text, { progress, isOver }) {
   const wanted = text.toLowerCase();

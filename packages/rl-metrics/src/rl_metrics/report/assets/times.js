@@ -1,12 +1,12 @@
 "use strict";
-// Where the time of each step went, and the slowest samples.
+// Times of the phases of each step, and the slowest samples.
 
 const PHASE = /^timing_s\/[^/]+$/;
-const NO_PHASE = /^timing_s\/(step|load_rollouts|replayed_gen|reward|reward_wait)$/; // the whole, parts of gen, a session's mean
+const NO_PHASE = /^timing_s\/(step|load_rollouts|replayed_gen|reward|reward_wait)$/; // the total, parts of gen, a session's mean
 const BESIDE = ["testing", "save_checkpoint"]; // not in the time of the step
 const MAX_PHASES = 12;
 
-/** Phases of the steps of a run, the longest first: [{name, of: Map(step -> seconds), total}]. */
+/** Phases of the steps of a run, longest first: [{name, of: Map(step -> seconds), total}]. */
 function phasesOf(run) {
   const phases = run.header.curves
     .filter(({ name }) => PHASE.test(name) && !NO_PHASE.test(name) && !BESIDE.includes(phaseName(name)) && curveOf(run, name))
@@ -30,20 +30,20 @@ function phaseName(metric) {
   return metric.slice("timing_s/".length);
 }
 
-/** "Beside the step: testing 3 s", of what is not in its time; "" where a step had none. */
+/** "Outside the step: testing 3 s", for work not in the step's time; "" without any. */
 function besideStep(run, step) {
   const known = BESIDE.map((name) => [name, curveOf(run, `timing_s/${name}`)]).filter(([, curve]) => curve);
   const times = known.map(([name, { x, y }]) => [name, y[x.indexOf(step)]]).filter(([, time]) => time > 0);
-  return times.length ? ` Beside the step: ${times.map(([name, time]) => `${name} ${seconds(time)}`).join(", ")}.` : "";
+  return times.length ? ` Outside the step: ${times.map(([name, time]) => `${name} ${seconds(time)}`).join(", ")}.` : "";
 }
 
 const STAIRS = uPlot.paths.stepped({ align: -1 });
 
-/** Phases laid on top of each other: the k-th curve is the sum of the first k. */
+/** Stacked phases: the k-th curve is the sum of the first k. */
 function phaseCard(run, phases) {
   const whole = curveOf(run, "timing_s/step");
   const known = whole?.x ?? curveOf(run, `timing_s/${phases[0].name}`).x;
-  const steps = [known[0] - 1, ...known]; // a stair goes from the step before to its own
+  const steps = [known[0] - 1, ...known]; // a stair goes from the previous step to its own
   const sums = [];
   for (const { of } of phases) {
     const below = sums.at(-1);
@@ -52,7 +52,7 @@ function phaseCard(run, phases) {
   }
   const total = phases.reduce((sum, phase) => sum + phase.total, 0);
   const shares = phases.map((phase) => `${phase.name} ${percent(phase.total / total)}`).join(", ");
-  const note = make("p", { class: "note" }, `Of the phases' time: ${shares}. Phases that run at once add up to more than the step; validation and checkpoints are beside it. Click a step to see it alone.`);
+  const note = make("p", { class: "note" }, `Of the phases' time: ${shares}. Concurrent phases add up to more than the step; validation and checkpoints are outside it. Click a step to see its timeline.`);
   return chartCard(`Phases of the steps · ${run.header.name}`, note, `Phases of the steps. ${shares}`, (place, width) => {
     const fill = (index) => cssColor(`--phase-${index % 12}`);
     const series = phases
@@ -60,10 +60,10 @@ function phaseCard(run, phases) {
         label: phase.name, stroke: fill(index), fill: fill(index), width: 0.5, points: { show: false }, paths: STAIRS,
         value: (_, value, __, at) => (at === null ? "–" : seconds(phase.of.get(steps[at]) ?? 0)),
       }))
-      .reverse(); // the highest sum first, so that each lower one is drawn over it
+      .reverse(); // the highest sum first, so that lower ones are drawn over it
     const data = [steps, ...[...sums].reverse()];
     if (whole) {
-      series.push({ label: "whole step", stroke: cssColor("--text"), width: 1, points: { show: false }, paths: STAIRS, value: (_, value) => seconds(value) });
+      series.push({ label: "complete step", stroke: cssColor("--text"), width: 1, points: { show: false }, paths: STAIRS, value: (_, value) => seconds(value) });
       data.push([whole.y[0], ...whole.y]);
     }
     const choose = (step) => viewState.set({ at: step });
@@ -82,9 +82,9 @@ function slowestEvents(run, place) {
       ? (session.prompt_uid ?? "–")
       : make("a", { href: viewState.link({ view: "rollouts", run: place, row: session.row }, { isFresh: true }) }, run.trajectories.asked(session.row)),
   ]);
-  const numbers = ["step", "whole", "generation", "tools", "reward", "prompt tokens", "response tokens", "preemptions"];
-  const title = `Slowest sessions of ${run.header.name}; a link where the trajectory was recorded`;
-  return makeTable(title, [...numbers.map((name) => [name, "number"]), "problem, or group"], rows);
+  const numbers = ["step", "total", "generation", "tools", "reward", "prompt tokens", "response tokens", "preemptions"];
+  const title = `Slowest sessions of ${run.header.name}, with links to recorded trajectories`;
+  return makeTable(title, [...numbers.map((name) => [name, "number"]), "problem or group"], rows);
 }
 
 function slowestTrajectories(run, place) {
@@ -96,7 +96,7 @@ function slowestTrajectories(run, place) {
     make("a", { href: viewState.link({ view: "rollouts", run: place, row }, { isFresh: true }) }, run.trajectories.asked(row)),
     run.trajectories.responses[row],
   ]);
-  const headings = [["step", "number"], ["whole", "number"], ["tokens", "number"], ["reward", "number"], "problem", "response"];
+  const headings = [["step", "number"], ["total", "number"], ["tokens", "number"], ["reward", "number"], "problem", "response"];
   return makeTable(`Slowest recorded trajectories of ${run.header.name}`, headings, rows);
 }
 

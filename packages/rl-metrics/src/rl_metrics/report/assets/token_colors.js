@@ -1,5 +1,5 @@
 "use strict";
-// What a token's background says, and what is told of it.
+// Background colors and facts of tokens.
 
 const RED = "214, 62, 42";
 const BLUE = "38, 118, 201";
@@ -13,7 +13,7 @@ function twoSided(value, largest) {
   return shade(value < 0 ? RED : BLUE, Math.abs(value) / (largest || 1));
 }
 
-/** The share by which the learner's probability of a token differs from the engine's. */
+/** The learner's probability of a token minus the engine's. */
 function probabilityGap({ policy_logprobs: policy, rollout_logprobs: rollout }, place) {
   return policy && rollout ? Math.exp(policy[place]) - Math.exp(rollout[place]) : NaN;
 }
@@ -22,22 +22,22 @@ function largest(values) {
   return values.reduce((most, value) => (Math.abs(value) > most ? Math.abs(value) : most), 0);
 }
 
-/** Colourings: [label, columns it needs, what they say, (columns) => (place) => colour]. */
+/** Colorings: [label, required columns, legend, (columns) => (place) => color]. */
 const COLORINGS = {
-  differs: ["differences", ["differs"], "yellow: words that the other one lacks",
+  differs: ["differences", ["differs"], "yellow: words missing in the other one",
     ({ differs }) => (place) => (differs[place] ? "var(--mark)" : "")],
   policy: ["probability, learner", ["policy_logprobs"], "red: unlikely",
     ({ policy_logprobs: values }) => (place) => shade(RED, 1 - Math.exp(values[place]))],
   rollout: ["probability, engine", ["rollout_logprobs"], "red: unlikely",
     ({ rollout_logprobs: values }) => (place) => shade(RED, 1 - Math.exp(values[place]))],
-  gap: ["learner minus engine", ["policy_logprobs", "rollout_logprobs"], "blue: likelier for the learner, red: for the engine; full at 0.2",
+  gap: ["learner minus engine", ["policy_logprobs", "rollout_logprobs"], "blue: more likely for the learner, red: for the engine; full at 0.2",
     (columns) => (place) => twoSided(probabilityGap(columns, place), 0.2)],
   advantage: ["advantage", ["advantages"], "blue: encouraged, red: discouraged",
     ({ advantages: values }) => {
       const most = largest(values);
       return (place) => twoSided(values[place], most);
     }],
-  entropy: ["entropy", ["entropy"], "violet: undecided; full at the response's highest",
+  entropy: ["entropy", ["entropy"], "violet: uncertain; full at the response's maximum",
     ({ entropy: values }) => {
       const most = largest(values) || 1;
       return (place) => shade(VIOLET, values[place] / most);
@@ -54,19 +54,19 @@ const COLORINGS = {
   none: ["none", [], "", () => () => ""],
 };
 
-/** By place, from 0 for the newest weights of a response to 1 for its oldest. */
+/** Age of a token's weights, from 0 for the response's newest to 1 for its oldest. */
 function oldnessOf(versions) {
   const sampled = versions.filter((version) => version >= 0);
   const [oldest, newest] = [sampled.reduce((a, b) => Math.min(a, b), Infinity), sampled.reduce((a, b) => Math.max(a, b), 0)];
   return (place) => (versions[place] < 0 || oldest === newest ? 0 : (newest - versions[place]) / (newest - oldest));
 }
 
-/** Colourings that a trajectory's columns allow. */
+/** Colorings possible with a trajectory's columns. */
 function possibleColorings(columns) {
   return Object.entries(COLORINGS).filter(([, [, needed]]) => needed.every((name) => name in columns));
 }
 
-/** What is known of one token: [name, text] pairs. */
+/** Facts about a token as [name, text] pairs. */
 function tokenFacts({ tokens, ids, columns }, place, learnerVersion) {
   const { rollout_logprobs: rollout, policy_logprobs: policy, advantages, entropy, versions, correction_weights: weights, mask } = columns;
   const isSampled = !mask || mask[place] > 0;

@@ -1,13 +1,13 @@
 "use strict";
-// A response, token by token: coloured, told of on hover and by the arrow keys.
+// A response, token by token: colored, with facts on hover and by the arrow keys.
 
 const LINE_ENDS = /\n/g;
 const MOVES = new Map([["ArrowRight", 1], ["ArrowLeft", -1], ["PageDown", 50], ["PageUp", -50], ["End", Infinity], ["Home", -Infinity]]);
 const MOST_BYTES = 4; // of a character
 
 /**
- * Texts of tokens as the response reads: by itself a token may be a part of a character, or lose its space.
- * The tokens themselves where the two do not fit.
+ * Texts of tokens within the response, because a single token may be part of a character, or lose its space.
+ * Returns the tokens themselves if they do not match the response.
  */
 function readTokens(tokens, response) {
   if (tokens.join("") === response) return tokens;
@@ -31,12 +31,12 @@ function readTokens(tokens, response) {
   return parts || place === response.length ? shown : tokens;
 }
 
-/** Where each text begins when they are joined, and, behind them, where the last one ends. */
+/** Start of each text in their concatenation, followed by its end. */
 function startsOf(texts) {
   return texts.reduce((starts, { length }) => (starts.push(starts.at(-1) + length), starts), [0]);
 }
 
-/** [start, end] in the joined texts of each run of tokens that were not sampled. */
+/** [start, end] in the concatenation of each run of tokens that were not sampled. */
 function repliesOf(mask, starts) {
   const replies = [];
   mask?.forEach((isSampled, place) => {
@@ -48,8 +48,8 @@ function repliesOf(mask, starts) {
 }
 
 /**
- * The elements. part: {tokens, ids, texts, starts, columns}; `lay(show)` gives the turns that the tokens are in,
- * `coloring()` names the colouring, and `told(place)` is called with a token that was chosen. `paint` colours anew.
+ * The elements. part: {tokens, ids, texts, starts, columns}; `lay(show)` returns the turns of the tokens, `coloring()`
+ * the name of the coloring, and `told(place)` is called with a chosen token. `paint` updates the colors.
  */
 function tokenView(part, learnerVersion, { coloring, lay, told }) {
   const spans = part.tokens.map((token, place) => {
@@ -75,7 +75,7 @@ function tokenView(part, learnerVersion, { coloring, lay, told }) {
   return { nodes: [box, detail], paint, goTo };
 }
 
-/** Pointer and keys tell of a token; gives what goes to one. */
+/** Show facts of a token by pointer and keys; returns a function that moves to a token. */
 function walkTokens(box, spans, detail, factsOf, told) {
   let current = -1;
   const tell = (place) => {

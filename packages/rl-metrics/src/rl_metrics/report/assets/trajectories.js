@@ -1,5 +1,5 @@
 "use strict";
-// The trajectories of a run: an index of all of them, texts and tokens when they are asked for.
+// The trajectories of a run: an index, with texts and tokens loaded on demand.
 
 const BAD_BELOW = 0.5;
 
@@ -11,17 +11,17 @@ class Trajectories extends TextChunks {
     this.responses = header.responses;
   }
 
-  /** Values of a part of the reward, NaN where it is not known; undefined where no trajectory has it. */
+  /** Values of a part of the reward, NaN if unknown; undefined if no trajectory has it. */
   part(name) {
     return this.columns[`part${this.parts.indexOf(name)}`];
   }
 
-  /** What was asked, in a few words. */
+  /** The beginning of the question. */
   asked(row) {
     return this.prompts[this.columns.problem[row]] || snippet(this.name("problem", row), 60);
   }
 
-  /** "good", "bad", or "none" where there is no score. */
+  /** "good", "bad", or "none" without a score. */
   kind(row) {
     if (this.isBad(row)) return "bad";
     return Number.isNaN(this.columns.reward[row]) ? "none" : "good";
@@ -32,14 +32,14 @@ class Trajectories extends TextChunks {
     return this.columns.failure[row] > 0 || this.columns.reward[row] < BAD_BELOW;
   }
 
-  /** Prompt, response and what else is text of a trajectory. */
+  /** Prompt, response and other texts of a trajectory. */
   async text(row) {
     const fields = await this.fields(row);
     const [prompt, response, truth, uid, session, output, time, failure, components, timings, extras, turns] = fields;
     return { prompt, response, truth, uid, session, output, time, failure, components, timings, extras, turns };
   }
 
-  /** Tokens of a trajectory: {tokens, ids, columns}, columns by name of those that are known. */
+  /** Tokens of a trajectory: {tokens, ids, columns}, with the known columns by name. */
   async tokens(row) {
     const chunk = this.chunkOf(row);
     const part = await store.read(this.chunks[chunk].tokens);

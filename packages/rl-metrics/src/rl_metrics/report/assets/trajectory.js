@@ -1,7 +1,7 @@
 "use strict";
-// One trajectory: what was asked and answered, its reward, its group, and the same problem at other steps.
+// One trajectory: its conversation, reward and group, and the same problem at other steps.
 
-/** What is known of a trajectory: its texts, and its tokens as the response reads; null for none. */
+/** The texts of a trajectory, and its tokens within the response, or null without tokens. */
 async function readWhole(trajectories, row) {
   const [text, known] = await Promise.all([trajectories.text(row), trajectories.tokens(row)]);
   if (!known.tokens.length) return { text, response: text.response, part: null };
@@ -14,8 +14,8 @@ function turnsOf({ text, response, part }) {
 }
 
 /**
- * Show a row of a run in a place; null when the place was given something else meanwhile.
- * against: [run, row] whose words it is compared with.
+ * Show a row of a run in a place; null if the place received other content meanwhile.
+ * against: [run, row] to compare words with.
  */
 async function showTrajectory(place, runs, number_, row, { isBeside = false, against = null } = {}) {
   const { header, trajectories } = runs[number_];
@@ -42,13 +42,13 @@ async function showTrajectory(place, runs, number_, row, { isBeside = false, aga
   return text;
 }
 
-/** The prompt's turns, and the response's, coloured token by token where its tokens are known. */
+/** The turns of prompt and response, with colored tokens if they are known. */
 function conversationNodes(place, version, { text, response, part }, { isBeside, differs }) {
   const { asked, answered } = turnsOf({ text, response, part });
   const showPrompt = (start, end) => visible(text.prompt.slice(start, end));
   const lay = (show) => turnNodes(response, answered, show);
   const prompt = [make(
-    "details", { open: viewState.get("with") === "" }, make("summary", {}, make("h3", {}, "Prompt")), // which two of a group share
+    "details", { open: viewState.get("with") === "" }, make("summary", {}, make("h3", {}, "Prompt")), // two responses of a group share it
     make("div", { class: "text", tabindex: "0", role: "group", "aria-label": "Prompt" }, turnNodes(text.prompt, asked, showPrompt)),
   )];
   place.paint = null;
@@ -68,7 +68,7 @@ function conversationNodes(place, version, { text, response, part }, { isBeside,
   return [...prompt, make("div", { class: "bar" }, make("h3", {}, "Response"), field), ...view.nodes];
 }
 
-/** How tokens are coloured, of all panes; two responses that are compared by their differences. */
+/** The choice of a coloring for all panes; compared responses default to their differences. */
 function colorChoice(columns) {
   const possible = possibleColorings(columns);
   const chosen = () => {
@@ -76,15 +76,15 @@ function colorChoice(columns) {
     return possible.some(([key]) => key === wanted) ? wanted : possible[0][0];
   };
   const meaning = make("span", { class: "muted" }, COLORINGS[chosen()][2]);
-  const colors = makeSelect("Colour", possible.map(([key, [label]]) => [key, label]), chosen(), (value) => {
+  const colors = makeSelect("Color", possible.map(([key, [label]]) => [key, label]), chosen(), (value) => {
     viewState.set({ color: value });
     meaning.textContent = COLORINGS[value][2];
     document.querySelectorAll(".pane").forEach((pane) => pane.paint?.());
   });
-  return { chosen, field: [labelled("Colour", colors), meaning] };
+  return { chosen, field: [labelled("Color", colors), meaning] };
 }
 
-/** A stretch of a text, words that differ marked. */
+/** A range of a text, with differing words marked. */
 function markedText(text, differs, start, end) {
   if (!differs) return visible(text.slice(start, end));
   const nodes = [];
@@ -97,7 +97,7 @@ function markedText(text, differs, start, end) {
   return nodes;
 }
 
-/** Another one when a run that still writes has put another trajectory there, or has more of the problem. */
+/** A key that changes if a running run has another trajectory at the row, or more of the problem. */
 function trajectoryKey(runs, number_, row, against) {
   const { trajectories } = runs[number_];
   const problem = trajectories.name("problem", row);
@@ -131,7 +131,7 @@ function trajectoryFacts(trajectories, row, text) {
   ];
 }
 
-/** The parts of the reward, beside their means over the group. */
+/** The parts of the reward, with their means over the group. */
 function rewardParts(text, trajectories, row, group, ofRun) {
   const parts = Object.entries(text.components);
   if (!parts.length) return "";
@@ -146,7 +146,7 @@ function rewardParts(text, trajectories, row, group, ofRun) {
   return makeTable(`Parts of the reward ${number(trajectories.columns.reward[row])}, ${sessionName(text, group)}${ofRun}`, headings.slice(0, count), rows.map((cells) => cells.slice(0, count)));
 }
 
-/** What the reward and the agent loop said beside the reward. */
+/** Further values from the reward and the agent loop. */
 function extrasNode(extras) {
   const facts = Object.entries(extras).map(([name, value]) => [
     visible(name), make("code", {}, visible(typeof value === "string" ? value : JSON.stringify(value))),
@@ -157,7 +157,7 @@ function extrasNode(extras) {
 
 const MAX_SAME = 60;
 
-/** The trajectories of the same problem, of all runs, over the steps. */
+/** Trajectories of the same problem in all runs, over the steps. */
 function sameProblem(runs, ofRun, row) {
   const problem = runs[ofRun].trajectories.name("problem", row);
   const tables = runs.map(({ header, trajectories }, number_) => {
@@ -177,7 +177,7 @@ function sameProblem(runs, ofRun, row) {
   return make("section", { class: "same", "aria-label": "The same problem" }, make("h3", {}, "The same problem across steps"), tables.filter(Boolean));
 }
 
-/** So many rows around one place. */
+/** At most MAX_SAME rows around a place. */
 function aroundRow(rows, place) {
   const first = Math.max(0, Math.min(place - MAX_SAME / 2, rows.length - MAX_SAME));
   return rows.slice(first, first + MAX_SAME);

@@ -1,5 +1,5 @@
 "use strict";
-// The list of trajectories: only the rows that are seen are in the page, so that it can be very long.
+// The list of trajectories; only visible rows are in the page, so that it can be very long.
 
 const ROW_HEIGHT = 46;
 const SPARE_ROWS = 6;
@@ -25,7 +25,7 @@ class TrajectoryList {
     new ResizeObserver(() => this.onResize()).observe(this.place);
   }
 
-  /** The list is higher or lower than before: a selected row that was in view still is. */
+  /** After a change of the list's height, keep a visible selected row in view. */
   onResize() {
     const place = this.rows.indexOf(this.selected);
     const top = place * ROW_HEIGHT - this.place.scrollTop;
@@ -34,7 +34,7 @@ class TrajectoryList {
     this.draw();
   }
 
-  /** List these rows; the selected one comes into view where it is among them, unless the list stays where it is. */
+  /** List these rows, and scroll to the selected one if it is among them, unless `stays`. */
   show(rows, selected, { stays = false } = {}) {
     this.rows = rows;
     this.sheet.style.height = `${rows.length * ROW_HEIGHT}px`;
@@ -74,7 +74,7 @@ class TrajectoryList {
     const item = event.target.closest("[role=option]");
     if (!item) return;
     this.select(Number(item.dataset.row));
-    if (isNarrow()) document.querySelector(".panes").scrollIntoView(); // which is below the list
+    if (isNarrow()) document.querySelector(".panes").scrollIntoView(); // they are below the list
   }
 
   draw() {

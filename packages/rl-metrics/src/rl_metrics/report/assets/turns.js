@@ -1,7 +1,7 @@
 "use strict";
-// The turns of a conversation, read from the control tokens of common chat templates, and the blocks within them.
+// The turns of a conversation, parsed from control tokens of common chat templates, and their blocks.
 
-/** Where a turn begins, and what names its role. */
+/** The start of a turn, with the name of its role. */
 const BEGINS = new RegExp([
   /<\|im_start\|>(?<chatml>[^\n<]{0,60})\n?/, // Qwen, SmolLM, OLMo
   /<\|(?:start_header_id|header_start)\|>(?<llama>[^<]{0,60})<\|(?:end_header_id|header_end)\|>\s*/,
@@ -12,13 +12,13 @@ const BEGINS = new RegExp([
   /\[(?<mistral>\/?INST|\/?SYSTEM_PROMPT|\/?AVAILABLE_TOOLS|\/?TOOL_RESULTS)\]/,
 ].map(({ source }) => source).join("|"), "g");
 
-/** What ends a turn. */
+/** The end of a turn. */
 const ENDS = /(?:<\|(?:im_end|eot_id|eom_id|eot|end|return|call|endoftext|end_of_text)\|>|<end_of_turn>|<turn\|>|<\/s>|<eos>|<｜end▁of▁sentence｜>|\s)+$/;
 const MOST_END = 200;
 
 const ONLY_CONTROLS = /^(?:<[^<>\s]{1,40}>|\s)*$/;
 
-/** Roles by what markers call them, where that is another word. */
+/** Roles by their names in markers, if these differ. */
 const ROLES = new Map([
   ["", "assistant"], ["model", "assistant"], ["/inst", "assistant"], ["/tool_results", "assistant"], ["inst", "user"],
   ["human", "user"], ["developer", "system"], ["system_prompt", "system"], ["/system_prompt", "system"],
@@ -26,7 +26,7 @@ const ROLES = new Map([
   ["observation", "tool"],
 ]);
 
-/** Blocks within a turn by what opens them: kind, and what closes them; "" closes with the turn. */
+/** Blocks within a turn by opening tag: kind and closing tag; "" closes with the turn. */
 const BLOCKS = new Map([
   ...["think", "thinking", "thought", "reasoning", "scratchpad"].map((name) => [`<${name}>`, ["reasoning", `</${name}>`]]),
   ["[THINK]", ["reasoning", "[/THINK]"]],
@@ -46,7 +46,7 @@ function anyOf(texts) {
   return new RegExp(texts.map((text) => text.replace(/[[\]|]/g, "\\$&")).join("|"), "g");
 }
 
-/** Turns of a stretch of a text: {role, channel, head, start, end}, the marker from head to start. */
+/** Turns of a range of a text: {role, channel, head, start, end}; the marker is from head to start. */
 function splitTurns(text, role, from = 0, to = text.length) {
   const turns = [{ role, channel: "", head: from, start: from, end: to }];
   for (const { 0: marker, index, groups: { channel = "", ...roles } } of text.slice(from, to).matchAll(BEGINS)) {
@@ -66,8 +66,8 @@ function roleOf(named) {
 }
 
 /**
- * What was asked and answered, as turns of the two texts.
- * replies: [start, end] of each stretch of the response that was not sampled.
+ * Turns of prompt and response.
+ * replies: [start, end] of each range of the response that was not sampled.
  */
 function conversationOf(prompt, response, replies = []) {
   const asked = splitTurns(prompt, "prompt");
@@ -79,7 +79,7 @@ function conversationOf(prompt, response, replies = []) {
   const answered = [];
   let from = 0;
   for (const [start, end] of replies) {
-    if (end - start === response.length || response.slice(start, end).search(BEGINS) >= 0) continue; // a marker tells more
+    if (end - start === response.length || response.slice(start, end).search(BEGINS) >= 0) continue; // a marker has more information
     answered.push(...splitTurns(response, role, from, start), { role: "reply", channel: "", head: start, start, end });
     from = end;
   }
@@ -88,8 +88,8 @@ function conversationOf(prompt, response, replies = []) {
   return { asked, answered };
 }
 
-/** Blocks of a turn: {kind, start, end}, kind "text", "reasoning", "call", "result", or "end" for what ends it.
- * What a system's turn says of tags is text. */
+/** Blocks of a turn: {kind, start, end}; kind is "text", "reasoning", "call", "result", or "end" for its end marker.
+ * Tags in a system turn are text. */
 function blocksOf(text, turn) {
   const ending = text.slice(Math.max(turn.start, turn.end - MOST_END), turn.end).match(ENDS)?.[0] ?? "";
   const end = turn.end - (ending.trim() ? ending.length : 0);
@@ -124,7 +124,7 @@ function* innerBlocks(body, from) {
   OPENS.lastIndex = UNOPENED.lastIndex = from;
   const closed = UNOPENED.exec(body);
   let opened = OPENS.exec(body);
-  if (closed && !(opened && opened.index < closed.index)) { // the prompt has opened it
+  if (closed && !(opened && opened.index < closed.index)) { // the prompt opened it
     yield ["reasoning", from, UNOPENED.lastIndex];
     OPENS.lastIndex = UNOPENED.lastIndex;
     opened = OPENS.exec(body);
@@ -134,7 +134,7 @@ function* innerBlocks(body, from) {
     const at = close ? body.indexOf(close, opened.index) : -1;
     const stop = at < 0 ? body.length : at + close.length;
     yield [kind, opened.index, stop];
-    OPENS.lastIndex = stop; // others may have used it meanwhile
+    OPENS.lastIndex = stop; // another call may have used it meanwhile
     opened = OPENS.exec(body);
   }
 }

@@ -1,5 +1,5 @@
 "use strict";
-// What the policy answered in validations: a table with search, of two runs beside each other.
+// Answers of the policy in validations: a table with search, of two runs side by side.
 
 const SAMPLES_AT_ONCE = 50;
 const validation = { generation: 0, shown: SAMPLES_AT_ONCE };
@@ -20,7 +20,7 @@ const validationView = {
   },
 };
 
-/** The form; `changed` is called when a filter was. */
+/** The form; `changed` is called when a filter changes. */
 function sampleForm(runs, generations, changed) {
   const set = (name) => (value) => {
     validation.shown = SAMPLES_AT_ONCE;
@@ -67,10 +67,10 @@ async function listSamples(parts) {
   if (isOver()) return;
   progress.hidden = true;
   const { recorded, count } = generations;
-  status.textContent = `${plural(rows.length, "sample")}${recorded > count ? `; of ${recorded.toLocaleString("en")} the newest ${count.toLocaleString("en")} are here` : ""}`;
+  status.textContent = `${plural(rows.length, "sample")}${recorded > count ? `; the report has the newest ${count.toLocaleString("en")} of ${recorded.toLocaleString("en")}` : ""}`;
   const more = make("button", { type: "button", onclick: () => ((validation.shown += SAMPLES_AT_ONCE), listSamples(parts)) }, "Show more");
   table.replaceChildren(
-    viewState.get("vproblem") === "" ? "" : make("p", {}, "One problem at all validations. ", make("a", { href: viewState.link({ vproblem: "" }) }, "All problems")),
+    viewState.get("vproblem") === "" ? "" : make("p", {}, "One problem in all validations. ", make("a", { href: viewState.link({ vproblem: "" }) }, "All problems")),
     makeTable("Samples of validations", sampleHeadings(runs, number_), lines),
     rows.length > shown.length ? more : "",
   );

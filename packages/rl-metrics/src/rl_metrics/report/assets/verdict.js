@@ -1,11 +1,11 @@
 "use strict";
-// Whether a run is healthy: the verdict on top of the page, findings, and the checklist.
+// A run's health: the verdict at the top of the page, findings, and the checklist.
 
 const SIDES = { task: "Task", convergence: "Convergence", stability: "Stability", efficiency: "Efficiency" };
 const SIGNS = { ok: "✓", warning: "!", critical: "✗", unknown: "?" };
 const WORDS = { ok: "healthy", warning: "warnings", critical: "sick", unknown: "too early to say" };
 
-const ENOUGH_SHARE = 0.25; // of the checks, before a run is called healthy
+const ENOUGH_SHARE = 0.25; // minimum share of passing checks to call a run healthy
 const ENDINGS = { finished: "finished", stopped: "stopped", failed: "failed", open: "not finished", imported: "imported", unknown: "no ending recorded" };
 const STATUSES = Object.keys(SIGNS);
 
@@ -14,7 +14,7 @@ function statusBadge(status) {
   return make("span", { class: `badge ${known}`, role: "img", "aria-label": known }, SIGNS[known]);
 }
 
-/** What is shown of a verdict: "unknown" also where nothing is wrong, but few checks could be made. */
+/** The shown status: also "unknown" if nothing is wrong but few checks had enough data. */
 function shownStatus({ status, checks }) {
   const passing = checks.filter((check) => check.status === "ok").length;
   return STATUSES.includes(status) && !(status === "ok" && passing < checks.length * ENOUGH_SHARE) ? status : "unknown";
@@ -43,10 +43,10 @@ function showVerdicts(runs) {
   byId("verdicts").replaceChildren(...lines);
 }
 
-/** The gravest finding, its likeliest cause, and how many more there are. */
+/** The most severe finding, its most likely cause, and the number of others. */
 function inShort([gravest, ...more]) {
   if (!gravest) return "";
-  const cause = gravest.causes.length ? ` Likeliest cause: ${gravest.causes[0]}.` : "";
+  const cause = gravest.causes.length ? ` Most likely cause: ${gravest.causes[0]}.` : "";
   return `${gravest.what}${cause}${more.length ? ` ${plural(more.length, "more finding")}.` : ""}`;
 }
 
@@ -54,11 +54,11 @@ function checkItem({ status, title, reading }) {
   return make("li", { class: "check" }, statusBadge(status), make("strong", {}, title), " ", reading);
 }
 
-/** The findings, what explains others first; the first one is unfolded. */
+/** The findings, those that explain others first; the first one is open. */
 function findingList({ name, verdict: { findings } }) {
   if (!findings.length) return null;
   const items = findings.map((one, place) => foldable(`${one.rule}, ${name}`, place === 0, "finding", ...findingNodes(one)));
-  return make("section", {}, make("h3", {}, "Findings, what explains others first"), items);
+  return make("section", {}, make("h3", {}, "Findings; those that explain others come first"), items);
 }
 
 function findingNodes({ severity, what, since_step: since, evidence, causes, advice }) {
@@ -69,17 +69,17 @@ function findingNodes({ severity, what, since_step: since, evidence, causes, adv
     text.startsWith(`${metric} `) ? text.slice(metric.length) : `: ${text}`,
   ]);
   const tried = (one, what) => [one, what ? make("div", { class: "muted" }, `Try: ${what}`) : null];
-  const cause = causes.length ? make("span", { class: "muted" }, ` Likeliest cause: ${causes[0]}.`) : null;
+  const cause = causes.length ? make("span", { class: "muted" }, ` Most likely cause: ${causes[0]}.`) : null;
   return [
     [statusBadge(severity), make("strong", {}, what), ` Since step ${since}.`, cause],
     list("ul", "Evidence", shown),
-    list("ol", "Likely causes, the likeliest first, and what to try", causes.map((one, at) => tried(one, advice[at]))),
+    list("ol", "Likely causes, most likely first, and what to try", causes.map((one, at) => tried(one, advice[at]))),
   ];
 }
 
-const COUNTED = [["critical", "critical"], ["warning", "to be watched"], ["unknown", "not judged"]];
+const COUNTED = [["critical", "critical"], ["warning", "with a warning"], ["unknown", "not judged"]];
 
-/** The checklist, folded behind how many of its checks pass; what does not is in the findings. */
+/** The checklist, folded behind the number of passing checks; the findings show the others. */
 function checkFold({ name, verdict }) {
   const { checks } = verdict;
   if (!checks.length) return null;

@@ -1,5 +1,5 @@
 "use strict";
-// What the page shows is in the URL behind the #: a link, and the way back, keep it.
+// The state of the page is in the URL after #, so that links and the back button keep it.
 
 const viewState = {
   listeners: [],
@@ -13,26 +13,26 @@ const viewState = {
     return text === "" || !Number.isFinite(Number(text)) ? otherwise : Number(text);
   },
 
-  /** A place among so many; any other number is none. */
+  /** An index below `count`; any other number is ignored. */
   place(name, count, otherwise = -1) {
     const number_ = this.number(name);
     return Number.isInteger(number_) && number_ >= 0 && number_ < count ? number_ : otherwise;
   },
 
-  /** A key of a table; any other text is none. */
+  /** A key of a table; any other text is ignored. */
   key(name, table, otherwise = "") {
     const text = this.get(name);
     return Object.hasOwn(table, text) ? text : otherwise;
   },
 
-  /** Whether a number lies from one that was typed to another, both included; null where none was. */
+  /** A predicate for a typed range, ends included; null without one. */
   range(first, last) {
     const [low, high] = [asKept(this.number(first, -Infinity)), asKept(this.number(last, Infinity))];
     return low === -Infinity && high === Infinity ? null : (value) => value >= low && value <= high;
   },
 
-  /** Change some of it; "" and null take a name out. A step of the history only where asked for;
-   * quietly where the caller shows the change itself. */
+  /** Change some values; "" and null remove a name. isStep adds a step to the history;
+   * isQuiet is for callers that show the change themselves. */
   set(changes, { isStep = false, isQuiet = false } = {}) {
     const hash = this.link(changes);
     if (hash === location.hash) return;
@@ -41,7 +41,7 @@ const viewState = {
     if (!isQuiet) this.tell();
   },
 
-  /** The address of the page with some of it changed, or, isFresh, with nothing else. */
+  /** The page's address with some values changed; isFresh keeps no others. */
   link(changes, { isFresh = false } = {}) {
     const parameters = new URLSearchParams(isFresh ? "" : location.hash.slice(1));
     for (const [name, value] of Object.entries(changes)) {

@@ -1,7 +1,7 @@
 "use strict";
-// The rollout viewer: filters, the list, and the trajectory; of several runs the same problem beside it.
+// The rollout viewer: filters, list and trajectory, with the same problem of another run next to it.
 
-/** Of one trajectory alone: a token of it, and which other of its group is beside it. */
+/** State of a single trajectory: the chosen token, and the trajectory of its group to compare with. */
 const NO_CHOICE = { token: "", with: "" };
 
 const viewer = { generation: 0, isSearching: false, list: null, panes: null, shown: "" };
@@ -14,7 +14,7 @@ const rolloutsView = {
     const { trajectories } = runs[number_];
     const status = make("p", { class: "muted", role: "status", id: "found" });
     const progress = make("progress", { max: 1, value: 0, hidden: true, "aria-label": "Search" });
-    const panes = viewer.panes ?? make("div", { class: "panes" }); // what is shown in them stays, as long as it is the same
+    const panes = viewer.panes ?? make("div", { class: "panes" }); // their content stays if it is unchanged
     viewer.panes = panes;
     const list = new TrajectoryList(trajectories, (row) => viewState.set({ row, ...NO_CHOICE }));
     const listed = isRenewed && viewer.shown === filterText() ? viewer.list?.rows : undefined;
@@ -31,7 +31,7 @@ const rolloutsView = {
     );
     refresh(listed);
   },
-  /** Follow the URL without making everything anew, where only the trajectory is another. */
+  /** Follow the URL without rendering everything again if only the trajectory changes. */
   follow(place, runs) {
     if (filterText() !== viewer.shown) return this.render(place, runs);
     const row = chosenRow(runs[viewState.place("run", runs.length, 0)].trajectories);
@@ -44,20 +44,20 @@ function filterText() {
   return ["run", ...FILTERS].map((name) => viewState.get(name)).join("\n");
 }
 
-/** The trajectory that the URL names; without one the first of the list. */
+/** The trajectory in the URL, or else the first of the list. */
 function chosenRow({ count }) {
   const row = viewState.place("row", count);
   return row >= 0 ? row : (viewer.list?.rows[0] ?? -1);
 }
 
-/** List what the filters let through; rows that were listed `before` stay until a search is through. */
+/** List the rows that match the filters; rows listed `before` stay until a search is done. */
 async function listRows(trajectories, list, status, progress, before) {
   const generation = ++viewer.generation;
   const isOver = () => generation !== viewer.generation;
   const rows = matchingRows(trajectories);
   const text = viewState.get("q");
   const show = (listed, more) => {
-    list.rows = listed; // the first of them may be the one to show
+    list.rows = listed; // the first of them may be shown
     list.show(listed, chosenRow(trajectories), more);
     viewer.show();
   };
@@ -89,11 +89,11 @@ async function listRows(trajectories, list, status, progress, before) {
 
 function foundText(trajectories, count) {
   const { count: all, recorded } = trajectories;
-  const kept = recorded > all ? ` kept of ${recorded.toLocaleString("en")} recorded: whole problems drawn fairly, and the worst` : "";
+  const kept = recorded > all ? ` kept of ${recorded.toLocaleString("en")} recorded: a fair sample of complete problems, and the worst` : "";
   return `${count.toLocaleString("en")} of ${plural(all, "trajectory", "trajectories")}${kept}`;
 }
 
-/** The chosen trajectory, and beside it the same problem of the other run. */
+/** Show the chosen trajectory, and next to it the same problem of another run. */
 function showPanes(panes, runs, number_) {
   const { trajectories } = runs[number_];
   const row = chosenRow(trajectories);
@@ -110,31 +110,31 @@ function showPanes(panes, runs, number_) {
     const pane = panes.children[place];
     if (ofRun === undefined) {
       pane.shown = "";
-      pane.replaceChildren(make("div", {}, besideChoice(runs, number_, run), make("p", { class: "muted" }, "This run recorded no trajectory of the problem.")));
+      pane.replaceChildren(make("div", {}, besideChoice(runs, number_, run), make("p", { class: "muted" }, "This run recorded no trajectory of this problem.")));
       return;
     }
     const against = isAlone ? null : wanted[1 - place];
     if (pane.shown === trajectoryKey(runs, run, ofRun, against)) return;
     showTrajectory(pane, runs, run, ofRun, { isBeside: place > 0, against }).then(
       (text) => text && place > 0 && run !== number_ && pane.prepend(besideChoice(runs, number_, run)),
-      (error) => pane.replaceChildren(make("p", { class: "failure" }, `It cannot be shown: ${error.message}`)),
+      (error) => pane.replaceChildren(make("p", { class: "failure" }, `The trajectory cannot be shown: ${error.message}`)),
     );
   });
 }
 
 function besideChoice(runs, number_, chosen) {
   const others = runs.map(({ header }, place) => [String(place), header.name]).filter(([place]) => Number(place) !== number_);
-  return labelled("Beside", makeSelect("Run beside", others, String(chosen), (value) => viewState.set({ beside: value, other: "" })));
+  return labelled("Next to it", makeSelect("Run next to it", others, String(chosen), (value) => viewState.set({ beside: value, other: "" })));
 }
 
-/** The trajectory, and what stands beside it: another of its group where one is chosen, or the other run's. */
+/** The trajectory and its neighbor: a chosen one of its group, or that of the other run. */
 function besides(runs, number_, row) {
   const other = viewState.place("with", runs[number_].trajectories.count);
   if (other >= 0 && other !== row) return [[number_, row], [number_, other]];
   return runs.length > 1 ? [[number_, row], otherRun(runs, number_, row)] : [[number_, row]];
 }
 
-/** The run beside, and its trajectory of the same problem at the nearest step. */
+/** The neighboring run, and its trajectory of the same problem at the nearest step. */
 function otherRun(runs, number_, row) {
   const wanted = viewState.place("beside", runs.length, number_);
   const other = wanted === number_ ? Number(number_ === 0) : wanted;

@@ -5,14 +5,14 @@ const GROUPINGS = { source: "source", finish: "finish", failure: "failure", prob
 const MAX_GROUPS = 200;
 const MAX_EXAMPLES = 3;
 
-/** Codes of the groups that a trajectory is in: of a part of the reward where that part is low. */
+/** Codes of a trajectory's groups; for parts of the reward, those that are low. */
 function groupsOf(trajectories, kind) {
   if (kind !== "part") return (row) => [trajectories.columns[kind][row]];
   const values = trajectories.parts.map((name) => trajectories.part(name));
   return (row) => [...values.keys()].filter((code) => values[code][row] < BAD_BELOW);
 }
 
-/** Groups of a run, the one with most bad trajectories first. */
+/** Groups of a run, ordered by the number of bad trajectories, largest first. */
 function badGroups({ trajectories }, kind) {
   const groups = new Map();
   const codes = groupsOf(trajectories, kind);
@@ -34,7 +34,7 @@ function countIn(groups, code, trajectories, row) {
   group.first = Math.min(group.first, step[row]);
   group.last = Math.max(group.last, step[row]);
   group.examples.push(row);
-  if (group.examples.length > MAX_EXAMPLES * 2) group.examples.splice(0, MAX_EXAMPLES); // the newest tell most
+  if (group.examples.length > MAX_EXAMPLES * 2) group.examples.splice(0, MAX_EXAMPLES); // keep the newest
 }
 
 function badExample(trajectories, row, filters) {
@@ -43,7 +43,7 @@ function badExample(trajectories, row, filters) {
   return make("div", {}, link, ` ${told}`);
 }
 
-/** The share of worst cases of each step, runs laid over each other. */
+/** The share of worst cases of each step, with runs overlaid. */
 function badCard(runs) {
   const curves = runs.map(({ trajectories }) => {
     const counts = new Map();
@@ -56,8 +56,8 @@ function badCard(runs) {
   });
   const newest = runs.map(({ header }, place) => `${header.name} ${percent(curves[place][1].at(-1) ?? NaN)}`).join(", ");
   const isSampled = runs.some(({ trajectories }) => trajectories.recorded > trajectories.count);
-  const sampled = isSampled ? " Not all are in this report: the worst are, and so their share is larger." : "";
-  const note = make("p", { class: "note" }, `Of the recorded trajectories of each step. Newest: ${newest}.${sampled}`);
+  const sampled = isSampled ? " The report has a sample that keeps the worst, so their share is larger." : "";
+  const note = make("p", { class: "note" }, `Share of the recorded trajectories of each step. Newest: ${newest}.${sampled}`);
   return chartCard("Share of worst cases", note, `Share of worst cases by step. Newest: ${newest}.`, (place, width) => {
     const series = runs.map(({ header }, number_) => ({ label: header.name, stroke: runColor(number_), value: (_, value) => percent(value ?? NaN) }));
     return stepChart(place, width, joined(curves), series, { y: { range: [0, 1] } });
@@ -67,7 +67,7 @@ function badCard(runs) {
 function badTable(runs, number_, kind) {
   const run = runs[number_];
   const groups = badGroups(run, kind);
-  if (!groups.length) return make("p", { class: "muted" }, `${run.header.name}: no recorded trajectory of such a group failed or scored below ${BAD_BELOW}.`);
+  if (!groups.length) return make("p", { class: "muted" }, `${run.header.name}: no recorded trajectory in such a group failed or scored below ${BAD_BELOW}.`);
   const rows = groups.slice(0, MAX_GROUPS).map((group) => {
     const name = kind === "failure" && !group.code ? "not failed" : (run.trajectories.names[kind] ?? run.trajectories.parts)[group.code];
     const asked = kind === "problem" ? run.trajectories.prompts[group.code] : "";
@@ -83,7 +83,7 @@ function badTable(runs, number_, kind) {
   const all = [...Array(run.trajectories.count).keys()].filter((row) => run.trajectories.isBad(row)).length;
   const more = groups.length > MAX_GROUPS ? `; the ${MAX_GROUPS} largest groups of ${groups.length}` : "";
   const caption = `${run.header.name}: ${plural(all, "worst case")} (failed, or scored below ${BAD_BELOW})${more}`;
-  return makeTable(caption, [GROUPINGS[kind], ["worst cases", "number"], ["of the group", "number"], ["mean reward", "number"], "steps", ["newest", "long"]], rows);
+  return makeTable(caption, [GROUPINGS[kind], ["worst cases", "number"], ["share of group", "number"], ["mean reward", "number"], "steps", ["newest", "long"]], rows);
 }
 
 const worstView = {

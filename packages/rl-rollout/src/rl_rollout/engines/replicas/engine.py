@@ -1,4 +1,4 @@
-"""Several equal engines as one. Requests are spread, and those of a dead engine move to the others."""
+"""Several equal engines as one. Requests are distributed, and those of a dead engine move to the others."""
 
 import asyncio
 import time
@@ -95,7 +95,7 @@ class ReplicatedEngine:
 
     @property
     def is_waiting_for_weights(self) -> bool:
-        """True while a replica needs another publication because the weights that it missed are gone."""
+        """True while a replica needs another publication because the weights that it missed no longer exist."""
         return bool(self._weights.waiting)
 
     def loads(self) -> list[EngineLoad]:
@@ -129,7 +129,7 @@ class ReplicatedEngine:
         Raises:
             EngineError: It cannot start, or has another model.
             WeightProofError: It serves other weights than those it received.
-            DeadlineError: The current weights are gone, and no others were published.
+            DeadlineError: The current weights no longer exist, and no others were published.
         """
         replica = self._enter(engine, is_joining=True)
         try:
@@ -231,7 +231,7 @@ class ReplicatedEngine:
         Each replica drains separately. Replicas that already have the update accept new requests.
         """
         if drain and self._is_paused:
-            raise EngineError("a paused engine does not end what it has: resume it, or publish without drain.")
+            raise EngineError("a paused engine does not finish its requests: resume it, or publish without drain.")
         published = Published(
             update=update,
             canary=canary,
@@ -242,13 +242,13 @@ class ReplicatedEngine:
             try:
                 with self._weights.publishing(published):
                     reports: list[PublishReport] = []
-                    for _ in range(MAX_DEATHS):  # all may die on the way, and come back
+                    for _ in range(MAX_DEATHS):  # all may die meanwhile and restart
                         reports = reports or await self._publish_to_all()
                     if not reports:
                         raise self._replicas.nobody_left()
             finally:
                 if self._bringing:
-                    await asyncio.wait(self._bringing)  # after a failure others may still be at it
+                    await asyncio.wait(self._bringing)  # after a failure, others may still be loading
         return joined_report(reports)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -326,21 +326,21 @@ class ReplicatedEngine:
         if traits.vocab_size != present.vocab_size or any(has < wanted for wanted, has in zip(*limits, strict=True)):
             raise EngineError(
                 f"a replica must be equal to the others: a vocabulary of {present.vocab_size} tokens, max_model_len "
-                f"{present.max_model_len} and max_lora_rank {present.max_lora_rank} or more; found "
+                f"of at least {present.max_model_len} and max_lora_rank of at least {present.max_lora_rank}; found "
                 f"{traits.vocab_size}, {traits.max_model_len} and {traits.max_lora_rank} in {traits.name}."
             )
 
     def _check_dispensable(self, replica: Replica) -> None:
         if replica.is_leaving or replica.is_joining:
             doing = "removed" if replica.is_leaving else "added"
-            raise EngineError(f"replica {replica.index} is being {doing} already; wait for that.")
+            raise EngineError(f"replica {replica.index} is already being {doing}; wait until this is done.")
         others = [other for other in self._replicas.members if other is not replica]
         if any(other.is_staying for other in others):
             return
         if replica.is_staying or not any(other.is_coming_back or other.is_joining for other in others):
             raise EngineError(
-                f"replica {replica.index} is the last of {self.num_replicas} that serves; add another one before it is "
-                "removed, or close the whole engine."
+                f"replica {replica.index} is the last of {self.num_replicas} that serves; add another one before you "
+                "remove it, or close the whole engine."
             )
 
     @staticmethod

@@ -13,7 +13,7 @@ from rl_rollout.engines.tickets import Ticket
 from rl_rollout.engines.waiting import Changes, Turn
 
 LIVING: Mapping[str, EngineState] = {"starting": "starting", "serving": "serving", "restarting": "restarting"}
-"""State of an engine in this process that is not dead, in the terms of roles."""
+"""State of an engine in this process that is not dead, by the state of its role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,10 +22,10 @@ class Published:
 
     Attributes:
         update: None for the weights that engines load themselves.
-        canary: Prompts for the proof. None relies on the receipt.
+        canary: Sequences for the proof. None relies on the receipt.
         tolerances: Tolerances of the proof.
-        drain_deadline_s: Maximum seconds for a replica to end its requests before it takes the update. None lets them
-            continue under the new weights.
+        drain_deadline_s: Maximum seconds for a replica to finish its requests before the update. None continues them
+            with the new weights.
     """
 
     update: WeightUpdate | None = None
@@ -133,7 +133,7 @@ class Replica:
 
     @contextmanager
     def carrying(self, ticket: Ticket) -> Iterator[None]:
-        """Context in which it holds a request."""
+        """Record a request as assigned to this replica within the context."""
         self.tickets.add(ticket)
         try:
             yield
@@ -143,7 +143,7 @@ class Replica:
 
     @contextmanager
     def answering(self, ticket: Ticket) -> Iterator[None]:
-        """Context in which it runs a request."""
+        """Record a request as running within the context."""
         ticket.is_asked = True
         self.meter.begin(ticket.num_samples)
         try:
@@ -155,7 +155,7 @@ class Replica:
                 self._changes.announce()
 
     async def emptied(self) -> None:
-        """Wait until it holds no requests."""
+        """Wait until it has no requests."""
         while self.tickets:
             await self._left.next()
 

@@ -85,7 +85,7 @@ class ReplicaSet:
             EngineError: It does not exist.
         """
         if index not in self._members:
-            raise EngineError(f"there is no replica {index}; the replicas are {sorted(self._members)}.")
+            raise EngineError(f"replica {index} does not exist; the replicas are {sorted(self._members)}.")
         return self._members[index]
 
     @property
@@ -147,15 +147,14 @@ class ReplicaSet:
                     deaths.append(EngineDiedError(f"replica {replica.index} was removed."))
                 if ticket.has_told:
                     raise EngineDiedError(
-                        "the engine died after a part of the response was streamed, and no other can continue it; send "
-                        f"the request again. {deaths[-1]}"
+                        "the engine died after a part of the response was streamed, which no other engine can "
+                        f"continue. Send the request again. {deaths[-1]}"
                     ) from deaths[-1]
                 if len(deaths) == MAX_DEATHS:
                     raise EngineDiedError(
-                        f"{MAX_DEATHS} engines died under this request, which may be what ends them. The last: "
-                        f"{deaths[-1]}"
+                        f"{MAX_DEATHS} engines died during this request, which may be the cause. The last: {deaths[-1]}"
                     ) from deaths[-1]
-            raise AbortedError("the request was aborted before an engine had begun with it.")
+            raise AbortedError("the request was aborted before an engine started it.")
         finally:
             self._tickets.discard(ticket)
 
@@ -178,7 +177,7 @@ class ReplicaSet:
                     raise
             return None
 
-        answers = await asyncio.gather(*map(one, self.running), return_exceptions=True)  # none is left half way
+        answers = await asyncio.gather(*map(one, self.running), return_exceptions=True)  # waits for all
         found: list[Any] = [answer for answer in answers if answer is not None]
         for answer in found:
             if isinstance(answer, BaseException):
@@ -203,7 +202,7 @@ class ReplicaSet:
         """Build an error that describes how each replica died."""
         deaths = [(replica.index, replica.death) for replica in self.members]
         said = "; ".join(f"replica {index}: {death}" for index, death in deaths if death is not None)
-        return EngineDiedError(f"none of {len(deaths)} engines serves any more. {said}")
+        return EngineDiedError(f"none of {len(deaths)} engines serves. {said}")
 
     # -- inside
 
@@ -243,4 +242,4 @@ class ReplicaSet:
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise NotReadyError("the engine is closed; make a new one.")
+            raise NotReadyError("the engine is closed; create a new one.")

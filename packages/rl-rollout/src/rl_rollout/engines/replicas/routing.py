@@ -1,4 +1,4 @@
-"""Routes a request to the engine that has the longest cached prefix, unless others have much less load."""
+"""Routes a request to the engine with the longest cached prefix, unless others have much less load."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -16,7 +16,7 @@ MAX_BLOCKS = 1 << 17
 
 
 class Router:
-    """Spreads requests over engines by load and by prefix. Use it on one event loop.
+    """Distributes requests over engines by load and by prefix. Use it on one event loop.
 
     Load is the number of samples in progress. A request goes to the engine with the longest cached prefix of its
     prompt, provided that its load is at most `max_ratio` times the lowest, plus `slack` samples.

@@ -1,4 +1,4 @@
-"""Brings each replica to the published weights."""
+"""Sends each replica the published weights."""
 
 import asyncio
 import time
@@ -24,18 +24,18 @@ from rl_rollout.engines.replicas.replica import FROM_DISK, Published, Replica
 from rl_rollout.engines.waiting import Changes
 
 GONE = (WeightProofError, WeightsGoneError)
-"""Errors of an engine that cannot get published weights: there are none, or those of another version."""
+"""Errors of an engine that cannot load published weights: they no longer exist, or have another version."""
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.02
 WORST = ("probe_max_diff", "canary_max_diff", "update_s", "proof_s", "drain_s", "stall_s")
-"""Result of a publication, as the worst replica reports it."""
+"""Fields of a publication's report that are combined by the worst replica."""
 NEWS_DEADLINE_S = 600.0
-"""Maximum seconds to wait for the next publication when an engine's weights are gone."""
+"""Maximum seconds to wait for the next publication when an engine's weights no longer exist."""
 
 
 class ReplicaWeights:
-    """Brings replicas to the published weights.
+    """Sends replicas the published weights.
 
     Attributes:
         published: The weights that every replica must serve now.
@@ -120,9 +120,9 @@ class ReplicaWeights:
                 await self._wait_for_news(replica, published, error)
 
     async def bring_asked(self, replica: Replica) -> None:
-        """Same as `bring`, before a request. If the published weights are gone, wait for the next ones.
+        """Same as `bring`, before a request. If the published weights no longer exist, wait for the next ones.
 
-        They are gone if a publication failed after some replicas had its weights, or the learner died during it.
+        This happens if a publication failed after some replicas had its weights, or the learner died during it.
 
         Raises:
             WeightProofError: No publication arrived that it could serve.
@@ -147,7 +147,7 @@ class ReplicaWeights:
             return await receiver.update_weights(update)
         except EngineDiedError:
             raise
-        except EngineError:  # refused: it has touched nothing
+        except EngineError:  # refused: nothing changed
             replica.served = before
             raise
 
@@ -161,9 +161,9 @@ class ReplicaWeights:
                         await self._changes.next()
             except TimeoutError:
                 raise DeadlineError(
-                    f"replica {replica.index} had not ended {replica.num_running} samples "
-                    f"{published.drain_deadline_s:g} s after new requests were held back, and was not updated. Give it "
-                    "longer, shorten responses, or publish without drain."
+                    f"replica {replica.index} had not finished {replica.num_running} samples "
+                    f"{published.drain_deadline_s:g} s after new requests were held back, and was not updated. Raise "
+                    "the deadline, shorten responses, or publish without drain."
                 ) from None
         if self.published is not published:
             return
@@ -177,8 +177,7 @@ class ReplicaWeights:
         published, incarnation = self.published, replica.incarnation
         if published.update is None:
             raise WeightProofError(
-                f"replica {replica.index} serves weights that were not proven, and none were published before them. "
-                "Publish again."
+                f"replica {replica.index} serves unproven weights, and no earlier ones were published. Publish again."
             )
         taking = _Taking(self, replica, receiver)
         report = None
@@ -193,7 +192,7 @@ class ReplicaWeights:
         except WeightProofError as error:
             raise WeightProofError(f"replica {replica.index}: {error}", tensor=error.tensor) from None
         if replica.incarnation != incarnation:
-            raise EngineDiedError(f"replica {replica.index} was started again while it took weights.")
+            raise EngineDiedError(f"replica {replica.index} restarted during the weight update.")
         replica.served, replica.report = published, report
         self._changes.announce()
 
@@ -210,12 +209,12 @@ class ReplicaWeights:
                     await self._changes.next()
         except TimeoutError:
             raise DeadlineError(
-                f"replica {replica.index} could not get the present weights: {error} It waited "
-                f"{NEWS_DEADLINE_S:g} s for the next publication, and none came."
+                f"replica {replica.index} could not load the current weights: {error} No other weights were published "
+                f"within {NEWS_DEADLINE_S:g} s."
             ) from None
         finally:
             self._num_waiting[replica.index] -= 1
-            if not self._num_waiting[replica.index]:  # who comes now may try again
+            if not self._num_waiting[replica.index]:  # later callers may try again
                 self.waiting.pop(replica.index, None)
                 self._changes.announce()
 

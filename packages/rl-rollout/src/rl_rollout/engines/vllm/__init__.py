@@ -41,7 +41,7 @@ class VLLMEngine(SteppedEngine):
         The first call imports vLLM in a child process, which takes seconds. The result is cached on disk.
 
         Raises:
-            EngineError: vLLM does not support it. The message says what it supports.
+            EngineError: vLLM does not support it. The message lists what it supports.
             MissingExtraError: vLLM is not installed.
         """
         check_support(model_dir, options)

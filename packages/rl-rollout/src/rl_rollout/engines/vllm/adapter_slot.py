@@ -126,7 +126,7 @@ class AdapterSlot:
         """Serve no adapter, and clear the slots."""
         self._manager.remove_all_adapters()
         for layer in self._manager.modules.values():
-            layer.reset_lora(SLOT + 1)  # the other one is reset when it is taken
+            layer.reset_lora(SLOT + 1)  # the other one is reset on use
         self._version, self._sums = None, {}
 
     def follow(self, loras: Mapping[str, Any]) -> None:
@@ -154,11 +154,11 @@ class AdapterSlot:
         expected = [None if version is None else ADAPTER_ID, *[None] * (NUM_SLOTS - 1)]
         slots = self._manager.lora_index_to_id
         if slots != expected:
-            return f"vLLM's slots of adapters must hold {expected}; they hold {slots}."
+            return f"vLLM's slots of adapters must contain {expected}; found {slots}."
         if self._version != version:
-            return f"the adapter of version {version} must be served; {self._version} is."
+            return f"the adapter of version {version} must be served; found {self._version}."
         if version is not None and ADAPTER_ID not in self._manager._registered_adapters:
-            return f"the adapter of version {version} is registered no more."
+            return f"the adapter of version {version} is no longer registered."
         return None
 
     def problems(self, version: int | None) -> list[str]:
@@ -168,21 +168,19 @@ class AdapterSlot:
         manager = self._manager
         for adapters in (manager._registered_adapters, manager._active_adapters):
             if set(adapters.cache) != ({ADAPTER_ID} & adapters.pinned_items if version is not None else set()):
-                found.append(
-                    f"vLLM holds the adapters {sorted(adapters.cache)}, pinned {sorted(adapters.pinned_items)}."
-                )
+                found.append(f"vLLM has the adapters {sorted(adapters.cache)}, pinned {sorted(adapters.pinned_items)}.")
                 break
         named = {self._name(module_of(name)) for name in self._sums}
         for name, part in self._parts.items():
             a, b = part.slots()
             if _has_numbers(a[SLOT + 1 :]) or _has_numbers(b[SLOT + 1 :]):
-                found.append(f"slot {SLOT + 1}, which stays empty, holds numbers of {name}.")
+                found.append(f"slot {SLOT + 1}, which must stay empty, has numbers of {name}.")
             if version is not None and name not in named and (_has_numbers(a[SLOT]) or _has_numbers(b[SLOT])):
-                found.append(f"{name} serves an adapter, and version {version} has none for it.")
+                found.append(f"{name} serves an adapter, but version {version} has none for it.")
         return found
 
     def misled(self, expected: Mapping[str, str | None]) -> Iterator[str]:
-        """Describe running requests with the wrong adapter, as this worker knows them.
+        """Describe running requests with the wrong adapter, as recorded by this worker.
 
         Args:
             expected: Name of each request's adapter by vLLM's id; None if the base serves it.
@@ -206,8 +204,8 @@ def _adapted_parts(manager: Any) -> Iterator[tuple[str, AdaptedPart]]:
         names = manager.packed_modules_mapping.get(own) or [own]
         if not isinstance(layer, BaseLinearLayerWithLoRA) or len(names) != layer.n_slices:
             raise EngineError(
-                f"{path}: vLLM's {type(layer).__name__} cannot be read back, so that an adapter in it would not be "
-                "proven. Leave it out of lora_target_modules."
+                f"{path}: vLLM's {type(layer).__name__} cannot be read back, so an adapter in it could not be proven. "
+                "Remove it from lora_target_modules."
             )
         for index, name in enumerate(names):
             yield f"{parent}.{name}", AdaptedPart(layer, index)

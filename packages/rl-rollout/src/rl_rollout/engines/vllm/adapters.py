@@ -52,8 +52,8 @@ class PublishedAdapter:
         """
         if unserved := sorted(set(map(module_of, names)) - self._modules):
             raise EngineError(
-                f"vLLM was started without room for an adapter of {unserved[0]}. Add the last part of its name to "
-                f"lora_target_modules (VLLMOptions); it must not be an expert's. {len(unserved)} modules have no room."
+                f"vLLM was started without a slot for an adapter of {unserved[0]}. Add the last part of its name to "
+                f"lora_target_modules (VLLMOptions); experts are not supported. {len(unserved)} modules have no slot."
             )
 
     def request_of(self, sample: Sample) -> LoRARequest | None:
@@ -63,10 +63,10 @@ class PublishedAdapter:
         return self._request()
 
     def replaced(self, update: WeightUpdate, running: Sequence[tuple[Sample, Any]]) -> None:
-        """Record that the workers have other weights. Running samples continue under them.
+        """Record that the workers have other weights. Running samples continue with them.
 
         Args:
-            update: The update that they have now.
+            update: The update that the workers have loaded.
             running: Each sample with its vLLM request.
         """
         if update.adapter is None:
@@ -89,14 +89,14 @@ class PublishedAdapter:
         return self.base_version if sample.adapter == "base" else version
 
     def absence(self, samples: Iterable[Sample]) -> str | None:
-        """Return why samples cannot be served any more, if one of them needs the adapter. Checked before each step."""
+        """Return why samples can no longer be served, if one of them needs the adapter. Checked before each step."""
         if self.version is None or not any(self.request_of(sample) for sample in samples):
             return None
         absences = self._core.collective_rpc("adapter_absence", args=(self.version,))
         return next((absence for absence in absences if absence is not None), None)
 
     def problems(self, running: Sequence[tuple[Sample, Any]]) -> Iterator[str]:
-        """Describe what is wrong after an update, other than the tensors themselves.
+        """Describe problems after an update, other than the tensors themselves.
 
         Args:
             running: Each sample with its vLLM request.
@@ -109,9 +109,9 @@ class PublishedAdapter:
                 yield from (f"Worker {rank}: {problem}" for problem in found)
         scheduler = self._core.scheduler
         if num := len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block):
-            yield f"{num} blocks of keys and values of the weights before are still in the prefix cache."
+            yield f"{num} blocks of the previous weights are still in the prefix cache."
         if isinstance(scheduler.connector, PromptSharing) and (num := scheduler.connector.num_leaders):
-            yield f"{num} samples of the weights before still share their prompts."
+            yield f"{num} samples of the previous weights still share their prompts."
         for request_id, name in expected.items():
             yield from wrong_adapter(request_id, scheduler.requests[request_id].lora_request, name)
 

@@ -1,7 +1,7 @@
 """The workers' side of weights over the network, as a backend of vLLM's weight-transfer API.
 
-vLLM's NCCL backend has no deadline, computes no checksum, and does not support CPUs. This backend is registered beside
-it and has the same calls: init, start, update, finish.
+vLLM's NCCL backend has no deadline, computes no checksum, and does not support CPUs. This backend is registered in
+addition, and has the same calls: init, start, update, finish.
 """
 
 from collections.abc import Iterator, Sequence
@@ -100,7 +100,7 @@ class BucketReceiver(WeightTransferEngine[JoinRequest, ReceiveRequest]):  # type
     def arriving(self, request: ReceiveRequest) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor when it is complete."""
         if self._groups is None:
-            raise RuntimeError("the worker has not met the sender of weights; init_transfer_engine comes first.")
+            raise RuntimeError("the worker is not connected to a sender of weights; call init_transfer_engine first.")
         self.arrived, plan = {}, request.plan
         with PassingChecksums(plan.kinds) as sums:
             for name, tensor in sums.passing(self._groups.receive(plan)):

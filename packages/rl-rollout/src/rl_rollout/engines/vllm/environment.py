@@ -1,4 +1,4 @@
-"""Environment variables that vLLM reads on import, and the changes that it makes to its process."""
+"""Environment variables that vLLM reads on import, and isolation of the changes that it makes to its process."""
 
 import logging
 import os
@@ -13,16 +13,16 @@ import torch
 
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `worker.py` is made for the first one
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # a sequence of max_model_len is scored as a prompt, with one token to spare
-    "VLLM_LOGGING_LEVEL": "ERROR",  # a dozen warnings at each start on a CPU say nothing that a user can act on
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `worker.py` supports only the first one
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # a scored sequence of max_model_len is a prompt with one extra token
+    "VLLM_LOGGING_LEVEL": "ERROR",  # suppresses a dozen warnings per start that a user cannot act on
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
 """Defaults. Variables that are already set stay."""
 
 _LEAKED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-"""Variables that vLLM sets for its own processes. They would reach every child process of the caller."""
+"""Variables that vLLM sets for its own processes. They would be inherited by every child process of the caller."""
 
 
 def prepare_environment() -> None:
@@ -30,7 +30,7 @@ def prepare_environment() -> None:
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     for name in ("torch._library.triton", "torch.utils.flop_counter"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # warns at each start that there is no Triton
+        logging.getLogger(name).setLevel(logging.ERROR)  # suppresses a warning that Triton is missing
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Records which experts of a mixture each token used, in vLLM's worker, for its scheduler.
+"""Records the experts that each token used, in vLLM's worker, for its scheduler.
 
 A token's experts are stored by KV slot, like its keys and values. A sample that reuses blocks from the prefix cache
-therefore gets the experts of the pass that computed them. Before a preemption frees blocks, their rows are read.
+therefore gets the experts of the pass that computed them. Rows are read before a preemption frees their blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,7 +98,7 @@ class ExpertStore:
         if isinstance(copies, BlockCopies) and copies.sources:
             blocks = self._slots.view(-1, self._block_size, *self._slots.shape[1:])
             blocks[copies.targets] = blocks[copies.sources]
-            self._slots.index_copy_(0, slots, rows)  # what a sample computed itself counts, not what its leader did
+            self._slots.index_copy_(0, slots, rows)  # rows that a sample computed itself override its leader's
 
 
 class ExpertRows:
@@ -135,25 +135,25 @@ class ExpertRows:
         return np.concatenate([*self._known.pop(request_id, ()), unknown])
 
     def request_finished(self, request: Request) -> None:
-        """A request is about to lose its blocks. Called by vLLM."""
+        """Read the rows of a request that is about to lose its blocks. Called by vLLM."""
         start, stop = self._num_known.get(request.request_id, 0), request.num_computed_tokens
         params = request.sampling_params
         is_left_out = params.prompt_logprobs is not None and not (params.extra_args or {}).get(WITH_EXPERTS)
         if is_left_out or not request.num_output_tokens or start >= stop:
-            return  # what was computed before a token was sampled will be computed again
+            return  # rows from before the first sampled token are computed again
         blocks = self._blocks(request.request_id)[self._group]
         self._to_ask.append(KeptRows(request.request_id, blocks, start, stop))
         self._num_known[request.request_id] = stop
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: Any) -> None:  # noqa: ARG002 - vLLM's interface
-        """The next step is planned, and will overwrite freed blocks. Called by vLLM."""
+        """Fetch rows before the next step, which is planned, overwrites freed blocks. Called by vLLM."""
         self._fetch()
 
     def take_output(self, request: Request, output: Any) -> None:
         """Return nothing, because steps have no such output. Called by vLLM."""
 
     def reset(self) -> None:
-        """The prefix cache was emptied. Called by vLLM."""
+        """Do nothing when the prefix cache was emptied. Called by vLLM."""
 
     def _fetch(self) -> None:
         wanted, self._to_ask = self._to_ask, []
@@ -172,6 +172,6 @@ def whole_group(kv_cache: KVCacheConfig) -> int:
         if isinstance(group.kv_cache_spec, FullAttentionSpec):
             return index
     raise EngineError(
-        "the experts of tokens are kept beside their keys and values, but no layer of this model keeps those of all "
+        "the experts of tokens are stored by KV slot, but no layer of this model keeps the keys and values of all "
         "tokens. Set capture_experts = false (VLLMOptions); training then chooses experts again."
     )

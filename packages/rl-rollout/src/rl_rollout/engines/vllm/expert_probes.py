@@ -68,7 +68,7 @@ class ExpectedAnswers:
         alone, dense = outputs[:-NUM_DENSE], outputs[-NUM_DENSE:]
         found = Answers(alone @ signs.T, dense)
         tiny, unit = torch.finfo(self.dtype).smallest_normal, torch.finfo(self.dtype).eps / 2
-        own = Answers(alone.norm(dim=1, keepdim=True), dense)  # rounded once more as it is
+        own = Answers(alone.norm(dim=1, keepdim=True), dense)  # rounded once more on output
         return all(
             bool(((live - expected).abs() <= NOISE * (noise + unit * last.abs().clamp(min=tiny))).all())
             for live, expected, noise, last in zip(found, self.answers, self.noise, own, strict=True)
@@ -87,7 +87,7 @@ def expected_answers(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -
     inputs, signs = _questions(gate.shape[1], dtype, gate.device)
     gate, up, down = gate.float(), up.float(), down.float()
     size = gate.square().mean().sqrt().log2().nan_to_num(0, 0, 0)
-    step = 2.0 ** -round(float(size))  # silu bends where gate's outputs are about 1
+    step = 2.0 ** -round(float(size))  # silu is nonlinear where gate's outputs are about 1
     dense_inputs = inputs[-NUM_DENSE:].float() * step
     inner = torch.cat([silu(gate.T * step) * (up.T * step), silu(dense_inputs @ gate.T) * (dense_inputs @ up.T)])
     mixed = signs @ down
@@ -107,7 +107,7 @@ def expected_answers(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -
 
 
 class AskedExpert:
-    """One rank's part of a probed expert: what arrived, and what the kernel held at the last proof.
+    """One rank's part of a probed expert: the tensors that arrived, and the kernel's matrices at the last proof.
 
     Attributes:
         probes: This rank's rows of each tensor's probe, as the tensors arrived.
@@ -159,18 +159,18 @@ def why_not_asked(layer: Any) -> str | None:
     """Return why a layer's experts cannot be run one by one; None if they can."""
     method = layer.quant_method
     if not isinstance(method, UnquantizedFusedMoEMethod):
-        return "is not known to take updates"
+        return "is not known to support updates"
     if method.unquantized_backend is UnquantizedMoeBackend.MOONEP:
         return "cannot load weights again"
     if method.moe_kernel is None or method.is_monolithic:
-        return "chooses experts itself, so that none can be asked alone"
+        return "chooses experts itself, so none can be run alone"
     if layer.activation is not MoEActivation.SILU or method.moe.has_bias:
         return f"computes more than products and silu: {layer.activation}, or biases"
     return None
 
 
 def ask_of(layer: Any, expert: int) -> Ask:
-    """Return a function that runs one expert of a live layer with its kernel, in steps of at most the engine's size."""
+    """Return a function that runs one expert of a live layer with its kernel, in batches of at most max_num_tokens."""
     config, method = layer.moe_config, layer.quant_method
 
     def ask(inputs: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def _joined(parts: Sequence[LivePart], expected: FloatArray | None) -> FloatArra
 
 def _named_parts(model: torch.nn.Module, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, LivePart]]:
     for path, module in model.named_modules():
-        path = path.removesuffix(".base_layer")  # a layer that serves an adapter is wrapped
+        path = path.removesuffix(".base_layer")  # a layer with adapter support is wrapped
         if isinstance(module, LinearBase):
             yield from _linear_parts(path, module, packed)
         elif isinstance(module, VocabParallelEmbedding):

@@ -1,4 +1,4 @@
-"""Which adapters vLLM can serve for a model. Importing this loads no engine."""
+"""The adapters that vLLM can serve for a model. Importing this module loads no engine."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,14 +18,15 @@ def target_modules(options: VLLMOptions, shapes: Shapes) -> tuple[str, ...]:
     vLLM's own choice includes the embeddings and the head, with which it cannot score.
 
     Args:
-        options: Its lora_target_modules. Empty selects every linear of the layers; for a mixture, only the attention's.
+        options: Its lora_target_modules. Empty selects every linear layer; for a mixture-of-experts model, only
+            attention.
         shapes: The model's tensors.
     """
     return options.lora_target_modules or tuple(sorted(_linear_names(shapes)))
 
 
 def lora_problems(options: VLLMOptions, shapes: Shapes) -> Iterator[str]:
-    """Describe what vLLM does not support of the requested adapters.
+    """Describe the requested adapters that vLLM does not support.
 
     Args:
         options: The engine's options.
@@ -33,10 +34,10 @@ def lora_problems(options: VLLMOptions, shapes: Shapes) -> Iterator[str]:
     """
     if not 0 <= options.max_lora_rank <= LORA_RANKS[-1]:
         largest = LORA_RANKS[-1]
-        yield f"max_lora_rank, in a run lora.rank, must be from 0 to {largest}; found {options.max_lora_rank}."
+        yield f"max_lora_rank (lora.rank in a run) must be from 0 to {largest}; found {options.max_lora_rank}."
     known = _linear_names(shapes)
     if unknown := sorted(set(options.lora_target_modules) - known):
-        reason = " Of a mixture, adapters of the attention alone are served." if _is_mixture(shapes) else ""
+        reason = " For a mixture of experts, only attention adapters are supported." if _is_mixture(shapes) else ""
         yield f"lora_target_modules must be among {', '.join(sorted(known))}; found {', '.join(unknown)}.{reason}"
 
 

@@ -1,8 +1,8 @@
-"""Experts of a mixture in vLLM: packed again at each update, and read back bit for bit.
+"""Experts of mixture-of-experts models in vLLM: packed again at each update, and read back bit for bit.
 
 A layer keeps all of its experts in two tensors. On CPUs, these are padded and packed for the kernel, and the originals
-are dropped. Packing only moves elements, so an index that is packed the same way tells where each came from. Experts of
-other kernels are probed (`expert_probes.py`).
+are dropped. Packing only moves elements, so packing an index in the same way shows where each element came from.
+Experts in other kernels are probed (`expert_probes.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -43,7 +43,7 @@ class ExpertPart:
     """One rank's part of one tensor of one expert.
 
     Attributes:
-        layer: vLLM's.
+        layer: The layer of vLLM.
         expert: Index of the expert.
         projection: Its name in the checkpoint, such as "gate_proj".
     """
@@ -70,7 +70,7 @@ class ExpertPart:
         rows, columns = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
         if self.dim:
             rows, columns = columns, rows
-        first = len(weight) // 2 if self.projection == layer.ckpt_up_proj_name else 0  # gate and up are both padded
+        first = len(weight) // 2 if self.projection == layer.ckpt_up_proj_name else 0  # gate and up are each padded
         part = slice(first, first + rows), slice(columns)
         kernel = layer.quant_method.moe_kernel.fused_experts
         if layer.quant_method.unquantized_backend is not UnquantizedMoeBackend.CPU or kernel._use_zentorch:
@@ -80,7 +80,7 @@ class ExpertPart:
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Record the expected tensor when a whole tensor arrives."""
-        part = self.of(tensor).to(current_platform.device_type)  # while it is loaded, a layer is on none
+        part = self.of(tensor).to(current_platform.device_type)  # a layer has no device while it is loaded
         if _is_readable(self.layer):
             _sums.setdefault(self.layer, {})[self.expert, self.projection] = tensor_checksum(part)
             return
@@ -114,13 +114,13 @@ class BiasPart:
     """The bias that a layer's router adds to its scores to choose experts. Every rank has all of it.
 
     Attributes:
-        layer: vLLM's.
+        layer: The layer of vLLM.
     """
 
     layer: Any
 
     def read(self) -> torch.Tensor:
-        """Return the router's [experts] float32 bias, whatever the gate has loaded."""
+        """Return the router's live [experts] float32 bias, regardless of the parameter that the gate has loaded."""
         bias: torch.Tensor = self.layer.router.e_score_correction_bias
         return bias.detach()
 
@@ -134,7 +134,7 @@ class BiasPart:
 
 
 def keep_cpu_experts() -> None:
-    """Make vLLM compute experts with its CPU kernel with adapters too, instead of Triton's GPU kernel."""
+    """Make vLLM use its CPU kernel for experts even with adapters, instead of Triton's GPU kernel."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def select_without_adapters(moe_config: Any) -> Any:
@@ -166,7 +166,7 @@ def served_experts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, Exper
             yield name, part, part.read_probe()
             continue
         expert = _asked.get(layer, {}).get(part.expert, AskedExpert())
-        if part.projection == first:  # one answer for the three of them
+        if part.projection == first:  # one run for all three tensors
             held = dict.fromkeys(_projections(layer), tensor_checksum(layer.w13_weight[part.expert]))
             held[down] = tensor_checksum(layer.w2_weight[part.expert])
             wrong = expert.wrong(ask_of(layer, part.expert), held)
@@ -185,9 +185,9 @@ def before_reload(model: torch.nn.Module) -> None:
         reason = None if _is_readable(layer) and layer.moe_config.is_act_and_mul else why_not_asked(layer)
         if reason is not None:
             raise EngineError(
-                f"{path}: vLLM computes these experts with {backend or type(method).__name__}, from which weights "
-                f"cannot be read back, and which {reason}; an update would not be proven, and is refused. Serve the "
-                "mixture on CPUs, or on a GPU where vLLM takes its Triton kernel."
+                f"{path}: vLLM computes these experts with {backend or type(method).__name__}, whose weights cannot "
+                f"be read back, and which {reason}. An update could not be proven, and is refused. Serve the model on "
+                "CPUs, or on a GPU where vLLM uses its Triton kernel."
             )
         if backend is UnquantizedMoeBackend.CPU and vllm_version.startswith("0.32."):
             method.moe_kernel = None
@@ -196,8 +196,9 @@ def before_reload(model: torch.nn.Module) -> None:
 def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass an update's tensors on, and record the expected experts and biases.
 
-    The allocator's cache of the first layer is returned. A layer needs twice its own size while vLLM loads it; with
-    another layer's cache, that would exceed a mixture of two layers. Later layers reuse the cache.
+    At the second layer, the allocator's cache of the first layer is returned to the system. A layer needs twice its own
+    size while vLLM loads it; with another layer's cache, that would exceed a mixture of two layers. Later layers reuse
+    the cache.
     """
     parts: dict[str, ExpertPart | BiasPart] = {}
     for path, layer in model.named_modules():
@@ -217,7 +218,7 @@ def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -
 
 
 def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function that maps Hugging Face names to those of the model's loader. Joined tensors keep theirs."""
+    """Return a function that maps Hugging Face names to the loader's names. Joined tensors keep their names."""
     if (mapper := getattr(model, "hf_to_vllm_mapper", None)) is None:
         return str
     mapper = replace(mapper, orig_to_new_stacked={})
@@ -243,11 +244,11 @@ def _routed(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 @lru_cache(maxsize=2)
 def _places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """Return [out, in] int32: where packing moves each element."""
+    """Return [out, in] int32: the position to which packing moves each element."""
     number = torch.arange(shape[0] * shape[1], dtype=torch.int32)
     carrier, mask = (torch.int32, -1) if dtype.itemsize == 4 else (torch.int16, 0xFFFF)
     packed = torch.zeros_like(number)
-    for shift in range(0, 32, 8 * dtype.itemsize):  # a number travels in as many pieces as it needs
+    for shift in range(0, 32, 8 * dtype.itemsize):  # an index is packed in as many pieces as it needs
         piece = (number >> shift).to(carrier).view(dtype).view(1, *shape)
         packed |= (cpu_prepack_moe_weight(piece, isa).view(carrier).flatten().int() & mask) << shift
     return torch.empty_like(number).index_copy_(0, packed.long(), number).view(shape)

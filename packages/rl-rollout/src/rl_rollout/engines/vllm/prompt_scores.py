@@ -1,8 +1,8 @@
-"""Logprobs of prompts and their most likely alternatives, inside vLLM's workers, in bounded memory.
+"""Logprobs of prompts and of their most likely alternatives, in vLLM's workers, in bounded memory.
 
-vLLM's own way holds a step's logits of all tokens of a sequence, [tokens, V] twice in float32: 10 GB for 8,192 tokens
-of a vocabulary of 151,936. It also ranks each token with a function that torch compiles, for a number that is unused
-here.
+vLLM's own implementation keeps a step's logits of all tokens of a sequence, [tokens, V] twice in float32: 10 GB for
+8,192 tokens and a vocabulary of 151,936. It also ranks each token with a function that torch compiles, for a number
+that is unused here.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 MAX_ROWS = 512
-"""Number of tokens whose logits are held at once. With fewer, the output matrix is read too often."""
+"""Number of tokens whose logits are in memory at once. With fewer, the output matrix is read too often."""
 
 
 def gather_without_ranks(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
@@ -55,7 +55,7 @@ def score_prompts(
     completed: dict[str, LogprobsTensors] = {}
     for request_id, top_k in runner.num_prompt_logprobs.items():
         num_tokens = num_scheduled_tokens.get(request_id)
-        if num_tokens is None:  # it waits for its next step
+        if num_tokens is None:  # not in this step
             continue
         request = runner.requests[request_id]
         num_scores = len(request.prompt_token_ids) - 1
@@ -67,7 +67,7 @@ def score_prompts(
         end = min(start + num_tokens, num_scores)
         targets = torch.tensor(request.prompt_token_ids[start + 1 : end + 1], device=hidden_states.device)
         _fill(runner, scores, hidden_states[offset : offset + max(end - start, 0)], targets, start)
-        if start + num_tokens > num_scores:  # vLLM sends them with the token that it draws after the prompt
+        if start + num_tokens > num_scores:  # vLLM sends them with the token sampled after the prompt
             completed[request_id] = scores
     for request_id in completed:
         del runner.num_prompt_logprobs[request_id]

@@ -1,4 +1,4 @@
-"""A KV connector with which vLLM computes a prompt once for all samples that have it.
+"""A KV connector with which vLLM computes a prompt once for all of its samples.
 
 vLLM's prefix caching shares complete blocks, of at least 32 tokens on CPUs. It shares nothing of a short prompt, and up
 to 31 tokens of a long one are computed again for each of a group's samples. Here, the first scheduled sample of a
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 Shared = tuple[str | None, tuple[int, ...]]
-"""What samples must have in common: the adapter with its version, and the prompt."""
+"""What samples must share: the adapter with its version, and the prompt."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         """Plan the copies of a follower. A sample that computes its whole prompt leads from now on.
 
         A leader's prompt is complete at the end of this step. A truncated one uses all remaining tokens of the step,
-        and nobody follows it until it is scheduled again.
+        and no sample follows it until it is scheduled again.
         """
         shared = _shared(request)
         if not num_external_tokens:
@@ -105,7 +105,7 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         return False, None
 
     def reset_cache(self) -> bool:
-        """Forget all leaders, because their weights are gone."""
+        """Forget all leaders, because their weights were replaced."""
         self._leaders.clear()
         return True
 

@@ -1,4 +1,4 @@
-"""vLLM's core as a `Stepper`. Importing this imports vLLM, which takes seconds."""
+"""vLLM's core as a `Stepper`. Importing this module imports vLLM, which takes seconds."""
 
 import gc
 import time
@@ -46,7 +46,7 @@ MAX_IDLE_STEPS = 100
 """Maximum number of steps without computation while samples run. Beyond it, the scheduler is stuck."""
 
 MAX_SCORING_STEPS = 2
-"""Scoring requests that vLLM gets at once, in steps' worth of tokens, so that later requests do not wait longer."""
+"""Number of steps' worth of tokens that vLLM gets for scoring at once, so that later requests do not wait longer."""
 
 _engines_in_process: set[int] = set()
 
@@ -62,7 +62,7 @@ class VLLMStepper:
         """Load the model.
 
         Raises:
-            EngineError: This process cannot hold the engine.
+            EngineError: This process cannot run the engine.
         """
         _require_room()
         self._owns_process_group = not torch.distributed.is_initialized()
@@ -168,7 +168,7 @@ class VLLMStepper:
         return [problem for rank in ranks for problem in rank]
 
     def _replace_weights(self, update: WeightUpdate) -> list[dict[str, str]]:
-        """Replace the weights. Return what arrived at each rank."""
+        """Replace the weights. Return the checksums of the tensors as they arrived at each rank."""
         what, details = replacement(update)
         arrived: list[dict[str, str]]
         if not update.is_sent:
@@ -222,7 +222,7 @@ class VLLMStepper:
             return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
 
     def _take_workers(self) -> WorkerWatch:
-        """Watch the workers' processes, and remove everything that could outlive them."""
+        """Watch the workers' processes, and unlink all shared resources that could outlive them."""
         executor = self._core.model_executor
         if self._num_ranks > 1:
             self._core.collective_rpc("unlink_shared")
@@ -230,15 +230,15 @@ class VLLMStepper:
         return WorkerWatch(executor)
 
     def _capture_experts(self, options: VLLMOptions) -> ExpertRows | None:
-        """Record the experts of tokens, if the model is a mixture."""
+        """Record the experts of tokens, if the model is a mixture of experts."""
         config = self._engine.model_config
         if not (options.capture_experts and config.is_moe):
             return None
         try:
             if not (self._is_cpu or options.enforce_eager):
                 raise EngineError(
-                    "vLLM's CUDA graphs do not tell which experts they choose. Set enforce_eager = true, or "
-                    "capture_experts = false: training then chooses experts again."
+                    "vLLM's CUDA graphs do not report their experts. Set enforce_eager = true, or capture_experts = "
+                    "false: training then chooses experts again."
                 )
             self._core.collective_rpc("capture_experts")
             shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
@@ -258,7 +258,7 @@ class VLLMStepper:
             raise
 
     def _without_adapter(self) -> list[Sample]:
-        """End samples whose adapter is gone. Otherwise, vLLM would fail the step for all samples."""
+        """End samples whose adapter is missing. Otherwise, vLLM would fail the step for all samples."""
         samples = [sample for sample, _ in self._running.values() if sample.adapter is None]
         reason = self._adapter.absence(samples)
         if reason is None:
@@ -356,7 +356,7 @@ class VLLMStepper:
         self._num_idle_steps = 0 if is_executed or not self._running else self._num_idle_steps + 1
         if self._num_idle_steps > MAX_IDLE_STEPS:
             raise RuntimeError(
-                f"vLLM's scheduler made {MAX_IDLE_STEPS} empty steps while {len(self._running)} samples wait; "
+                f"vLLM's scheduler made {MAX_IDLE_STEPS} empty steps while {len(self._running)} samples were waiting; "
                 "its KV cache may be too small for one of them."
             )
 
@@ -364,13 +364,13 @@ class VLLMStepper:
 def _require_room() -> None:
     if _engines_in_process:
         raise EngineError(
-            "this process holds a vLLM engine already, and vLLM's state is global. Close it first, or put one of "
-            "the two into a process of its own (rl_rollout.engines.process)."
+            "this process already has a vLLM engine, and vLLM's state is global. Close it first, or run one of the "
+            "two in its own process (rl_rollout.engines.process)."
         )
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise EngineError(
-            "a vLLM engine shares torch.distributed with the learner of its process, which must have a world size of "
-            f"1; found {torch.distributed.get_world_size()}. Put the engine into a process of its own."
+            "a vLLM engine shares torch.distributed with the learner in its process, which must have a world size of "
+            f"1; found {torch.distributed.get_world_size()}. Run the engine in its own process."
         )
 
 

@@ -25,7 +25,7 @@ MAX_KEPT = 64
 
 
 class StructuredOutputs:
-    """Compiles structures outside of the engine's thread, and gives vLLM a copy for each request."""
+    """Compiles structures outside of the engine's thread, and passes vLLM a copy for each request."""
 
     def __init__(self, model_dir: Path, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
         """Create without loading anything.
@@ -57,7 +57,7 @@ class StructuredOutputs:
         )
         try:
             self._matcher(_grammar(structure))
-        except (SettingsError, ValueError) as error:  # llguidance's word for a tokenizer that it does not know
+        except (SettingsError, ValueError) as error:  # llguidance raises this for an unsupported tokenizer
             raise EngineError(f"structures need the model's tokenizer: {error}") from error
 
     def compile_grammar(
@@ -66,7 +66,7 @@ class StructuredOutputs:
         grammar_spec: str,
         stop_token_ids: object = None,  # noqa: ARG002 - vLLM's interface
     ) -> GuidanceGrammar:
-        """Return a request's own state in its structure. Called by vLLM."""
+        """Return the state of a request in its structure. Called by vLLM."""
         return GuidanceGrammar(self._matcher(grammar_spec).deep_copy(), self._tokenizer, self._vocab_size)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ class StructuredOutputs:
         return mask
 
     def destroy(self) -> None:
-        """Do nothing, because no resources are held. Called by vLLM."""
+        """Do nothing, because there are no resources to free. Called by vLLM."""
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         if self._tokenizer is None:
@@ -85,7 +85,7 @@ class StructuredOutputs:
             )
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.get_error():
-            raise EngineError(f"the structure cannot be followed with this model's tokens: {matcher.get_error()}")
+            raise EngineError(f"the structure cannot be enforced with this model's tokens: {matcher.get_error()}")
         return matcher
 
 
@@ -95,13 +95,13 @@ def constrain(params: VLLMSamplingParams, structure: Structure) -> None:
 
 
 def failure_of(request: Request) -> str | None:
-    """Return why an ended response does not have its structure. A truncated one does not count as a failure."""
+    """Return why a finished response violates its structure; truncation is not a failure."""
     asked: Any = request.structured_output_request
     if asked is None:
         return None
     grammar = asked.grammar
     error = grammar.ll_matcher.get_error() if isinstance(grammar, GuidanceGrammar) else f"{grammar!r}"
-    return f"the structure could not be followed to its end: {error.partition(chr(10))[0]}" if error else None
+    return f"the structure could not be enforced until the end: {error.partition(chr(10))[0]}" if error else None
 
 
 def _grammar(structure: Structure) -> str:

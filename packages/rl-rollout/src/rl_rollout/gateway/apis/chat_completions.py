@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: requests read, answers written."""
+"""OpenAI's Chat Completions API: parses requests and writes answers."""
 
 import json
 import time
@@ -40,10 +40,10 @@ A_TOOL = 'an object with type "function" and a function that has a name'
 
 
 def read_chat_request(body: Mapping[str, Json]) -> Ask:
-    """A request.
+    """Parse a Chat Completions request.
 
     Raises:
-        RefusedError: A field cannot be what it is, or cannot be honoured.
+        RefusedError: A field is invalid or not supported.
     """
     check_fields(body, (*READ, *WITHOUT_EFFECT))
     messages = as_list(body.get("messages"), "messages", "a list of at least one message")
@@ -62,30 +62,30 @@ def read_chat_request(body: Mapping[str, Json]) -> Ask:
 
 
 class OpenAIApi:
-    """What OpenAI's APIs have in common: events are data, and errors too."""
+    """Base class of OpenAI's APIs, which send pings as comments and errors as data events."""
 
     ping = ": ping\n\n"
 
     def fail(self, error: RefusedError) -> str:
-        """See `WireApi.fail`."""
+        """Return the event for an error."""
         return data(json.dumps(error.as_openai()))
 
 
 class ChatCompletions(OpenAIApi):
-    """A request of Chat Completions, as `WireApi`."""
+    """A Chat Completions request, as a `WireApi`."""
 
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
-        """Read a request to a model.
+        """Parse a request; `model` is the model name in the answer.
 
         Raises:
-            RefusedError: A field cannot be what it is, or cannot be honoured.
+            RefusedError: A field is invalid or not supported.
         """
         self.ask = read_chat_request(body)
         self._with_usage, self._with_logprobs = asks_for_usage(body), bool(body.get("logprobs"))
         self._head: dict[str, Json] = {"created": int(time.time()), "model": model}
 
     def whole(self, answer: Answer) -> str:
-        """See `WireApi.whole`."""
+        """Return the answer as JSON."""
         choices = [
             {
                 "index": index,
@@ -100,19 +100,19 @@ class ChatCompletions(OpenAIApi):
         return whole.model_dump_json(exclude_unset=True)
 
     def begin(self, live: Live) -> Iterable[str]:
-        """See `WireApi.begin`."""
+        """Yield the events at the start of a stream."""
         self._head |= {"id": f"chatcmpl-{live.name}", "object": "chat.completion.chunk"}
         for index in range(self.ask.num_choices):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:
-        """See `WireApi.piece`."""
+        """Yield the events for new text of a choice."""
         delta_field = "content" if kind == "content" else "reasoning_content"
         choice = {"index": index, "delta": {delta_field: delta}, "finish_reason": None}
-        yield data(msgspec.json.encode({**self._head, "choices": [choice]}).decode())  # as `_chunk`, many times faster
+        yield data(msgspec.json.encode({**self._head, "choices": [choice]}).decode())  # `_chunk` is many times slower
 
     def end(self, answer: Answer) -> Iterable[str]:
-        """The calls, why each choice ended, and the usage where it was asked for."""
+        """Yield the tool calls and finish reason of each choice, and the usage if it was requested."""
         for index, sample in enumerate(answer.samples):
             for number, call in enumerate(sample.message.calls):
                 yield self._chunk(index, {"tool_calls": [{"index": number, **_call(call)}]})
@@ -130,12 +130,12 @@ class ChatCompletions(OpenAIApi):
 
 
 def data(text: str) -> str:
-    """An event without a name."""
+    """Return an unnamed event."""
     return f"data: {text}\n\n"
 
 
 def usage(answer: Answer) -> dict[str, Json]:
-    """Tokens of an answer."""
+    """Return the token counts of an answer."""
     sampled = answer.num_sampled
     total = answer.num_prompt_tokens + sampled
     counts = CompletionUsage(prompt_tokens=answer.num_prompt_tokens, completion_tokens=sampled, total_tokens=total)
@@ -143,15 +143,15 @@ def usage(answer: Answer) -> dict[str, Json]:
 
 
 def finish_reason(sample: Sample) -> str:
-    """Why a choice ended."""
+    """Return the finish reason of a choice."""
     return "tool_calls" if sample.message.calls else sample.generation.finish_reason
 
 
 def read_message(message: Json, where: str) -> ChatMessage:
-    """A message.
+    """Parse a message; `where` is its place in the request.
 
     Raises:
-        RefusedError: It is none.
+        RefusedError: The message is invalid.
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise refused_field(
@@ -172,17 +172,17 @@ def read_message(message: Json, where: str) -> ChatMessage:
 
 
 def read_call(call: Json, where: str) -> Call:
-    """A call of a message.
+    """Parse a tool call; `where` is its place in the request.
 
     Raises:
-        RefusedError: It is none.
+        RefusedError: The call is invalid.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise refused_field(f"{where}.function", function, "an object with a name and arguments")
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
-        raise refused_field(f"{where}.function.arguments", arguments, "a JSON text")
+        raise refused_field(f"{where}.function.arguments", arguments, "a JSON string")
     return Call(name=function["name"], arguments=arguments, call_id=str(call.get("id") or ""))
 
 

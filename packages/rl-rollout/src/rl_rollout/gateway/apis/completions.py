@@ -1,4 +1,4 @@
-"""OpenAI's Completions: a prompt of text or tokens is continued, without a chat template."""
+"""OpenAI's Completions API: continues a prompt of text or tokens without a chat template."""
 
 import json
 import time
@@ -23,17 +23,17 @@ WITHOUT_EFFECT = ("user",)
 
 
 class Completions(OpenAIApi):
-    """A request of Completions, as `WireApi`."""
+    """A Completions request, as a `WireApi`."""
 
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
-        """Read a request to a model.
+        """Parse a request; `model` is the model name in the answer.
 
         Raises:
-            RefusedError: A field cannot be what it is, or cannot be honoured.
+            RefusedError: A field is invalid or not supported.
         """
         check_fields(body, (*READ, *WITHOUT_EFFECT))
         if body.get("logprobs") not in (None, 0, False):
-            raise refused_field("logprobs", body["logprobs"], "0, for those of what was sampled: no others are kept")
+            raise refused_field("logprobs", body["logprobs"], "0: only logprobs of sampled tokens are available")
         self.ask = Ask(
             prompt=_prompt(body.get("prompt")),
             wishes=read_wishes(body, max_tokens="max_tokens", stop="stop", without_effect=WITHOUT_EFFECT),
@@ -43,22 +43,22 @@ class Completions(OpenAIApi):
         self._head: dict[str, Json] = {"created": int(time.time()), "model": model, "object": "text_completion"}
 
     def whole(self, answer: Answer) -> str:
-        """See `WireApi.whole`."""
+        """Return the answer as JSON."""
         self._head["id"] = f"cmpl-{answer.name}"
         choices = [self._choice(index, one.message.content, one) for index, one in enumerate(answer.samples)]
         return self._json(choices, usage=usage(answer))
 
     def begin(self, live: Live) -> Iterable[str]:
-        """See `WireApi.begin`."""
+        """Yield no events: the first text begins the stream."""
         self._head["id"] = f"cmpl-{live.name}"
         return ()
 
-    def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:  # noqa: ARG002 - all is text
-        """See `WireApi.piece`."""
+    def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:  # noqa: ARG002 - everything is text
+        """Yield the event for new text of a choice."""
         yield data(self._json([self._choice(index, delta)]))
 
     def end(self, answer: Answer) -> Iterable[str]:
-        """Why each choice ended, and the usage where it was asked for."""
+        """Yield the finish reason of each choice, and the usage if it was requested."""
         for index, sample in enumerate(answer.samples):
             yield data(self._json([self._choice(index, "", sample)]))
         if self._with_usage:
@@ -75,18 +75,18 @@ class Completions(OpenAIApi):
         return choice
 
     def _json(self, choices: list[dict[str, Any]], **fields: Json) -> str:
-        made = Completion.model_construct(**self._head, choices=choices, **fields)  # a chunk has no reason yet
+        made = Completion.model_construct(**self._head, choices=choices, **fields)  # a chunk has no finish_reason yet
         return made.model_dump_json(exclude_unset=True, warnings=False)
 
 
 class TokenPrompts(Completions):
-    """A request as of vLLM's `/inference/v1/generate`: of programs that render turns as tokens themselves."""
+    """A request of vLLM's `/inference/v1/generate`, for programs that encode turns themselves."""
 
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
-        """Read a request; of its sampling parameters those that the gateway does not know have no effect.
+        """Parse a request; sampling parameters that the gateway does not know have no effect.
 
         Raises:
-            RefusedError: A field cannot be what it is, or it asks for a stream.
+            RefusedError: A field is invalid, or the request asks for a stream.
         """
         asked = body.get("sampling_params") or {}
         if not isinstance(asked, dict):
@@ -97,7 +97,7 @@ class TokenPrompts(Completions):
             raise refused_field("token_ids", body.get("token_ids"), "a list of token ids, without stream")
 
     def whole(self, answer: Answer) -> str:
-        """See `WireApi.whole`."""
+        """Return the answer as JSON."""
         choices = []
         for index, generation in enumerate(sample.generation for sample in answer.samples):
             ids, logprobs = generation.token_ids.tolist(), generation.logprobs.tolist()
@@ -110,13 +110,13 @@ class TokenPrompts(Completions):
 
 
 def _prompt(given: Json) -> str | list[int]:
-    """The one prompt of a request.
+    """Return the single prompt of a request.
 
     Raises:
-        RefusedError: It is none, or there are several.
+        RefusedError: The prompt is invalid, or there are several.
     """
     one = given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list) else given
     is_ids = isinstance(one, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in one)
     if not one or not (isinstance(one, str) or is_ids):
-        raise refused_field("prompt", given, "a text or a list of token ids, one prompt a request")
+        raise refused_field("prompt", given, "a string or a list of token ids, one prompt per request")
     return one

@@ -1,4 +1,4 @@
-"""Reads the fields that requests of all APIs have in common."""
+"""Parses the fields that are common to the requests of all APIs."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -20,29 +20,29 @@ NOTHING: Mapping[str, tuple[Json, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""Values of fields that ask for nothing; any other value is refused."""
+"""Values with which an unsupported field is accepted, since they have no effect; any other value is refused."""
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
-"""Kinds of parts of a content that are text."""
+"""Types of content parts that are text."""
 
 
 def check_fields(body: Mapping[str, Json], known: Collection[str]) -> None:
-    """Refuse the first field that is not known, unless it asks for nothing.
+    """Check that all fields are known or have a value without effect.
 
     Raises:
-        RefusedError: Names it.
+        RefusedError: A field is not supported; the error names the first one.
     """
     for name, value in body.items():
         if value is not None and name not in known and value not in NOTHING.get(name, ()):
             raise RefusedError(
-                f"this server cannot honour {name}. Leave it out.", param=name, code="unsupported_parameter"
+                f"this server does not support {name}. Omit it.", param=name, code="unsupported_parameter"
             )
 
 
 def read_num_choices(body: Mapping[str, Json]) -> int:
-    """How many answers are asked for.
+    """Return the requested number of answers, 1 by default.
 
     Raises:
-        RefusedError: Too many, or none.
+        RefusedError: The number is out of range.
     """
     number = body.get("n") or 1
     if not isinstance(number, int) or not 1 <= number <= MAX_CHOICES:
@@ -51,10 +51,10 @@ def read_num_choices(body: Mapping[str, Json]) -> int:
 
 
 def asks_for_usage(body: Mapping[str, Json]) -> bool:
-    """Whether a stream is to end with the number of tokens.
+    """Return True if a stream must end with token counts.
 
     Raises:
-        RefusedError: The options of the stream are none.
+        RefusedError: `stream_options` is not an object.
     """
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
@@ -63,15 +63,15 @@ def asks_for_usage(body: Mapping[str, Json]) -> bool:
 
 
 def read_schema(form: Json, name: str, inner: str | None = None) -> Json:
-    """The JSON schema that an answer must follow; None where there is none.
+    """Return the JSON schema that an answer must follow; None without one.
 
     Args:
-        form: What the request says of it.
-        name: Of its field.
-        inner: Field of it that holds the schema, where it is not its own.
+        form: The format from the request.
+        name: Name of the format's field.
+        inner: Name of the field of the format that contains the schema; None if the format itself does.
 
     Raises:
-        RefusedError: It is no format that there is.
+        RefusedError: The format is unknown.
     """
     match form or {"type": "text"}:
         case {"type": "text"}:
@@ -88,16 +88,16 @@ def read_schema(form: Json, name: str, inner: str | None = None) -> Json:
 def read_tools(
     body: Mapping[str, Json], found: Callable[[dict[str, Any]], Json], expected: str, *, schema: str = "parameters"
 ) -> Tools:
-    """Tools as chat templates take them.
+    """Return the tools in the format of chat templates.
 
     Args:
         body: The request.
-        found: The object with the name of a tool; anything else where it is none that can be served.
-        expected: What a tool must be, in words.
-        schema: Field of its parameters.
+        found: Returns the object with a tool's name, or any other value for an unsupported tool.
+        expected: Description of a valid tool, for error messages.
+        schema: Name of the field of a tool's parameters.
 
     Raises:
-        RefusedError: One is none.
+        RefusedError: A tool is invalid or not supported.
     """
     tools = body.get("tools") or []
     if not isinstance(tools, list):
@@ -114,15 +114,15 @@ def read_tools(
 
 
 def read_choice(choice: Json, tools: Tools, kinds: Mapping[str, str]) -> tuple[bool, Json]:
-    """Whether tools may be called; and the JSON schema of the call that must be made, None where none must.
+    """Return whether tools may be called, and the JSON schema of a forced call or None.
 
     Args:
-        choice: What the request says of it: a kind, or an object with a `type` and, for one tool, its name.
-        tools: Of the request.
-        kinds: "auto", "none", "required" or "named", by the API's word.
+        choice: The request's `tool_choice`: a kind, or an object with a `type` and, for one tool, its name.
+        tools: The request's tools.
+        kinds: "auto", "none", "required" or "named", by the API's name for it.
 
     Raises:
-        RefusedError: It is none of these, or there is no tool to call.
+        RefusedError: The choice is unknown, or there is no such tool.
     """
     given: dict[str, Any] = choice if isinstance(choice, dict) else {"type": choice or "auto"}
     kind = kinds.get(str(given.get("type")))
@@ -146,12 +146,12 @@ def _call_schema(*, name: str, parameters: Json, **_others: Json) -> Json:
 
 
 def text_of(content: Json, where: str, *, between: str = "") -> str:
-    """The text of a message's content, its parts joined.
+    """Return the text of a message's content, with its parts joined.
 
     Args:
-        content: A text, or parts; None is no text.
-        where: Its place in the request.
-        between: What joins parts.
+        content: A string or a list of parts; None is an empty text.
+        where: Place of the content in the request.
+        between: Separator between parts.
 
     Raises:
         RefusedError: A part is not text.
@@ -159,33 +159,33 @@ def text_of(content: Json, where: str, *, between: str = "") -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise refused_field(where, content, "a text or a list of text parts")
+        raise refused_field(where, content, "a string or a list of text parts")
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
         if not isinstance(part, dict) or kind not in TEXTS:
-            raise refused_field(f"{where}[{index}].type", kind, '"text": this policy reads and writes text alone')
+            raise refused_field(f"{where}[{index}].type", kind, '"text": this policy supports only text')
         texts.append(text_field(part, "refusal" if kind == "refusal" else "text", f"{where}[{index}]"))
     return between.join(texts)
 
 
 def text_field(part: Mapping[str, Json], name: str, where: str) -> str:
-    """The text in a field of a part.
+    """Return the text in a field of a content part.
 
     Raises:
-        RefusedError: It is none.
+        RefusedError: The field is not a string.
     """
     text = part.get(name)
     if not isinstance(text, str):
-        raise refused_field(f"{where}.{name}", text, "a text")
+        raise refused_field(f"{where}.{name}", text, "a string")
     return text
 
 
 def as_list(value: Json, where: str, expected: str) -> list[Any]:
-    """A list that is not empty.
+    """Return a value that must be a list with at least one item.
 
     Raises:
-        RefusedError: It is none.
+        RefusedError: The value is not a list, or it is empty.
     """
     if not isinstance(value, list) or not value:
         raise refused_field(where, value, expected)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: requests read, answers written; nothing is stored, so each request has the whole conversation."""
+"""OpenAI's Responses API: parses requests and writes answers. Each request must have the entire conversation."""
 
 import json
 import time
@@ -28,14 +28,14 @@ A_TOOL = 'an object with type "function" and a name'
 
 
 class Kind(NamedTuple):
-    """How an item of what is said is written.
+    """Format of an output item.
 
     Attributes:
-        prefix: Of its id.
-        part: Type of its text.
-        of_item: More of it.
-        of_part: More of its text.
-        of_event: More of the events of its text.
+        prefix: Prefix of the item's id.
+        part: Type of its text part.
+        of_item: Further fields of the item.
+        of_part: Further fields of the text part.
+        of_event: Further fields of the text part's events.
     """
 
     prefix: str
@@ -54,14 +54,14 @@ KINDS = {
 
 
 def read_responses_request(body: Mapping[str, Json]) -> Ask:
-    """A request.
+    """Parse a Responses request.
 
     Raises:
-        RefusedError: A field cannot be what it is, or cannot be honoured.
+        RefusedError: A field is invalid or not supported.
     """
     if body.get("previous_response_id") is not None:
         raise RefusedError(
-            "this server keeps no responses: send the whole conversation as input, without previous_response_id.",
+            "this server stores no responses. Send the entire conversation as input, without previous_response_id.",
             param="previous_response_id",
             code="unsupported_parameter",
         )
@@ -82,13 +82,13 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
 
 
 class Responses(OpenAIApi):
-    """A request of Responses, as `WireApi`."""
+    """A Responses request, as a `WireApi`."""
 
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
-        """Read a request to a model.
+        """Parse a request; `model` is the model name in the answer.
 
         Raises:
-            RefusedError: A field cannot be what it is, or cannot be honoured.
+            RefusedError: A field is invalid or not supported.
         """
         self.ask = read_responses_request(body)
         self._head: dict[str, Json] = {
@@ -106,18 +106,18 @@ class Responses(OpenAIApi):
         self._kind, self._said = "", ""
 
     def whole(self, answer: Answer) -> str:
-        """See `WireApi.whole`."""
+        """Return the answer as JSON."""
         return json.dumps(self._response(answer))
 
     def begin(self, live: Live) -> Iterable[str]:
-        """See `WireApi.begin`."""
+        """Yield the events at the start of a stream."""
         self._name = live.name
         begun = {**self._head, "id": f"resp_{live.name}", "status": "in_progress", "output": []}
         for event in ("created", "in_progress"):
             yield self._event(f"response.{event}", response=begun)
 
     def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:  # noqa: ARG002 - there is one choice
-        """See `WireApi.piece`."""
+        """Yield the events for new text."""
         if kind != self._kind:
             yield from self._close()
             self._kind = kind
@@ -127,7 +127,7 @@ class Responses(OpenAIApi):
         yield self._part(f"{KINDS[kind].part}.delta", delta=delta, **KINDS[kind].of_event)
 
     def end(self, answer: Answer) -> Iterable[str]:
-        """The calls, and the whole response."""
+        """Yield the tool calls and the complete response."""
         yield from self._close()
         message = answer.samples[0].message
         if not (message.content or message.calls):
@@ -144,11 +144,11 @@ class Responses(OpenAIApi):
         yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: RefusedError) -> str:
-        """See `WireApi.fail`."""
+        """Return the event for an error."""
         return self._event("error", code=error.code or error.kind, message=str(error), param=error.param)
 
     def _close(self) -> Iterable[str]:
-        """End the item that is open."""
+        """Yield the events that end the open item."""
         kind, said = self._kind, self._said
         if kind:
             yield self._part(f"{KINDS[kind].part}.done", text=said, **KINDS[kind].of_event)
@@ -200,7 +200,7 @@ def _part(kind: str, text: str) -> dict[str, Json]:
 
 
 def _item(name: str, kind: str, text: str | None) -> dict[str, Json]:
-    """An item of reasoning or of a message; `text` is None while it is said."""
+    """Return an item of reasoning or of a message; `text` is None while it is streamed."""
     status, content = ("in_progress", []) if text is None else ("completed", [_part(kind, text)])
     return {"id": f"{KINDS[kind].prefix}_{name}", "status": status, "content": content, **KINDS[kind].of_item}
 
@@ -211,15 +211,15 @@ def _call(call: Call) -> dict[str, Json]:
 
 
 def _messages(given: Json) -> list[ChatMessage]:
-    """The conversation; what the model said in one turn comes as several items."""
+    """Return the messages of a conversation, in which one turn of the model has several items."""
     if isinstance(given, str):
         return [ChatMessage(role="user", content=given)]
     messages: list[ChatMessage] = []
     turn: dict[str, Any] = {}
-    for index, item in enumerate(as_list(given, "input", "a text, or a list of at least one item")):
+    for index, item in enumerate(as_list(given, "input", "a string or a list of at least one item")):
         where = f"input[{index}]"
         if not isinstance(item, dict):
-            raise refused_field(where, item, "an item")
+            raise refused_field(where, item, "an object")
         kind = item.get("type") or "message"
         is_said = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
         if turn and (not is_said or kind == "reasoning" or (kind == "message" and len(turn) > ("reasoning" in turn))):

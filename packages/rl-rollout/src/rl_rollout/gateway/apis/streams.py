@@ -7,45 +7,45 @@ from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.refusals import RefusedError
 
 PING_S = 10.0
-"""Longest silence: proxies and clients give up on a stream that says nothing."""
+"""Maximum silence in seconds before a ping: proxies and clients close silent streams."""
 Piece = tuple[int, str, str]
-"""Choice, "reasoning" or "content", and what is new of it."""
+"""Index of the choice, "reasoning" or "content", and new text."""
 
 
 class WireApi(Protocol):
-    """One request of an API, read, and how it is answered; events are complete, as they are sent.
+    """A parsed request of an API, and the format of its answer. Events are complete server-sent events.
 
     Attributes:
-        ask: What it asks for.
-        ping: An event that says nothing.
+        ask: The request.
+        ping: An event without content.
     """
 
     ask: Ask
     ping: str
 
     def whole(self, answer: Answer) -> str:
-        """The answer as JSON."""
+        """Return the answer as JSON."""
         ...
 
     def begin(self, live: Live) -> Iterable[str]:
-        """The events that begin a stream."""
+        """Yield the events at the start of a stream."""
         ...
 
     def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:
-        """The events of more "reasoning" or "content" of a choice."""
+        """Yield the events for new "reasoning" or "content" of a choice."""
         ...
 
     def end(self, answer: Answer) -> Iterable[str]:
-        """The events that end a stream."""
+        """Yield the events at the end of a stream."""
         ...
 
     def fail(self, error: RefusedError) -> str:
-        """The event of a failure."""
+        """Return the event for an error."""
         ...
 
 
 async def events(live: Live, api: WireApi, is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[str]:
-    """The events of an answer under way, which counts as delivered unless its client is gone at the end."""
+    """Yield the events of an answer in progress; it counts as delivered unless the client has disconnected."""
     try:
         for event in api.begin(live):
             yield event
@@ -55,7 +55,7 @@ async def events(live: Live, api: WireApi, is_gone: Callable[[], Awaitable[bool]
         answer = await live.answer
         for event in api.end(answer):
             yield event
-        if not await is_gone():  # to whom the server sends nothing, and says nothing of it
+        if not await is_gone():  # the server silently drops what it sends to a disconnected client
             answer.deliver()
     except RefusedError as error:
         yield api.fail(error)
@@ -64,7 +64,7 @@ async def events(live: Live, api: WireApi, is_gone: Callable[[], Awaitable[bool]
 
 
 async def _pieces(live: Live) -> AsyncIterator[Piece | None]:
-    """What is new, as it comes, up to the whole of each message; None where nothing came for a while."""
+    """Yield new pieces until each message is complete; yield None after PING_S without any."""
     while not live.answer.done():
         live.news.clear()
         for piece in live.take():

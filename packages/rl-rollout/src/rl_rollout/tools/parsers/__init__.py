@@ -1,4 +1,4 @@
-"""Parsers of tool calls, one for each family of models."""
+"""Parsers of tool calls, one for each model family."""
 
 from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
 from rl_rollout.tools.parsers.registry import TOOL_PARSERS, resolve_parser

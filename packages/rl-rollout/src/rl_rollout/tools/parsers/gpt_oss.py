@@ -1,4 +1,4 @@
-"""Calls as messages on the commentary channel, to `functions.NAME`: gpt-oss and its harmony format."""
+"""Parser of gpt-oss and its harmony format: calls are messages on the commentary channel to `functions.NAME`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,15 +15,15 @@ CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]+)")
 
 
 class GptOssParser:
-    """Each message that has a recipient, or ends as a call, is one; the messages on the final channel are the answer.
+    """Reads each message that has a recipient or ends as a call; messages on the final channel are the answer.
 
-    A message without a channel is an answer too, and so is a turn without any message, as it stands.
+    A message without a channel also belongs to the answer. A turn without any message is the answer as a whole.
     """
 
     stop_tokens = ("<|call|>",)
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:  # noqa: ARG002
-        """See `ToolParser.parse`."""
+        """Find the calls, the answer and the reasoning of a turn. See `ToolParser.parse`."""
         calls: list[ToolCall] = []
         answers: list[str] = []
         thoughts: list[str] = []
@@ -42,7 +42,7 @@ class GptOssParser:
 
 
 def _messages(text: str) -> Iterator[tuple[str, str | None, str]]:
-    """Header, body and end token of each message; the body is None where <|message|> is missing."""
+    """Yield header, body and end token of each message; the body is None if <|message|> is missing."""
     header, body = "", None
     for piece in [*CONTROL.split(text), ""]:
         if piece == "<|message|>":

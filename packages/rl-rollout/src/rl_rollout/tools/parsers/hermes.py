@@ -1,4 +1,4 @@
-"""Calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5 and Qwen3."""
+"""Parser of Hermes, Qwen2.5 and Qwen3: calls are `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
 import json
 import re
@@ -11,31 +11,31 @@ from rl_rollout.tools.protocol import ToolCall
 
 FORM = f'{OPENING}{{"name": "...", "arguments": {{...}}}}{CLOSING}'
 ARGUMENTS = ("arguments", "parameters")
-"""The key of the arguments; Llama's own form, which other models write too, has the second."""
+"""Keys of the arguments. The second is Llama's, which other models also write."""
 BESIDE = {"name", "id", "type", *ARGUMENTS}
 BRACE, END = re.compile(r"\s*(?=\{)"), re.compile(rf"\s*{CLOSING}")
 DECODER = json.JSONDecoder()
 WINDOW = 1024
-"""Characters in which the end of a call is looked for first."""
+"""Size of the first window in which the end of a call is searched, in characters."""
 
 LONGEST_WORD = 16
-"""Characters before a window's end in which a fault may be that end: it may cut a word, an escape, or -Infinity."""
+"""Characters before a window's end in which that end may cause an error: it may cut a word, an escape or -Infinity."""
 
 
 class HermesParser:
-    """JSON between `<tool_call>` and `</tool_call>`, as often as it comes."""
+    """Reads JSON between each `<tool_call>` and `</tool_call>`."""
 
     stop_tokens = ()
     openings = (OPENING,)
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:  # noqa: ARG002
-        """See `ToolParser.parse`."""
+        """Find the calls of a turn. See `ToolParser.parse`."""
         blocks = call_blocks(text, openings=(OPENING,), find_end=_find_end)
         return ParsedTurn(calls=tuple(map(_read, blocks)), calls_at=blocks[0].start if blocks else None)
 
 
 def _find_end(text: str, _: str, start: int) -> BodyEnd:
-    """Where the JSON ends, whatever its texts have in them; where it is none, at the next `</tool_call>`."""
+    """Find the end of the JSON, whatever its strings contain; without valid JSON, find the next `</tool_call>`."""
     if brace := BRACE.match(text, start):
         body_end = _json_end(text, brace.end())
         if body_end is not None and (end := END.match(text, body_end)):
@@ -44,10 +44,10 @@ def _find_end(text: str, _: str, start: int) -> BodyEnd:
 
 
 def _json_end(text: str, start: int) -> int | None:
-    """Where the JSON object that begins there ends; None where it is none.
+    """Return the end of the JSON object that starts here, or None if it is not valid.
 
-    It is read in windows that grow: what json says of a fault costs time for all that stands before it, and a hostile
-    text has a fault in each of its calls.
+    The object is read in growing windows: json's error reports take time in proportion to the text before the error,
+    and hostile text can have an error in each call.
     """
     size = WINDOW
     while True:
@@ -59,7 +59,7 @@ def _json_end(text: str, start: int) -> int | None:
             if start + size >= len(text) or not may_be_cut:
                 return None
             size *= 4
-        except (ValueError, RecursionError):  # a number of too many digits, or lists of too many levels
+        except (ValueError, RecursionError):  # a number with too many digits, or lists nested too deeply
             return None
         else:
             return start + end
@@ -83,7 +83,7 @@ def _read(block: Block) -> ToolCall:
             return ToolCall(name=name, fault=f"the call of {name} has no arguments: {shown(body)}. Write it as {FORM}.")
         return ToolCall(name=name)
     arguments = call[key]
-    if isinstance(arguments, str):  # some models write the arguments as a JSON text
+    if isinstance(arguments, str):  # some models write the arguments as a JSON string
         return read_arguments(arguments, name=name)
     return call_with(arguments, name=name)
 

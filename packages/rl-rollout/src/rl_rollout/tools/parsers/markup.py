@@ -1,4 +1,4 @@
-"""Where the calls of a turn are, among its thinking and its words."""
+"""Finds the calls of a turn among its thinking and its text."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ BOUNDARY = re.compile(f"{OPENING}|{CLOSING}")
 
 
 class Block(NamedTuple):
-    """What a model wrote as a call.
+    """Text that a model wrote as a call.
 
     Attributes:
-        opening: What it begins with; empty where only its end is there.
-        body: What follows; up to the next opening where no end is there.
-        is_closed: Its end is there.
-        start: Where it begins in the turn.
+        opening: Opening mark; empty if only the closing mark is present.
+        body: Text after the opening mark, up to the closing mark or else the next opening mark.
+        is_closed: True if the closing mark is present.
+        start: Index of its start in the turn.
     """
 
     opening: str
@@ -26,12 +26,12 @@ class Block(NamedTuple):
 
 
 class BodyEnd(NamedTuple):
-    """Where a call's body ends, and where the reading goes on.
+    """End of a call's body, and of the call.
 
     Attributes:
-        body: Its end.
-        call: The end of what closes it, or of the body where nothing does.
-        is_closed: Something does.
+        body: Index of the end of the body.
+        call: Index of the end of the closing mark, or of the body without one. Reading continues here.
+        is_closed: True if there is a closing mark.
     """
 
     body: int
@@ -40,16 +40,16 @@ class BodyEnd(NamedTuple):
 
 
 def call_blocks(text: str, *, openings: Sequence[str], find_end: Callable[[str, str, int], BodyEnd]) -> list[Block]:
-    """The calls of a turn in order, without those that were only thought about.
+    """Return the calls of a turn in order, without calls inside its thinking.
 
-    Thought is what `<think>` and the next `</think>` enclose, or all that follows where it is never closed. A turn
-    whose first such mark is `</think>` began in thinking, which the prompt had opened: all before is thought. Marks
-    inside a call that has an end are its arguments.
+    Thinking is the text between `<think>` and the next `</think>`, or the rest of the turn if it is never closed. If
+    the first of these marks is `</think>`, the prompt opened the thinking, so all text before it is thinking. Marks
+    inside a closed call belong to its arguments.
 
     Args:
-        text: The turn.
-        openings: What calls begin with.
-        find_end: Given the text, the opening, and where its body begins.
+        text: Text of the turn.
+        openings: Opening marks of calls.
+        find_end: Finds the end of a body, from the text, the opening mark and the start of the body.
     """
     marks = re.compile("|".join(map(re.escape, (THINKING, THOUGHT, *openings, CLOSING))))
     blocks: list[Block] = []
@@ -71,14 +71,14 @@ def call_blocks(text: str, *, openings: Sequence[str], find_end: Callable[[str, 
         else:
             end = find_end(text, mark[0], position)
             body = text[position : end.body]
-            if end.is_closed or has_thought or THOUGHT not in body:  # else: a mark that was thought about
+            if end.is_closed or has_thought or THOUGHT not in body:  # otherwise the mark is part of the thinking
                 blocks.append(Block(mark[0], body, end.is_closed, mark.start()))
                 position = end.call
     return blocks
 
 
 def tagged_body_end(text: str, start: int) -> BodyEnd:
-    """The end of a body at `</tool_call>`, unless another call begins before."""
+    """Return the end of a body at `</tool_call>`, unless another call begins before it."""
     boundary = BOUNDARY.search(text, start)
     if boundary is not None and boundary[0] == CLOSING:
         return BodyEnd(boundary.start(), boundary.end(), is_closed=True)
@@ -86,6 +86,6 @@ def tagged_body_end(text: str, start: int) -> BodyEnd:
 
 
 def unclosed(next_opening: re.Match[str] | None, text: str) -> BodyEnd:
-    """The end of a body that nothing closes: the next call, or the end of the turn."""
+    """Return the end of an unclosed body: the next call, or the end of the turn."""
     end = len(text) if next_opening is None else next_opening.start()
     return BodyEnd(end, end, is_closed=False)

@@ -1,4 +1,4 @@
-"""Protocol of the parsers that read calls from a model's text."""
+"""Protocol of parsers that read tool calls from a model's text."""
 
 import json
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ MAX_SHOWN = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
-    """What a model's turn asks for.
+    """Contents of a model's turn.
 
     Attributes:
-        calls: In order; none ends the session.
-        answer: What it says to the user, where the format marks it; None where that is the whole turn.
-        reasoning: What it thought, where the format marks it otherwise than by `<think>`.
-        calls_at: Where the first call begins in the text, if it is known.
+        calls: Calls in order; empty ends the session.
+        answer: Text for the user, if the format marks it; None if it is the whole turn.
+        reasoning: Thinking that the format marks with something other than `<think>`.
+        calls_at: Index of the first call in the text, if known.
     """
 
     calls: tuple[ToolCall, ...] = ()
@@ -33,28 +33,28 @@ class ParsedTurn:
 class ToolParser(Protocol):
     """Reads one format.
 
-    Whatever the text and the schemas are, nothing is raised: a call that cannot be read is a ToolCall with a fault. A
-    parser may also have `openings: tuple[str, ...]`, all that a call can begin with: text before is then shown while a
-    turn is sampled.
+    A parser never raises, whatever the text and schemas are: an unreadable call becomes a ToolCall with a fault. A
+    parser may also have `openings: tuple[str, ...]`, all strings with which a call can begin. The text before them is
+    then streamed while the turn is sampled.
     """
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:
-        """Special tokens that end a turn in this format, beside the tokenizer's own end token."""
+        """Special tokens that end a turn in this format, in addition to the tokenizer's own end token."""
         ...
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
         """Find the calls of a turn.
 
         Args:
-            text: The turn, special tokens kept.
-            parameters: JSON schema of the arguments of each tool, by name.
+            text: Text of the turn, including special tokens.
+            parameters: JSON schema of each tool's arguments, by name.
         """
         ...
 
 
 def read_arguments(text: str, *, name: str) -> ToolCall:
-    """A call of a tool with JSON arguments."""
+    """Return a call of a tool from arguments in JSON."""
     try:
         arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError) as error:
@@ -63,14 +63,14 @@ def read_arguments(text: str, *, name: str) -> ToolCall:
 
 
 def call_with(arguments: Json, *, name: str) -> ToolCall:
-    """A call of a tool, once its arguments were read."""
+    """Return a call of a tool from parsed arguments."""
     if not isinstance(arguments, dict):
         return ToolCall(name=name, fault=f"the arguments of {name} must be a JSON object; found {shown(arguments)}.")
     return ToolCall(name=name, arguments=arguments)
 
 
 def shown(value: object) -> str:
-    """A value, short enough for a message."""
+    """Return a value as text that is short enough for a message."""
     if isinstance(value, str):
         return cut(value, max_characters=MAX_SHOWN)
     return shown_value(value, max_characters=MAX_SHOWN)

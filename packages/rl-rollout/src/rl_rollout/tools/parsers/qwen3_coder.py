@@ -1,4 +1,4 @@
-"""Calls as `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`: Qwen3-Coder."""
+"""Parser of Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`."""
 
 import json
 import re
@@ -19,16 +19,17 @@ CLOSING_TOO = re.compile(rf"(?:\s*{CLOSING})?")
 
 
 class Qwen3CoderParser:
-    """XML-like calls, also those without `<tool_call>` or `</tool_call>`, which the models forget at times.
+    """Reads XML-like calls, also without `<tool_call>` or `</tool_call>`, which models sometimes omit.
 
-    A value is a text where the tool's schema allows a string, else JSON; "null" is None where that is allowed too.
+    A value is text if the tool's schema allows a string, otherwise JSON. "null" becomes None if the schema also allows
+    null.
     """
 
     stop_tokens = ()
     openings = (OPENING, FUNCTION)
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
-        """See `ToolParser.parse`."""
+        """Find the calls of a turn. See `ToolParser.parse`."""
         blocks = call_blocks(text, openings=(OPENING, FUNCTION), find_end=_find_end)
         calls = tuple(_read(block, parameters) for block in blocks)
         return ParsedTurn(calls=calls, calls_at=blocks[0].start if blocks else None)
@@ -75,7 +76,7 @@ def _read(block: Block, parameters: Mapping[str, Mapping[str, Json]]) -> ToolCal
 
 
 def _value(text: str, schema: object, root: object) -> Any:
-    """The text where the schema allows a string; else JSON where it can be read so, else the text."""
+    """Return the text if the schema allows a string; otherwise parse it as JSON, or keep it if that fails."""
     types = allowed_types(schema, text, root=root)
     if types is not None and "string" in types:
         return None if text.strip() == "null" and "null" in types else text

@@ -1,4 +1,4 @@
-"""Parsers of tool calls by name; another package adds one with the entry point group `rl_rollout.tool_parsers`."""
+"""Tool parsers by name. Other packages add parsers with the entry point group `rl_rollout.tool_parsers`."""
 
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
@@ -17,10 +17,10 @@ TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
 
 
 def resolve_parser(reference: str) -> ToolParser:
-    """The parser of a name, or of `path.py:Class`, made without arguments.
+    """Create the parser with this name, or at `path.py:Class`, without arguments.
 
     Raises:
-        SettingsError: There is no such name, file or class, or it has no `parse`.
+        SettingsError: The name, file or class does not exist, or has no `parse`.
     """
     parser_class = find_in(TOOL_PARSERS, reference)
     if not isinstance(parser_class, type) or not hasattr(parser_class, "parse"):

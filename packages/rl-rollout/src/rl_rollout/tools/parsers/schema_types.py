@@ -1,24 +1,24 @@
-"""The types that a JSON schema allows, as far as it says so.
+"""Finds the types that a JSON schema allows, as far as the schema tells.
 
-Schemas come from users and servers: anything can be in them.
+Schemas come from users and servers, so they may contain anything.
 """
 
 from collections.abc import Mapping, Sequence
 from urllib.parse import unquote
 
 Types = frozenset[str] | None
-"""Names of JSON types; None where all are allowed, or it cannot be told."""
+"""Names of JSON types; None if all are allowed or the types are unknown."""
 
 MAX_DEPTH = 32
 
 
 def allowed_types(schema: object, text: str, *, root: object) -> Types:
-    """The types that a value may have which was written as this text.
+    """Return the types that a value with this text may have.
 
     Args:
-        schema: Of the value.
-        text: Among strings that are listed, only this one counts, unless nothing but strings is listed.
-        root: What `$ref` begins at.
+        schema: Schema of the value.
+        text: Text of the value. Listed strings count only if they equal it, or if only strings are listed.
+        root: Schema in which `$ref` is resolved.
     """
     return _Reader(text, root).read(schema)
 
@@ -65,13 +65,13 @@ class _Reader:
 
     def _target(self, reference: str) -> Types:
         if reference not in self._targets:
-            self._targets[reference] = None  # for one that leads back to itself
+            self._targets[reference] = None  # for a reference that leads back to itself
             self._targets[reference] = self.read(_resolve(reference, self._root))
         return self._targets[reference]
 
 
 def _resolve(reference: str, root: object) -> object:
-    """What a JSON pointer such as "#/$defs/Color" leads to; None where that is nothing."""
+    """Return the target of a JSON pointer such as "#/$defs/Color"; None if there is none."""
     start, *steps = reference.split("/")
     found = root if start == "#" else None
     for step in steps:

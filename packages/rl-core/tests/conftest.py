@@ -1,0 +1,15 @@
+"""Leaves out the tests of tensors where torch, an extra of rl-core, is not installed."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+collect_ignore = [
+    path.name
+    for path in Path(__file__).parent.glob("test_*.py")
+    if find_spec("torch") is None and "\nimport torch\n" in path.read_text()
+]
+
+
+def pytest_report_header() -> str | None:
+    """Name what is left out."""
+    return f"torch is not installed; left out: {', '.join(sorted(collect_ignore))}" if collect_ignore else None
