@@ -74,7 +74,10 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
     with async_training(run, **settings) as process:
         process.wait_until((run.run_folder / "control.json").exists, "somebody to ask")
         status, text = asked(capsys, "status", folder)
-        assert (status, re.match(r"the run is starting, \d+ s after its launch; now:\n  \S+ing ", text) is None) == (
+        assert (
+            status,
+            re.match(r"the run is starting, \d+ s after its launch; in progress:\n  \S+ing ", text) is None,
+        ) == (
             0,
             False,
         )
