@@ -160,7 +160,7 @@ def test_a_component_that_the_reward_does_not_give_is_named(run: TinyRun, capsys
         run, algorithm__advantage="gdpo", algorithm__advantage_options="{weights = {style = 1.0}}", trainer__steps=1
     )
     assert status == 2
-    assert "names the component 'style', but the reward function gave" in capsys.readouterr().err
+    assert "names the component 'style', but the reward function returned" in capsys.readouterr().err
 
 
 def test_a_rejection_that_leaves_nothing_is_said(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

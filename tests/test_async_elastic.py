@@ -74,7 +74,10 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
     with async_training(run, **settings) as process:
         process.wait_until((run.run_folder / "control.json").exists, "somebody to ask")
         status, text = asked(capsys, "status", folder)
-        assert (status, re.match(r"the run is starting, \d+ s after its launch; now:\n  \S+ing ", text) is None) == (
+        assert (
+            status,
+            re.match(r"the run is starting, \d+ s after its launch; in progress:\n  \S+ing ", text) is None,
+        ) == (
             0,
             False,
         )
@@ -84,7 +87,7 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
         lines = text.splitlines()
         assert lines[0] == f"step 0 of {STEPS}"
         assert lines[1] == "versions: engines serve 0, the learner trains 0"
-        found = re.match(r"groups: (\d+) generated now, (\d+) ready, ", lines[2])
+        found = re.match(r"groups: (\d+) in flight, (\d+) ready, ", lines[2])
         assert found is not None, lines
         generated, ready = map(int, found.groups())
         assert generated + ready == 2 * PROMPTS_PER_STEP
@@ -92,14 +95,14 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
         assert any(map(views.match, lines))
         assert any(line.startswith("learner: waits for the next order from controller") for line in lines)
 
-        assert asked(capsys, "scale", folder, "--engines", "2") == (0, "the run has 2 engine(s) now\n")
+        assert asked(capsys, "scale", folder, "--engines", "2") == (0, "the run now has 2 engines\n")
         assert "response(s) in 2 engine(s)" in asked(capsys, "status", folder)[1]
         status, text = asked(capsys, "scale", folder, "--engines", "0")
         assert (status, "a run needs at least one engine; found 0" in text) == (1, True)
         release(run, "first")
 
         reach(process, run, "second")
-        assert asked(capsys, "scale", folder, "--engines", "1") == (0, "the run has 1 engine(s) now\n")
+        assert asked(capsys, "scale", folder, "--engines", "1") == (0, "the run now has 1 engine\n")
         release(run, "second")
         assert process.wait() == 0, process.text
         assert process.leftovers() == []
