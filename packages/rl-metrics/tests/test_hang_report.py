@@ -261,7 +261,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
             group("p-8", state="settled", missing=(), holder=None),
             group("p-9", state="settled", missing=(), holder=None),
         ],
-        ["2 groups are settled and no role holds them: they lack columns, or learner does not want them"],
+        ["2 groups are settled and no role holds them: they lack columns, or learner does not lease them"],
         [],
     ),
     "the learner computes for too long": (

@@ -103,7 +103,7 @@ def test_stale_weights():
     assert first.rule == "engine_mismatch"
     assert first.causes[0].startswith("stale weights")
     causes = {finding.rule: finding.causes[0] for finding in verdict.findings}
-    assert causes["kl_high"] == causes["clip_share"] == "engine and learner compute other probabilities"
+    assert causes["kl_high"] == causes["clip_share"] == "engine and learner compute different probabilities"
 
 
 def test_a_failed_proof_comes_before_the_mismatch_that_it_explains():
@@ -130,7 +130,7 @@ def test_a_proof_that_ended_the_run_is_found_in_its_events():
 def test_a_mismatch_from_the_first_step_is_no_stale_weights():
     verdict = verdict_of(training__rollout_probs_diff_mean=np.full(STEPS, 0.05))
     assert verdict.findings[0].rule == "engine_mismatch"
-    assert verdict.findings[0].causes[0].startswith("another template")
+    assert verdict.findings[0].causes[0].startswith("engine and learner use different templates")
 
 
 def test_old_rollouts_may_differ():

@@ -138,7 +138,7 @@ class _Scene:
             return _Step(
                 words,
                 cause=f"{len(settled)} groups are settled and no role holds them: they lack columns, or {role.name} "
-                f"does not want them",
+                f"does not lease them",
             )
         return _Step(words, cause="no group is in flight and none is issued: nothing can become ready")
 

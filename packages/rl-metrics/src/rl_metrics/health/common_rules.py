@@ -90,12 +90,12 @@ PROVED_STALE = Cause(
     rule="weights_proof",
 )
 STUCK = Cause(
-    "stale weights: the learner moves, and what the engine writes does not",
+    "stale weights: the learner's policy changes, but the engine's responses do not",
     "check the weight proof, and restart the engines",
     sign=STANDS_STILL,
 )
 MISMATCH = Cause(
-    "engine and learner compute other probabilities", "run rl-metrics doctor on the run", rule="engine_mismatch"
+    "engine and learner compute different probabilities", "run rl-metrics doctor on the run", rule="engine_mismatch"
 )
 CUT_SHORT = Cause("responses are cut before they have an answer", "raise rollout.max_response_tokens", rule="truncated")
 DETERMINISTIC = Cause(

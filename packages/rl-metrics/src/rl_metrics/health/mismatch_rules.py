@@ -96,7 +96,7 @@ AGREEMENT = (
             ),
             STUCK,
             Cause(
-                "another template or tokenizer at the learner than at the engine",
+                "engine and learner use different templates or tokenizers",
                 "run rl-metrics doctor on the run; compare the token ids of one prompt",
             ),
             Cause(
@@ -109,7 +109,7 @@ AGREEMENT = (
                 rule="replay",
             ),
             Cause(
-                "other precision or kernels in the engine than in the learner",
+                "engine and learner use different precision or kernels",
                 "use the same dtype, or correct with correction.weights",
             ),
         ),

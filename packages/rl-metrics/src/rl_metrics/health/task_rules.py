@@ -196,7 +196,7 @@ TASK = (
             Cause(
                 "too few prompts, seen too often", "use more prompts or fewer epochs, or stop at the best validation"
             ),
-            Cause("validation has other or harder prompts", "compare the prompts of both"),
+            Cause("validation has different or harder prompts", "compare the prompts of both"),
             Cause(
                 "the policy learned to exploit the reward function",
                 "read the responses with the highest rewards, and score them by hand",

@@ -64,7 +64,7 @@ class WandbTracker:
 
         Raises:
             MissingExtraError: wandb is not installed.
-            SettingsError: The mode is invalid, or wandb cannot start, as without a key or server.
+            SettingsError: The mode is invalid, or wandb cannot start, for example without a key or server.
             DataError: The file with the run's id is broken.
         """
         chosen = _checked_mode(mode)
