@@ -342,7 +342,7 @@ def test_wheels_never_bring_a_torch(
     (tmp_path / "lock.txt").write_text("torch==1.0\n")
     monkeypatch.setattr(wheels, "download", lambda pins, folder, *, python: write_wheel(folder, "torch", size=10))
     assert wheels.main([str(tmp_path / "wheels"), "--lock", str(tmp_path / "lock.txt")]) == 1
-    assert "torch-1.0-py3-none-any.whl would hide the machine's own" in capsys.readouterr().err
+    assert "torch-1.0-py3-none-any.whl would shadow the machine's packages" in capsys.readouterr().err
 
 
 def test_what_a_gpu_machine_gets_is_what_was_tested() -> None:

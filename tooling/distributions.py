@@ -70,7 +70,7 @@ def build(project: Project, out: Path, *, commit: str | None = None, root: Path 
         for kind in ("sdist", "wheel"):
             unusual.build(kind, second / project.folder, second / "dist")
         mistakes = [
-            f"{path.name} has other bytes when it is built again."
+            f"{path.name} is not reproducible: two builds differ."
             for path in (sdist, wheel)
             if path.read_bytes() != (second / "dist" / path.name).read_bytes()
         ]
@@ -127,7 +127,7 @@ def content_mistakes(project: Project, source: Path, sdist: Path, wheel: Path) -
     about = {"CHANGELOG.md", "PKG-INFO", "README.md", "pyproject.toml", *project.licences}
     mistakes += differences(sdist.name, in_sdist, sources | tests | about)
     mistakes += [
-        f"{project.folder}/{name} does not belong into a package: it is neither a licence nor {', '.join(SUFFIXES)}."
+        f"{project.folder}/{name} does not belong in a package: it is neither a licence nor {', '.join(SUFFIXES)}."
         for name in sorted(sources)
         if not name.endswith((*SUFFIXES, "/py.typed"))
     ]

@@ -76,7 +76,9 @@ def main(words: Sequence[str]) -> int:
             return 1
         wheels = sorted(Path(place).glob("*.whl"))
         if theirs := [wheel.name for wheel in wheels if THEIRS.match(wheel.name)]:
-            sys.stderr.write(f"error: {', '.join(theirs)} would hide the machine's own; take it out of the lock\n")
+            sys.stderr.write(
+                f"error: {', '.join(theirs)} would shadow the machine's packages; remove them from the lock\n"
+            )
             return 1
         pieces = write_pieces(wheels, folder, most=int(options.piece_mb * 1e6))
         names = [f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB" for wheel in wheels]

@@ -29,7 +29,7 @@ def write_changelog(project: Project, root: Path, python: str) -> str:
         unseen = [path for path in waiting if ".feature." not in path.name]
         for path in unseen:
             path.unlink()
-        done = f" Left out {len(unseen)} changes, fixes and removals of what no release ever had."
+        done = f" Skipped {len(unseen)} fragments about unreleased code."
     words = ["build", "--yes", "--dir", str(root / project.folder), "--version", project.version]
     run = subprocess.run([python, "-m", "towncrier", *words], cwd=root, capture_output=True, text=True, check=False)
     if run.returncode:
