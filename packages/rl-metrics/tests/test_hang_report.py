@@ -79,7 +79,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
     "a reward does not answer, and everybody waits": (
         [
             waits("controller", ("3 of 8 groups of step 4", "groups", 312)),
-            waits("rollouter", ("4 group(s), the oldest p-17", "the reward judge", 312)),
+            waits("rollouter", ("4 groups, the oldest p-17", "the reward judge", 312)),
             waits("learner", ("the next order", "controller", 311)),
         ],
         IN_FLIGHT,
@@ -88,7 +88,7 @@ SITUATIONS: dict[str, tuple[list[RoleReport], dict[str, float], list[GroupRow], 
         [
             "Learner has waited 311 s for the next order from controller",
             "controller has waited 312 s for 3 of 8 groups of step 4 (3 are not settled; the oldest, p-17, ",
-            "rollouter has waited 312 s for 4 group(s), the oldest p-17 from the reward judge",
+            "rollouter has waited 312 s for 4 groups, the oldest p-17 from the reward judge",
         ],
     ),
     "a rank does not answer, and the others wait for it": (

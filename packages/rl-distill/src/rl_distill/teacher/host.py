@@ -7,6 +7,7 @@ from typing import Any
 from rl_core import TransferQueue
 from rl_core.cluster import RoleView, Wait
 from rl_core.errors import NotReadyError
+from rl_core.terminal_text import counted
 from rl_distill.teacher.service import TeacherService
 from rl_distill.teacher.step_report import ServiceReport
 
@@ -66,7 +67,7 @@ class TeacherHost:
         waits: tuple[Wait, ...] = ()
         if scoring:
             oldest = scoring[0]
-            what = f"the scores of {len(scoring)} group(s), the oldest {oldest.prompt_uid}"
+            what = f"the scores of {counted(len(scoring), 'group')}, the oldest {oldest.prompt_uid}"
             on = f"teacher {', '.join(map(repr, oldest.teachers))}"
             waits = (Wait(what=what, on=on, since_s=time.time() - oldest.since),)
         return RoleView(

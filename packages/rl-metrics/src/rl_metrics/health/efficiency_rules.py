@@ -7,7 +7,9 @@ OF_STEP = "{metric} is {value:share} of the step's time (at most {max:share} is 
 OF_TIME = "{metric}: {value:share} of the time (at most {max:share} is healthy)"
 
 SLOW_REWARD = Cause("the reward takes most of the time", "see the finding reward_slow", rule="reward_slow")
-LEAK = Cause("memory runs short: the machine swaps, or garbage collection runs", "see the finding memory", rule="memory")
+LEAK = Cause(
+    "memory runs short: the machine swaps, or garbage collection runs", "see the finding memory", rule="memory"
+)
 STEP = ("timing_s/step", "perf/time_per_step")
 REWARD_QUEUE = condition(
     "level",
