@@ -132,10 +132,11 @@ def test_the_password_of_a_url_is_not_shown():
         resolve_reward("http", {"url": "ftp://me:sk-12345678@host"})
 
 
-def test_after_the_last_retry_it_is_a_failure(service):
+@pytest.mark.parametrize("retries", [2, 2.5])
+def test_after_the_last_retry_it_is_a_failure(service, retries):
     service.answers = [(503, {}, b"busy")]
     with pytest.raises(ConnectionError, match="answered with status 503 3 times, last with 'busy'"):
-        ask(service, retries=2)
+        ask(service, retries=retries)
     assert len(service.requests) == 3
 
 

@@ -99,7 +99,7 @@ class HttpReward:
         content = json.dumps({name: getattr(given, name) for name in self.send}, default=_plain).encode()
         async with httpx.AsyncClient(headers=self._headers(), **self.client_options) as client:
             for attempt in range(int(self.retries) + 1):
-                is_last = attempt == self.retries
+                is_last = attempt == int(self.retries)
                 pause_s = min(self.backoff_s * 2.0 ** min(attempt, 32), MAX_PAUSE_S)
                 try:
                     status, headers, body = await self._post(client, content)
@@ -111,7 +111,9 @@ class HttpReward:
                         return self._read(status, body)
                     pause_s = _retry_after_s(headers) or pause_s
                 await asyncio.sleep(pause_s)
-        raise RewardServiceError(f"reward service {self._shown} was not asked.")
+        raise RewardServiceError(
+            f"no request was sent to reward service {self._shown}: retries is {self.retries}. Set retries >= 0."
+        )
 
     async def _post(self, client: Any, content: bytes) -> tuple[int, Mapping[str, str], bytes]:
         """Return status, headers and body. The body has a size limit, and must arrive within timeout_s."""
