@@ -113,7 +113,7 @@ def test_another_learning_rate_is_told_from_the_second_step_on_and_can_be_accept
     settings = {"trainer__steps": 3, "learner__learning_rate": 1e-4}
     assert train_here(run, **settings, **cache_of(run)) == 1
     error = capsys.readouterr().err
-    assert "train-00000002-0000 was generated under different circumstances:\n  policy.weights: stored " in error
+    assert "train-00000002-0000 was generated with different inputs or settings:\n  policy.weights: stored " in error
     assert 'skip.on_mismatch = "accept"' in error
     (mismatch,) = events(run, "skip_mismatch")
     assert mismatch["wanted"] == "train-00000002-0000"
@@ -212,7 +212,7 @@ def test_several_responses_to_a_problem_are_replayed_as_they_were_drawn(
     ):
         assert train_here(run, run__if_exists="archive", **(several | other), **options) == 1
         assert (
-            f"validation-00000000-0000 was generated under different circumstances:\n  {says}"
+            f"validation-00000000-0000 was generated with different inputs or settings:\n  {says}"
             in capsys.readouterr().err
         )
 

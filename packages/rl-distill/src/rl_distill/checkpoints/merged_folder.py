@@ -40,8 +40,8 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
         if shapes.get(f"{module}.weight") != shape:
             found = shapes.get(f"{module}.weight")
             raise DataError(
-                f"{adapter_dir} adapts {shown(module, most=200)} of shape {list(shape)}; in the base model {folder} "
-                f"{'there is none' if found is None else f'it has shape {list(found)}'}. Name the adapter's own base."
+                f"{adapter_dir} adapts {shown(module, most=200)} of shape {list(shape)}; the base model {folder} "
+                f"{'has no such matrix' if found is None else f'has shape {list(found)}'}. Name the adapter's own base."
             )
     tensors = PolicyTensors(folder, config)
     _check_base(adapter, folder, tensors, config)

@@ -98,7 +98,7 @@ class AgentLoop(Protocol):
 
 
 class SessionLoop(ABC):
-    """Base of loops that run one session at a time. A session that raises fails alone."""
+    """Base of loops that run one session at a time. An exception fails only that session."""
 
     @abstractmethod
     async def run_session(self, prompt: Prompt, *, session_index: int, context: LoopContext) -> SessionResult:

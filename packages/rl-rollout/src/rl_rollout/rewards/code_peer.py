@@ -196,7 +196,7 @@ class Peer:
 
 
 def encode(value: Any, keep: Callable[[Any], list[Any]], depth: int = 0) -> list[Any]:
-    """Encode a value as plain data, or anything else as the number under which it is kept."""
+    """Encode plain data by value, and other objects by their reference number."""
     if depth > MAX_DEPTH:
         raise ValueError("a value that is nested too deeply")
     if value is None or isinstance(value, bool):
@@ -254,7 +254,7 @@ def as_exception(names: list[str], text: str) -> BaseException:
 
 
 def replace_content(old: Any, new: Any) -> None:
-    """Give a list, set or dict the content that the other process gave its copy."""
+    """Update a list, set or dict to match its copy in the other process."""
     if isinstance(old, list):
         old[:] = new
     elif isinstance(old, dict | set):

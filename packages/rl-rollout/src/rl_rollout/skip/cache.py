@@ -203,7 +203,7 @@ class SkipCache:
             return found
         rest = [f"and {len(shown) - MAX_SHOWN} more"] if len(shown) > MAX_SHOWN else []
         raise CacheMismatchError(
-            f"{path} was generated under different circumstances:\n  "
+            f"{path} was generated with different inputs or settings:\n  "
             + "\n  ".join([*shown[:MAX_SHOWN], *rest])
             + '\nSet skip.on_mismatch = "accept" to train on them anyway or "regenerate" to replace them, or choose '
             "another skip.directory."

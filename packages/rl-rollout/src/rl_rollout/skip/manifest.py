@@ -146,7 +146,8 @@ def decode_manifest(raw: bytes, *, path: str) -> Manifest:
         if set(document) != {"sha256", "manifest"} or document["sha256"] != _sha256(content):
             raise BrokenEntryError(path, "its checksum does not match its content")
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-            raise BrokenEntryError(path, f"its format must be {FORMAT!r}, and is not")
+            found = shown(content.get("format") if isinstance(content, Mapping) else content)
+            raise BrokenEntryError(path, f"its format must be {FORMAT!r}; found {found}")
         if content.get("format_version") != FORMAT_VERSION:
             found = shown(content.get("format_version"))
             raise BrokenEntryError(path, f"it must have format_version {FORMAT_VERSION}; found {found}")

@@ -23,7 +23,7 @@ from rl_rollout.skip.manifest import ARRAYS_FOLDER, MANIFEST, MAX_MANIFEST_BYTES
 
 BROKEN = "broken"
 PATTERN = re.compile(r"[*?\[]")
-"""Characters that make fsspec treat a path as a pattern, even when it removes."""
+"""Characters that make fsspec treat a path as a pattern, even when deleting."""
 LEFT_AFTER_S = 3600.0
 
 

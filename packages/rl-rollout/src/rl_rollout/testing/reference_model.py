@@ -143,6 +143,6 @@ def merged(tensors: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tens
 
 
 def perturbed(tensors: Mapping[str, torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
-    """Return the tensors with noise, which is always the same."""
+    """Return the tensors with fixed noise."""
     generator = torch.Generator().manual_seed(0)
     return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}

@@ -123,6 +123,6 @@ def _some(traits: EngineTraits) -> int:
 
 
 def _sequences(traits: EngineTraits, *, lengths: Sequence[int]) -> list[IntArray]:
-    """Return random sequences, which are always the same."""
+    """Return random sequences from a fixed seed."""
     drawn = np.random.default_rng(1)
     return [drawn.integers(0, traits.vocab_size, size=length).astype(np.int32) for length in lengths]

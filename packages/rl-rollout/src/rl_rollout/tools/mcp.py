@@ -132,7 +132,7 @@ class McpServer:
         self._has_started = True
         tools: dict[str, Tool] = {tool.name: McpTool(self, tool) for tool in connection.tools}
         if not tools:
-            raise SettingsError(f"MCP server {self._name!r} has no tools. Use one that has, or remove it.")
+            raise SettingsError(f"MCP server {self._name!r} has no tools. Use a server that has tools, or remove it.")
         for wanted in self._options.tools:
             if wanted not in tools:
                 raise SettingsError(f"MCP server {self._name!r}: {unknown_name('tool', wanted, tools)}")

@@ -146,7 +146,7 @@ class ExpertRows:
         self._num_known[request.request_id] = stop
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: Any) -> None:  # noqa: ARG002 - vLLM's interface
-        """Fetch rows before the next step, which is planned, overwrites freed blocks. Called by vLLM."""
+        """Fetch rows before the next planned step overwrites freed blocks. Called by vLLM."""
         self._fetch()
 
     def take_output(self, request: Request, output: Any) -> None:
