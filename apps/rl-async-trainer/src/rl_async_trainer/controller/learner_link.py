@@ -72,7 +72,7 @@ class LearnerLink:
         self._course += 1
 
     async def start(self, checkpoint: Path | None) -> int:
-        """Start its ranks from a checkpoint, again if it dies meanwhile; return the number of parameters."""
+        """Start the learner's ranks from a checkpoint, and return the number of parameters; retry if it dies."""
         while self._num_parameters is None:
             try:
                 self._num_parameters = await self._call("start", checkpoint)

@@ -59,7 +59,7 @@ class RollouterLink:
         return self._engine is not None and self._role.is_current
 
     async def start(self) -> str:
-        """Start its engines, again if it dies meanwhile; return the engine's name."""
+        """Start the rollouter's engines; retry if it dies during the start. Return the engine's name."""
         while self._engine is None:
             self._engine = await self._call("start")  # None if it died; then `_restart` has started it
         return self._engine

@@ -34,7 +34,7 @@ class TeachersLink:
         return self._role is not None and self._was_started and self._role.is_current
 
     async def start(self) -> None:
-        """Start every teacher, again if the role dies meanwhile."""
+        """Start every teacher; retry if the role dies during the start."""
         if self._role is not None and not self._was_started:
             with suppress(RoleRestartedError):  # the restart has started them
                 await self._role.call("start")

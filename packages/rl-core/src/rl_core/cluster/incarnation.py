@@ -76,8 +76,8 @@ class Launcher(Protocol):
 
     Attributes:
         place: Name for error messages, such as "this machine".
-        settle_s: Maximum wait for a causing death after a rank raises: peers of a killed rank raise at once, and its
-            death is noticed later.
+        settle_s: Maximum wait, after a rank raises, for the death that caused it: peers of a killed rank raise at once,
+            and its death is noticed later.
     """
 
     place: str

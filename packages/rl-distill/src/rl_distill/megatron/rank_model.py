@@ -204,7 +204,7 @@ class RankModel:
             )
 
     def _dropping(self) -> AbstractContextManager[None]:
-        """Return the context of the adapter's dropout, seeded by the step so that a repeated step drops the same."""
+        """Return the adapter's dropout context, seeded by the step so that a repeated step drops the same units."""
         if not self.plan.lora.dropout:
             return nullcontext()
         groups = (
