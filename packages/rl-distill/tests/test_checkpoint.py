@@ -358,7 +358,7 @@ def test_a_policy_folder_is_checked(tied_policy: Path, tmp_path: Path):
         MegatronLearner(tmp_path, OPTIONS)
 
     (tmp_path / "model.safetensors").write_bytes((tied_policy / "model.safetensors").read_bytes()[:-5])
-    with pytest.raises(DataError, match="torn"):
+    with pytest.raises(DataError, match="truncated"):
         MegatronLearner(tmp_path, OPTIONS)
 
 

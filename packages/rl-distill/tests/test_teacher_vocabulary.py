@@ -157,7 +157,7 @@ def test_what_is_no_tokenizer_is_refused(folder, content, words):
 
 def test_a_file_of_too_much_is_refused_before_it_is_parsed(folder, monkeypatch):
     monkeypatch.setattr(vocabulary, "MAX_VALUES", 10)
-    with pytest.raises(SettingsError, match="at most 10 are read"):
+    with pytest.raises(SettingsError, match="the limit is 10"):
         read_vocabulary(folder("s", document()))
     monkeypatch.setattr(vocabulary, "MAX_BYTES", 50)
     with pytest.raises(SettingsError, match="at most 50 bytes"):
