@@ -127,7 +127,7 @@ def beside_another(fault: Fault) -> None:
 
 def of_the_version_before(fault: Fault) -> None:
     fault.instead = lambda worker: worker.worker.replace_adapter(fault.tensors, fault.version - 1)
-    fault.named = f"the adapter of version {fault.version} must be served; {fault.version - 1} is"
+    fault.named = f"the adapter of version {fault.version} must be served; found {fault.version - 1}."
 
 
 def with_the_tensors_before(fault: Fault) -> None:

@@ -106,7 +106,7 @@ class RestartChecks(ClusterChecks):
             assert (group[1].incarnation, place.incarnation, group[0].incarnation) == (2, 2, 1)
             assert group[0].pid == pids[0]
             os.kill(group[1].pid, signal.SIGKILL)
-            with refuses(RoleDiedError, "echo[1]", "was restarted 1 times"):
+            with refuses(RoleDiedError, "echo[1]", "was restarted 1 time"):
                 await group.call(1, "wait_forever")
             assert not group[1].is_alive
 
