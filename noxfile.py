@@ -118,7 +118,7 @@ def tests(session: nox.Session) -> None:
         return
     apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # `unit` covers packages
     suites = ["tests", "examples", *WORKSPACE_TESTS, *apps]
-    session.log("All tests, and in parallel the checks (lint, types, unit, wheels and others): 25 minutes on two cores.")
+    session.log("All tests, and in parallel the checks (lint, types, unit, wheels): 25 minutes on two cores.")
     with summary(session):
         beside = Job("checks", ())
         running = beside.start()
