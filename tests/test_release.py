@@ -61,7 +61,7 @@ def test_rl_core_from_its_fragments_to_its_tag(repository: Path, tmp_path: Path)
     assert "fragments in packages/rl-core/changes are not in CHANGELOG.md" in waiting
     assert f"CHANGELOG.md has no section for {VERSION}" in missing
 
-    assert "no release ever had" in write_changelog(project, repository, str(TOOLS_PYTHON))
+    assert "fragments about unreleased code" in write_changelog(project, repository, str(TOOLS_PYTHON))
     (uncommitted,) = mistakes_of(project, {"rl-core": project}, repository)
     assert "not committed" in uncommitted
     commit_all(repository)

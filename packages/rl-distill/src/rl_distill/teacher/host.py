@@ -7,7 +7,6 @@ from typing import Any
 from rl_core import TransferQueue
 from rl_core.cluster import RoleView, Wait
 from rl_core.errors import NotReadyError
-from rl_core.terminal_text import counted
 from rl_distill.teacher.service import TeacherService
 from rl_distill.teacher.step_report import ServiceReport
 
@@ -67,7 +66,9 @@ class TeacherHost:
         waits: tuple[Wait, ...] = ()
         if scoring:
             oldest = scoring[0]
-            what = f"the scores of {counted(len(scoring), 'group')}, the oldest {oldest.prompt_uid}"
+            what = (
+                f"the scores of {len(scoring)} group{'' if len(scoring) == 1 else 's'}, the oldest {oldest.prompt_uid}"
+            )
             on = f"teacher {', '.join(map(repr, oldest.teachers))}"
             waits = (Wait(what=what, on=on, since_s=time.time() - oldest.since),)
         return RoleView(

@@ -13,7 +13,6 @@ from rl_core.cluster import RoleReport, RoleView, Wait, process_report
 from rl_core.data import IntArray
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError
 from rl_core.record_fields import settings_record
-from rl_core.terminal_text import counted
 from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate, retry_proof
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
@@ -216,11 +215,11 @@ class Rollouter:
         waits = [wait for wait in noted if wait.on]
         if running:
             uid, (since, _) = min(running.items(), key=lambda item: item[1][0])
-            waits.append(Wait(what=f"{counted(len(running), 'group')}, the oldest {uid}", on=on, since_s=now - since))
+            waits.append(Wait(what=f"{_counted(len(running), 'group')}, the oldest {uid}", on=on, since_s=now - since))
         waits += [replace(wait, on=on) for wait in noted if not wait.on]
         return RoleView(
-            doing=f"{counted(len(running), 'group')} in progress, {counted(num_running, 'response')} in "
-            f"{counted(len(loads) - len(others), 'engine')}" + (f", others {', '.join(others)}" if others else ""),
+            doing=f"{_counted(len(running), 'group')} in progress, {_counted(num_running, 'response')} in "
+            f"{_counted(len(loads) - len(others), 'engine')}" + (f", others {', '.join(others)}" if others else ""),
             waits=tuple(waits),
             holds=tuple(running),
             counts={
@@ -365,8 +364,8 @@ class Rollouter:
         late = [uid for uid, (since, _) in self._running.items() if now - since > deadline_s]
         if late:
             raise DeadlineError(
-                f"{counted(len(late), 'group was', 'groups were')} not generated within {deadline_s:g} s "
-                f"(rollout.deadline_s); the first is {late[0]}."
+                f"{_counted(len(late), 'group')} not generated within {deadline_s:g} s (rollout.deadline_s); "
+                f"the first is {late[0]}."
             )
 
 
@@ -394,3 +393,7 @@ def engine_reports(loads: Sequence[EngineLoad], stacks: dict[int, str], *, asked
         for load in loads
         if load.index in stacks
     ]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
