@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rl_core.terminal_text import counted
+from rl_trainer_parts.commands.amounts import counted
 from rl_trainer_parts.commands.command_line import (
     Program,
     export,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from rl_async_trainer.settings import AsyncSettings
-from rl_core.terminal_text import counted
+from rl_trainer_parts.commands.amounts import counted
 from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
 
 PLACES = {"ray": "Ray actors", "process": "processes on this machine", "inline": "this process"}

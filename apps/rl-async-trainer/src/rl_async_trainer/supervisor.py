@@ -15,8 +15,8 @@ from functools import partial
 from types import FrameType
 
 from rl_async_trainer.settings import AsyncSettings
-from rl_core.terminal_text import counted
 from rl_metrics.run_files import EventLog
+from rl_trainer_parts.commands.amounts import counted
 from rl_trainer_parts.reporting.consoles import make_console
 from rl_trainer_parts.run.folder import RunFolder
 

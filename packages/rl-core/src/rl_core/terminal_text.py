@@ -1,4 +1,4 @@
-"""Output of commands: text safe for terminals, tables, counts, sizes, versions and JSON."""
+"""Output of commands: text safe for terminals, tables, sizes, versions and JSON."""
 
 import contextlib
 import importlib.metadata
@@ -58,17 +58,6 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
             for name, cell, width in zip(columns, line, widths, strict=True)
         )
         yield "  ".join(cells).rstrip()
-
-
-def counted(count: int, one: str, several: str = "") -> str:
-    """Return a number with its noun, such as "1 step" or "2 steps".
-
-    Args:
-        count: The number.
-        one: The singular.
-        several: The plural; by default the singular with an "s".
-    """
-    return f"{count} {one if count == 1 else several or f'{one}s'}"
 
 
 def bytes_text(size: float) -> str:

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from rl_core.terminal_text import counted
 from rl_distill import PolicyConfig, adapted_modules, adapter_size, count_parameters
-from rl_trainer_parts.commands.amounts import size_text
+from rl_trainer_parts.commands.amounts import counted, size_text
 from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -1,7 +1,18 @@
-"""Sizes as text."""
+"""Counts and sizes as text."""
 
 GIB = 2**30
 MIB = 2**20
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """Return a number with its noun, such as "1 step" or "2 steps".
+
+    Args:
+        count: The number.
+        one: The singular.
+        several: The plural; by default the singular with an "s".
+    """
+    return f"{count} {one if count == 1 else several or f'{one}s'}"
 
 
 def size_text(size_bytes: float) -> str:

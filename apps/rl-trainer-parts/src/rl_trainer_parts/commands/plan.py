@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from rl_core.cluster import count_room, describe_shares, machine_shares
-from rl_core.terminal_text import counted
 from rl_distill import (
     LoraOptions,
     PolicyConfig,
@@ -20,7 +19,7 @@ from rl_distill import (
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
 from rl_trainer_parts.commands.adapter_plan import describe_adapter
-from rl_trainer_parts.commands.amounts import size_text
+from rl_trainer_parts.commands.amounts import counted, size_text
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool

@@ -13,7 +13,6 @@ from rl_core.cluster.pools import Slot
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.cluster.running_role import DeathCallback, Role
 from rl_core.errors import RLError, RoleDiedError, SettingsError
-from rl_core.terminal_text import counted
 
 MAX_BACKOFF_S = 60.0
 DEATH_TOLD_S = 10.0
@@ -311,7 +310,8 @@ class _Budget:
         if not self._policy.max_restarts:
             return ""
         within = "" if self._policy.within_s is None else f" within {self._policy.within_s:g} s"
-        return f"It was restarted {counted(len(self._times), 'time')}{within}, the maximum."
+        times = f"{len(self._times)} time{'' if len(self._times) == 1 else 's'}"
+        return f"It was restarted {times}{within}, the maximum."
 
 
 async def _settle(tasks: Sequence["asyncio.Task[Any]"], limit_s: float) -> None:
