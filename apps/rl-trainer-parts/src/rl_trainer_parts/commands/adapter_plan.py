@@ -23,10 +23,8 @@ def describe_adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
         return
     targets, total = adapted_modules(config, lora), count_parameters(config).total
     trained, size = adapter_size(config, lora), BYTES[settings.learner.dtype]
-    modules, matrices = (
-        dict.fromkeys(name.rpartition(".")[2] for name in targets),
-        counted(len(targets), "matrix", "matrices"),
-    )
+    modules = dict.fromkeys(name.rpartition(".")[2] for name in targets)
+    matrices = counted(len(targets), "matrix", "matrices")
     yield "Adapter"
     yield f"  trains     {trained:,} of {total:,} parameters ({trained / total:.2%}); the others are frozen"
     yield f"             rank {lora.rank}, B @ A scaled by {lora.scaling:g}, on {matrices}:"
