@@ -47,9 +47,16 @@ before = ray.get_runtime_context().gcs_address
 {USE}
 assert ray.is_initialized() and ray.get_runtime_context().gcs_address == before
 print(os.environ["RAY_AUTH_MODE"], "RAY_AUTH_TOKEN" in os.environ)
+
+from rl_core.cluster import BlockingGroup, ClusterOptions, RoleSpec
+role = RoleSpec(name="late", factory="types:SimpleNamespace")
+group = BlockingGroup.start(ClusterOptions(kind="ray"), role, size=1, deadline_s=120)
+ray.shutdown()
+group.close()
+print(ray.is_initialized())
 """
     chosen = {} if mode == "token" else {"RAY_AUTH_MODE": mode}  # Ray's own choice is a token
-    assert run(source, tmp_path, **chosen) == [mode, "False"]
+    assert run(source, tmp_path, **chosen) == [mode, "False", "False"]
 
 
 def test_a_ray_that_was_only_imported_is_started_with_a_token_on_loopback(tmp_path: Path):
@@ -62,8 +69,12 @@ print(host, os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"]))
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 {USE}
 print(is_token_auth_enabled(), ray.is_initialized())
+try:
+    ray.put("late")
+except ray.exceptions.RaySystemError:
+    print(ray.is_initialized())
 """
-    assert run(source, tmp_path) == ["127.0.0.1", "token", "64", "True", "False"]
+    assert run(source, tmp_path) == ["127.0.0.1", "token", "64", "True", "False", "False"]
     assert not (tmp_path / ".ray").exists()
 
 

@@ -134,18 +134,24 @@ class RayIncarnation(RemoteIncarnation):
             timer.start()
 
     async def _close_object(self) -> None:
-        if not self._ended.done():
+        if not self._ended.done() and ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
                 await asyncio.wrap_future(self._actor.end.remote().future())
 
     async def _end(self) -> None:
-        with contextlib.suppress(Exception):  # Ray has ended
-            ray.kill(self._actor)
+        self._kill()
+        if not ray.is_initialized():  # Ray reports no death any more
+            await asyncio.to_thread(self._report, RoleError("Ray was shut down before the role was closed."))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GONE_S):
                 await asyncio.wrap_future(self._ended)
         if self._is_here:
             await asyncio.to_thread(self._end_here)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(Exception):
+            if ray.is_initialized():  # otherwise `ray.kill` may start another Ray
+                ray.kill(self._actor)
 
     def _end_here(self) -> None:
         ends_at = time.monotonic() + GONE_S
@@ -162,8 +168,7 @@ class RayIncarnation(RemoteIncarnation):
             if self._is_reported:
                 return
             self._is_reported = True
-        with contextlib.suppress(Exception):
-            ray.kill(self._actor)  # if Ray cannot reach it, no caller can either
+        self._kill()  # if Ray cannot reach it, no caller can either
         free_pools_of(self._mark)
         output = "" if self._because is not None else self._output()
         self._end_text = f"{output} Ray says: {_shorten(error)}"

@@ -34,6 +34,8 @@ QUIET = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
+ONLY_WHEN_ASKED = {"RAY_ENABLE_AUTO_CONNECT": "0"}
+"""Otherwise a call that comes after `stop_ray` starts another Ray, with default options, which can end the process."""
 FAST_DEATH = {
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "1000",
@@ -178,8 +180,9 @@ def import_ray(options: RayOptions) -> Any:
 def _read_environment_again() -> None:
     """Update values that an already imported Ray read at import; `ray.init` rereads the mode itself."""
     from ray import _raylet
-    from ray._private import ray_constants
+    from ray._private import auto_init_hook, ray_constants
 
+    auto_init_hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"
     ray_constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
     raylet: Any = _raylet
     raylet.Config.initialize("")
@@ -207,7 +210,7 @@ def prepare_environment(options: RayOptions) -> None:
     if options.address is None and not has_token:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ["RAY_AUTH_MODE"] = "token"
-    for name, value in {**QUIET, **FAST_DEATH}.items():
+    for name, value in {**QUIET, **ONLY_WHEN_ASKED, **FAST_DEATH}.items():
         os.environ.setdefault(name, value)
     if options.address is None and options.bind_address == LOOPBACK:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # otherwise Ray replaces loopback by the host's address
