@@ -43,8 +43,8 @@ class VocabularyPart:
         width = logits.shape[-1]
         if logits.ndim != 2 or width * self.num_ranks < self.size:
             raise ShapeError(
-                f"logits must be [M, V] with at least {-(-self.size // self.num_ranks)} columns, {self.size} tokens "
-                f"over {self.num_ranks} rank(s); found {list(logits.shape)}."
+                f"logits must be [M, V] with at least {-(-self.size // self.num_ranks)} columns ({self.size} tokens, "
+                f"{self.num_ranks} tensor-parallel ranks); found {list(logits.shape)}."
             )
         num_tokens = min(width, max(0, self.size - self.first(width)))
         return logits if num_tokens == width else logits[:, :num_tokens]
