@@ -8,11 +8,12 @@ import tempfile
 import threading
 
 from rl_core import TaskSpec
-from rl_core.cluster.ray.session import RayOptions, prepare_environment
+from rl_core.cluster.ray.session import FAST_DEATH, RayOptions, prepare_environment
 from rl_core.queue.ray.queue import RayQueue
 from rl_core.testing import make_prompts, make_trajectory, wait_until
 
 prepare_environment(RayOptions())  # before ray is imported
+os.environ.update(FAST_DEATH)
 
 import ray  # noqa: E402
 import ray._private.utils  # noqa: E402

@@ -42,7 +42,8 @@ FAST_DEATH = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""Detects a lost node within 5 s; Ray's default is 15 s."""
+"""Detects a lost node within 5 s; Ray's default is 15 s. A Ray alone on this machine keeps the default: it has no other
+node to lose, and would end if this machine paused for 4 s."""
 
 
 @settings_record
@@ -210,9 +211,10 @@ def prepare_environment(options: RayOptions) -> None:
     if options.address is None and not has_token:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ["RAY_AUTH_MODE"] = "token"
-    for name, value in {**QUIET, **ONLY_WHEN_ASKED, **FAST_DEATH}.items():
+    is_alone = options.address is None and options.bind_address == LOOPBACK
+    for name, value in {**QUIET, **ONLY_WHEN_ASKED, **({} if is_alone else FAST_DEATH)}.items():
         os.environ.setdefault(name, value)
-    if options.address is None and options.bind_address == LOOPBACK:
+    if is_alone:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # otherwise Ray replaces loopback by the host's address
 
 
