@@ -29,7 +29,12 @@ ON_POLICY: dict[str, Any] = {
     "trainer__steps": STEPS,
     "policy__learner": "megatron",
 }
-IN_PROCESSES = {**ON_POLICY, "rollout__placement": "process", "roles__hang_deadline_s": 600.0}
+IN_PROCESSES = {
+    **ON_POLICY,
+    "rollout__placement": "process",
+    "roles__hang_deadline_s": 600.0,
+    "roles__controller_restarts": 0,  # the started process is the controller, which tests stop between two batches
+}
 LOGS = {"rollouter": "rollouter-0", "learner": "learner-host-0", "engine": "transformers-engine-0", "rank": "learner-1"}
 ROLES = ("engine", "learner", "rollouter")
 BY_ATTEMPT = ("fully_async/", "weights/", "rollout/", "timing_s/", "training/")
