@@ -1,4 +1,4 @@
-"""Adapters as files: peft and transformers load ours, we read theirs, and merges agree."""
+"""Adapter files: peft and transformers load ours, we read theirs, and merges agree."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def with_peft(model: Any, **config: Any) -> PeftModel:
-    """A model with an adapter whose A and B are random."""
+    """Add a peft adapter with random A and B to a model."""
     torch.manual_seed(0)
     return get_peft_model(
         model, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "o_proj"], **config}, init_lora_weights=False)
@@ -135,7 +135,7 @@ def test_what_peft_can_and_a_learner_cannot_is_refused(config: dict[str, Any], s
 
 
 def test_the_learner_and_peft_open_each_others_adapters(policy: Path, tmp_path: Path):
-    """A learner begins with peft's adapter, and peft loads what the learner's checkpoint has."""
+    """A learner starts from peft's adapter, and peft loads the adapter in the learner's checkpoint."""
     with_peft(load(policy), lora_alpha=6).save_pretrained(tmp_path / "peft")
     lora = LoraOptions(rank=4, alpha=6, target_modules=("q_proj", "o_proj"), path=tmp_path / "peft")
     learner = MegatronLearner(policy, LearnerOptions(learning_rate=1e-2, num_threads=1), lora=lora)

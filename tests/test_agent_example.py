@@ -1,4 +1,4 @@
-"""The agent example learns; test_tools_example.py shows that its sessions are demonstrations, token by token."""
+"""The agent example learns. test_tools_example.py compares its sessions with demonstrations, token by token."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ FOLDER = ROOT / "examples" / "agent"
 
 @pytest.mark.soak
 def test_the_policy_learns_through_the_gateway_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """End to end: real vLLM and Megatron, and a process for each session; the example as it is."""
+    """Run the unchanged example end to end: real vLLM and Megatron, and one process per session."""
     monkeypatch.chdir(ROOT)
     subprocess.run([sys.executable, ROOT / "examples" / "tools" / "prepare.py"], check=True, timeout=1200)
     words = ["train", str(FOLDER / "settings.toml"), f"--run.directory={tmp_path}"]

@@ -1,4 +1,4 @@
-"""Both trainers with agents: sessions with several trajectories, policy versions in a session, replay, kills."""
+"""Both trainers with agents: sessions of several trajectories or policy versions, replay and kills."""
 
 import contextlib
 import signal
@@ -28,7 +28,7 @@ def metrics_of(run: TinyRun) -> list[dict[str, float]]:
 
 
 def sessions_of(rows: list[RolloutRow]) -> dict[str, list[list[RolloutRow]]]:
-    """The trajectories of each session of each group."""
+    """Return the trajectories of each session, by prompt."""
     groups: dict[str, dict[int, list[RolloutRow]]] = {}
     for row in rows:
         groups.setdefault(row.prompt_uid, {}).setdefault(row.session, []).append(row)
@@ -59,7 +59,7 @@ def test_sessions_of_several_trajectories_train_as_one_and_are_replayed_without_
             trained = [sum(row.mask) for row in session]
             assert [turn[3] for row in session for turn in row.turns] == [0, 0, 0, 1][: 2 * len(session)]
             assert trained[1:] == [session[-1].turns[-1][2] - session[-1].turns[-1][1]] * (len(session) - 1)
-        assert sum(advantages) == pytest.approx(0, abs=1e-4)  # whatever the number of their trajectories
+        assert sum(advantages) == pytest.approx(0, abs=1e-4)  # for any number of trajectories per session
     for step in metrics_of(run):
         assert step["rollout/rescored_sessions"] == PROMPTS_PER_STEP * GROUP_SIZE
         assert step["rollout/rescored_diff_max"] < 1e-4
@@ -91,7 +91,7 @@ def test_sessions_go_on_under_new_weights(tmp_path):
 
 
 def agents_of(run: TinyRun) -> list[Path]:
-    """Processes of agents of a run."""
+    """Return the `/proc` files of a run's agent processes."""
     mark, found = str(run.folder / "agent.py").encode(), []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

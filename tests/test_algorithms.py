@@ -1,4 +1,4 @@
-"""Every way to compute the objective, through the loop: finite and defined metrics, and a changing policy."""
+"""Every variant of the objective in a training run: metrics are defined and finite, and the policy changes."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def run(tiny_run: TinyRun, tmp_path: Path) -> TinyRun:
 
 
 def train_two_steps(run: TinyRun, **settings: Any) -> list[dict[str, float]]:
-    """Metrics of the two steps; undefined ones fail the run, which is strict."""
+    """Return the metrics of two steps. The run is strict: an undefined metric fails it."""
     assert train_here(run, trainer__steps=2, trainer__validate_first=False, **settings) == 0
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2]
@@ -94,7 +94,7 @@ def test_two_steps(name: str, run: TinyRun) -> None:
     assert first["actor/grad_norm"] > 0
     assert first["training/policy_version"] == 1
     if settings.get("algorithm__kl_in") == "reward":
-        assert first["actor/kl_coef"] > second["actor/kl_coef"]  # far below the target at first
+        assert first["actor/kl_coef"] > second["actor/kl_coef"]  # the KL starts far below its target
     if settings.get("algorithm__policy_loss", "").endswith("_cov"):
         assert first["actor/selected_fraction"] >= 0
     if "refill__filter" in settings:
@@ -108,7 +108,7 @@ def test_two_steps(name: str, run: TinyRun) -> None:
         assert first["rollout_corr/rollout_rs_masked_fraction"] < 0.1
     if "algorithm__kl_coefficient" in settings:
         if settings.get("trainer__minibatches", 1) == 1:
-            assert first["actor/kl_loss"] == pytest.approx(0, abs=1e-5)  # the policy is the reference still
+            assert first["actor/kl_loss"] == pytest.approx(0, abs=1e-5)  # the policy still equals the reference
         assert second["actor/kl_loss"] != pytest.approx(0, abs=1e-5)
     else:
         assert "actor/kl_loss" not in first
@@ -129,8 +129,8 @@ def test_an_adapted_kl_coefficient_goes_on_where_the_run_stopped(tiny_run: TinyR
     whole = copy_tiny_run(tiny_run, tmp_path / "whole")
     first, second = train_two_steps(whole, **ADAPTIVE_KL)
     assert first["actor/kl_coef"] == pytest.approx(0.1)
-    assert first["actor/reference_kl"] == pytest.approx(0.0, abs=1e-4)  # the policy is the reference still
-    assert second["actor/kl_coef"] == pytest.approx(0.08)  # 16 trajectories far below the target: 20 % less
+    assert first["actor/reference_kl"] == pytest.approx(0.0, abs=1e-4)  # the policy still equals the reference
+    assert second["actor/kl_coef"] == pytest.approx(0.08)  # 16 trajectories far below the target lower it by 20 %
     parts = copy_tiny_run(tiny_run, tmp_path / "parts")
     for steps, words in ((1, []), (2, ["--resume"])):
         assert train_here(parts, *words, trainer__steps=steps, trainer__validate_first=False, **ADAPTIVE_KL) == 0

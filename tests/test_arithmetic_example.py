@@ -1,4 +1,4 @@
-"""The arithmetic example's preparation, with few warm-up steps, creates what its settings need."""
+"""The arithmetic example's preparation, with few warm-up steps, creates the files that its settings need."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def test_a_prepared_folder_passes_the_checks_of_its_settings(tmp_path: Path, mon
 
 
 def test_threads_of_the_warm_up_sleep_while_they_wait() -> None:
-    """OpenMP reads OMP_WAIT_POLICY when torch comes, which run.py's imports bring; spinning starves."""
+    """OpenMP reads OMP_WAIT_POLICY when torch is imported, so run.py sets it before. Spinning threads starve others."""
     found = subprocess.run(
         [sys.executable, "-c", TORCH_COMES, str(ARITHMETIC)],
         env={name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"},

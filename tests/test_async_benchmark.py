@@ -62,12 +62,12 @@ def test_the_file_stands_for_a_long_tail(workload) -> None:
 @pytest.mark.parametrize(
     ("drawn", "expected"),
     [
-        # 2 slots at 0.5 s a token, 3 GPUs that train at 1 s a token, prompts of 1 token, 2 groups a step.
-        # The first step's groups take 1 token, but 4 responses of it go through 2 slots: 1 s; 8 responses of 2 train.
+        # 2 slots decode at 0.5 s per token, 3 GPUs train at 1 s per token, prompts have 1 token, steps have 2 groups.
+        # The first step's 4 responses of 1 token share 2 slots, which takes 1 s. 8 rows of 2 tokens train in 16 s.
         ([[1, 1]] * 4, {"training_s": 1.0 + 16.0, "generation_s": 2.0 + 8.0, "longest_s": 0.5 + 8.0}),
-        # The longest is not among the first that are there; it is trained with a step that has at least 8 tokens.
+        # The first step does not wait for the longest response. The step that trains it has at least 8 tokens.
         ([[1, 1], [1, 1], [1, 1], [1, 97]], {"training_s": 112.0 + 1, "generation_s": 26 + 8.0, "longest_s": 48.5 + 8}),
-        # One that is long from the first step on: nothing trains before it ends.
+        # Every group has a long response, so nothing trains before the first of them end.
         ([[9, 1], [9, 1], [9, 1], [9, 1]], {"training_s": 5.0 + 48, "generation_s": 10 + 24.0, "longest_s": 4.5 + 24}),
     ],
 )

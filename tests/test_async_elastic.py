@@ -52,7 +52,7 @@ def release(run: TinyRun, hold: str) -> None:
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Exit status of a command in this process, and what it said."""
+    """Run a command in this process; return its exit status and output."""
     capsys.readouterr()
     status = main(words)
     said = capsys.readouterr()
@@ -116,7 +116,7 @@ def test_engines_come_and_go_while_it_runs(inputs: TinyRun, tmp_path: Path, caps
     totals = [row.metrics["fully_async/engines/total"] for row in rows]
     assert totals == sorted(totals, reverse=True), "two, then one"
     assert (totals[0], totals[-1]) == (2, 1)
-    published = [row.metrics for row in rows if "weights/canary_max_diff" in row.metrics]  # two may fall into one step
+    published = [row.metrics for row in rows if "weights/canary_max_diff" in row.metrics]  # a step can have two updates
     assert published
     assert all(metrics["weights/canary_max_diff"] < 1e-3 for metrics in published)
 

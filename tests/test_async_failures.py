@@ -34,7 +34,7 @@ def run(inputs: TinyRun, tmp_path: Path) -> TinyRun:
 
 
 def failed_with(run: TinyRun, fault: str, **settings: Any) -> str:
-    """Run into a fault; gives what was said."""
+    """Train with a fault that ends the run as failed; return the output."""
     with scripted_training(run, fault=fault, trainer__steps=STEPS, **settings) as process:
         assert process.wait() == 1, process.text
         assert process.leftovers() == []
@@ -75,7 +75,7 @@ def test_engines_that_always_fail_end_the_run_with_their_reason(run: TinyRun) ->
     assert "the scripted engine failed" in said
     found = re.search(r"all sessions failed in (\d+) consecutive groups", said)
     assert found is not None
-    assert int(found[1]) >= 8  # more may have been under way
+    assert int(found[1]) >= 8  # more may have been in flight
     assert "Traceback in rollouter[0]" in said
 
 
@@ -113,7 +113,7 @@ def test_a_controller_that_dies_too_often_ends_the_run_as_failed(run: TinyRun) -
 
 
 def stopped_step(run: TinyRun) -> int:
-    """The step after which a run was stopped, which has a checkpoint."""
+    """Return the last step of a stopped run, after checking that it has a checkpoint."""
     summary = json.loads((run.run_folder / "summary.json").read_text())
     assert summary["status"] == "stopped"
     assert Path(summary["checkpoint"]).name == f"step_{summary['steps']}"

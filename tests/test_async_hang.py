@@ -40,7 +40,7 @@ def settings(**changes: object) -> dict[str, object]:
 
 
 def assert_failed_with_verdict(process: TrainProcess, run: TinyRun) -> HangReport:
-    """The run ended as failed with what hang.json says, and left nothing behind."""
+    """Check that the run failed with the verdict of hang.json and left no process; return the report."""
     assert process.wait() == 1, process.text
     assert process.leftovers() == []
     assert "HangError" in process.text, process.text

@@ -1,4 +1,4 @@
-"""`kill -9` of roles at random points of an asynchronous run: each prompt is trained once."""
+"""`kill -9` of roles at random points of an asynchronous run: each prompt trains once."""
 
 import random
 from time import monotonic
@@ -19,13 +19,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture
 def run(inputs: TinyRun) -> TinyRun:
-    """The inputs in a folder beside them, where compiled modules are shared."""
+    """Copy the inputs to a folder beside them, where runs share compiled modules."""
     number = len(list(inputs.folder.parent.iterdir()))
     return copy_tiny_run(inputs, inputs.folder.parent / f"run-{number}")
 
 
 def kill_roles(run: TinyRun, *, num_kills: int, steps: int, seed: int, kind: str) -> None:
-    """Kill one role after the other within one run, which must go through."""
+    """Kill one role after another in one run, which must still finish."""
     killer = Killer(run, random.Random(seed))
     roles = [ROLES[index % len(ROLES)] for index in range(num_kills)]
     killer.draw.shuffle(roles)
@@ -40,7 +40,7 @@ def kill_roles(run: TinyRun, *, num_kills: int, steps: int, seed: int, kind: str
 
 
 def kill_everything(run: TinyRun, *, num_kills: int, steps: int, seed: int, kind: str) -> None:
-    """Kill all processes of a run, and go on with it, again and again."""
+    """Kill all processes of a run and resume it, `num_kills` times; then let it finish."""
     killer = Killer(run, random.Random(seed))
     started = monotonic()
     for _ in range(num_kills):

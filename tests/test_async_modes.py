@@ -38,7 +38,7 @@ def test_on_policy_equals_the_synchronous_trainer_bit_for_bit(inputs: TinyRun, t
 
 
 def readable_more_widely(folder: Path, *, than: int) -> list[Path]:
-    """What of a run gives others a right that they should not have, whoever of its processes wrote it."""
+    """Return a run's files and folders with permissions beyond `than`, whichever process wrote them."""
     return [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o777 & ~than]
 
 
@@ -65,7 +65,7 @@ def test_whole_responses_have_one_version_and_none_is_too_old(run: TinyRun, max_
 
 
 def test_partial_responses_go_on_under_new_weights(run: TinyRun):
-    """Engines are asked for more than fits at once, so that some responses are under way at each update."""
+    """Engines get more requests than fit at once, so that some responses are in progress at each update."""
     settings = {
         "rollout__max_response_tokens": 40,
         "engine__max_num_seqs": 8,

@@ -1,4 +1,4 @@
-"""Token probes at each validation of an asynchronous run; they never stop it."""
+"""Token probes at each validation of an asynchronous run; a failed probe does not stop the run."""
 
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture(scope="module")
 def runs(inputs: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyRun]:
-    """The same training by who answers validations."""
+    """Train the same run with validation by the synchronous trainer, the engines and the learner."""
     found = {name: copy_tiny_run(inputs, tmp_path_factory.mktemp(name)) for name in ("trainer", "engines", "learner")}
     assert train_here(found["trainer"], metrics__probes=COUNT, trainer__steps=STEPS) == 0
     for name in ("engines", "learner"):
@@ -45,7 +45,7 @@ def probes_of(run: TinyRun) -> tuple[ProbeRow, ...]:
 
 
 def by_validation(run: TinyRun) -> list[tuple[int, int, list[tuple[str, int, str]]]]:
-    """Steps, versions, and tokens that were asked about."""
+    """Return the step, policy version and probed tokens of each validation."""
     found: dict[tuple[int, int], list[tuple[str, int, str]]] = {}
     for row in probes_of(run):
         found.setdefault((row.step, row.policy_version), []).append((row.probe, row.position, row.token))

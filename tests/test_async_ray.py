@@ -1,4 +1,4 @@
-"""The asynchronous trainer over real Ray: with vLLM and Megatron, with all parts in actors, and in a cluster."""
+"""The asynchronous trainer over real Ray: vLLM and Megatron, all parts in actors, and an existing cluster."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,14 +64,14 @@ def test_everything_is_an_actor(inputs: TinyRun, tmp_path: Path):
     assert all(0 <= step - 1 - oldest <= 1 for step, oldest, _ in trained_versions(run.run_folder))
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     assert [row.metrics["fully_async/engines/total"] for row in rows] == [2.0] * 4
-    published = [row.metrics for row in rows if "weights/canary_max_diff" in row.metrics]  # two may fall into one step
+    published = [row.metrics for row in rows if "weights/canary_max_diff" in row.metrics]  # a step can have two updates
     assert published
     assert all(metrics["weights/canary_max_diff"] < 1e-3 for metrics in published)
 
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """A Ray that runs already."""
+    """Start a Ray cluster for runs to join."""
     yield start_ray(RayOptions(num_cpus=2, object_store_bytes=300 << 20))
     stop_ray()
 

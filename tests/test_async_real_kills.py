@@ -1,4 +1,4 @@
-"""`kill -9` in asynchronous runs with real engines and the Megatron learner: the result is unchanged."""
+"""`kill -9` in asynchronous runs with real engines and Megatron: prompts train once; on policy, results are equal."""
 
 import json
 import os
@@ -43,7 +43,7 @@ BY_ATTEMPT = ("fully_async/", "weights/", "rollout/", "timing_s/", "training/")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """An on-policy run that went through."""
+    """Return a finished on-policy run without kills."""
     run = make_tiny_run(tmp_path_factory.mktemp("undisturbed"))
     assert train_async_here(run, **ON_POLICY) == 0
     return run
@@ -51,12 +51,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture
 def run(undisturbed: TinyRun, tmp_path: Path) -> TinyRun:
-    """The same run, not begun."""
+    """Return the inputs of the same run in a new folder."""
     return copy_tiny_run(undisturbed, tmp_path / "run")
 
 
 def assert_same_outcome(run: TinyRun, expected: TinyRun) -> None:
-    """Weights, optimizer and results are equal bit for bit, and each prompt was acked once, in the same steps."""
+    """Check that checkpoints and results are equal bit for bit, and that each step trained the same prompts once."""
     assert learnt(run, step=STEPS) == learnt(expected, step=STEPS)
     assert [one for one in differing_metrics(run, expected) if not one.partition(": ")[2].startswith(BY_ATTEMPT)] == []
     assert summary(run) == summary(expected)
@@ -70,9 +70,9 @@ def wait_for_lines(process: TrainProcess, run: TinyRun, count: int) -> None:
 
 
 def stop_between_batches(process: TrainProcess, run: TinyRun, count: int) -> None:
-    """Stop the controller once so much is recorded, and not in the midst of groups that were generated together.
+    """Stop the supervisor once the record has `count` lines and no batch is partly settled.
 
-    Groups of a batch that are generated again without the others have logprobs that differ in their last bits.
+    Groups that are regenerated without the rest of their batch have logprobs that differ in their last bits.
     """
 
     def has_stopped() -> bool:
@@ -96,7 +96,7 @@ def stop_between_batches(process: TrainProcess, run: TinyRun, count: int) -> Non
 def kill_roles(
     process: TrainProcess, run: TinyRun, roles: Sequence[str], draw: random.Random, *, is_between_batches: bool = False
 ) -> None:
-    """Kill these, one after the other, some lines of the record apart, as soon as they have a process."""
+    """Kill the roles one after another, each after 2 to 9 more record lines and once it has a process."""
     for role in roles:
         count = num_record_lines(run) + draw.randint(2, 9)
         wait_for_lines(process, run, count)
@@ -135,7 +135,7 @@ def test_async_everything_killed_on_policy_and_resumed(undisturbed: TinyRun, run
 
 
 def test_async_roles_killed_amid_partial_rollouts(run: TinyRun, seed: int) -> None:
-    """Off policy the outcome depends on time, but each prompt still trains once; engines are given an adapter."""
+    """Off policy the outcome depends on timing, but each prompt still trains once. Engines receive an adapter."""
     draw = random.Random(seed)
     settings = {**IN_PROCESSES, "schedule__max_staleness": 2, "trainer__steps": 8, "trainer__checkpoint_every": 3}
     settings |= {"lora__rank": 4, "learner__learning_rate": 3e-2}
@@ -147,9 +147,9 @@ def test_async_roles_killed_amid_partial_rollouts(run: TinyRun, seed: int) -> No
 
 
 def test_async_a_killed_rank_starts_the_learner_again(undisturbed: TinyRun, run: TinyRun, seed: int) -> None:
-    """What the other rank holds is of no use alone: the learner goes on from its checkpoint, with both.
+    """The surviving rank's state is useless alone, so both ranks restart from the learner's checkpoint.
 
-    Ranks send their own weights, also to an engine that is started again.
+    Each rank sends its own weights, also to a restarted engine.
     """
     draw = random.Random(seed)
     ranks = {"parallel__ranks": 2, "cluster__kind": "process", "weights__transport": "direct"}
@@ -192,7 +192,7 @@ def test_async_twenty_kills_of_real_roles(run: TinyRun, seed: int, rank: int) ->
 
 
 def assert_each_trained_once(run: TinyRun, *, steps: int) -> None:
-    """Each prompt was acked once, in one step."""
+    """Check that each prompt was acked and trained in exactly one step."""
     history = run_history(run.run_folder).steps
     trained = [uid for _, uids in sorted(history.items()) for uid in uids]
     assert len(trained) == len(set(trained)) == steps * PROMPTS_PER_STEP

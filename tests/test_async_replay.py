@@ -14,7 +14,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run with stale groups and partial responses, whose groups are stored."""
+    """Return a run with stale groups and partial responses, whose groups are in the skip cache."""
     run = make_tiny_run(tmp_path_factory.mktemp("recorded"))
     assert train_async_here(run, **settings(run)) == 0
     return run

@@ -1,4 +1,4 @@
-"""An asynchronous run emits its metrics as defined in the table."""
+"""An asynchronous run emits the metrics that its table defines."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -19,7 +19,7 @@ NEED_A_CAUSE = {
 
 
 def unsaid(names: Collection[str]) -> list[str]:
-    """Metrics of the asynchronous trainer that no name is one of."""
+    """Return the asynchronous trainer's metrics that match none of the names."""
     tables = {metric.name: MetricTable([metric]) for metric in ASYNC}
     return [metric for metric, table in tables.items() if not any(name in table for name in names)]
 

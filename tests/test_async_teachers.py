@@ -70,7 +70,7 @@ def test_a_host_that_dies_while_it_scores_and_a_teacher_that_hangs(tmp_path: Pat
 
 
 def engine_pid(folder: Path) -> int:
-    """The process of the teacher's only rank."""
+    """Return the process ID of the teacher's only rank, from its log."""
     (log,) = (folder / "logs" / "teachers").rglob("*.log")
     (head,) = [line for line in log.read_text().splitlines() if line.startswith("===") and " pid " in line]
     return int(head.split(" pid ")[1].split()[0])

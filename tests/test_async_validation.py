@@ -72,7 +72,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 def finished(
     inputs: TinyRun, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[TinyRun, str]:
-    """A run whose second validation is answered when later steps have been trained; and what it said."""
+    """Return a run whose second validation finishes after later steps have trained, and its output."""
     run = copy_tiny_run(inputs, tmp_path_factory.mktemp(request.param))
     output = run.folder / "output.txt"
     with pytest.MonkeyPatch.context() as patch, output.open("w") as stream:
@@ -92,7 +92,7 @@ def finished(
 
 
 def answer_late(patch: pytest.MonkeyPatch, validate_on: str) -> None:
-    """Keep the validation of HELD_STEP waiting until a later step is trained."""
+    """Hold the validation of HELD_STEP until a later step is trained."""
     from rl_async_trainer.messages import StepOrder
     from rl_async_trainer.roles.learner import LearnerHost
     from rl_async_trainer.roles.rollouter import Rollouter
@@ -178,7 +178,7 @@ def test_each_sample_says_who_made_it_with_which_version(finished: tuple[TinyRun
 
 @pytest.mark.parametrize("finished", ["learner"], indirect=True)
 def test_the_learners_side_answers_with_the_weights_of_the_step(finished: tuple[TinyRun, str]):
-    """Also where later steps were trained before it did."""
+    """It does so even after later steps have trained."""
     run, _ = finished
     table = next(table for table in tables_of(run) if table.step == HELD_STEP)
     inputs = [sample.input for sample in table.samples]
@@ -188,7 +188,7 @@ def test_the_learners_side_answers_with_the_weights_of_the_step(finished: tuple[
 
 
 def greedy(run: TinyRun, step: int, inputs: list[str]) -> list[str]:
-    """What transformers' own generation answers with a checkpoint's policy."""
+    """Return the greedy responses that transformers generates with a checkpoint's policy."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -296,7 +296,7 @@ SEVERAL = {
 
 @pytest.fixture(scope="module")
 def several(inputs: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyRun]:
-    """Runs with three responses to each problem, by who answers."""
+    """Train runs with three responses per validation problem, by the side that answers validations."""
     runs = {}
     for name in ("trainer", "engines", "learner"):
         run = runs[name] = copy_tiny_run(inputs, tmp_path_factory.mktemp(name))
@@ -358,7 +358,7 @@ def test_of_several_responses_the_first_is_shown(several: dict[str, TinyRun]):
 def test_several_responses_to_a_problem_when_a_policy_is_evaluated_alone(
     several: dict[str, TinyRun], capsys: pytest.CaptureFixture[str]
 ):
-    from rl_async_trainer.main import main  # shares this command with rl-sync-trainer
+    from rl_async_trainer.main import main  # rl-sync-trainer has the same command
 
     run = several["trainer"]
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The environment of a benchmark's child, and the error if it fails."""
+"""A benchmark's child process: its environment, and the error when it fails."""
 
 import sys
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_a_peer_that_does_not_answer_still_runs(tmp_path: Path) -> None:
     peer = children.Peer("side", command, tmp_path)
     with pytest.raises(children.ChildFailedError) as failed:
         peer.ask({"operation": "step"}, timeout_s=0.1)
-    peer._process.kill()  # it would not quit
+    peer._process.kill()  # it sleeps and does not read the request to quit
     peer.stop()
     assert told(failed.value)[::2] == ("step: no answer within 0 s", "exit status: none yet")
 

@@ -1,4 +1,4 @@
-"""A quick run of every benchmark, without accounts or variables, and the content of its report."""
+"""A quick run of every benchmark without accounts or environment variables, and the content of its report."""
 
 import json
 import os
@@ -46,7 +46,7 @@ Report = dict[str, Any]
 
 
 def rows_of(report: Report, *names: str) -> dict[Any, Report]:
-    """Rows by these columns; each is there once."""
+    """Index the rows by these columns, which must identify each row."""
     found = {tuple(row[name] for name in names): row for row in report["results"]}
     assert len(found) == len(report["results"])
     return found
@@ -93,7 +93,7 @@ def check_learner(report: Report, _: str) -> None:
     for row in rows.values():
         assert row["tokens_per_s"] > 0
         assert row["peak_memory_mb"] > row["start_memory_mb"] > 0
-        assert len(set(row["losses"])) == 2  # it trains: a warm-up and a round, on batches of their own
+        assert len(set(row["losses"])) == 2  # a warm-up and a round, each on its own batch
     fills = {key: row["fill"] for key, row in rows.items()}
     assert fills["ours", "ragged"] == fills["transformers", "equal"] == 1.0 > fills["transformers", "ragged"]
     assert all(fills["ours", kind] > 1.5 > 1.0 == fills["ours_unshared", kind] for kind in shared)
@@ -110,7 +110,7 @@ def check_lora(report: Report, said: str) -> None:
     trained = {(system, kind) for system in ("ours", "ours_full", "peft") for kind in ("train", "train_recompute")}
     assert rows.keys() == trained | {(system, "decode") for system in ("ours", "ours_merged", "ours_full")}
     assert all(row["step_s"] > 0 and row["peak_memory_mb"] > 0 for row in rows.values())
-    assert all(len(set(rows[key]["losses"])) == 2 for key in trained)  # it trains: a warm-up and a round
+    assert all(len(set(rows[key]["losses"])) == 2 for key in trained)  # a warm-up and a round, each on its own batch
     assert 0 < rows["ours", "train"]["update_mb"] < rows["ours_full", "train"]["update_mb"]
     assert 0 < rows["ours", "decode"]["update_ms"] <= rows["ours", "decode"]["proven_ms"]
     assert rows["peft", "train"]["update_ms"] is None
@@ -154,7 +154,7 @@ def check_skip_cache(report: Report, said: str) -> None:
     assert all(row["mb_per_s"] > 0 and row["size_mb"] > 0 for row in report["results"])
     assert report["skipped"].keys() == {"verl"}
     assert {claim["target"] for claim in report["targets"]} > {"ours read, MB/s"}
-    assert {claim["is_met"] for claim in report["targets"]} == {None}  # so few samples say nothing of the targets
+    assert {claim["is_met"] for claim in report["targets"]} == {None}  # too few samples to judge the targets
     assert said.count(": not judged, too few samples\n") == len(report["targets"])
     assert ": missed" not in said
     assert "verl was left out" in said
@@ -221,4 +221,4 @@ def test_a_quick_run_needs_nothing_and_reports_what_a_full_one_does(name: str, t
     assert all(reason == "left out by --quick" for reason in report.get("skipped", {}).values())
     CHECKS[name](report, done.stdout)
     left = {str(path.relative_to(home)) for path in home.rglob("*")}
-    assert all(name == ".cache" or name.startswith(".cache/rl-") for name in left)  # what was tried and measured
+    assert all(name == ".cache" or name.startswith(".cache/rl-") for name in left)  # file trials and usual times

@@ -1,4 +1,4 @@
-"""Both trainers under kills, stops, clock jumps and full disks: the results are unchanged."""
+"""Kills, stops, clock jumps and full disks: sync results are unchanged, and async prompts train once."""
 
 import shutil
 import signal
@@ -27,7 +27,7 @@ LOCKS = Path("/dev/shm")
 
 
 class TrainerUnderFaults:
-    """A trainer that is struck again and again, and started again each time that it ends."""
+    """A trainer under injected faults, restarted until it finishes."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class TrainerUnderFaults:
         wait_for_point: Callable[[TrainProcess], str],
         deck: Sequence[Fault] = (),
     ) -> None:
-        """Strike nothing yet.
+        """Inject nothing yet.
 
         Args:
-            chaos: Draws the faults.
-            start: Starts the trainer, or resumes it.
-            victims: Its processes by name; "main" is the one that `start` gave.
-            wait_for_point: Returns the place at which to strike, when it has come.
-            deck: The faults, kind and name each, in whatever order; drawn at random where there are none.
+            chaos: Draws and injects the faults.
+            start: Starts or resumes the trainer.
+            victims: Returns its processes by name; "main" is the process that `start` returned.
+            wait_for_point: Waits for the point of the next fault; returns a description of it.
+            deck: Kind and victim of each fault, shuffled before use. If empty, faults are drawn at random.
         """
         self._deck = chaos.draw.sample(deck, len(deck))
         self._chaos, self._start, self._victims, self._wait_for_point = chaos, start, victims, wait_for_point
@@ -54,7 +54,7 @@ class TrainerUnderFaults:
         self.num_left = 0
 
     def run(self, *, num_faults: int) -> None:
-        """Strike until there were so many faults in all, or until the run is finished; then let it finish."""
+        """Inject faults until there are `num_faults` in all or the run finishes; then let it finish."""
         while True:
             process = self._start()
             self.num_starts += 1
@@ -76,11 +76,11 @@ class TrainerUnderFaults:
 
     @property
     def where(self) -> str:
-        """How to find this place again."""
+        """The seed and the faults so far, which reproduce a failure."""
         return f"seed {self._chaos.seed}, faults {self._chaos.faults}"
 
     def _disturb(self, process: TrainProcess, *, num_faults: int) -> bool:
-        """Strike while it runs; gives whether it may end before it is finished."""
+        """Inject faults while the trainer runs; return True if they may end it early."""
         may_fail = False
         while process.status is None and len(self._chaos.faults) < num_faults:
             place = self._wait_for_point(process)
@@ -91,7 +91,7 @@ class TrainerUnderFaults:
             if self._deck:
                 kind, name = self._deck[-1]
                 if name not in victims:
-                    continue  # it is being started
+                    continue  # it is starting
                 self._deck.pop()
             else:
                 kind, name = self._chaos.draw_kind(), self._chaos.draw.choice(sorted(victims))
@@ -103,7 +103,7 @@ class TrainerUnderFaults:
         return may_fail
 
     def books(self) -> str:
-        """The faults in a line."""
+        """Return a summary of the faults in one line."""
         chaos = self._chaos
         return (
             f"seed {chaos.seed}: {len(chaos.faults)} faults {chaos.counts}, started {self.num_starts} times, "
@@ -112,20 +112,20 @@ class TrainerUnderFaults:
 
 
 def queue_folders(pid: int) -> set[Path]:
-    """Folders of shared memory that a process has open."""
+    """Return the shared-memory folders in which a process has files open."""
     found = set()
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             target = link.readlink()
             if target.is_relative_to(LOCKS) and target.parent != LOCKS:
                 found.add(LOCKS / target.relative_to(LOCKS).parts[0])
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         pass
     return found
 
 
 def wait_for(process: TrainProcess, condition: Callable[[], bool], *, longest_s: float) -> None:
-    """Return when the condition holds, the process has ended, or it took too long."""
+    """Wait until the condition holds, the process ends, or `longest_s` seconds pass."""
     ends_at = monotonic() + longest_s
     while process.status is None and not condition() and monotonic() < ends_at:
         signal.sigtimedwait([], TICK_S)
@@ -133,7 +133,7 @@ def wait_for(process: TrainProcess, condition: Callable[[], bool], *, longest_s:
 
 @contextmanager
 def chaotic(seed: int, run: TinyRun) -> Iterator[Chaos]:
-    """Faults for a run, whose folder is on a small disk where that can be."""
+    """Yield the faults of a run, whose folder is on a small disk if one can be mounted."""
     clock = Clock(run.folder / "clock")
     with small_disk(run.folder / "runs", size_mib=DISK_MIB) as disk:
         chaos = Chaos(seed, clock=clock, disk=disk)
@@ -145,7 +145,7 @@ def chaotic(seed: int, run: TinyRun) -> Iterator[Chaos]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A synchronous run that went through."""
+    """Return a finished synchronous run without faults."""
     run = make_tiny_run(tmp_path_factory.mktemp("undisturbed"))
     assert train_here(run, trainer__checkpoint_every=1) == 0
     return run
@@ -153,12 +153,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture
 def run(undisturbed: TinyRun, tmp_path: Path) -> TinyRun:
-    """The same inputs, not begun."""
+    """Return the inputs of the same run in a new folder."""
     return copy_tiny_run(undisturbed, tmp_path / "run")
 
 
 def chaos_async(run: TinyRun, seed: int, *, num_faults: int, deck: Sequence[Fault] = ()) -> str:
-    """Faults over every process of an asynchronous run."""
+    """Inject faults into the processes of an asynchronous run; return a summary."""
     steps = 2 * num_faults
     with chaotic(seed, run) as chaos:
 
@@ -184,7 +184,7 @@ def chaos_async(run: TinyRun, seed: int, *, num_faults: int, deck: Sequence[Faul
 
 
 def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int, deck: Sequence[Fault] = ()) -> str:
-    """Faults in every phase of synchronous runs, one after the other until there were enough."""
+    """Inject `num_faults` faults in random phases of consecutive synchronous runs; return a summary."""
     phases = run.folder / "phases"
     num_runs = len_at_start = 0
     with chaotic(seed, run) as chaos:

@@ -22,17 +22,17 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """examples/distillation/prepare.py, which imports the arithmetic example; run where the settings' paths begin."""
+    """Load examples/distillation/prepare.py, in the folder to which the settings' paths are relative."""
     monkeypatch.chdir(FOLDER.parents[1])
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("task", "arithmetic"):  # other examples have a task too
+    for name in ("task", "arithmetic"):  # other examples have modules with these names
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, name)
     spec = importlib.util.spec_from_file_location("distillation_prepare", FOLDER / "prepare.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "distillation_prepare", module)  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "distillation_prepare", module)  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -64,7 +64,7 @@ def test_slips_are_digits_of_answers_and_are_not_learnt(example: ModuleType) -> 
 def test_a_student_is_prepared_and_distilled(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the real preparation with two steps a model, and the example's settings on an engine that starts at once."""
+    """Run the real preparation with two steps per model, then the example on transformers, which starts fast."""
     prepared = tmp_path / "prepared"
     monkeypatch.setattr(example, "PREPARED", prepared)
     assert not example.is_prepared()

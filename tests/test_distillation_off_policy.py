@@ -29,7 +29,7 @@ QUIET = {"trainer__validate_every": 0, "trainer__checkpoint_every": 0, "trainer_
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A tiny run whose prompts have a column `solution` with one text or two, and a teacher beside it."""
+    """Return a tiny run with one or two texts per prompt in the column `solution`, and a teacher in its folder."""
     run = make_tiny_run(tmp_path_factory.mktemp("off-policy"))
     file = run.folder / "train.parquet"
     table = pq.read_table(file)
@@ -130,13 +130,13 @@ def test_texts_that_are_not_there_are_refused_before_anything_starts(
 
 
 def write_permuted_teacher(folder: Path, *, like: Path) -> None:
-    """The same model with its tokens in another order: another vocabulary for the same thoughts."""
+    """Write the same model with permuted token ids: another vocabulary with the same distribution of texts."""
     from safetensors.numpy import load_file, save_file
 
     shutil.copytree(like, folder)
     document = json.loads((folder / "tokenizer.json").read_text())
     vocab = document["model"]["vocab"]
-    order = np.random.default_rng(0).permutation(len(vocab))  # of each id, the new one
+    order = np.random.default_rng(0).permutation(len(vocab))  # new id by old id
     document["model"]["vocab"] = {token: int(order[index]) for token, index in vocab.items()}
     for token in document["added_tokens"]:
         token["id"] = int(order[token["id"]])

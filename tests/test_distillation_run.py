@@ -69,7 +69,7 @@ def test_two_killed_teachers_are_started_anew_and_every_trajectory_trains_with_i
 
 
 def assert_each_trajectory_had_its_teacher(folder: Path) -> None:
-    """Teachers' columns of every batch that trained are what transformers says of that teacher's model."""
+    """Check the teacher columns of every trained batch against transformers' logprobs for each row's teacher."""
     batches = [np.load(folder / f"trained-{step}.npz") for step in range(STEPS)]
     assert not (folder / f"trained-{STEPS}.npz").exists()
     for batch in batches:
@@ -169,7 +169,7 @@ def test_a_mixture_on_two_ranks_teaches_once_and_then_from_the_cache(
 
 
 def add_texts(file: Path, *, column: str) -> None:
-    """Two texts for each problem."""
+    """Add a column with two texts for each problem."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Environments for each Python, also without a CPU build of torch, with pip and nearly empty wheels."""
+"""Environments for each Python, also where torch has no CPU build. pip installs nearly empty wheels."""
 
 import dataclasses
 import importlib.util
@@ -18,11 +18,11 @@ NEEDS = ("filelock", 'nvidia-blas==1.0; platform_system == "Linux"', "cuda-toolk
 
 
 class FailedError(Exception):
-    """What nox raises for session.error."""
+    """Stands for the error that nox's session.error raises."""
 
 
 class Session:
-    """As much of a nox session as making environments needs."""
+    """The part of a nox session that the creation of environments needs."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -39,14 +39,14 @@ class Session:
 
 @pytest.fixture
 def environments(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """tooling/environments.py, which names nox for its types alone."""
+    """Load tooling/environments.py. It uses nox only in annotations, so an empty module can replace nox."""
     if importlib.util.find_spec("nox") is None:
         monkeypatch.setitem(sys.modules, "nox", types.ModuleType("nox"))
     spec = importlib.util.spec_from_file_location("tooling_environments", ROOT / "tooling" / "environments.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "tooling_environments", module)  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "tooling_environments", module)  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -67,7 +67,7 @@ def write_wheel(folder: Path, name: str, version: str, needs: tuple[str, ...] = 
 
 @pytest.fixture
 def sources(tmp_path: Path, environments: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """pip's options for a folder with torch's build for GPUs, and a checkout whose lock pins the other one."""
+    """Create wheels with torch's GPU build, and a lock that pins its CPU build; return pip's options for the wheels."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     write_wheel(folder, "torch", "2.13.0", NEEDS)
@@ -84,7 +84,7 @@ def sources(tmp_path: Path, environments: types.ModuleType, monkeypatch: pytest.
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """The interpreter of a new environment."""
+    """Create a virtual environment; return its interpreter."""
     folder = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "virtualenv", "--quiet", folder], check=True)
     return str(folder / "bin" / "python")
@@ -155,7 +155,7 @@ def test_projects_name_the_supported_pythons():
 
 
 def write_python(folder: Path, minor: str) -> Path:
-    """Write a program that is this Python in all but its version."""
+    """Write a program that runs this Python and reports another version."""
     folder.mkdir(parents=True)
     program = folder / f"python{minor}"
     program.write_text(f"""#!{sys.executable}

@@ -1,4 +1,4 @@
-"""Every script of the examples prints its help with --help, and does nothing else."""
+"""With --help, every script of the examples prints its help and does nothing else."""
 
 import ast
 import os
@@ -14,7 +14,7 @@ SCRIPTS = [file for file in sorted(ROOT.glob("examples/*/*.py")) if '__name__ ==
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_help_says_what_a_script_does(script, monkeypatch, capsys):
-    neighbours = [file.stem for file in script.parent.glob("*.py")]  # which share their names with other examples'
+    neighbours = [file.stem for file in script.parent.glob("*.py")]  # other examples have modules of these names
     before = {name: sys.modules.pop(name) for name in neighbours if name in sys.modules}
     monkeypatch.syspath_prepend(script.parent)
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])

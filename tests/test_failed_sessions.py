@@ -1,4 +1,4 @@
-"""Sessions whose reward fails are left out and counted; a run fails if all of them do."""
+"""Sessions with a failed reward are excluded and counted; a run fails if all sessions of a step fail."""
 
 import math
 from pathlib import Path
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> TinyRun:
 
 
 def train_with(run: TinyRun, fails: str, **settings: object) -> int:
-    """Train two steps with a reward that fails on some calls of training, counted from 0."""
+    """Train two steps. The reward raises where the expression `fails` is true of `call`, counted from 0 in training."""
     (run.folder / "reward.py").write_text(REWARD.format(first=REWARDS_BEFORE_STEP_1, fails=fails))
     return train_here(run, trainer__steps=2, trainer__validate_every=0, **settings)
 

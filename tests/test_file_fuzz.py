@@ -1,4 +1,4 @@
-"""Every file format that we read, mutated: it is read, or refused with one of our errors, in time."""
+"""Mutated files of every format that we read: each is read, or refused with one of our errors, in time."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""The notebook of the first hour: it runs, its policy learns, and its saved outputs match its code."""
+"""The first-hour notebook runs, its policy learns, and its saved outputs match its code."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ def tags(cell: Any) -> list[str]:
 
 
 def output_shape(cell: Any) -> list[tuple[str, ...]]:
-    """Kinds of a cell's outputs, and their text without numbers unless the cell prints what was sampled."""
+    """Return the kind of each output of a cell and its text, without numbers and without sampled text."""
     shape = []
     for output in cell.outputs:
         text = output.get("text", "") or output.get("data", {}).get("text/plain", "")
@@ -35,7 +35,7 @@ def output_shape(cell: Any) -> list[tuple[str, ...]]:
 
 
 def value_of(notebook: Any, name: str) -> dict[str, float]:
-    """What the cell shows that ends with this name."""
+    """Return the value shown by the cell whose last line is this name."""
     (cell,) = (cell for cell in code_cells(notebook) if cell.source.splitlines()[-1] == name)
     found: dict[str, float] = ast.literal_eval(cell.outputs[-1].data["text/plain"])
     return found

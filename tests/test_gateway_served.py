@@ -25,14 +25,14 @@ USER = {"role": "user", "content": "go on"}
 
 
 class Site(NamedTuple):
-    """Where the served gateway is, whichever process it is."""
+    """URL and owner key of the served gateway, which a restart keeps."""
 
     url: str
     owner_key: str
 
 
 class Served:
-    """A served gateway that is started again with the same folder and port."""
+    """A served gateway that restarts with the same folder and port."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder, self._words = folder, words
@@ -63,7 +63,7 @@ class Served:
 
 
 async def patiently(site: Site, path: str, **body: Any) -> dict[str, Any]:
-    """Ask as an owner, again where the gateway is away."""
+    """Send a request as the owner; retry while the gateway is down."""
     while True:
         try:
             response = await owner(site, path, **body)
@@ -76,7 +76,7 @@ async def patiently(site: Site, path: str, **body: Any) -> dict[str, Any]:
 
 
 async def one_agent(site: Site, index: int, num_turns: int, answered: Counter[str]) -> tuple[dict[str, Any], str]:
-    """An agent's session from opening to finish; gives the result, and all that the model said to it."""
+    """Run an agent's session; return its result and the concatenated responses of the model."""
     opened = await patiently(site, "/sessions", group=f"p{index}")
     messages, heard = [USER], ""
     for _ in range(num_turns):
@@ -88,7 +88,7 @@ async def one_agent(site: Site, index: int, num_turns: int, answered: Counter[st
 
 
 async def agents_and_kills(served: Served, num_agents: int, num_turns: int, kill_at: list[int]) -> list[Any]:
-    """All agents at once; the gateway is killed when so many turns are answered."""
+    """Run all agents concurrently; kill and restart the gateway at each number of answered turns in `kill_at`."""
     answered: Counter[str] = Counter()
 
     async def kills() -> None:
@@ -119,7 +119,7 @@ def check_kills(folder: Path, *, num_agents: int, num_turns: int, kill_at: list[
         queue.close()
     tokenizer = make_tokenizer()
     for result, heard in results:
-        (row,) = result["trajectories"]  # no kill made it a fork or a new root
+        (row,) = result["trajectories"]  # no kill caused a fork or a new root
         trained = np.array(row["input_ids"])[np.array(row["loss_mask"])]
         assert tokenizer.decode([trained], skip_special_tokens=False) == [heard]
     assert sorted(key.prompt_uid for key in lease.batch.keys) == sorted(f"p{index}" for index in range(num_agents))

@@ -1,4 +1,4 @@
-"""The examples for other stacks, with a stand-in for verl; TRL's needs TRL itself, see its README."""
+"""The gateway example for verl, with a stand-in for verl. The example for TRL needs TRL; see its README."""
 
 import asyncio
 import importlib
@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "gateway"
 
 
 class LoopBase:
-    """As verl's AgentLoopBase (0.7, commit 0003ed8): what `run` finds on itself."""
+    """Stand-in for verl's AgentLoopBase (0.7, commit 0003ed8), with the attributes that `run` reads."""
 
     def __init__(self, trainer_config, server_manager, tokenizer, processor):
         self.config, self.server_manager = trainer_config.config, server_manager
@@ -23,7 +23,7 @@ class LoopBase:
 
 @dataclass(kw_only=True)
 class LoopOutput:
-    """As verl's AgentLoopOutput: its fields and their types."""
+    """Stand-in for verl's AgentLoopOutput, with its fields and types."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -41,7 +41,7 @@ class LoopOutput:
 
 
 class Servers:
-    """As verl's AsyncLLMServerManager: one sample a call."""
+    """Stand-in for verl's AsyncLLMServerManager: one sample per call."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.calls = tokenizer, []
@@ -55,7 +55,7 @@ class Servers:
 
 @pytest.fixture
 def example(monkeypatch):
-    """The example's module, with a stand-in for verl."""
+    """Import the example's module with a stand-in for verl."""
     names = "verl", "verl.experimental", "verl.experimental.agent_loop", "verl.experimental.agent_loop.agent_loop"
     for name in names:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -85,7 +85,7 @@ def test_verls_agent_loop_gives_exactly_what_its_servers_sampled(example):
         return outputs
 
     outputs = asyncio.run(asyncio.wait_for(batch(), 60))
-    assert len({request_id for request_id, _ in servers.calls}) == 2  # a session stays with a server
+    assert len({request_id for request_id, _ in servers.calls}) == 2  # each session stays with one server
     for number, output in enumerate(outputs):
         assert output.prompt_ids == servers.calls[2 * number][1]
         ids = output.prompt_ids + output.response_ids

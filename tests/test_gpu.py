@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def engine_words() -> dict[str, object]:
-    """Settings of vLLM, or of transformers where that is not installed."""
+    """Return settings for vLLM, or for transformers if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return {"rollout__engine": "transformers"}
     return {"rollout__engine": "vllm", "engine__enforce_eager": True, "engine__gpu_memory_utilization": 0.2}
@@ -106,13 +106,13 @@ def test_an_offloaded_learner_leaves_the_gpu_and_comes_back(tmp_path: Path) -> N
         assert learner.offload() >= 4 * learner.num_parameters
         assert torch.cuda.memory_allocated() <= before - 4 * learner.num_parameters
         found, expected = (x.train_step(gpu_batch(seed=step), supervised_objective) for x in (learner, other))
-        assert found.loss == pytest.approx(expected.loss, rel=1e-4)  # a GPU adds gradients in any order
+        assert found.loss == pytest.approx(expected.loss, rel=1e-4)  # a GPU sums gradients in any order
     learner.close()
     other.close()
 
 
 def forest_batch(*, seed: int = 0) -> Batch:
-    """Sessions of two prompts, some of which fork again, with turns of one token; and a row alone."""
+    """Return sessions of two prompts, with a second fork and turns of one token, and a row of a third prompt."""
     draw = np.random.default_rng(seed)
     first, second, alone = (draw.integers(2, 18, size=size) for size in (140, 33, 90))
     fork = np.concatenate([first, draw.integers(2, 18, size=30)])
@@ -147,7 +147,7 @@ def test_flash_attention_over_a_forest_is_that_of_rows_in_buckets(tmp_path: Path
 
 
 def warm_up(policy: Path, options: LearnerOptions) -> None:
-    """Take a step and free the learner, so that what cuBLAS and compiled code keep counts as no later learner's."""
+    """Take a step and free the learner, so that cuBLAS and compiled code already hold the memory that they keep."""
     from rl_distill.megatron.learner import MegatronLearner
     from rl_distill.supervised import supervised_objective
 
@@ -168,17 +168,17 @@ def test_an_optimizer_on_the_host_leaves_the_gpu_between_steps(
     warm_up(run.folder / "policy", LearnerOptions(dtype=dtype))
     for offloads in (False, True):
         options = LearnerOptions(learning_rate=1e-3, dtype=dtype, offload_optimizer=offloads)
-        gc.collect()  # of the learner before
+        gc.collect()  # frees the previous learner
         before = torch.cuda.memory_allocated()
         learner = MegatronLearner(run.folder / "policy", options)
         losses.append([learner.train_step(gpu_batch(seed=step), supervised_objective).loss for step in range(3)])
         allocated.append(torch.cuda.memory_allocated() - before)
-        size = num_bytes * learner.num_parameters  # Adam's moments, and float32 weights behind others
+        size = num_bytes * learner.num_parameters  # Adam's moments; for bfloat16 also float32 weights
         learner.save(tmp_path / f"saved-{offloads}")
         learner.load(tmp_path / f"saved-{offloads}")
         losses[-1].append(learner.train_step(gpu_batch(), supervised_objective).loss)
         learner.close()
-        del learner  # else it would be freed while the next one is measured
+        del learner  # otherwise it is freed while the next one is measured
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)
     assert allocated[0] - allocated[1] >= size
 
@@ -204,7 +204,7 @@ def test_parts_that_are_computed_again_on_the_gpu_learn_the_same_and_keep_less(d
 
         learner.train_step(gpu_batch(), objective)
         learner.close()
-        del learner  # else it would be freed while the next one is measured
+        del learner  # otherwise it is freed while the next one is measured
     for found in losses[1:]:
         assert found == pytest.approx(losses[0], rel=1e-5 if dtype == "float32" else 1e-2)
     assert max(peaks[1:]) < peaks[0]

@@ -28,7 +28,7 @@ GROUP = plan.Group(name="ours-4b", kind="ours", shape="4b", rows=("4k", "32k"))
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """benchmarks/gpu.py, whose parts import their neighbours as they are needed."""
+    """Load benchmarks/gpu.py, with its folders on sys.path: its parts import their neighbours lazily."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(BENCHMARKS), str(BENCHMARKS / "peers")])
     threads = torch.get_num_threads()
     yield load_benchmark("gpu")
@@ -82,7 +82,7 @@ def test_the_plan_has_all_lengths_of_all_shapes_and_begins_with_the_goals() -> N
 
 def test_operations_of_a_shared_prompt_count_once() -> None:
     config = plan.shape_of("4b", is_short=True)
-    rows = plan.make_rows("4k_shared", config, seed=0, is_short=True)  # 2 prompts of 16, 4 responses of 16 to each
+    rows = plan.make_rows("4k_shared", config, seed=0, is_short=True)  # 2 prompts of 16 tokens, 4 responses of 16 each
     matrices = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64) + 96 * 32
     pairs = 2 * (sum(range(1, 17)) + 4 * sum(range(17, 33)))
     expected = 3 * (2 * matrices * 2 * (16 + 4 * 16) + 4 * 2 * 32 * pairs)
@@ -212,7 +212,7 @@ def test_small_gpus_are_not_asked_for_rows_that_cannot_fit() -> None:
 def test_activations_of_ours_are_those_that_layers_keep() -> None:
     config = plan.SHAPES["4b"]
     whole, part = (policy.our_activation_bytes(config, 8192, is_selective=again) for again in (False, True))
-    kept = 2 * 8192 * 36 * (4 * 2560 + 4 * 4096 + 3 * 1024 + 3 * 9728)  # a copy of the queries for their norm
+    kept = 2 * 8192 * 36 * (4 * 2560 + 4 * 4096 + 3 * 1024 + 3 * 9728)  # with a copy of the queries for their norm
     assert whole == pytest.approx(kept, rel=0.02)
     assert part == pytest.approx(kept - 2 * 8192 * 36 * (2 * 2560 + 3 * 9728), rel=0.03)
     mixture = plan.SHAPES["30b-a3b"]

@@ -51,7 +51,7 @@ def weights(model_dir: Path) -> dict[str, torch.Tensor]:
 def test_an_engine_on_another_gpu_puts_together_what_two_ranks_hold(
     model_dir: Path, weights: dict[str, torch.Tensor]
 ) -> None:
-    """Two senders of this process, each with a communicator of its own; nothing passes the host."""
+    """Two senders in this process have separate communicators; no weights pass through the host."""
     host = EnginePlacement(environment={"CUDA_VISIBLE_DEVICES": "1"}, deadline_s=300)
     engine = ProcessEngine("transformers", model_dir, ON_GPU, host=host)
     ranks = TwoRanks(SenderOptions(backend="nccl", bucket_bytes=100_000))
@@ -90,7 +90,7 @@ def test_sums_on_the_gpu_are_those_on_the_cpu(dtype: torch.dtype) -> None:
 
 def test_a_proof_waits_for_the_gpu_once_and_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"{index}.weight": torch.randn(4096, 8192, device="cuda", dtype=torch.bfloat16) for index in range(8)}
-    digest_tensors(tensors)  # tables are made
+    digest_tensors(tensors)  # fill the cached tables first
     transfers: list[int] = []
     to_cpu = torch.Tensor.cpu
 

@@ -1,4 +1,4 @@
-"""GSM8K's path with made-up problems in its schema: raw files, prepared prompts, rewards."""
+"""The GSM8K example on made-up problems in its schema: raw files, prepared prompts, rewards."""
 
 import asyncio
 import importlib.util

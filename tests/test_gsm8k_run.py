@@ -1,4 +1,4 @@
-"""GSM8K's own settings, through the trainer, with made-up problems and a tiny model that reads text."""
+"""The GSM8K example's settings in the trainer, with made-up problems and a tiny model of characters."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ PROBLEMS = [
 
 
 def text_tokenizer() -> Any:
-    """One token for each printable character."""
+    """Return a tokenizer with one token for each printable character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,7 +43,7 @@ def text_tokenizer() -> Any:
 
 
 def prepare_problems(folder: Path) -> None:
-    """Run the example's own preparation on raw files."""
+    """Run the example's preparation on raw files."""
     spec = importlib.util.spec_from_file_location("gsm8k_prepare_for_run", FOLDER / "prepare.py")
     assert spec is not None
     assert spec.loader is not None
@@ -56,7 +56,7 @@ def prepare_problems(folder: Path) -> None:
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """The example's settings, with what a small CPU run needs instead."""
+    """Return the arguments that train with the example's settings, reduced for a small CPU run."""
     prepare_problems(tmp_path)
     make_tiny_policy(tmp_path / "policy", text_tokenizer(), vocab_size=128, max_positions=256)
     changes = {
