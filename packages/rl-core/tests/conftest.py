@@ -1,4 +1,4 @@
-"""Leaves out the tests of tensors where torch, an extra of rl-core, is not installed."""
+"""Skips the test files that import torch, an extra of rl-core, if it is not installed."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,5 +11,5 @@ collect_ignore = [
 
 
 def pytest_report_header() -> str | None:
-    """Name what is left out."""
+    """Name the skipped test files."""
     return f"torch is not installed; left out: {', '.join(sorted(collect_ignore))}" if collect_ignore else None

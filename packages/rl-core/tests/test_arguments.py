@@ -1,4 +1,4 @@
-"""Arguments of public functions, queues and batches are converted, or refused with the expected type."""
+"""Conversion of arguments of public functions, queues and batches, and errors that name the expected type."""
 
 from pathlib import Path
 

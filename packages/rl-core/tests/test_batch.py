@@ -1,4 +1,4 @@
-"""Batches against plain lists of rows."""
+"""Batches, compared with plain lists of rows."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def rows_and_indices(draw):
 
 
 def batch_of(rows, *, first=0):
-    """A batch of these token rows; the reward of each is its index."""
+    """Return a batch of token rows whose rewards are their indices, counted from `first`."""
     return Batch(
         [RowKey(f"p{(first + i) // 2}", (first + i) % 2, 0) for i in range(len(rows))],
         {
@@ -35,7 +35,7 @@ def batch_of(rows, *, first=0):
 
 
 def rows_of(batch):
-    """Everything that belongs to each row."""
+    """Return the key, tokens, reward and extras of each row."""
     ids = [row.tolist() for row in batch.ragged("input_ids")]
     return list(zip(batch.keys, ids, batch.dense("reward").tolist(), batch.extras, strict=True))
 

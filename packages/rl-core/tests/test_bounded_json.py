@@ -1,4 +1,4 @@
-"""JSON of a known form is read as by json, within bounds."""
+"""The bounded JSON reader, compared with the json module."""
 
 import json
 import math

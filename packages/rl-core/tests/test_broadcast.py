@@ -1,4 +1,4 @@
-"""Weights over the network: buckets, order, and receivers that are late, die or request expired updates."""
+"""Weight broadcasts: buckets, order, and receivers that are late, die or request expired updates."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from rl_core.weights.update import Broadcast, WeightUpdate
 
 CPU = torch.device("cpu")
 TENSORS = {
-    "large": torch.arange(100, dtype=torch.float32).reshape(20, 5),  # 400 bytes: over four buckets of 128
+    "large": torch.arange(100, dtype=torch.float32).reshape(20, 5),  # 400 bytes span four buckets of 128
     "odd": torch.arange(7, dtype=torch.uint8),
     "half": torch.linspace(-1, 1, 9).to(torch.bfloat16),
     "empty": torch.empty(0, 3),
@@ -44,7 +44,7 @@ def specs(update: WeightUpdate) -> list[TensorSpec]:
 
 
 def is_soon(holds: Callable[[], bool]) -> bool:
-    """Wait for a condition, at most a minute."""
+    """Wait up to a minute for a condition; return whether it holds."""
     ends_at = time.monotonic() + 60
     while not holds():
         if time.monotonic() > ends_at:
@@ -54,7 +54,7 @@ def is_soon(holds: Callable[[], bool]) -> bool:
 
 
 class Receiver:
-    """An engine of one worker, in this process."""
+    """An engine with one worker, in this process."""
 
     def __init__(self) -> None:
         self.receiver = BroadcastReceiver(num_workers=1)
@@ -125,7 +125,7 @@ def test_engines_take_an_update_side_by_side_and_late(transport: BroadcastTransp
         thread.start()
     for thread in threads:
         thread.join()
-    weight.fill_(2)  # the learner steps on
+    weight.fill_(2)  # the learner's next step changes the weights
     found.append(Receiver().take(update))
     assert [tensors["a"].sum().item() for tensors in found] == [1000.0] * 4
 
@@ -137,7 +137,7 @@ def test_a_version_that_is_gone_is_refused_and_the_next_one_arrives(transport: B
     new = transport.pack({"a": torch.full((3,), 2.0)}, version=2, tied={})
     with pytest.raises(TransferError, match="of version 1 were requested; the sender has version 2"):
         receiver.take(old)
-    for _ in range(2):  # the same update twice, as after a failed proof
+    for _ in range(2):  # twice, as after a failed proof
         assert receiver.take(new)["a"].tolist() == [2.0, 2.0, 2.0]
 
 
@@ -162,7 +162,7 @@ def test_an_engine_whose_workers_do_not_come_is_given_up(transport: BroadcastTra
     impatient = BroadcastTransport(bucket_bytes=128, deadline_s=0.5)
     update = impatient.pack(TENSORS, version=1, tied={})
     BroadcastReceiver(num_workers=2).announce(update)
-    assert_arrived(Receiver().take(update), update)  # another engine is served meanwhile
+    assert_arrived(Receiver().take(update), update)  # the sender serves another engine in the meantime
     started = time.monotonic()
     impatient.close()
     assert time.monotonic() - started < 60
@@ -215,7 +215,7 @@ def test_a_receiver_that_ends_midway_is_given_up_and_disturbs_no_other(ending: s
         other = Receiver()
         assert_arrived(other.take(update), update)
         started = time.monotonic()
-        transport.pack({"a": torch.ones(3)}, version=2, tied={})  # waits for who still takes the last one
+        transport.pack({"a": torch.ones(3)}, version=2, tied={})  # waits for receivers of the last update
         assert time.monotonic() - started < 60
         assert is_soon(lambda: list(transport._engines) == [other.receiver.name])
     finally:

@@ -1,4 +1,4 @@
-"""Weights over the network and unauthorised peers: open ports, access, and the effect of noise."""
+"""Weight broadcasts with unauthorized peers: open ports, access, and malformed traffic."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def pack(transport: BroadcastTransport) -> tuple[WeightUpdate, Broadcast]:
 
 
 def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> BroadcastReceiver:
-    """An engine takes an update, and stays."""
+    """Receive an update in an engine that stays connected."""
     receiver = BroadcastReceiver(num_workers=num_workers)
     stack.callback(receiver.close)
     meeting = receiver.announce(update)
@@ -64,7 +64,7 @@ def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> Bro
 
 
 def listening_addresses() -> set[tuple[str, int]]:
-    """Where this process listens."""
+    """Return the addresses that this process listens on."""
     return {(one.address, one.port) for one in listening_sockets([os.getpid()])}
 
 
@@ -120,11 +120,11 @@ def test_who_has_another_secret_is_refused_and_refuses(transport: BroadcastTrans
 
 
 def test_an_impostor_learns_nothing_that_opens_the_real_one(transport: BroadcastTransport) -> None:
-    """What a receiver tells an impostor of a sender proves nothing to the sender: it was made for other nonces."""
+    """A peer that reflects the sender's nonce is refused: a proof covers the nonces of both sides."""
     _, meeting = pack(transport)
     with socket.create_connection((HOST, meeting.port)) as first:
         said = first.recv(32, socket.MSG_WAITALL)
-        first.sendall(said + bytes(32))  # the sender's own nonce, sent back
+        first.sendall(said + bytes(32))  # send the sender's own nonce back
         assert first.recv(1) == b""
     assert meeting.secret not in repr(meeting)
 
@@ -217,17 +217,17 @@ def test_nothing_listens_once_the_expected_receivers_have_come(opened: ExitStack
     opened.callback(transport.close)
     update, meeting = pack(transport)
     first = take(update, opened, num_workers=2)
-    socket.create_connection((HOST, meeting.port), timeout=60).close()  # one is missing
+    socket.create_connection((HOST, meeting.port), timeout=60).close()  # the port stays open for the missing receiver
     take(update, opened)
     assert is_soon_refused(meeting.port)
     update, _ = pack(transport)
-    assert first.announce(update) == meeting  # who is connected is served
+    assert first.announce(update) == meeting  # connected receivers are still served
     thief = opened.enter_context(socket.socket())
     thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with pytest.raises(OSError, match="in use"):
         thief.bind((HOST, meeting.port))
 
-    first.close()  # it died: the next one may come
+    first.close()  # a receiver dies, so the port opens for its replacement
     take(update, opened, num_workers=2)
     assert is_soon_refused(meeting.port)
     transport.expect(3)
@@ -236,7 +236,7 @@ def test_nothing_listens_once_the_expected_receivers_have_come(opened: ExitStack
 
 
 def test_the_unique_id_of_nccl_travels_over_the_workers_connections() -> None:
-    """As NCCL's process group asks for it: through torch, from C++."""
+    """NCCL's process group reads the store from C++, through torch's PrefixStore."""
     meeting = Broadcast(backend="nccl", host=HOST, port=1, secret="00", bucket_bytes=1, deadline_s=60.0)
     pairs = [socket.socketpair() for _ in range(2)]
     unique_id = secrets.token_bytes(128)

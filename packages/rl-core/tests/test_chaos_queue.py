@@ -1,4 +1,4 @@
-"""A queue with 8 producers, 3 consumers and a server under random faults: nothing is lost or counted twice."""
+"""A queue with 8 producers, 3 consumers and a server under random faults neither loses nor duplicates groups."""
 
 import signal
 import time
@@ -29,7 +29,7 @@ TICK_S = 0.02
 
 
 class QueueUnderFaults:
-    """A queue with its workers, and every process and folder that it ever had."""
+    """A queue, its workers, and a record of every process and folder that it used."""
 
     def __init__(self, directory: Path, *, num_groups: int, chaos: Chaos) -> None:
         self.chaos, self.num_groups = chaos, num_groups
@@ -55,7 +55,7 @@ class QueueUnderFaults:
         return worker
 
     def ask(self, call: str, *arguments: object, **options: object) -> object:
-        """Call the queue's method, again while it is refused."""
+        """Call a method of the queue; retry while the journal fails, and reopen the queue after REOPEN_S."""
         ends_at = time.monotonic() + REOPEN_S
         while True:
             try:
@@ -79,15 +79,15 @@ class QueueUnderFaults:
         self.workers = [self._start(worker.role) for worker in self.workers]
 
     def num_acks(self) -> float:
-        """Of all tasks."""
-        signal.sigtimedwait([], TICK_S)  # who asks without a pause keeps the server from its work
+        """Return the number of acks over all tasks."""
+        signal.sigtimedwait([], TICK_S)  # polling without a pause would starve the server
         stats = self.ask("stats")
         return sum(stats.get(f"acks/{name}", 0.0) for name in NAMES)
 
     def strike(self) -> None:
-        """One fault, over the server or any worker."""
+        """Inject one fault into the server, a worker, the clock or the disk."""
         kind = self.chaos.draw_kind()
-        victim = self.chaos.draw.randrange(len(self.workers) + 2)  # the server is as often struck as two workers
+        victim = self.chaos.draw.randrange(len(self.workers) + 2)  # the server is hit as often as two workers
         if kind in ("clock", "disk"):
             self.chaos.make(kind)
         elif victim >= len(self.workers):
@@ -100,14 +100,14 @@ class QueueUnderFaults:
                 self.workers[victim] = self._start(worker.role)
 
     def close(self) -> None:
-        """End everything."""
+        """End the faults, the workers and the queue."""
         self.chaos.end_all()
         for worker in self.workers:
             worker.kill()
         self.queue.close()
 
     def check(self) -> str:
-        """Nothing was lost, nothing counted twice, nothing is left; gives the books in a line."""
+        """Check for lost or duplicate groups and for leftover processes and files; return a one-line summary."""
         stats, ledger = self.ask("stats"), self.ask("ledger")
         self.close()
         acked = {name: int(stats[f"acks/{name}"]) for name in NAMES}
@@ -133,12 +133,12 @@ class QueueUnderFaults:
 
 
 def run_chaos(seed: int, folder: Path, *, num_faults: int, num_groups: int) -> str:
-    """Let a queue's groups go through while the faults strike, spread over all acks."""
+    """Process all groups of a queue while faults, spread over the acks, hit it; return the summary."""
     clock = Clock(folder / "clock")
     with small_disk(folder / "disk", size_mib=DISK_MIB) as disk, pytest.MonkeyPatch.context() as patch:
         for name, value in clock.environment.items():
             patch.setenv(name, value)
-        patch.syspath_prepend(SITE)  # workers and server get it
+        patch.syspath_prepend(SITE)  # workers and the server inherit the path
         chaos = Chaos(seed, clock=clock, disk=disk)
         run = QueueUnderFaults(folder / "disk" / "queue", num_groups=num_groups, chaos=chaos)
         try:
@@ -146,7 +146,7 @@ def run_chaos(seed: int, folder: Path, *, num_faults: int, num_groups: int) -> s
                 acked = run.num_acks()
                 share = (3 * num_groups - acked) / (num_faults - len(chaos.faults) + 1)
                 wanted = acked + max(1.0, share * chaos.draw.uniform(0.2, 1.4))
-                ends_at = time.monotonic() + chaos.draw.uniform(0.1, 1.5)  # amid what the last one left to mend
+                ends_at = time.monotonic() + chaos.draw.uniform(0.1, 1.5)  # often amid recovery from the last fault
                 wait_until(
                     lambda wanted=wanted, ends_at=ends_at: run.num_acks() >= wanted or time.monotonic() > ends_at,
                     "a point",

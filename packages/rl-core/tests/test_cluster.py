@@ -1,4 +1,4 @@
-"""Checks specific to roles in processes; the conformance suite has those of all placements."""
+"""Checks specific to roles in processes; the conformance suite covers all placements."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def spec_of(**kwargs):
 
 
 def with_role(use, spec=None, **options):
-    """Start a role, use it, close the cluster; fail if its process is left."""
+    """Start a role, use it and close the cluster; fail if the role's process is still running."""
 
     async def run():
         async with open_cluster(ClusterOptions(**options)) as cluster:
@@ -140,7 +140,7 @@ def test_a_role_that_stands_still_holds_up_nobody():
 
 
 class HangingLauncher(LocalLauncher):
-    """A place that does not answer, such as a Ray cluster that is not there."""
+    """A launcher whose place never answers, such as an unreachable Ray cluster."""
 
     place = "the cluster at nowhere:1"
 
@@ -176,7 +176,7 @@ def test_a_start_that_outlasts_its_cluster_is_broken_off_without_an_error_of_its
         async with open_cluster(ClusterOptions()) as cluster:
             starting = asyncio.create_task(cluster.start(spec_of(), deadline_s=START_S))
             await asyncio.to_thread(wait_until, lambda: len(children()) == 1, "its process")
-            raised = asyncio.create_task(cluster.close())  # as where another role's start failed
+            raised = asyncio.create_task(cluster.close())  # a failed start of another role closes the cluster
             starting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await starting
@@ -186,7 +186,7 @@ def test_a_start_that_outlasts_its_cluster_is_broken_off_without_an_error_of_its
 
 
 def children():
-    """Roles of this process, by their mark; the server of warm starts has an empty one."""
+    """Return the processes of this process's roles, by their mark; the warm-start server's mark is empty."""
     return [pid for pid, _ in descendants(os.getpid()) if is_marked(pid)]
 
 
@@ -198,7 +198,7 @@ def is_marked(pid):
 
 
 def test_a_role_started_in_a_thread_outlives_the_thread():
-    """The kernel's parent-death signal, which is not used, would count the thread that started a process."""
+    """The kernel's parent-death signal, which rl-core avoids, is sent when the thread that forked ends."""
     loop = asyncio.new_event_loop()
     cluster = open_cluster(ClusterOptions())
     roles = []
@@ -247,7 +247,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_a_role_and_its_children_end_when_its_parent_is_killed(state, tmp_path):
     command = [sys.executable, "-c", PARENT, state, str(tmp_path / "blocked")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the role is in tests/support
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # roles are in tests/support
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         try:
             mark, pid = parent.stdout.readline().split()
@@ -263,14 +263,14 @@ def test_a_role_and_its_children_end_when_its_parent_is_killed(state, tmp_path):
 def test_ctrl_c_does_not_end_a_role():
     async def use(role):
         os.kill(role.pid, signal.SIGINT)
-        assert os.getsid(role.pid) != os.getsid(0)  # and a terminal's Ctrl-C does not even reach it
+        assert os.getsid(role.pid) != os.getsid(0)  # in its own session, a role does not receive a terminal's Ctrl-C
         return await role.call("greet", "you")
 
     assert with_role(use) == "hello you!"
 
 
 def test_no_mark_is_nobody_s_mark():
-    """Else a guard would end every process of the host."""
+    """Without this check, a guard would end every process of the host."""
     with pytest.raises(ValueError, match="at least 32 characters; found ''"):
         family_members(Family(""))
     assert family_members(Family("0" * 32)) == []

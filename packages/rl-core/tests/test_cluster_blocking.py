@@ -1,4 +1,4 @@
-"""Roles for code that is not async: waits in any thread, and Ctrl-C during them."""
+"""Roles for synchronous code: waits in any thread, and Ctrl-C during a wait."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ def test_stacks_are_asked_for_while_another_thread_waits_for_a_call(group):
 
 
 class Blocker:
-    """A role whose plain method waits."""
+    """A role with a method that blocks its thread."""
 
     began, may_end = threading.Event(), threading.Event()
 
@@ -150,7 +150,7 @@ if __name__ == "__main__":
 
 @contextlib.contextmanager
 def ended(process):
-    """Nobody waits for a process whose test failed."""
+    """Kill the process on exit, so that a failed test does not wait for it."""
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ class TestInline(ClusterConformance):
 
 
 class Sleeper:
-    """A role whose close does not end."""
+    """A role whose close never returns."""
 
     async def close(self):
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""CPUs and GPUs of this machine: counted, shared in fractions, assigned to processes."""
+"""CPUs and GPUs of this machine: counting, fractional shares, and assignment to processes."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_parts_are_taken_and_given_back():
     first = shares.take(0.5, 0.5)
     assert (first.cpus, first.gpus) == (0.5, {"a": 0.5})
     second = shares.take(0, 0.25)
-    assert second.gpus == {"a": 0.25}  # the GPU that is used already, so that the other stays whole
+    assert second.gpus == {"a": 0.25}  # shares the GPU already in use, so that the other stays whole
     assert shares.take(0, 1).gpus == {"b": 1.0}
     assert shares.take(0, 0.5) is None
     assert shares.take(2.0, 0) is None
@@ -58,7 +58,7 @@ def test_without_the_variable_the_driver_s_devices_count(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = [Path("/dev/nvidia3"), Path("/dev/nvidia7")]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: found if pattern == "nvidia[0-9]*" else [])
-    assert visible_gpus() == ["0", "1"]  # as CUDA numbers those that it sees
+    assert visible_gpus() == ["0", "1"]  # CUDA numbers the visible devices from 0
 
 
 def test_a_device_named_twice_is_refused(monkeypatch):
@@ -95,7 +95,7 @@ def test_an_impossible_request_of_a_role_is_refused():
 
 
 def devices_of(work):
-    """CUDA_VISIBLE_DEVICES of each role that `work` starts in a cluster of processes."""
+    """Return CUDA_VISIBLE_DEVICES of each role that `work` starts in a cluster of processes."""
 
     async def run():
         async with open_cluster(ClusterOptions()) as cluster:

@@ -22,7 +22,7 @@ class TestProcess(RemoteClusterConformance):
 
 
 def test_a_killed_rank_is_the_reason_though_its_end_takes_longer_to_tell_than_its_peers_errors(tmp_path, monkeypatch):
-    """Its descendants are ended before its death is told, which takes its time on a busy machine."""
+    """A rank's descendants end before its death is reported, which can take long on a busy machine."""
     real_end, real_settle, may_tell = incarnation.end_family, group._settle, threading.Event()
 
     def end_family(family):

@@ -1,4 +1,4 @@
-"""A supervised role is restarted once per death, and calls wait for it."""
+"""Supervised roles restart once per death, and calls wait for the restart."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ DEADLINE_S = 60.0
 
 
 class Worker:
-    """A role's object, which is of no use before `start`."""
+    """A role object that must be started before its `pid` can be called."""
 
     def __init__(self) -> None:
         self.is_started = False
@@ -32,7 +32,7 @@ class Worker:
 
 
 def supervise(use: Any, *, max_restarts: int, deaths_in_start: int = 0) -> tuple[list[str], SupervisedRole]:
-    """Use a supervised role in a process of its own; gives what happened."""
+    """Use a supervised role in a separate process; return the losses and starts in order, and the role."""
     happened: list[str] = []
 
     async def work() -> SupervisedRole:

@@ -24,6 +24,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         write_durably(file, b"new")
     assert file.read_bytes() == b"old"
-    sync_folder(tmp_path)  # a file system that cannot is no error
+    sync_folder(tmp_path)  # some file systems cannot sync folders; that is no error
     with pytest.raises(OSError, match="no space"):
         sync_file(file)

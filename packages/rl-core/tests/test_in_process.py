@@ -1,4 +1,4 @@
-"""The queue in the process: the conformance suite, the backend's part with a journal, and specific checks."""
+"""The in-process queue: the conformance suite, the backend's journal, and specific checks."""
 
 import itertools
 import pickle
@@ -30,7 +30,7 @@ def test_waiting_on_a_clock_that_stands_still_does_not_spin():
     before = clock.num_reads
     with pytest.raises(DeadlineError, match=r"for 0\.3 s"):
         queue.lease("train", groups=1, deadline_s=0.3)
-    assert clock.num_reads - before < 200  # a loop without a pause reads it a hundred thousand times
+    assert clock.num_reads - before < 200  # a busy loop reads it a hundred thousand times
 
 
 def test_a_result_that_was_acked_already_has_nothing_left_to_do():
@@ -85,7 +85,7 @@ def test_tasks_need_columns_that_something_gives():
 
 @pytest.mark.one_python("it measures an algorithm")
 def test_thousands_of_groups_cost_each_put_the_same():
-    """Eight times the groups take about eight times as long, not 64 times, in processor time."""
+    """Eight times as many groups take about eight times the processor time, not 64 times."""
     few, many = _time_puts(250), _time_puts(2000)
     assert many / few < 8 * 4
 

@@ -1,4 +1,4 @@
-"""Weights in memory that another process opens: the GPU code, in shared memory of this machine."""
+"""Weights in memory shared with another process: the code for GPUs, run on host memory."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def test_tensors_lie_side_by_side_and_are_views_of_the_senders_memory(transport:
             tensors["norm.weight"].zero_()
             assert again["norm.weight"].count_nonzero() == 0  # the same memory
     assert [bucket.size_bytes for bucket in shared.buckets] == [512, 256 + 2560, 512, 256 + 2048]
-    assert TENSORS["norm.weight"].count_nonzero() == 3  # the learner's own are untouched
+    assert TENSORS["norm.weight"].count_nonzero() == 3  # the learner's tensors are unchanged
 
 
 def test_small_tensors_share_a_bucket_and_a_large_one_has_its_own() -> None:
@@ -84,7 +84,7 @@ with opened(update) as tensors:
 
 
 def receiver(update: WeightUpdate) -> "subprocess.Popen[str]":
-    """Another process that opens an update, which it is given as JSON, and keeps it open."""
+    """Start a process that opens an update, passed as JSON, and keeps it open."""
     digests = {name: (digest.shape, digest.dtype, digest.checksum) for name, digest in update.digests.items()}
     words = json.dumps([dataclasses.asdict(update.shared), update.version, digests])
     return subprocess.Popen(
@@ -100,7 +100,7 @@ def test_another_process_opens_the_same_bytes_and_one_that_dies_takes_nothing_al
     assert found == {name: digest.checksum for name, digest in update.digests.items()}
     os.kill(dying.pid, signal.SIGKILL)
     dying.communicate()
-    transport.release()  # kept for an engine that is started again
+    transport.release()  # the update stays available to a restarted engine
     with opened(update) as tensors:
         assert {name: tensor_checksum(tensor) for name, tensor in tensors.items()} == found
     transport.close()
@@ -124,7 +124,7 @@ def test_an_older_version_is_refused(transport: IpcTransport) -> None:
     _, new_buckets = pack(transport, version=4)
     with pytest.raises(WeightsGoneError, match="update 3 cannot be opened"), opened(old):
         pass
-    reused = replace(old_buckets, buckets=new_buckets.buckets)  # as where a GPU gives freed memory out again
+    reused = replace(old_buckets, buckets=new_buckets.buckets)  # as when a GPU reuses freed memory
     with (
         pytest.raises(WeightsGoneError, match=r"update 3 .*bucket 0 has another stamp"),
         opened(replace(old, shared=reused)),
@@ -133,7 +133,7 @@ def test_an_older_version_is_refused(transport: IpcTransport) -> None:
 
 
 def test_freed_memory_is_refused_even_where_it_can_still_be_opened() -> None:
-    """A second link keeps each bucket's file alive, as a GPU's driver keeps freed memory that it has not given out."""
+    """A hard link keeps each bucket's file, as a GPU driver keeps freed memory until it is reused."""
     transport = IpcTransport(bucket_bytes=2048, memory=HostMemory(), keeps=False)
     update, shared = pack(transport)
     links = [Path(f"{bucket.handle}.link") for bucket in shared.buckets]

@@ -1,4 +1,4 @@
-"""Queues on disk: reopened unchanged, and directories that cannot be opened."""
+"""Queues on disk: reopening them unchanged, and directories that cannot be opened."""
 
 import json
 import os
@@ -147,7 +147,7 @@ def test_a_forgotten_uid_may_be_issued_again_at_once(tmp_path):
     core.drop(core.groups.find_open("p0"), "too easy", reissue=False, now=0.0)
     core.forget_finished()
     core.issue([("p0", make_prompt("p0"))], num_sessions=2, now=0.0)
-    journal.write(core)  # all of it between two writes, as a server may be asked to
+    journal.write(core)  # a server may receive all these calls between two writes
     (group,) = journal.load({}).groups
     assert (group.uid, group.num_sessions, group.state) == ("p0", 2, "issued")
     journal.close()
@@ -370,7 +370,7 @@ def test_a_finish_that_was_lost_on_its_way_is_done_when_it_is_repeated(tmp_path,
 
 
 def as_format(directory, version, partition):
-    """Change a journal into what an older format would have, whose records named a partition from format 2 on."""
+    """Rewrite a journal in format 1, or in format 2 with a partition per record; return the number of groups."""
     key = {} if partition is None else {"partition": partition}
     with sqlite3.connect(directory / DATABASE) as connection:
         records = connection.execute("SELECT number, record FROM groups").fetchall()
@@ -415,7 +415,7 @@ def test_a_journal_that_knew_partial_groups_is_resumed(tmp_path, opened):
     queue = ready(opened(tmp_path), num_prompts=2)
     before = entries(queue)
     queue.close()
-    with sqlite3.connect(tmp_path / DATABASE) as connection:  # as it was written with `partial_after_s`
+    with sqlite3.connect(tmp_path / DATABASE) as connection:  # add the former `partial_after_s`
         meta = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
         meta["tasks"][0]["partial_after_s"] = 60.0
         meta["counts"]["counts"]["sessions_left_out"] = 1

@@ -1,4 +1,4 @@
-"""Full disks, journals that cannot be written, and reserved space that is not used."""
+"""Full disks, journals that cannot be written, and the release of unused reservations."""
 
 import json
 import subprocess
@@ -105,7 +105,7 @@ def test_a_full_disk_refuses_what_it_cannot_keep_and_the_queue_goes_on(tmp_path,
 
 
 class FullJournal(SqliteJournal):
-    """A journal whose disk is full when a test says so."""
+    """A journal whose disk is full while `is_full` is set."""
 
     is_full = False
 
@@ -117,7 +117,7 @@ class FullJournal(SqliteJournal):
 
 @pytest.fixture
 def full(tmp_path, opened):
-    """A queue on a disk that may be full."""
+    """Return a queue whose journal can be made full."""
     queue = opened(tmp_path, REFERENCE, TRAIN)
     queue._service._journal.__class__ = FullJournal
     return queue
@@ -180,11 +180,11 @@ def test_rows_that_are_looked_at_stay_through_a_full_disk(full, tmp_path):
     assert len(list((tmp_path / SEGMENTS).iterdir())) == 2
 
 
-# -- room that was reserved
+# -- reserved space
 
 
 class Interrupted:
-    """The payload of a queue, with something happening while rows are written."""
+    """A queue's payload that calls `event` once, while it writes rows."""
 
     def __init__(self, payload, event):
         self._payload, self._event = payload, event

@@ -1,4 +1,4 @@
-"""Hostile journals: refused before anything in them is executed, awaited or trusted."""
+"""Hostile journals, refused before any of their content is executed, awaited or trusted."""
 
 import os
 import sqlite3
@@ -92,7 +92,7 @@ def test_records_that_cannot_be_are_refused(directory, statement):
     alter(directory, statement)
     with pytest.raises(JournalError):
         open_queue(directory)
-    if "'epoch'" not in statement and "prompt" not in statement:  # of which a reader makes nothing
+    if "'epoch'" not in statement and "prompt" not in statement:  # inspection ignores these fields
         with pytest.raises(JournalError):
             inspect_journal(directory)
 

@@ -1,4 +1,4 @@
-"""Segments of a queue on disk: torn ones are found, reported and reissued."""
+"""Torn segments of a queue on disk: detection, reports and reissue."""
 
 import os
 import sqlite3
@@ -19,7 +19,7 @@ def opened():
 
 
 def slots_of(queue):
-    """Name of the slot of each part of each prompt."""
+    """Return the names of the slots of each prompt's segments."""
     core = queue._service.core
     return {group.uid: [core.segments.place(number)[0] for number in group.segments()] for group in core.groups}
 

@@ -19,7 +19,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 
 
 def in_a_fork(act, *, user=None):
-    """Run something in a forked child, of another user if wanted; gives its exit status, 1 where it raised."""
+    """Run `act` in a forked child, optionally as another user; return its exit status, 1 if it raised."""
     child = os.fork()
     if child == 0:
         try:
@@ -40,7 +40,7 @@ def test_a_fork_that_lets_its_copy_go_leaves_the_folder_to_its_maker(tmp_path: P
     assert in_a_fork(lambda: (stack.close(), gc.collect())) == 0
     assert folder.is_dir()
     remove_unlocked_folders([folder])
-    assert folder.is_dir()  # its maker still holds the lock
+    assert folder.is_dir()  # the process that made it still holds the lock
     stack.close()
     assert not folder.exists()
 
@@ -89,12 +89,12 @@ def test_a_lock_file_that_others_could_lock_is_made_private(tmp_path: Path):
 
 @needs_root
 def test_another_user_cannot_lock_a_lock_file():
-    parent = Path("/tmp") / f"locks-{os.getpid()}"  # which the other user can reach
+    parent = Path("/tmp") / f"locks-{os.getpid()}"  # the other user can enter this folder
     parent.mkdir(mode=0o755)
     try:
         os.close(open_lock_file(parent / ".lock"))
         assert in_a_fork(lambda: os.open(parent / ".lock", os.O_RDONLY), user=NOBODY) == 1
-        assert in_a_fork(lambda: list(parent.iterdir()), user=NOBODY) == 0  # it does reach the folder
+        assert in_a_fork(lambda: list(parent.iterdir()), user=NOBODY) == 0  # the other user can read the folder itself
     finally:
         shutil.rmtree(parent)
 

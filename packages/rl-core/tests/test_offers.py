@@ -1,4 +1,4 @@
-"""Weights from several senders, each with its own rectangles: assembled, proven, withdrawn, and lost midway."""
+"""Weights from several senders, each with its own rectangles: assembly, proof, withdrawal, and lost senders."""
 
 import itertools
 import threading
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 OPTIONS = SenderOptions(bucket_bytes=100, deadline_s=60.0)
 TENSORS = {
     "rows": torch.arange(60, dtype=torch.float32).reshape(12, 5),
-    "columns": torch.linspace(-3, 3, 77).reshape(7, 11).to(torch.bfloat16),  # no row of it begins with a whole word
+    "columns": torch.linspace(-3, 3, 77).reshape(7, 11).to(torch.bfloat16),  # rows of 22 bytes, not whole words
     "norm": torch.linspace(0, 1, 9).to(torch.bfloat16),
     "whole": torch.arange(21, dtype=torch.float32).reshape(7, 3) - 10,
 }
@@ -40,14 +40,14 @@ CUTS = {"rows": (5, 5), "columns": (7, 4), "norm": (4,), "whole": (7, 3)}
 
 
 def pieces(name: str, shape: Sequence[int], cut: Sequence[int]) -> list[Rectangle]:
-    """The rectangles of a tensor that is cut once along each axis."""
+    """Return the rectangles of a tensor that is cut once along each axis."""
     sides = [[(0, at), (at, size - at)] for size, at in zip(shape, cut, strict=True)]
     found = [Rectangle(name, *map(tuple, zip(*sides_of, strict=True))) for sides_of in itertools.product(*sides)]
     return [one for one in found if 0 not in one.sizes]
 
 
 def shares(tensors: dict[str, torch.Tensor], num_ranks: int) -> list[list[HeldRectangle]]:
-    """Each rank's rectangles, dealt out in turn."""
+    """Distribute the tensors' rectangles over the ranks, round-robin."""
     ranks: list[list[HeldRectangle]] = [[] for _ in range(num_ranks)]
     turn = itertools.cycle(ranks)
     for name, tensor in tensors.items():
@@ -57,7 +57,7 @@ def shares(tensors: dict[str, torch.Tensor], num_ranks: int) -> list[list[HeldRe
 
 
 class Ranks:
-    """A learner of several ranks, in this process."""
+    """A learner with several ranks, in this process."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], num_ranks: int, options: SenderOptions = OPTIONS) -> None:
         self.tensors, self.options = tensors, options
@@ -185,7 +185,7 @@ def test_a_wrong_rectangle_changes_the_checksum_of_its_tensor_alone(
 def test_what_is_withdrawn_is_refused_and_the_next_offer_arrives(ranks: Ranks, engine: OfferedTo) -> None:
     old = ranks.offer(1)
     engine.take(old)
-    ranks.senders[2].withdraw()  # it steps on before the others do
+    ranks.senders[2].withdraw()  # this rank takes its next step before the others
     with pytest.raises(
         TransferError, match=r"rank 2 of the learner: .* of version 1 were requested; the sender has none"
     ):
@@ -193,9 +193,9 @@ def test_what_is_withdrawn_is_refused_and_the_next_offer_arrives(ranks: Ranks, e
     started = time.monotonic()
     for sender in ranks.senders:
         sender.withdraw()
-    assert time.monotonic() - started < OPTIONS.deadline_s / 2  # nobody waits for an engine that another one refused
+    assert time.monotonic() - started < OPTIONS.deadline_s / 2  # no rank waits for an engine that another rank refused
     update = ranks.offer(2)
-    for _ in range(2):  # the same update twice, as after a failed proof
+    for _ in range(2):  # twice, as after a failed proof
         (found,) = engine.take(update)
         assert torch.equal(found["columns"], TENSORS["columns"])
     with pytest.raises(
@@ -234,7 +234,7 @@ def test_an_engine_that_stops_midway_is_given_up_when_the_weights_change(opened:
     opened.callback(ranks.close)
     update = ranks.offer(1)
     joined, plan = engine.sources.announce(update), receive_plan(update)
-    engine._meet(joined)  # and takes nothing
+    engine._meet(joined)  # joins without receiving any tensor
     (sender,) = ranks.senders
     sender.withdraw()
     with pytest.raises(TransferError, match=r"rank 0 of the learner: .* could not be transferred"):
@@ -242,7 +242,7 @@ def test_an_engine_that_stops_midway_is_given_up_when_the_weights_change(opened:
 
 
 def test_who_waits_for_its_turn_has_no_deadline(opened: ExitStack, engine: OfferedTo) -> None:
-    """The last rank sends one tensor only, after the engine has waited longer than the deadline for the others."""
+    """The last rank sends its only tensor after the others have taken longer than the deadline."""
     deadline_s = 0.2
     ranks = Ranks(dict(TENSORS), 3, SenderOptions(bucket_bytes=16, deadline_s=deadline_s))
     opened.callback(ranks.close)
@@ -273,7 +273,7 @@ def test_a_rank_that_ends_midway_is_named(opened: ExitStack, engine: OfferedTo) 
         engine.take(update, each=end)
     started = time.monotonic()
     ranks.senders[0].withdraw()
-    assert time.monotonic() - started < OPTIONS.deadline_s / 2  # the engine has left it too
+    assert time.monotonic() - started < OPTIONS.deadline_s / 2  # the engine has disconnected from this rank too
     (found,) = engine.take(ranks.offer(2))
     assert torch.equal(found["whole"], TENSORS["whole"])
 

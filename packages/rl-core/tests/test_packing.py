@@ -1,4 +1,4 @@
-"""Values sent to a role: arrays and tensors beside the pickle."""
+"""Values sent to a role: arrays and tensors travel outside the pickle."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Publishing to engines that are correct, and to engines with one fault each."""
+"""Publishing to correct engines, and to engines with one fault each."""
 
 import asyncio
 import dataclasses
@@ -28,12 +28,12 @@ TIED = {"lm_head.weight": "embed.weight"}
 
 @pytest.fixture(autouse=True, params=["crc32c", "sums"])
 def checksum_kind(request, monkeypatch):
-    """Every fault is found with either checksum; the one of GPUs is forced here."""
+    """Run each test with the checksum for CPUs and the one for GPUs."""
     monkeypatch.setattr("rl_core.weights.digests._own_kind", lambda tensor: request.param)
 
 
 class FakeEngine:
-    """A model of two tensors, an embedding that is also the head and a scale, served as an engine would."""
+    """An engine that serves two tensors: an embedding, tied to the output head, and a scale."""
 
     def __init__(self):
         self.version = 0
@@ -47,11 +47,11 @@ class FakeEngine:
         return self.receipt(arrived)
 
     def receive(self, tensors):
-        """What arrives of what was sent."""
+        """Return the tensors that arrive; subclasses lose or change some."""
         return tensors
 
     def corrupt(self):
-        """What goes wrong when the weights are loaded."""
+        """Corrupt the loaded weights; subclasses define the fault."""
 
     def receipt(self, arrived):
         return WeightReceipt(
@@ -72,7 +72,7 @@ def weights(*, seed):
 
 
 def score(tensors, sequence):
-    """Logprobs of a bigram model."""
+    """Return the logprobs of a bigram model."""
     hidden = tensors["embed.weight"][torch.as_tensor(sequence[:-1].astype(np.int64))] * tensors["norm.weight"]
     logprobs = torch.log_softmax(hidden @ tensors["lm_head.weight"].T, dim=-1)
     taken = logprobs.gather(1, torch.as_tensor(sequence[1:].astype(np.int64))[:, None])[:, 0]
@@ -317,7 +317,7 @@ def test_publishing_needs_an_engine():
 
 
 class RoutedEngine(FakeEngine):
-    """A mixture of two experts, one of which doubles the scale; it says which one each token used."""
+    """A mixture of two experts, the second with twice the scale; it reports the expert of each token."""
 
     expert = 1
 

@@ -1,4 +1,4 @@
-"""Impossible arguments of a queue: refused with a typed error, before anything changes."""
+"""Invalid arguments of a queue raise a typed error before anything changes."""
 
 import gc
 import math
@@ -93,7 +93,7 @@ def test_a_consumer_that_lacks_a_column_harms_no_rows():
     queue = SharedMemoryQueue([TaskSpec(name="train", needs=frozenset())])
     queue.issue(make_prompts(1), num_sessions=1)
     queue.put_batch(Batch([RowKey("p0", 0, 0)], {"border_column": np.ones(1, np.float32)}))
-    spec = COLUMNS.pop("border_column")  # as in a process that has not declared it
+    spec = COLUMNS.pop("border_column")  # simulates a process that has not declared the column
     with pytest.raises(DataError, match=r"'border_column'.*declare_column"):
         queue.lease("train", groups=1, deadline_s=0)
     COLUMNS["border_column"] = spec
@@ -129,7 +129,7 @@ def test_full_stays_full_while_a_task_could_take_what_is_ready():
     stream, _ = other._open(1e12)
     from rl_core.queue.messages import LeaseRequest
 
-    stream.sendall(encode_frame(LeaseRequest("train", 1, 60.0, 60.0, False)))  # waits for values
+    stream.sendall(encode_frame(LeaseRequest("train", 1, 60.0, 60.0, False)))  # this lease waits for rows
     with pytest.raises(DeadlineError, match="2 of 2 rows stored"):
         queue.put("p2", 0, [make_trajectory("p2", 0)], deadline_s=0.2)
     lease = queue.lease("score", groups=1, deadline_s=0)

@@ -1,4 +1,4 @@
-"""`rl-core queue inspect`: its output, that it changes nothing, and its errors."""
+"""`rl-core queue inspect`: its output and errors, and that it leaves the queue unchanged."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def make_queue(directory: Path, tasks=(SCORE, TRAIN)) -> InProcessQueue:
 
 
 def fill(directory: Path) -> None:
-    """A prompt in each state: p0 done, p1 settled and scored, p2 partly put, p3 dropped, p4 issued again."""
+    """Add a prompt in each state: p0 done, p1 settled and scored, p2 partly put, p3 dropped, p4 reissued."""
     queue = make_queue(directory)
     queue.issue(make_prompts(5), num_sessions=2)
     for uid in ("p0", "p1"):
@@ -75,7 +75,7 @@ def fill(directory: Path) -> None:
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    """Everything there but the index that SQLite makes anew while it reads a log."""
+    """Return all files except the index, which SQLite rebuilds when it reads a log."""
     found = (path for path in sorted(directory.rglob("*")) if path.is_file() and not path.name.endswith("-shm"))
     return {str(path.relative_to(directory)): path.read_bytes() for path in found}
 
@@ -94,7 +94,7 @@ def start_other(directory: Path) -> "subprocess.Popen[str]":
 
 
 def let_go_on(process: "subprocess.Popen[str]") -> None:
-    """Let it put once more; then it kills itself."""
+    """Let the process put once more, after which it kills itself."""
     said, _ = process.communicate("go on\n", timeout=60)
     assert said == "went on\n"
     assert process.returncode == -signal.SIGKILL
@@ -178,7 +178,7 @@ def test_a_queue_that_another_process_has_open(tmp_path):
     process = start_other(tmp_path / "queue")
     before = files_of(tmp_path / "queue")
     report = inspect_journal(tmp_path / "queue", is_verified=True)
-    assert report.keeper_pid in (process.pid, None)  # None where the system does not say
+    assert report.keeper_pid in (process.pid, None)  # None if the system does not report it
     assert report.states == {"done": 1, "settled": 1, "issued": 2}
     assert report.wal_transactions > 0
     assert report.segments.damaged == ()
@@ -199,7 +199,7 @@ def test_a_queue_that_was_killed(tmp_path):
 
 
 def test_the_state_in_the_log_is_read_where_its_index_cannot_be_written(tmp_path):
-    """As on a read-only file system: the database alone would say that nothing was ever issued."""
+    """On a read-only file system, the database without its log would show a queue without prompts."""
     let_go_on(start_other(tmp_path / "queue"))
     index = tmp_path / "queue" / f"{DATABASE}-shm"
     index.unlink(missing_ok=True)
@@ -224,10 +224,10 @@ def test_a_torn_log_is_read_up_to_its_last_whole_transaction(tmp_path, capsys):
 
 def test_segments_that_are_missing_torn_or_altered_are_named(tmp_path, capsys):
     fill(tmp_path / "queue")
-    first, second = slots_of(tmp_path / "queue")[2:4]  # those of p1, as they were made
+    first, second = slots_of(tmp_path / "queue")[2:4]  # the slots of p1, in order of creation
     first.unlink()
     content = np.memmap(second, dtype=np.uint8, mode="r+")
-    content[len(content) // 2] ^= 1  # in an array: only a checksum tells
+    content[len(content) // 2] ^= 1  # inside an array, where only the checksum shows it
     content.flush()
     quick = inspect_journal(tmp_path / "queue").segments.damaged
     assert [first.name in segment.reason for segment in quick] == [True]
@@ -291,7 +291,7 @@ def test_printable_cuts_what_is_too_long():
 
 
 def no_directory(path):
-    """Nothing there."""
+    """Leave the path empty."""
 
 
 def a_file(path):

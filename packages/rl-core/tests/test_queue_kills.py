@@ -1,4 +1,4 @@
-"""Killed processes of a shared-memory queue: nothing is lost or counted twice, and no memory leaks."""
+"""Killed processes of a shared-memory queue lose and duplicate no rows, and leak no memory."""
 
 import os
 import pickle
@@ -55,7 +55,7 @@ def test_a_producer_killed_in_the_middle_of_a_put_leaves_nothing_behind(started)
     wait_until(lambda: queue.stats()["rows/reserved"] == 0, "the room to be free", deadline_s=DEADLINE_S)
     assert queue.ledger()[0].sessions_settled == 0
     queue.put("p0", 0, [long_row("p0")], deadline_s=0)
-    assert len(slots_of(queue)) == 1  # the half-written one was used again
+    assert len(slots_of(queue)) == 1  # the half-written slot is reused
     lease = queue.lease("train", groups=1, deadline_s=0)
     assert lease.batch.ragged("input_ids")[0].tolist() == [1, 2] + [0] * LONG
     queue.ack(lease)
@@ -74,14 +74,14 @@ def test_groups_of_a_killed_consumer_are_delivered_again_at_once_and_its_slots_a
     assert lease.prompts[0].uid == "p0"
     queue.ack(lease)
     del lease
-    queue.ledger()  # what was said on other connections is heard before the answer
+    queue.ledger()  # the server reads other connections before it answers
     queue.put("p1", 0, [long_row("p1")])
     assert len(slots_of(queue)) == 1
     lease = queue.lease("train", groups=1, deadline_s=0)
     queue.ack(lease)
     rows = lease.batch.ragged("input_ids")
     queue.put("p2", 0, [long_row("p2")])
-    assert len(slots_of(queue)) == 2  # what is looked at stays
+    assert len(slots_of(queue)) == 2  # the slot of rows in use is kept
     assert rows[0][:2].tolist() == [1, 2]
 
 
@@ -142,7 +142,7 @@ sys.stdin.read()
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )
     pid, address = process.stdout.readline().split()
-    os.kill(int(pid), signal.SIGSTOP)  # so that it cannot end in order when its owner is gone
+    os.kill(int(pid), signal.SIGSTOP)  # so that it cannot shut down cleanly when its owner dies
     process.kill()
     os.kill(int(pid), signal.SIGKILL)
     process.wait()
@@ -165,7 +165,7 @@ sys.stdin.read()
     assert lease.batch.ragged("input_ids").lengths.tolist() == [7, 7, LONG + 2, LONG + 2]
     queue.close()
 
-    assert Path(address).exists()  # nobody was left to remove it
+    assert Path(address).exists()  # no process was left to remove it
     SharedMemoryQueue([TRAIN]).close()
     assert not Path(address).exists()
 
@@ -178,7 +178,7 @@ SharedMemoryQueue([TaskSpec(name="train", needs=frozenset())]).close()
 
 
 def start_another_run():
-    """A process that makes a queue, which sweeps what killed owners left, and closes it."""
+    """Open and close a queue in another process, which removes the leftovers of killed owners."""
     path = os.pathsep.join(p for p in sys.path if p)
     subprocess.run([sys.executable, "-c", ANOTHER_RUN], check=True, env={**os.environ, "PYTHONPATH": path})
 
@@ -198,7 +198,7 @@ def test_a_run_that_starts_leaves_the_queue_whose_killed_server_is_started_again
     monkeypatch.setattr(server, "_start", start_late)
     os.kill(queue.server_pid, signal.SIGKILL)
     try:
-        assert is_restarting.wait(DEADLINE_S)  # the server's process is gone, and no other is there yet
+        assert is_restarting.wait(DEADLINE_S)  # the server is dead and its replacement has not started
         start_another_run()
         assert Path(queue.address).is_dir()
     finally:
@@ -227,12 +227,12 @@ sys.stdin.read()
     )
     with owner:
         pid, address = owner.stdout.readline().split()
-        os.kill(int(pid), signal.SIGSTOP)  # so that it cannot end in order when its owner is gone
+        os.kill(int(pid), signal.SIGSTOP)  # so that it cannot shut down cleanly when its owner dies
         try:
             owner.kill()
             owner.wait(DEADLINE_S)
             start_another_run()
-            assert Path(address).is_dir()  # its server may still write there
+            assert Path(address).is_dir()  # the server may still write to it
         finally:
             os.kill(int(pid), signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), "the server to be gone", deadline_s=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Any order of calls, with crashes between them: the queue compared with a simple model."""
+"""Random sequences of calls and crashes: the queue is compared with a simple model."""
 
 import shutil
 import tempfile
@@ -80,7 +80,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
     @rule(num_prompts=st.integers(1, 3), behind=st.integers(-1, 2), is_reversed=st.booleans())
     def make_ready(self, num_prompts, behind, is_reversed):
-        """Whole groups with the reference's column, so that there is something to train on."""
+        """Put whole groups with the reference's column, so that they are ready to train."""
         self.issue(num_prompts)
         num_missing = sum(len(group.missing) for group in self.open_groups())
         self.settle_many([[behind]] * num_missing, is_reversed)
@@ -89,7 +89,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
             self.work("reference", len(ready), more=0, seconds=0)
 
     def rows_of(self, group, session, outputs):
-        """Trajectories whose tokens are so many versions behind, and these versions."""
+        """Return a session's trajectories, one per entry of `outputs` (versions behind), and their versions."""
         versions = [None if behind < 0 else max(self.version - behind, 0) for behind in outputs]
         rows = []
         for output, version in enumerate(versions):
@@ -155,7 +155,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         self.take(task, self.expected_named(task, uids), prompts=uids)
 
     def named(self, task, picks, are_ready):
-        """Prompts that are ready, so that leases are given; or any, forgotten ones too, and one twice."""
+        """Return uids of ready prompts; without are_ready, of any prompts, including forgotten and repeated ones."""
         ready = [group for group in self.groups if self.is_ready(group, task)]
         uids = [self.pick((ready if are_ready else None) or self.known, pick).uid for pick in picks]
         return list(dict.fromkeys(uids)) if are_ready else uids
@@ -195,7 +195,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         seconds=st.sampled_from([0, 0, 0, LEASE_S]),
     )
     def work(self, task, amount, more, seconds):
-        """The usual way of a consumer, to whom something may happen meanwhile."""
+        """Lease and ack as a consumer does, with publications and a pause in between."""
         before = set(self.held)
         self.lease(task, amount, allow_fewer=True)
         if self.held.keys() - before:
@@ -228,7 +228,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         are_ready=st.sampled_from([True, True, True, False]),
     )
     def finish(self, task, picks, are_ready):
-        """Groups that the task may have read; also such as it may not, and none of them counts then."""
+        """Finish groups; the queue refuses them all if one is repeated or not ready, or if the task adds columns."""
         self.expire()
         uids = self.named(task, picks, are_ready)
         ready = {group.uid: group for group in self.groups if self.is_ready(group, task)}
@@ -277,7 +277,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         with pytest.raises(OutdatedLeaseError):
             self.queue.ack(held.lease, given if held.task == "reference" else {})
 
-    # -- everybody
+    # -- any process
 
     @precondition(lambda self: self.open_groups())
     @rule(group=INDEX, reissue=st.booleans())
@@ -307,7 +307,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
         if hasattr(self, "queue"):
             self.queue.close()
 
-    # -- what must hold
+    # -- invariants
 
     @invariant()
     def what_is_counted_is_there(self):
@@ -345,7 +345,7 @@ class QueueMachine(QueueModel, RuleBasedStateMachine):
 
 
 class CrashMachine(QueueMachine):
-    """The same on a queue with a journal, which crashes now and then."""
+    """The same machine on a queue with a journal, with crashes."""
 
     @initialize(max_staleness=st.sampled_from([None, 1]))
     def open(self, max_staleness):
@@ -357,7 +357,7 @@ class CrashMachine(QueueMachine):
 
     @rule(is_closed=st.booleans())
     def crash(self, is_closed):
-        """Open the directory as it is now: acked stays acked, what was leased comes back."""
+        """Reopen a copy of the directory: acks persist, and leased groups return to the queue."""
         self.expire()
         self.num_crashes += 1
         copy = self.folder / str(self.num_crashes)

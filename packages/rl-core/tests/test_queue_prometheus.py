@@ -1,4 +1,4 @@
-"""Prometheus text of a queue's statistics, read back by Prometheus' own parser."""
+"""A queue's statistics in Prometheus format, read back by Prometheus' own parser."""
 
 import sys
 
@@ -16,7 +16,7 @@ HOSTILE = 'no "room"\\\nrl_queue_rows 7\x1b[2J'
 
 
 def busy_queue() -> InProcessQueue:
-    """A queue that has something to say under every name."""
+    """Return a queue with a value for every metric."""
     clock = FakeClock()
     queue = InProcessQueue([TRAIN], options=QueueOptions(capacity_rows=100), clock=clock)
     queue.issue(make_prompts(6), num_sessions=1)
@@ -33,7 +33,7 @@ def busy_queue() -> InProcessQueue:
 
 
 def samples_of(text: str) -> dict[tuple[str, ...], float]:
-    """Values by name and labels."""
+    """Return the values by name and labels."""
     return {
         (sample.name, *(f"{name}={value}" for name, value in sorted(sample.labels.items()))): sample.value
         for family in parser.text_string_to_metric_families(text)

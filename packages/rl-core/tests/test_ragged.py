@@ -1,4 +1,4 @@
-"""Ragged rows compared with lists of lists: nothing is copied until rows must be contiguous."""
+"""Ragged rows, compared with lists of lists; no values are copied until rows must be contiguous."""
 
 import threading
 
@@ -25,7 +25,7 @@ def flat(rows):
 
 @st.composite
 def mixed(draw):
-    """Rows after any selections and joins, and the same in lists."""
+    """Draw rows after random selections and joins, as lists and as Ragged."""
     rows = draw(ROWS)
     ragged = Ragged.from_rows(rows, dtype=np.int32)
     for _ in range(draw(st.integers(0, 4))):

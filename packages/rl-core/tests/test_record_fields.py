@@ -1,4 +1,4 @@
-"""Arguments of a record are converted to its annotations, or refused."""
+"""Records convert their arguments to the annotated types, or refuse them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace

@@ -1,4 +1,4 @@
-"""Components by name, from this package and from others."""
+"""Lookup of components by name, from this package and from others."""
 
 from importlib.metadata import EntryPoint
 
@@ -45,7 +45,7 @@ def test_a_name_that_is_offered_twice_is_refused(monkeypatch, name):
 
 
 def test_the_same_entry_point_found_twice_is_one(monkeypatch):
-    """As with a package that is installed and also on the path."""
+    """This happens if a package is installed and also on the path."""
     parts = parts_with(monkeypatch, counter="collections:Counter collections:Counter")
     assert parts.get("counter").__name__ == "Counter"
 

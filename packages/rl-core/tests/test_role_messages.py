@@ -10,15 +10,15 @@ from rl_core.errors import MissingExtraError, RoleDiedError, RoleError, Settings
 
 
 class OwnError(Exception):
-    """An error that rl-core does not know."""
+    """An error class from outside rl-core."""
 
 
 class TimeoutError(Exception):  # noqa: A001 - on purpose
-    """Another project's class with a standard name."""
+    """Another project's class with the name of a built-in error."""
 
 
 def cross(error):
-    """What the other side gets for an error that was raised."""
+    """Return an error as the calling process receives it."""
     try:
         raise error
     except BaseException as raised:

@@ -1,4 +1,4 @@
-"""Keys of rows in arrays: they read like a tuple of `RowKey`."""
+"""Row keys stored in arrays behave like a tuple of `RowKey`."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Secrets in settings: read from the environment, written nowhere."""
+"""Secrets in settings are read from the environment and never written."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Segments: contents come back as views, and any alteration is refused by name."""
+"""Segments: columns are read as views, and errors name the altered part."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def _own_columns():
 
 @st.composite
 def batches(draw):
-    """Batches of any columns: joined, selected, empty, with rows of no tokens, with extras."""
+    """Draw batches with any columns: concatenated, selected, empty, or with empty rows."""
     lengths = draw(st.lists(st.integers(0, 5), max_size=7))
     batch = batch_of(lengths, names=draw(st.sets(st.sampled_from(sorted(columns_of([1]))), max_size=6)))
     if draw(st.booleans()):
@@ -54,7 +54,7 @@ def encode_segment(batch):
 
 
 def columns_of(lengths, *, first=0):
-    """Columns whose values say where they belong."""
+    """Return columns whose values depend on their row and position."""
     offsets, total = offsets_of(lengths), sum(lengths)
     tokens = np.arange(1000 * first, 1000 * first + total)
     rows = np.arange(first, first + len(lengths))
@@ -83,7 +83,7 @@ def rows_of(batch):
 
 
 def resigned(segment, *, schema=None, edit=None, is_signed=True):
-    """A segment with another schema, signed anew as a writer would; arrays move where it is longer than it was."""
+    """Return a segment with another schema and new checksums; arrays move if the schema grows."""
     magic, version, num_arrays, schema_bytes, size, _ = HEADER.unpack_from(segment)
     start = HEADER.size + schema_bytes + 4 * num_arrays
     content = bytes(segment)
@@ -107,7 +107,7 @@ def resigned(segment, *, schema=None, edit=None, is_signed=True):
 
 
 def crc_of(content, entry):
-    """What a writer would say of an array, where there can be one."""
+    """Return the checksum of an array as a writer computes it; 0 if the entry describes no array."""
     try:
         size = math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize
         return checksum(content[entry["place"] : entry["place"] + size])
@@ -116,7 +116,7 @@ def crc_of(content, entry):
 
 
 def edited(change, *, lengths=(2, 0, 3), names=None):
-    """A segment whose schema was changed by a function of it."""
+    """Return a segment whose schema is edited by `change`."""
     return resigned(encode_segment(batch_of(list(lengths), names=names)), edit=change)
 
 
@@ -125,7 +125,7 @@ def array(schema, name):
 
 
 def refused(segment, *words):
-    """Check that it is a SegmentError with these words, and cost next to nothing."""
+    """Check that decoding raises a SegmentError with these words and uses little memory."""
     tracemalloc.start()
     try:
         with pytest.raises(SegmentError) as caught:
@@ -224,7 +224,7 @@ def test_arrays_that_travel_are_little_endian_numbers_of_few_dimensions():
         encode_segment(swapped)
 
 
-# -- what was torn or altered by chance
+# -- accidental damage
 
 SMALL = [1, 2]
 
@@ -258,7 +258,7 @@ def test_every_truncation_is_found():
     for length in range(len(segment)):
         for cut in (segment[:length], segment[:length] + bytes(len(segment) - length)):
             if len(cut) == len(segment) and decodes_like(cut, segment):
-                continue  # only padding was cut, or zeros
+                continue  # the cut removed only padding or zeros
             with pytest.raises(SegmentError):
                 decode_segment(cut)
         with pytest.raises(SegmentError):
@@ -272,7 +272,7 @@ def decodes_like(altered, segment):
         return False
 
 
-# -- what was altered with care
+# -- deliberate changes
 
 BIG = 1 << 60
 
@@ -395,7 +395,7 @@ def test_other_formats_are_refused(magic):
 
 
 def with_array(segment, name, values):
-    """A segment with another array in a place of the same size, signed anew."""
+    """Return a segment in which an array is replaced by one of the same size, with new checksums."""
     *_, schema_bytes, _, _ = HEADER.unpack_from(segment)
     schema = msgspec.json.decode(schema_of(segment), type=Schema)
     index = next(i for i, entry in enumerate(schema.arrays) if entry.name == name)
@@ -463,11 +463,11 @@ def test_resigning_changes_nothing_by_itself():
     assert rows_of(decode_segment(with_array(segment, "#offsets", offsets))) == rows_of(decode_segment(segment))
 
 
-# -- by chance, for long
+# -- fuzzing
 
 
 def mutate(rng, segment):
-    """Some change of a segment: of its bytes, or of its schema, signed anew."""
+    """Return a segment with a random change of its bytes, or of its schema with new checksums."""
     kind = rng.randrange(4)
     if kind == 0:
         altered = bytearray(segment)
@@ -490,7 +490,7 @@ def mutate(rng, segment):
 
     try:
         return resigned(segment, edit=change)
-    except (TypeError, KeyError):  # signing it needs a list of arrays
+    except (TypeError, KeyError):  # new checksums need a valid list of arrays
         return segment[:-1]
 
 

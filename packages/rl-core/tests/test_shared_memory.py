@@ -22,7 +22,7 @@ TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
 
 
 class _Served(SharedMemoryQueue):
-    """A queue whose server is a thread of this process, so that a test owns its clock."""
+    """A queue whose server runs in a thread of this process, so that a test controls its clock."""
 
     server: QueueServer
     thread: threading.Thread
@@ -57,7 +57,7 @@ def queue():
 
 
 def connection_of(queue):
-    """One more connection of the queue's process, spoken to by hand."""
+    """Open another connection as the queue's client, for hand-written messages."""
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stream.settimeout(20)
     stream.connect(str(Path(queue.address) / "socket"))
@@ -94,14 +94,14 @@ def test_garbage_on_the_socket_harms_nobody(queue, size):
         stream.sendall(size.to_bytes(4, "little") + b"\xc1" * 100)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         stream.connect(str(Path(queue.address) / "socket"))
-        stream.sendall(encode_frame(ASK_FOR_ONE))  # without a hello
+        stream.sendall(encode_frame(ASK_FOR_ONE))  # without the Hello message
         with pytest.raises(AssertionError, match="the first message must be Hello"):
             raise AssertionError(shared_memory.receive(stream, time.monotonic() + 20))
     assert queue.ledger() == []
 
 
 def test_a_server_without_descriptors_turns_clients_away_and_goes_on(queue):
-    assert queue.ledger() == []  # its own connection is there
+    assert queue.ledger() == []  # opens the queue's own connection
     resource.prlimit(queue.server_pid, resource.RLIMIT_NOFILE, (24, 24))
     streams = []
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""Slots: files are reused, torn ones are found, and none refers outside their folder."""
+"""Slots: reuse of files, detection of torn ones, and no access outside their folder."""
 
 import gc
 import os
@@ -152,12 +152,12 @@ def test_a_folder_that_went_away_is_a_journal_error(tmp_path):
         pool.allocate(1, "a")
 
 
-# -- what places may name
+# -- valid and invalid places
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of slots beside a file that is none."""
+    """Make a folder of slots with a link, a folder and a pipe, next to a secret file."""
     (tmp_path / "secret.slot").write_bytes(b"s" * SMALLEST_BYTES)
     folder = tmp_path / "slots"
     folder.mkdir()
@@ -236,7 +236,7 @@ def test_a_torn_slot_is_found(tmp_path):
 
 
 class Client:
-    """Rows of one client, with what it no longer looks at."""
+    """The rows of one client, and the numbers of the segments that it has unpinned."""
 
     def __init__(self, folder):
         self.unpinned = []

@@ -15,7 +15,7 @@ from rl_core.weights.transports import SharedFileTransport, TensorTransport
 
 
 def tensors(value):
-    """Tensors of several kinds, one of them not contiguous."""
+    """Return tensors of several kinds, one of them not contiguous."""
     return {
         "embed.weight": torch.full((3, 2), value),
         "head.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3).T * value,

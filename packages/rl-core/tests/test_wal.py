@@ -1,4 +1,4 @@
-"""Reading a write-ahead log, compared with SQLite."""
+"""The reader of write-ahead logs, compared with SQLite."""
 
 import random
 import shutil
@@ -24,7 +24,7 @@ def open_database(path):
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    """A database without rows, and the log of one transaction a row, of one to many pages."""
+    """Return a database without rows, and a log with one transaction per row, each of one or more pages."""
     folder = tmp_path_factory.mktemp("wal")
     connection = open_database(folder / "db")
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -36,13 +36,13 @@ def database(tmp_path_factory):
 
 
 def frames_of(log):
-    """End of each frame, and whether it ends a transaction."""
+    """Return the end of each frame, and whether it commits a transaction."""
     ends = range(WAL_HEADER.size + FRAME_BYTES, len(log) + 1, FRAME_BYTES)
     return [(end, FRAME_HEADER.unpack_from(log, end - FRAME_BYTES)[1] != 0) for end in ends]
 
 
 def rows_seen(folder, database, log):
-    """How many rows SQLite finds."""
+    """Return the number of rows that SQLite reads."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "db").write_bytes(database)

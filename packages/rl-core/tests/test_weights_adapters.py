@@ -1,4 +1,4 @@
-"""Updates of adapters: tensors, size in bytes, and proofs for engines with one fault each."""
+"""Adapter updates: tensors, size in bytes, and proofs for engines with one fault each."""
 
 import asyncio
 import dataclasses
@@ -53,7 +53,7 @@ def packed(transport: WeightTransport, *, version: int = 5, base_seed: int = 0) 
 
 
 class FakeEngine:
-    """Serves W + B @ A of one matrix, with a head that is the embedding."""
+    """An engine with a matrix, its adapter's A and B, and an output head tied to the embedding."""
 
     def __init__(self) -> None:
         self.live = {**base(), "lm_head.weight": base()["embed.weight"]}
@@ -70,7 +70,7 @@ class FakeEngine:
         return WeightReceipt(version=self.version, arrived=arrived, live=live, problems=self.problems)
 
     def corrupt(self) -> None:
-        """What goes wrong."""
+        """Corrupt the served weights; subclasses define the fault."""
 
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         return [np.zeros(len(sequence), np.float32) for sequence in sequences]
@@ -144,7 +144,7 @@ def test_an_adapter_is_received_over_the_network(broadcast: BroadcastTransport) 
 
 
 def test_an_update_costs_hardly_more_than_its_a_and_b(tmp_path: Path) -> None:
-    """Rank 16 on the matrices of a model of 52M parameters, as a file and a message to another process."""
+    """Measure rank 16 on all matrices of a 52M-parameter model: the file plus the pickled message."""
     hidden, ffn = 576, 1536
     matrices = {"q_proj": (576, hidden), "k_proj": (192, hidden), "v_proj": (192, hidden), "o_proj": (hidden, 576)}
     matrices |= {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}

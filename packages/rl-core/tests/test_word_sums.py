@@ -1,4 +1,4 @@
-"""The checksum for GPUs, on a CPU: the same integers, in the same order of operations."""
+"""The checksum for GPUs, on a CPU: the integer operations and their order are the same."""
 
 import itertools
 
@@ -22,7 +22,7 @@ MODULUS = 2**64
 
 
 def sums_of(content: bytes) -> list[int]:
-    """The definition, in Python's integers."""
+    """Compute the checksum by its definition, with Python integers."""
     words = np.frombuffer(content + bytes(-len(content) % 4), "<i4").tolist()
     first = sum((2 * place + 1) * word for place, word in enumerate(words))
     second = sum(pow(BASE, place, MODULUS) * word for place, word in enumerate(words))
@@ -60,7 +60,7 @@ def test_sums_are_of_the_bytes_whatever_their_dtype(dtype: torch.dtype, shape: t
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 64 bytes, so that small tensors have many."""
+    """Use chunks of 64 bytes, so that small tensors have many."""
     monkeypatch.setattr(module, "ROW_WORDS", 4)
     monkeypatch.setattr(module, "CHUNK_BYTES", 64)
 
@@ -95,7 +95,7 @@ def test_every_flip_and_every_swap_is_seen_by_either_sum(content: bytes, data: s
 
 
 def test_far_and_worst_swaps_are_seen() -> None:
-    """Words that differ in the highest bit alone, at places whose numbers differ by a large power of two."""
+    """Swap two words that differ only in the highest bit, at indices up to 2**18 apart."""
     highest = -(2**31)
     for distance in (1, 1024, 2**18):
         words = torch.zeros(2**18 + 8, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Arrays as files: zarr reads what we write, and we read what zarr writes."""
+"""Arrays as files: zarr reads our files, and we read zarr's."""
 
 import numpy as np
 import pytest

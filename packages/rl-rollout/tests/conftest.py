@@ -1,4 +1,4 @@
-"""Shared by the engines' tests: tiny models, and the session's one vLLM engine."""
+"""Fixtures of the engines' tests: tiny models, and one vLLM engine per module."""
 
 import asyncio
 import multiprocessing
@@ -14,7 +14,7 @@ from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 
 
 class ProcessState(NamedTuple):
-    """What vLLM would change in its process."""
+    """Process-wide state that vLLM could change."""
 
     num_threads: int
     set_num_threads: Any
@@ -25,7 +25,7 @@ class ProcessState(NamedTuple):
 
     @classmethod
     def now(cls) -> "ProcessState":
-        import torch  # here, so that tests without engines start at once
+        import torch  # late, so that tests without engines start fast
 
         return cls(
             torch.get_num_threads(),
@@ -38,7 +38,7 @@ class ProcessState(NamedTuple):
 
 
 class StartedEngine(NamedTuple):
-    """The vLLM engine, and its process just before and after the start."""
+    """The vLLM engine, and the state of its process just before and after the start."""
 
     engine: VLLMEngine
     before: ProcessState
@@ -61,7 +61,7 @@ def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def learner_process_group() -> Iterator[None]:
-    """torch.distributed as a learner of the same process leaves it before the engine starts."""
+    """Initialize torch.distributed, as a learner in the same process does before the engine starts."""
     import torch.distributed as dist
 
     is_ours = not dist.is_initialized()
@@ -75,7 +75,7 @@ def learner_process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def started_vllm(tied_model_dir: Path, learner_process_group: None) -> Iterator[StartedEngine]:
-    """The vLLM engine of a module, closed with it: a process holds one. Each test leaves it serving tied_model_dir."""
+    """Start one vLLM engine per module, as a process can hold only one; each test leaves it serving tied_model_dir."""
     options = VLLMOptions(
         max_model_len=128,
         max_num_seqs=64,

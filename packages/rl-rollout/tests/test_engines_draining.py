@@ -32,7 +32,7 @@ def is_draining(engine: ReplicatedEngine, index: int) -> bool:
 
 
 def test_each_replica_ends_its_requests_before_it_takes_the_weights() -> None:
-    """The first that is empty serves the new ones, while the second still ends what it has."""
+    """The first drained replica serves new requests while the second still finishes old ones."""
     held = [Held(1), Held(2)]
 
     async def work(engine: ReplicatedEngine) -> None:
@@ -91,7 +91,7 @@ def test_what_waits_can_be_aborted() -> None:
         await until(lambda: is_draining(engine, 0), "it to drain")
         named = ask(engine, 1, request_id="a", num_samples=3)
         other, scoring = ask(engine, 2, request_id="b"), asyncio.ensure_future(engine.score(a_canary().sequences))
-        await asyncio.sleep(0)  # they wait
+        await asyncio.sleep(0)  # both wait
         await engine.abort(["a"])
         (aborted,) = await asyncio.gather(*named)
         assert [(len(one.token_ids), one.finish_reason) for one in aborted] == [(0, "abort")] * 3
@@ -225,7 +225,7 @@ def test_closing_ends_what_waits() -> None:
     run_with(held, work)
 
 
-# -- engines by themselves
+# -- single engines
 
 
 def test_a_plain_engine_holds_requests_back() -> None:

@@ -47,7 +47,7 @@ def test_a_replica_that_is_added_has_the_present_weights_before_it_is_asked() ->
 
 
 def test_a_publication_while_a_replica_is_added_reaches_it_before_it_serves() -> None:
-    """Version 5 is published while the new one proves version 4."""
+    """Version 5 is published while the new replica proves version 4."""
     first, second = Held(1), Held(2)
     published: list[asyncio.Future[Any]] = []
 
@@ -111,7 +111,7 @@ def test_a_replica_of_another_model_is_refused() -> None:
         with pytest.raises(EngineError, match=r"a vocabulary of 1048576 tokens.*found 7, "):
             await engine.add(other)
         assert engine.num_replicas == 1
-        assert await engine.add(Held(2).engine) == 2  # an index is not given twice
+        assert await engine.add(Held(2).engine) == 2  # indices are not reused
 
     run_with([Held(1)], work)
 
@@ -168,7 +168,7 @@ def test_requests_that_do_not_end_in_time_begin_anew_elsewhere() -> None:
         await until(lambda: held[1].num_running + held[2].num_running == 6, "all to run elsewhere")
         again = [one.sampling for one in [*held[1].engine.requests[2:], *held[2].engine.requests[2:]]]
         assert len(moved) == len(again) == 2
-        assert all(one in again for one in moved)  # their seeds too
+        assert all(one in again for one in moved)  # including their seeds
         held[1].finish()
         held[2].finish()
         return list(await asyncio.gather(*running))
@@ -257,7 +257,7 @@ def test_a_dead_replica_can_be_removed_and_replaced() -> None:
 
 
 def test_a_replica_whose_proof_fails_is_asked_nothing_before_it_serves_what_is_published() -> None:
-    """Version 5 is not published; the replica that took it goes back to version 4."""
+    """Version 5 is not published; the replicas that loaded it return to version 4."""
     lies = [True]
 
     def receive(update: WeightUpdate) -> WeightReceipt:
@@ -284,7 +284,7 @@ def test_a_replica_whose_proof_fails_is_asked_nothing_before_it_serves_what_is_p
 
 
 def test_a_request_waits_for_the_next_weights_where_those_to_go_back_to_are_gone() -> None:
-    """Version 5 fails, and its file has taken the place of version 4's."""
+    """Version 5 fails after its file has replaced version 4's."""
     taken: list[int] = []
 
     def receive(update: WeightUpdate) -> WeightReceipt:

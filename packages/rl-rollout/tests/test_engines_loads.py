@@ -1,4 +1,4 @@
-"""Loads of replicas, on a stopped clock."""
+"""Loads of replicas, measured with a fake clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +16,7 @@ def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine, FakeClock],
         clock = FakeClock()
         engine = ReplicatedEngine([one.engine for one in held], clock=clock)
         assert [load.state for load in engine.loads()] == ["starting"] * len(held)
-        clock.advance(50)  # before it is there
+        clock.advance(50)  # not counted: the engines have not started
         await engine.start()
         try:
             async with asyncio.timeout(20):
@@ -32,7 +32,7 @@ def times(load: EngineLoad) -> tuple[float, float]:
 
 
 def test_an_engine_is_busy_while_one_sample_runs() -> None:
-    """Idle for 2 s, then 3 + 4 s with a request of 2 samples and one that comes later, then idle for 1 s."""
+    """The engine is idle for 2 s, busy for 3 + 4 s with overlapping requests, then idle for 1 s."""
     held = [Held(1), Held(2)]
 
     async def work(engine: ReplicatedEngine, clock: FakeClock) -> None:

@@ -93,7 +93,7 @@ def test_tensors_of_this_process_are_refused(transformers_process: ProcessEngine
 def test_a_process_opens_weights_in_shared_memory_and_keeps_none_of_it(
     transformers_process: ProcessEngine, tied_model_dir: Path
 ) -> None:
-    """As on a GPU, by the memory of a CPU."""
+    """This is the code path for GPUs, on host memory."""
     old = load_file(tied_model_dir / "model.safetensors")
     new = perturbed(old, scale=0.05)
     transport = IpcTransport(bucket_bytes=30_000, memory=HostMemory())
@@ -105,7 +105,7 @@ def test_a_process_opens_weights_in_shared_memory_and_keeps_none_of_it(
         assert report.num_tensors == len(new) + 1
         with opened(update) as tensors:
             for tensor in tensors.values():
-                tensor.fill_(7)  # what it serves is its own
+                tensor.fill_(7)  # the engine serves its own copy
         (scores,) = run(transformers_process.score([SEQUENCE]))
         assert canary.logprobs is not None
         np.testing.assert_allclose(scores, canary.logprobs[0], atol=1e-4)
@@ -151,7 +151,7 @@ def lose(tensors: Tensors, random: np.random.Generator) -> None:
 
 
 def stay(tensors: Tensors, random: np.random.Generator) -> None:
-    """The version before."""
+    """Shift every tensor, as in another version."""
     tensors.update({name: tensor + float(random.uniform(1e-6, 1e-3)) for name, tensor in tensors.items()})
 
 
@@ -168,7 +168,7 @@ def test_an_adapter_that_goes_wrong_between_processes_is_named(
     transformers_process: ProcessEngine,
     tied_model_dir: Path,
 ) -> None:
-    """The file that the engine reads is not what was packed."""
+    """The file changes between the sender and the engine."""
     base = load_file(tied_model_dir / "model.safetensors")
     told, transport = AdapterUpdate(rank=RANK, base=digest_tensors(base)), SharedFileTransport()
     sent = make_adapter(base, rank=RANK, seed=1)
@@ -229,7 +229,7 @@ def test_an_engine_killed_in_a_stream_fails_it_and_nothing_hangs(tied_model_dir:
 
 
 def test_weights_do_not_wait_for_a_process_that_is_started_again(tied_model_dir: Path) -> None:
-    """They would come after those that its restart gives it, and be older."""
+    """Waiting weights would load after, and be older than, those that the restart loads."""
     engine = ProcessEngine(
         "transformers", tied_model_dir, TransformersOptions(max_model_len=250), host=EnginePlacement(max_restarts=1)
     )

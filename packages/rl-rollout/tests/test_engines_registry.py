@@ -1,4 +1,4 @@
-"""Engines by name, and what importing them loads."""
+"""Lookup of engines by name, and the modules that importing them loads."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Several engines as one: nothing is lost when one dies, and none serves missed weights."""
+"""Several engines as one: no request is lost when one dies, and none serves after missing an update."""
 
 import asyncio
 import os
@@ -114,7 +114,7 @@ def test_what_is_scored_is_spread_and_keeps_its_order_when_a_replica_dies() -> N
     async def work(engine: ReplicatedEngine) -> list[TokenScores]:
         await engine.pause()
         scoring = asyncio.ensure_future(engine.score_top_k(sequences, top_k=4))
-        await asyncio.sleep(0)  # all are under way, and none is done
+        await asyncio.sleep(0)  # all are in progress
         await engine.resume()
         return await scoring
 
@@ -201,7 +201,7 @@ def test_replicas_sleep_at_the_same_level_also_one_that_comes_later(level: Liter
     run_with(replicas[:2], work)
 
 
-# -- real engines in processes of their own
+# -- real engines in separate processes
 
 
 def hosted(
@@ -237,7 +237,7 @@ class TestReplicatedEngine(EngineConformance):
 def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_present_adapter(
     tied_model_dir: Path,
 ) -> None:
-    """kill -9 of one of two replicas while 32 requests run; the restarted one serves version 9 only."""
+    """Kill one of two replicas while 32 requests run; the restarted replica serves only version 9."""
     base = load_file(tied_model_dir / "model.safetensors")
     adapter, told = make_adapter(base, rank=4, seed=1), AdapterUpdate(rank=4, base=digest_tensors(base))
     canary = canary_of(tied_model_dir, merged(base, adapter), SEQUENCE)
@@ -280,7 +280,7 @@ def test_an_engine_killed_under_load_loses_no_request_and_comes_back_with_the_pr
 
 
 def test_a_process_takes_the_place_of_another_under_load(tied_model_dir: Path) -> None:
-    """The first is removed at once: what it had begun is drawn again by the second, the same tokens."""
+    """The first replica is removed at once; the second draws the same tokens for its unfinished requests."""
     tensors = perturbed(load_file(tied_model_dir / "model.safetensors"), scale=0.05)
     long = [request(num_samples=2, seed=seed, max_tokens=100) for seed in range(8)]
 
@@ -334,7 +334,7 @@ def test_an_engine_that_is_killed_while_nobody_asks_it_is_told_about(tied_model_
 
 
 def test_the_only_engine_comes_back_for_weights_that_replaced_the_ones_it_had(tied_model_dir: Path) -> None:
-    """Its restart finds the file of the next version, and waits for that to be published, or for the end."""
+    """The restart finds the file of the next version, and waits until it is published or the engine closes."""
     stored = load_file(tied_model_dir / "model.safetensors")
     versions = {version: perturbed(stored, scale=0.02 * version) for version in (1, 2, 3)}
 
@@ -380,10 +380,10 @@ def test_what_an_engine_says_is_the_same_through_replicas(two_processes: Replica
 
 
 class Restarting(ProcessEngine):
-    """An engine whose process died after it was listed, and which nobody may wait for."""
+    """An engine whose process dies after its state was read; no caller may wait for it."""
 
     def __init__(self) -> None:
-        """No process is started."""
+        """Start no process."""
         super().__init__("transformers", Path("nowhere"))
         self.states = ["serving", "restarting"]
 

@@ -9,7 +9,7 @@ EVERY = (0, 1, 2)
 
 
 def prompt(*blocks: int) -> IntArray:
-    """A block of equal tokens for each number, and a rest that fills no block."""
+    """Return a block of equal tokens for each number, followed by a partial block."""
     return np.array([number for number in blocks for _ in range(BLOCK_TOKENS)] + [7, 7], dtype=np.int32)
 
 
@@ -28,7 +28,7 @@ def test_a_known_prefix_draws_and_a_longer_one_draws_more() -> None:
     with router.carrying(1, 1), router.carrying(2, 1):
         assert router.choose(prompt(5), among=EVERY) == 0
     with router.carrying(0, 1):
-        assert router.choose(prompt(1, 2, 3), among=EVERY) == 1  # though 2 is as idle
+        assert router.choose(prompt(1, 2, 3), among=EVERY) == 1  # engine 2 is just as idle
     with router.carrying(1, 4), router.carrying(0, 1):
         assert router.choose(prompt(1, 9), among=EVERY) == 1
     with router.carrying(1, 1):

@@ -21,7 +21,7 @@ UPDATE = WeightUpdate(version=1, digests={}, tensors={})
 
 
 class CountingStepper:
-    """Each sample gets the tokens 1, 2, 3 ...; everything that happens is noted."""
+    """Gives each sample the tokens 1, 2, 3, ..., and records its calls."""
 
     traits = TRAITS
 

@@ -23,7 +23,7 @@ TEXTS = ("a", " b", "é", "\N{GRINNING FACE}", "中文", "~~", "x\n")
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Token i is byte i; some more are whole texts."""
+    """Return a tokenizer with byte fallback: token i is byte i, and tokens from 256 on are whole texts."""
     vocab = {f"<0x{value:02X}>": value for value in range(256)}
     vocab |= {text: 256 + index for index, text in enumerate(TEXTS)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
@@ -32,7 +32,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def level_tokenizer() -> Tokenizer:
-    """As `byte_tokenizer`, in the other common way; texts are not in it."""
+    """Return a byte-level tokenizer, the other common kind, without tokens for whole texts."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
     shown = dict(zip(printable, map(chr, printable), strict=True)) | {
@@ -44,7 +44,7 @@ def level_tokenizer() -> Tokenizer:
 
 
 def random_tokens(seed: int, *, has_texts: bool) -> list[int]:
-    """Texts byte by byte, and whole ones, or bytes that are no text: to byte fallback their neighbours are none."""
+    """Draw texts as bytes, mixed with whole-text tokens or with invalid bytes, which byte fallback cannot isolate."""
     draw = random.Random(seed)
     tokens: list[int] = []
     while len(tokens) < 60:
@@ -109,14 +109,14 @@ def test_what_begins_in_the_prompt_does_not_match() -> None:
     assert text.matched_stop is None
     character = "\N{GRINNING FACE}".encode()
     text = ResponseText(decode, list(character[:2]))
-    assert text.feed(list(character[2:])) == "\N{GRINNING FACE}"  # its last bytes were sampled
+    assert text.feed(list(character[2:])) == "\N{GRINNING FACE}"  # the sampled bytes complete it
 
 
 # -- streams
 
 
 class Pace:
-    """Lets a script say one token after the other, as it is told; it may die."""
+    """Lets a script return one token per release of `allowed`; raises `death` if it is set."""
 
     def __init__(self) -> None:
         self.allowed = asyncio.Semaphore(0)
@@ -224,7 +224,7 @@ def test_a_caller_elsewhere_that_goes_cancels_its_stream() -> None:
         pace.allowed.release()
         await got.wait()
         running.cancel()
-        while engine._waiting:  # the script would wait for ever
+        while engine._waiting:  # until the cancelled request has left the engine
             await asyncio.sleep(0)
         with pytest.raises(EngineError, match="lost its streams"):
             await streams.more("another")

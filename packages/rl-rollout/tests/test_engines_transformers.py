@@ -1,4 +1,4 @@
-"""The transformers engine: conformance with tied and untied heads, and repeatability bit for bit."""
+"""The transformers engine: conformance with tied and untied heads, and bitwise reproducibility."""
 
 import asyncio
 import itertools
@@ -85,7 +85,7 @@ class TestUntiedTransformersEngine(EngineConformance):
 
 
 class SuiteRanks(TwoRanks):
-    """A learner for a suite."""
+    """A learner with two ranks, which the conformance suite can close."""
 
     def __init__(self) -> None:
         super().__init__(SenderOptions(bucket_bytes=10_000))
@@ -124,7 +124,7 @@ def test_a_rank_that_is_gone_leaves_the_engine_as_it_was(engine: TransformersEng
 def test_a_rank_that_fails_midway_fails_the_engine_and_is_named(
     engine: TransformersEngine, tied_model_dir: Path
 ) -> None:
-    """Half of its weights are new: it must not go on with them."""
+    """Half of the engine's weights are new, so it must stop."""
     tensors = load_file(tied_model_dir / "model.safetensors")
     parts, broken = [held_by(rank, tensors) for rank in range(2)], threading.Event()
     read = parts[1][-1].read
@@ -175,7 +175,7 @@ def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def mixture_engine(mixture_dir: Path) -> Iterator[TransformersEngine]:
-    """Its folder has each expert's tensors, as learners publish them; transformers computes with them joined."""
+    """Start an engine whose folder stores each expert's tensors, as learners publish them; transformers joins them."""
     engine = started(mixture_dir)
     yield engine
     asyncio.run(engine.close())
@@ -189,7 +189,7 @@ def test_a_mixture_takes_updates_whole_or_not_at_all(mixture_engine: Transformer
 def test_a_stale_expert_is_named(
     mixture_engine: TransformersEngine, mixture_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when what is written to were a copy of what is served."""
+    """The update writes one expert to a copy of the served tensor."""
     name, calls = "model.layers.1.mlp.experts.2.up_proj.weight", itertools.count()
 
     def first_a_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -311,7 +311,7 @@ TINY = {
 def test_mixtures_take_updates_of_single_experts(
     architecture: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with the checksum of GPUs."""
+    """The test uses the checksum for GPUs."""
     monkeypatch.setattr("rl_core.weights.digests._own_kind", lambda tensor: "sums")
     torch.manual_seed(0)
     model_class = getattr(transformers, architecture)
@@ -337,7 +337,7 @@ def test_mixtures_take_updates_of_single_experts(
 
 @pytest.fixture
 def sleepy(tied_model_dir: Path) -> Iterator[TransformersEngine]:
-    """An engine that sleeps on a CPU: it frees the same memory as on a GPU."""
+    """Start an engine that can sleep on a CPU; it frees the same memory as on a GPU."""
     engine = started(tied_model_dir, OPTIONS)
     engine._stepper._traits = replace(engine.traits, can_sleep=True)
     yield engine
@@ -367,7 +367,7 @@ def test_an_engine_that_has_slept_serves_as_before_once_it_has_weights(
         with refuses("an adapter has no base"):
             adapter = TensorTransport().pack({}, version=1, tied=TIED_HEAD, adapter=told)
             asyncio.run(sleepy.update_weights(adapter))
-        asyncio.run(sleepy.sleep(1))  # nothing brings its weights back but an update
+        asyncio.run(sleepy.sleep(1))  # only an update restores its weights
         asyncio.run(sleepy.wake())
         with refuses("slept at level 2"):
             generate(sleepy)

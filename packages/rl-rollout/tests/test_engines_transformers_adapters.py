@@ -55,7 +55,7 @@ def started(model_dir: Path, options: TransformersOptions) -> TransformersEngine
 
 @pytest.fixture(scope="module")
 def adapted_engine(tied_model_dir: Path) -> Iterator[TransformersEngine]:
-    """Each test leaves it serving tied_model_dir as version 0."""
+    """Start an engine with adapters; each test leaves it serving tied_model_dir as version 0."""
     engine = started(tied_model_dir, TransformersOptions(max_model_len=128, max_lora_rank=RANK))
     yield engine
     asyncio.run(engine.close())
@@ -71,7 +71,7 @@ class TestTransformersAdapters(AdapterConformance):
         return adapted_engine
 
 
-# -- what it needs
+# -- requirements and refusals
 
 
 def test_room_for_adapters_needs_peft(tied_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_low_precision_is_read_back_as_the_engine_holds_it(tied_model_dir: Path)
 
 
 class Faults:
-    """An engine whose updates go wrong in one way, at a place that the seed decides."""
+    """Faults of an engine's updates, at random places."""
 
     def __init__(self, engine: TransformersEngine, random: np.random.Generator) -> None:
         assert isinstance(engine._stepper, TransformersStepper)
@@ -130,7 +130,7 @@ class Faults:
         self.model = engine._stepper._model
 
     def layer(self, names: Tensors) -> Linear:
-        """One of an adapter's."""
+        """Draw a layer of an adapter."""
         modules = sorted({name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names})
         layer = self.model.get_submodule(self.name_of(modules))
         assert isinstance(layer, Linear)
@@ -140,13 +140,13 @@ class Faults:
         return names[int(self.random.integers(len(names)))]
 
     def element(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One number, to be changed."""
+        """Draw an element, as a view to change."""
         flat = tensor.view(-1)
         index = int(self.random.integers(len(flat)))
         return flat[index : index + 1]
 
     def weight(self, names: Tensors) -> torch.Tensor:
-        """An A or B."""
+        """Draw a layer's A or B."""
         layer = self.layer(names)
         return (layer.lora_A if self.random.integers(2) else layer.lora_B)[NAME].get_parameter("weight").data
 
@@ -223,7 +223,7 @@ SEEDS = range(8)
 
 
 class Published:
-    """Two adapters of the tied model, and how to publish them."""
+    """Two adapters of the tied model, with their updates and canaries."""
 
     def __init__(self, model_dir: Path) -> None:
         base = load_file(model_dir / "model.safetensors")
@@ -247,7 +247,7 @@ def published(tied_model_dir: Path) -> Published:
 
 @pytest.fixture
 def served(adapted_engine: TransformersEngine, published: Published, tied_model_dir: Path) -> Iterator[Published]:
-    """The engine serves the first adapter, as version 1; afterwards none."""
+    """Serve the first adapter as version 1, and the base alone afterwards."""
     asyncio.run(published.publish(adapted_engine, 0, version=1))
     yield published
     AdapterConformance().restore(adapted_engine, tied_model_dir)

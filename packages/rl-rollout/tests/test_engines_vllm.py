@@ -50,7 +50,7 @@ class TestVLLMUpdatesFromFiles(UpdateChecks):
 
 @pytest.fixture
 def weights(tied_model_dir: Path, vllm_engine: VLLMEngine) -> Any:
-    """Other weights than the engine's, which serves its own again afterwards."""
+    """Yield other weights than the engine's; restore the engine's own afterwards."""
     original = load_file(tied_model_dir / "model.safetensors")
     yield perturbed(original, scale=0.05)
     asyncio.run(vllm_engine.update_weights(packed(original, version=0)))
@@ -83,7 +83,7 @@ def test_a_tensor_corrupted_on_its_way_is_named(
 def test_a_tied_head_that_stays_stale_is_named(
     vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_rollout.engines.vllm import worker as vllm_worker  # imports vLLM, which the engine's start has set up
+    from rl_rollout.engines.vllm import worker as vllm_worker  # imports vLLM, after the engine has set it up
 
     monkeypatch.setattr(vllm_worker, "repack_output_head", lambda model: None)
     update = packed(weights, version=8)
@@ -99,7 +99,7 @@ def test_a_tied_head_that_stays_stale_is_named(
 def test_a_buffer_that_a_sleep_has_changed_is_named(
     vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM keeps buffers on the host while it sleeps at level 2, and updates bring none of them."""
+    """vLLM keeps buffers on the host during a level 2 sleep, and updates contain none of them."""
     core: Any = vllm_engine._stepper._core
     model = core.model_executor.driver_worker.worker.model_runner.get_model()
     name, buffer = next((name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point())
@@ -175,7 +175,7 @@ def test_a_group_that_does_not_fit_is_served_in_turns(vllm_engine: VLLMEngine) -
 
 
 def test_streams_and_structures_survive_preemption(vllm_engine: VLLMEngine, tied_model_dir: Path) -> None:
-    """More samples than the KV cache holds, one of each prompt under a structure."""
+    """Run more samples than the KV cache holds; one sample of each prompt has a structure."""
     tokenizer = PromptTokenizer.load(tied_model_dir)
     free, bound = (
         SamplingParams(max_tokens=80, seed=0, structure=structure) for structure in (None, Structure(regex="[ab]{40}"))
@@ -242,7 +242,7 @@ def test_an_engine_that_was_not_started_says_so(tied_model_dir: Path) -> None:
 def test_a_sender_that_dies_midway_ends_the_engine(
     vllm_engine: VLLMEngine, tied_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The module's last test: its engine holds half of each version afterwards, and may not go on."""
+    """Runs last in this module: its engine ends up with weights of two versions, and must stop."""
     transport = BroadcastTransport(bucket_bytes=10_000, deadline_s=5.0)
     update = transport.pack(load_file(tied_model_dir / "model.safetensors"), version=13, tied=TIED_HEAD)
     send = BroadcastGroup.send

@@ -1,4 +1,4 @@
-"""vLLM with adapters: conformance, peft as the oracle, and faults that its proof must name."""
+"""vLLM with adapters: conformance, comparison with peft, and faults that its proof must name."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ pytest.importorskip("vllm")
 
 @pytest.fixture(scope="module")
 def adapted_vllm(tied_model_dir: Path, learner_process_group: None) -> Iterator[VLLMEngine]:
-    """Each test leaves it serving tied_model_dir as version 0."""
+    """Start an engine with adapters; each test leaves it serving tied_model_dir as version 0."""
     options = VLLMOptions(
         max_model_len=128, max_num_seqs=64, max_num_batched_tokens=192, kv_cache_gib=0.004, max_lora_rank=RANK
     )
@@ -182,7 +182,7 @@ def test_faults_of_prompt_sharing_and_of_waiting_requests_are_named(
     request = GenerateRequest(input_ids=SEQUENCE, sampling=SamplingParams(max_tokens=60, seed=0), num_samples=2)
 
     def lose(adapter: Any, running: Sequence[tuple[Sample, Any]]) -> None:
-        """Only the worker forgets."""
+        """Switch to the new adapter in the scheduler, and to none in the worker."""
         follow(adapter, running)
         lost = {vllm_request.request_id: None for _, vllm_request in running}
         served.core.collective_rpc("follow_adapter", args=(lost,))

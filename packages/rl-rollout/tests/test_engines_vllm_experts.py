@@ -1,4 +1,4 @@
-"""The experts that vLLM reports for a mixture, compared with transformers' choice for the same tokens."""
+"""Experts that vLLM reports for a mixture, compared with transformers' choice for the same tokens."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ VOCAB_SIZE, TOP_K, DECIDED_BY = 200, 2, 1e-5
 OPTIONS = VLLMOptions(
     max_model_len=160,
     max_num_seqs=64,
-    max_num_batched_tokens=64,  # prompts of more are computed in pieces
+    max_num_batched_tokens=64,  # longer prompts are computed in pieces
     kv_cache_gib=0.0032,  # 68 blocks of 32 tokens: samples are preempted as they grow
     num_threads=1,
 )
@@ -45,16 +45,16 @@ ONE_THREAD = EnginePlacement(environment={"OMP_NUM_THREADS": "1"})
 
 
 class Reference:
-    """transformers in float32."""
+    """A transformers model in float32 that chooses the expected experts."""
 
     def __init__(self, folder: Path) -> None:
         self.model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.num_rows = self.num_exempt = 0
 
     def choose(self, sequences: Sequence[IntArray]) -> tuple[ExpertArray, np.ndarray]:
-        """[N, T, layers, top_k] experts in order, and [N, T, layers] True where they are clearly the best."""
+        """Return the sorted experts, [N, T, layers, top_k], and whether they are clearly the best, [N, T, layers]."""
         rows = pad_sequence([torch.from_numpy(each.astype(np.int64)) for each in sequences], batch_first=True)
-        with torch.inference_mode():  # nothing sees what is padded behind it
+        with torch.inference_mode():  # causal: no token attends to the padding
             logits = self.model(rows, output_router_logits=True).router_logits
         best = torch.stack([one.float().softmax(-1) for one in logits], 1).topk(TOP_K + 1, -1)
         is_clear = best.values[..., -2] - best.values[..., -1] >= DECIDED_BY
@@ -69,10 +69,10 @@ class Reference:
         start: int = 0,
         by_these: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """Every row from start on is what these weights choose, but the last, which is not known.
+        """Check that these weights choose the experts of every row from start on, except the last, which has none.
 
         Args:
-            by_these: [T - 1] of each sequence, True where these weights have chosen; None says everywhere.
+            by_these: [T - 1] of each sequence, True where these weights chose the experts; None means everywhere.
         """
         masks = by_these or [np.ones(len(sequence) - 1, bool) for sequence in sequences]
         for sequence, experts, mask, chosen, is_clear in zip(
@@ -148,7 +148,7 @@ async def ask(engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> lis
 
 def test_prompts_in_pieces_shared_and_cached(engine: VLLMEngine, reference: Reference) -> None:
     requests = [request_of(n, n, num_samples=10) for n in (1, 2, 31, 32, 33, 34, 63, 64, 65, 100, 129)]
-    for _ in range(2):  # the second time whole blocks come from the prefix cache
+    for _ in range(2):  # the second round takes whole blocks from the prefix cache
         reference.check_all(requests, asyncio.run(ask(engine, requests)))
 
 
@@ -189,13 +189,13 @@ def test_turns_are_joined(engine: VLLMEngine, reference: Reference) -> None:
         for turn in range(4):
             told.append(await talk.sample())
             talk.append(request_of(410 + turn, 9).input_ids)
-            await engine.reset_prefix_cache()  # what was said is computed again
+            await engine.reset_prefix_cache()  # so that earlier turns are recomputed
 
     asyncio.run(converse())
     (trajectory,) = talk.trajectories
     end = 37 + sum(len(turn.token_ids) for turn in told) + 27
     assert trajectory.routed_experts is not None
-    assert (trajectory.routed_experts[end - 1 :] == -1).all()  # the last turn's last token, and what nobody continued
+    assert (trajectory.routed_experts[end - 1 :] == -1).all()  # the last turn's last token, and the message after it
     reference.check([trajectory.input_ids[:end]], [trajectory.routed_experts[:end]])
     audit_session(talk.trajectories, recording.spans)
     swapped = trajectory.routed_experts.copy()
@@ -225,7 +225,7 @@ def test_turns_that_go_on_in_another_trajectory_have_its_context(engine: VLLMEng
 
 
 async def midway(engine: VLLMEngine, request: GenerateRequest) -> "asyncio.Future[list[Generation]]":
-    """A request that has some tokens, but not all."""
+    """Start a request, and return it once it has some of its tokens."""
     running = asyncio.ensure_future(engine.generate(request))
     await asyncio.sleep(0)
     await engine.generate(request_of(1, 3, max_tokens=6))
@@ -242,7 +242,7 @@ def test_a_response_that_is_aborted_has_what_was_computed(
         running = await midway(engine, request)
         if is_reset:
             await engine.pause()
-            await engine.reset_prefix_cache()  # nothing of it is computed again before the abort
+            await engine.reset_prefix_cache()  # the abort comes before any recomputation
         await engine.abort(["600"])
         await engine.resume()
         return await running
@@ -271,7 +271,7 @@ def test_a_response_that_goes_on_under_other_weights_keeps_the_experts_that_samp
     num_sampled: list[int] = []
 
     def change(each: Callable[[torch.Tensor], None]) -> None:
-        """Replace weights that no kernel packs."""
+        """Change the embedding, which no kernel packs."""
         num_sampled[:] = [len(sample.token_ids) for sample, _ in engine._stepper._running.values()]
         model = engine._stepper._core.model_executor.driver_worker.worker.model_runner.get_model()
         with torch.inference_mode():
@@ -298,7 +298,7 @@ def test_a_response_that_goes_on_under_other_weights_keeps_the_experts_that_samp
 
 
 def test_a_model_that_forgets_tokens_is_refused_with_what_to_set(engine: VLLMEngine) -> None:
-    from rl_rollout.engines.vllm.expert_capture import whole_group  # imports vLLM, which the engine's start has set up
+    from rl_rollout.engines.vllm.expert_capture import whole_group  # imports vLLM, after the engine has set it up
 
     sliding = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object())])
     with refuses("Set capture_experts = false"):
@@ -308,7 +308,7 @@ def test_a_model_that_forgets_tokens_is_refused_with_what_to_set(engine: VLLMEng
 
 
 def test_enough_rows_were_looked_at(reference: Reference) -> None:
-    """The module's last but the slow ones."""
+    """Runs after all other tests of this module except the slow ones."""
     assert reference.num_rows > 20_000 * len(MIXTURES)
     assert reference.num_exempt < 20
 
@@ -326,7 +326,7 @@ MIXES = {
 def test_any_mix_of_requests_updates_resets_and_aborts(
     changed: dict[str, Any], mixture_dir: Path, tmp_path: Path, seed: int
 ) -> None:
-    """Partial responses go on after others have taken their blocks; each row is by the weights that sampled with it."""
+    """Partial responses continue after losing their blocks; each row matches the weights that sampled with it."""
     rng, transport = np.random.default_rng(seed), SharedFileTransport()
     weights = load_file(mixture_dir / "model.safetensors")
     both = [weights, perturbed(weights, scale=0.05)]
@@ -363,7 +363,7 @@ def test_any_mix_of_requests_updates_resets_and_aborts(
     async def mix(number: int) -> None:
         requests = [
             request_of(
-                1000 * number + index if rng.random() < 0.7 else index,  # some come back
+                1000 * number + index if rng.random() < 0.7 else index,  # some prompts repeat
                 length,
                 num_samples=int(rng.integers(1, 12)),
                 max_tokens=int(rng.integers(1, 160 - length)),
@@ -434,7 +434,7 @@ def test_what_a_killed_replica_owed_is_told_by_another(mixture_dir: Path, refere
             async with asyncio.timeout(120):
                 while engine.num_serving < 2:
                     await asyncio.sleep(0.05)
-            return [*groups, *await ask(replicas[0], requests[:2])]  # the restarted one tells them too
+            return [*groups, *await ask(replicas[0], requests[:2])]  # the restarted replica reports experts too
         finally:
             await engine.close()
 

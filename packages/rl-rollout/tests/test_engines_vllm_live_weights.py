@@ -39,7 +39,7 @@ SHAPES = {
 
 
 class Plain:
-    """A quantization method that is none."""
+    """A quantization method that does not quantize."""
 
     def apply(self, module: Any, inputs: torch.Tensor) -> torch.Tensor:
         return inputs @ module.weight.T
@@ -60,7 +60,7 @@ def shard(tensor: torch.Tensor, rank: int, size: int, *, dim: int = 0) -> torch.
 
 
 def model_of_rank(tensors: dict[str, torch.Tensor], rank: int, size: int) -> torch.nn.Module:
-    """The layers of one rank, as vLLM splits them."""
+    """Return the layers of one rank, split as in vLLM."""
     copies = max(1, size // NUM_KV_HEADS)
     place = {"tp_rank": rank, "tp_size": size}
 
@@ -95,7 +95,7 @@ def model_of_rank(tensors: dict[str, torch.Tensor], rank: int, size: int) -> tor
 
 
 def vocabulary(kind: type[torch.nn.Module], tensor: torch.Tensor, rank: int, size: int) -> Any:
-    """Rows padded to 16, split evenly; padding holds what must not be seen."""
+    """Return a rank's share of the rows, padded to 16; the padding holds values that must not be used."""
     rows = 16 // size
     start = min(rank * rows, VOCAB)
     own = tensor[start : start + rows]

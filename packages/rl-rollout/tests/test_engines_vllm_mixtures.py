@@ -39,7 +39,7 @@ def random_experts(seed: int = 0) -> dict[str, torch.Tensor]:
 def model_of_rank(
     tensors: dict[str, torch.Tensor], *, layout: str, dtype: torch.dtype, rank: int = 0, size: int = 1
 ) -> Any:
-    """A layer of one rank, as vLLM packs it; its width is padded to a multiple of 32 but for a plain one."""
+    """Return a layer of one rank, packed as in vLLM; all layouts but "plain" pad the width to a multiple of 32."""
     layer = RoutedExperts.__new__(RoutedExperts)
     torch.nn.Module.__init__(layer)
     width = WIDTH // size
@@ -83,7 +83,7 @@ def model_of_rank(
 def apply_swapped(
     layer: Any, inputs: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *_shared: None
 ) -> torch.Tensor:
-    """What a GPU's kernel computes, rounding after each step."""
+    """Compute an expert as a GPU kernel does, with rounding after each step."""
     assert weights.shape == ids.shape == (len(inputs), 1)
     assert len(inputs) <= layer.moe_config.max_num_tokens
     padded = [
@@ -113,7 +113,7 @@ def test_ranks_together_serve_the_whole_experts(layout: str, size: int) -> None:
     expected = {name: probe_tensor(tensor) for name, tensor in new.items()}
     for changed in (None, stale, "mlp.experts.2.up_proj.weight"):
         ranks = []
-        for rank in range(size):  # the last one serves something else
+        for rank in range(size):  # the last rank serves the changed tensor
             held = {**new, changed: old[changed]} if changed and rank == size - 1 else new
             model = model_of_rank(held, layout=layout, dtype=torch.float32, rank=rank, size=size)
             assert dict(noted(model, new.items())) == new
@@ -129,7 +129,7 @@ def test_ranks_together_serve_the_whole_experts(layout: str, size: int) -> None:
 
 
 def test_experts_of_the_start_are_what_they_were_when_first_read() -> None:
-    """Under an adapter no update brings them."""
+    """Adapter updates contain no experts, so the first read is the reference."""
     tensors = random_experts()
     model = model_of_rank(tensors, layout="vec", dtype=torch.float32)
     served = live_parts(model)
@@ -142,7 +142,7 @@ def test_experts_of_the_start_are_what_they_were_when_first_read() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_experts_that_are_asked_may_round_after_each_step(dtype: torch.dtype) -> None:
-    """Also where a few inputs are 30 times as heavy as others, or have no weight at all."""
+    """Some inputs have weights 30 times as large as others, zero, or almost zero."""
     for seed in range(5):
         tensors = random_experts(seed)
         for name, tensor in tensors.items():

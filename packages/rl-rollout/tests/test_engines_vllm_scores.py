@@ -1,4 +1,4 @@
-"""vLLM's scores of a sequence and many alternatives, with prompts and rows in pieces."""
+"""vLLM's scores of a sequence and of many alternatives, computed in pieces of prompts and rows."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wide_engine(wide_model_dir: Path, learner_process_group: None) -> Iterator[VLLMEngine]:
-    """Its steps take 64 tokens, so that a prompt of 200 is computed in four pieces."""
+    """Start an engine with steps of 64 tokens, which computes a prompt of 200 tokens in four pieces."""
     options = VLLMOptions(
         max_model_len=200, max_num_seqs=16, max_num_batched_tokens=64, kv_cache_gib=0.01, max_top_k=1000
     )
@@ -44,7 +44,7 @@ def test_a_long_sequence_in_pieces_keeps_every_row(
     wide_engine: VLLMEngine, wide_model_dir: Path, monkeypatch: pytest.MonkeyPatch, top_k: int, max_rows: int
 ) -> None:
     from rl_rollout.engines.vllm import (
-        prompt_scores as vllm_prompt_scores,  # imports vLLM, which the engine's start has set up
+        prompt_scores as vllm_prompt_scores,  # imports vLLM, after the engine has set it up
     )
 
     monkeypatch.setattr(vllm_prompt_scores, "MAX_ROWS", max_rows)
@@ -88,7 +88,7 @@ def test_a_request_does_not_wait_behind_all_that_is_to_be_scored(wide_engine: VL
         scoring = [asyncio.ensure_future(wide_engine.score_top_k([drawn(i, 150)], top_k=8)) for i in range(60)]
         for future in scoring:
             future.add_done_callback(num_scored.append)
-        await asyncio.sleep(0)  # they ask first
+        await asyncio.sleep(0)  # so that the scores are requested first
         await wide_engine.generate(GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=4, seed=0)))
         num_before = len(num_scored)
         await asyncio.gather(*scoring)

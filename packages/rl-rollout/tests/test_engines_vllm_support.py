@@ -144,7 +144,7 @@ def test_what_adapters_are_served_of_a_model(
 
 def test_slots_have_sizes_that_vllm_takes() -> None:
     pytest.importorskip("vllm")
-    from vllm.config.lora import MaxLoRARanks  # takes seconds
+    from vllm.config.lora import MaxLoRARanks  # a slow import
 
     assert get_args(MaxLoRARanks) == LORA_RANKS
 

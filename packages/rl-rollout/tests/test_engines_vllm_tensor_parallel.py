@@ -1,4 +1,4 @@
-"""vLLM with tensor parallelism: two worker processes that act, are proven and end as one engine."""
+"""vLLM with tensor parallelism: two worker processes that serve, prove updates and end as one engine."""
 
 import asyncio
 import inspect
@@ -37,13 +37,13 @@ GONE_WITHIN_S = 60.0
 
 @pytest.fixture(scope="module")
 def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its 100 tokens are padded to 128: the second worker has 36 of them."""
+    """Make a model whose 100 tokens are padded to 128, so that the second worker holds 36 of them."""
     return make_tiny_model(tmp_path_factory.mktemp("wide"), is_tied=True, vocab_size=100)
 
 
 @pytest.fixture(scope="module")
 def tokens_of_one_process(wide_model_dir: Path) -> list[list[int]]:
-    """What the same engine draws without tensor parallel; it is closed before the other starts."""
+    """Return the tokens that the engine draws without tensor parallelism; it closes before the other starts."""
     engine = VLLMEngine(wide_model_dir, VLLMOptions(**SMALL))
     asyncio.run(engine.start())
     try:
@@ -77,7 +77,7 @@ def split_vllm(wide_model_dir: Path, tokens_of_one_process: list[list[int]]) -> 
     ],
 )
 def test_two_workers_conform(check: Callable[..., None], split_vllm: VLLMEngine, wide_model_dir: Path) -> None:
-    """The checks that depend on the workers; all others pass too, and take a minute more."""
+    """Run the checks that depend on the workers; the others pass too, but take another minute."""
     has_model = "model_dir" in inspect.signature(check).parameters
     check(EngineConformance(), split_vllm, *([wide_model_dir] if has_model else []))
 
@@ -89,13 +89,13 @@ def test_updates_from_files_reach_every_worker(split_vllm: VLLMEngine, wide_mode
 
 
 class KeptOpen(BroadcastTransport):
-    """One transport for all updates, as a learner has; the suite closes its own after each."""
+    """A transport for all updates, as in a learner, although the suite closes it after each update."""
 
     def __init__(self) -> None:
         super().__init__(bucket_bytes=10_000, deadline_s=60.0)
 
     def close(self) -> None:
-        """Not yet."""
+        """Stay open; the fixture closes the transport."""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def broadcast() -> Iterator[KeptOpen]:
 def test_broadcasts_reach_every_worker(
     check: Callable[..., None], split_vllm: VLLMEngine, wide_model_dir: Path, broadcast: KeptOpen
 ) -> None:
-    """The sender is this process, each worker another; a tensor spans several buckets."""
+    """The sender and the workers are separate processes, and a tensor spans several buckets."""
     suite = UpdateChecks()
     suite.transport = lambda: broadcast  # type: ignore[assignment]
     check(suite, split_vllm, wide_model_dir)
@@ -145,7 +145,7 @@ def test_rectangles_of_every_rank_reach_every_worker(
 def test_a_rectangle_in_a_wrong_place_is_named(
     kind: str, split_vllm: VLLMEngine, wide_model_dir: Path, two_ranks: TwoRanks
 ) -> None:
-    """Both ranks have a half, and each is put where the other belongs."""
+    """Each rank holds half of the tensor, and each half is written where the other belongs."""
     tensors = load_file(wide_model_dir / "model.safetensors")
     name = next(name for name in tensors if kind in name)
     update = two_ranks.pack(tensors, version=14, tied=TIED_HEAD)
@@ -175,7 +175,7 @@ def test_weights_that_one_rank_has_withdrawn_are_refused(
 
 
 def test_adapters_reach_every_worker(split_vllm: VLLMEngine, wide_model_dir: Path, broadcast: KeptOpen) -> None:
-    """Each has a part of A or of B; from memory, which goes by a file, and by broadcast."""
+    """Each worker holds a part of A or B; updates come from memory, through a file, and by broadcast."""
     suite = AdapterConformance()
     suite.test_the_base_is_served_beside_its_adapter(split_vllm, wide_model_dir)
     suite.transport = lambda: broadcast  # type: ignore[assignment]
@@ -284,7 +284,7 @@ def test_what_its_processes_listen_on_is_documented(split_vllm: VLLMEngine) -> N
 
 
 def test_a_killed_worker_fails_who_waits_and_ends_the_others(split_vllm: VLLMEngine) -> None:
-    """The module's last test: it ends the module's engine."""
+    """Runs after all other tests of the module's engine, which it ends."""
     workers = workers_of(os.getpid())
     request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=100, seed=0), num_samples=64)
 
@@ -316,7 +316,7 @@ async def killed_under_load(engine: ProcessEngine) -> None:
         first = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=2))
         request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=100, seed=0), num_samples=512)
         begun, running = (asyncio.ensure_future(engine.generate(one)) for one in (first, request))
-        await begun  # of the other, eight times as many as run at once, most is left
+        await begun  # most samples of the other, 8 times max_num_seqs, are left
         os.kill(engine.pid, 9)
         with pytest.raises(EngineDiedError):
             await running
@@ -335,7 +335,7 @@ def packed(tensors: Mapping[str, torch.Tensor], *, version: int) -> WeightUpdate
 
 
 def keep_stale(rank: int, file: Path) -> Callable[[Any], None]:
-    """Something that loads a file into the worker of one rank."""
+    """Return a function that loads a file into the worker of one rank."""
 
     def load(worker: Any) -> None:
         if worker.worker.rank == rank:
@@ -345,7 +345,7 @@ def keep_stale(rank: int, file: Path) -> Callable[[Any], None]:
 
 
 def flip_a_bit(rank: int, name: str) -> Callable[[Any], None]:
-    """Something that changes the lowest bit of an element of an adapter's tensor in the worker of one rank."""
+    """Return a function that flips a bit of one element of an adapter's tensor in the worker of one rank."""
 
     @torch.inference_mode()
     def flip(worker: Any) -> None:
@@ -369,7 +369,7 @@ def before_probing(engine: VLLMEngine, act: Callable[[Any], None], monkeypatch: 
 
 
 def workers_of(pid: int) -> list[int]:
-    """vLLM's workers, apart from Python's own helper processes."""
+    """Return the vLLM workers of a process, without Python's helper processes."""
     children = sorted(child for child, _ in descendants(pid) if is_running(child))
     return [
         child
@@ -385,7 +385,7 @@ def shared_memory_of(pid: int) -> list[str]:
 
 
 def is_soon(holds: Callable[[], bool]) -> bool:
-    """Wait for a condition, at most GONE_WITHIN_S."""
+    """Wait up to GONE_WITHIN_S for a condition; return whether it holds."""
     ends_at = time.monotonic() + GONE_WITHIN_S
     while not holds():
         if time.monotonic() > ends_at:

@@ -1,4 +1,4 @@
-"""Unmodified agents from PyPI as processes in their own environment: scripted, and with a tiny policy."""
+"""Unmodified agents from PyPI, as processes in their own environment, with a script and with a tiny policy."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ SAYS = {
     "pydantic-ai, Messages": ADDING,
 }
 FORKS = {
-    "smolagents, code": ([1, 1], {"roots_assistant": 1}),  # it writes its calls into what the model said
+    "smolagents, code": ([1, 1], {"roots_assistant": 1}),  # the agent writes its calls into the response
     "smolagents, calls": ([1, 1], {"roots_assistant": 1}),
     "openai-agents, Responses": ([2, 2], {"roots_tools": 1}),
     "openai-agents": ([2, 2], {"roots_tools": 1}),  # the second agent has other tools and another system prompt
@@ -69,7 +69,7 @@ FORKS = {
 
 
 async def run_agent(gateway: Any, session: Any, name: str, folder: Path) -> tuple[int, str]:
-    """Run an agent to its end; gives its exit status and output."""
+    """Run an agent to its end; return its exit status and output."""
     *program, last = AGENTS[name]
     words = [str(PROGRAMS / word) if word.endswith(".py") else word for word in program]
     environment = {
@@ -105,7 +105,7 @@ async def run_agent(gateway: Any, session: Any, name: str, folder: Path) -> tupl
 
 
 def runs_of(mask: np.ndarray) -> list[tuple[int, int]]:
-    """First and last of the tokens of each run that trains."""
+    """Return the start and stop of each run of trained tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
@@ -146,7 +146,7 @@ def test_an_agent_with_a_script_trains_what_it_said_and_forks_where_it_forks(nam
 
 @asynccontextmanager
 async def tiny_policy(folder: Path, tokenizer: Any) -> AsyncIterator[Any]:
-    """The transformers engine, with random weights and as many tokens as the tokenizer has."""
+    """Start a transformers engine with random weights and the tokenizer's vocabulary size."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -185,7 +185,7 @@ def test_an_agent_with_a_policy_that_says_anything_ends_and_what_trains_is_exact
             assert session.counts["turns"], output
             session.set_reward(0.0)
             result = await gateway.finish(session)
-            assert result.failure is None, output  # audited
+            assert result.failure is None, output  # the audit passed
             rows = result.trajectories
             trained = sum(int(row.loss_mask.sum()) for row in rows)
             assert trained <= session.counts["sampled_tokens"]

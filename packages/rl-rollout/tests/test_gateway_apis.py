@@ -1,4 +1,4 @@
-"""OpenAI's Responses and Completions APIs through its SDK, and tool calls that a client requires."""
+"""OpenAI's Responses and Completions APIs through its SDK, and required tool calls."""
 
 import json
 
@@ -33,7 +33,7 @@ def talk(test, say, **site):
 
 
 async def trained(gateway, session):
-    """The texts that the session trains, after its audit."""
+    """Finish and audit the session; return the texts that it trains."""
     session.set_reward(1.0)
     result = await gateway.finish(session)
     assert result.failure is None
@@ -172,7 +172,7 @@ def test_what_completions_cannot_honour_is_refused_by_name(fields, param):
 
 
 def forced(said):
-    """An engine that follows structures, as far as it is told what to say."""
+    """Return a scripted engine that claims to follow JSON schemas."""
     tokenizer = make_tokenizer()
     traits = EngineTraits(name="forced", max_model_len=4096, vocab_size=1 << 20, structures=("json_schema",))
     end = tokenizer.eos_token_id
@@ -264,7 +264,7 @@ def test_a_message_that_the_template_refuses_is_named():
             ([late, USER, said, USER, said, late, USER, said, USER], 6),
             ([USER, said, late, USER], 3),
         ):
-            if number == 3:  # what follows a turn that was sampled
+            if number == 3:  # the second history continues a sampled turn
                 await client.chat.completions.create(model="any", messages=history[:1])
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(model="any", messages=history)

@@ -1,6 +1,6 @@
-"""What agents do to their history, over HTTP: trajectories are true forks, and trained tokens are what was sampled.
+"""Agents that edit their history, over HTTP: trajectories are true forks, and trained tokens are the sampled ones.
 
-The oracle is the engine, which keeps what it was given and gave, request by request, apart from the gateway's tree.
+The oracle is the engine, which records the input and output of each request independently of the gateway's tree.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def user(text):
 
 
 class Agent:
-    """A client of one session, and the engine behind it, which says what the client asks it to say."""
+    """A client of one session, and an engine that returns the texts that the client chooses."""
 
     def __init__(self):
         self.tokenizer = make_tokenizer()
@@ -41,7 +41,7 @@ class Agent:
         return ids
 
     async def ask(self, messages, *texts, trains=True, stream=False):
-        """Have the engine say texts, a choice each; gives the messages that the client gets."""
+        """Make the engine return texts, one per choice; return the messages that the client receives."""
         self._texts = list(texts)
         body = {"model": "any", "messages": messages, "tools": TOOLS, "n": len(texts), "stream": stream}
         headers = {"authorization": f"Bearer {self.session.key}", "x-rl-train": str(trains)}
@@ -58,7 +58,7 @@ class Agent:
         return messages
 
     def trained(self, rows):
-        """The texts that train, a list a trajectory; each was sampled once, in the context that it has there."""
+        """Return each trajectory's trained texts; check that each was sampled once, in the same context."""
         texts, left = [], list(self.calls)
         for row in rows:
             edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask.astype(int), [0]]))).reshape(-1, 2)
@@ -71,7 +71,7 @@ class Agent:
 
 
 def play(scene, *, template=CHATML, reasoning="keep"):
-    """Play a scene; gives what trains, the trajectories, and the session's counts."""
+    """Play a scene; return the trained texts, the trajectories and the session's counts."""
 
     async def talk():
         agent = Agent()
@@ -147,7 +147,7 @@ def test_a_subagent_is_a_trajectory_and_the_conversation_that_called_it_goes_on(
         await agent.ask([*history, reply, result], "It is 3.", stream=True)
 
     trained, rows, counts = play(scene)
-    assert trained == [["perhaps 3", "3"], [CALL, "It is 3."]]  # in the order in which they ended
+    assert trained == [["perhaps 3", "3"], [CALL, "It is 3."]]  # in order of their ends
     assert [row.parent for row in rows] == [None, None]
     assert (counts["roots_first"], counts["roots_system"], counts["forks"]) == (1, 1, 0)
 
@@ -193,7 +193,7 @@ def test_of_several_choices_the_one_trains_that_the_agent_went_on_from(stream):
 
 
 class Steps:
-    """A random agent, and what it ought to train by what it did: by texts, which are all unlike each other."""
+    """A random agent, and the texts that its requests should train; all texts differ."""
 
     def __init__(self, random):
         self.random = random
@@ -201,7 +201,7 @@ class Steps:
         self.asked = []
 
     async def step(self, agent, number):
-        """Go on, come again, edit, compact, call a subagent or ask for choices, from any history that there is."""
+        """Continue, repeat, edit or compact a history, drop its reasoning, or call a subagent, with 1 or 2 choices."""
         history = list(self.random.choice(self.histories[-3:] + self.histories))
         change = self.random.choice(["none"] * 6 + ["again", "edit", "compact", "subagent", "forget"])
         if change == "again" and self.asked:
@@ -209,7 +209,7 @@ class Steps:
         elif change == "edit":
             place = self.random.randrange(len(history))
             history[place] = {"role": history[place]["role"], "content": f"edited {number}"}
-            if history[place]["role"] == "assistant":  # what answered its calls goes with them
+            if history[place]["role"] == "assistant":  # drops the results of its calls too
                 history = [*history[: place + 1], user("and?")]
             elif history[place]["role"] == "tool":
                 history[place] = {**history[place], "tool_call_id": "lost"}
@@ -233,7 +233,7 @@ class Steps:
             self.histories.append([*history, reply, *(results or [user(f"u{self.random.randrange(2)}")])])
 
     def ought_to_train(self):
-        """Of the answers to one request, those that some request goes on from; else the first of the last ones."""
+        """Return the expected texts: each request's continued answers, or the first answer of its last attempt."""
         asked: dict[str, list[tuple[str, str]]] = {}
         for history, replies, texts, trains in self.asked:
             if trains:
@@ -248,7 +248,7 @@ class Steps:
 
 
 def _said(messages):
-    """All that makes two conversations one."""
+    """Return a text that is equal for equal conversations."""
     calls = [[call["function"] for call in one.get("tool_calls") or []] for one in messages]
     return "".join(
         json.dumps([one["role"], one.get("content") or "", its]) for one, its in zip(messages, calls, strict=True)

@@ -1,4 +1,4 @@
-"""The unmodified SDKs of both providers with the gateway: their results, and what trains."""
+"""The unmodified SDKs of both providers with the gateway: their results, and the trained texts."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def anthropic_client(gateway, session, kind=anthropic.AsyncAnthropic, **fields):
 
 
 async def finished(gateway, session):
-    """The session's trajectories: audited, and each with the text that it trains."""
+    """Finish and audit the session; return its trajectories, and the text that each trains."""
     session.set_reward(1.0)
     result = await gateway.finish(session)
     assert result.failure is None
@@ -268,7 +268,7 @@ def test_a_context_that_is_full_has_the_code_that_agents_look_for_and_is_no_turn
         async with gateway_site(lambda _: "3", max_model_len=256) as gateway:
             session, said = gateway.open("p"), [USER]
             client = openai_client(gateway, session)
-            for size in (300, 10_000):  # refused as tokens, and before it is encoded
+            for size in (300, 10_000):  # refused after and before encoding
                 for before in ([], said):
                     messages = [*before, {"role": "user", "content": "x" * size}]
                     with pytest.raises(openai.BadRequestError) as caught:
@@ -286,7 +286,7 @@ def test_a_context_that_is_full_has_the_code_that_agents_look_for_and_is_no_turn
 
 
 def paced(*texts, **traits):
-    """An engine that gives its next token when it is let go on."""
+    """Return an engine, and the semaphore that releases each of its tokens."""
     tokenizer = make_tokenizer()
     steps = asyncio.Semaphore(0)
     said = iter(texts)

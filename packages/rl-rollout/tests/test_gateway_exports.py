@@ -1,4 +1,4 @@
-"""Finished sessions for other stacks: files and a queue, each session once."""
+"""Exports of finished sessions to files and to a queue, each session once."""
 
 import json
 
@@ -18,7 +18,7 @@ USER = {"role": "user", "content": "1+2?"}
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Four sessions: one that forked, one that failed, one that nobody finished, and a damaged file."""
+    """Store four sessions: a forked one, a failed one, an unfinished one, and a damaged file."""
     folder = tmp_path_factory.mktemp("sessions")
 
     async def talk():
@@ -93,7 +93,7 @@ def test_a_queue_gets_each_session_once_also_after_a_kill_in_between(kept, tmp_p
         feed.put_all()
         assert len(list(tmp_path.glob("*.queued"))) == 2
         for file in tmp_path.glob("*.queued"):
-            file.rename(file.with_suffix(".finished"))  # it was killed after the put
+            file.rename(file.with_suffix(".finished"))  # as if killed after the put
         QueueFeed(tmp_path, queue).put_all()
         assert len(list(tmp_path.glob("*.queued"))) == 2
         lease = queue.lease("train", groups=1, deadline_s=30)

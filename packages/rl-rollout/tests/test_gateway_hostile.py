@@ -1,4 +1,4 @@
-"""Hostile clients over real sockets: refused with bounded memory, while others are served."""
+"""Hostile clients over real sockets: refusals in bounded memory, while other clients are served."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def assert_serves(site, session=1):
 
 
 def rest_of(connection):
-    """All that the server says until it closes the connection."""
+    """Return all bytes that the server sends until it closes the connection."""
     said = b""
     with connection, contextlib.suppress(ConnectionError):
         while part := connection.recv(65_536):
@@ -53,7 +53,7 @@ def rest_of(connection):
 
 
 def flood(connection, part, most):
-    """Send until the server is tired of it; gives the bytes that were sent."""
+    """Send until the server closes the connection or `most` bytes are sent; return the number of bytes sent."""
     sent = 0
     with contextlib.suppress(ConnectionError):
         while sent < most:
@@ -67,7 +67,7 @@ def test_heads_that_never_end_are_closed_and_hold_nobody_up(child):
     assert_serves(child)
     for connection in slow[::2]:
         with contextlib.suppress(ConnectionError):
-            connection.sendall(b"a")  # a byte now and then buys no time
+            connection.sendall(b"a")  # an occasional byte does not extend the timeout
     assert all(rest_of(connection) == b"" for connection in slow)
 
 
@@ -111,7 +111,7 @@ def test_bodies_without_end_are_refused_with_little_memory(child):
             assert status in said or not said
     connection = connect(child, head("wrong", 100 * MIB, "/nowhere"))
     flood(connection, b" " * 65_536, 8 * MIB)
-    assert b" 404 " in rest_of(connection)  # closed, though its body has not ended
+    assert b" 404 " in rest_of(connection)  # the server closes before the body's end
     assert child.peak_bytes - before < 30 * MIB
     assert_serves(child)
 
@@ -149,7 +149,7 @@ def test_text_that_no_context_holds_is_refused_before_it_is_encoded():
     async def talk():
         async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
             encoder = gateway.service._encoder
-            encoder.opening_ids = encoder.following_ids = None  # which would hold up all others for minutes
+            encoder.opening_ids = encoder.following_ids = None  # encoding would block all clients for minutes
             body = {**BODY, "messages": [{"role": "user", "content": "a " * 3_000_000}]}
             headers = {"x-api-key": gateway.open("p").key}
             given = await client.post("/v1/chat/completions", json=body, headers=headers)
@@ -161,7 +161,7 @@ def test_text_that_no_context_holds_is_refused_before_it_is_encoded():
 
 
 async def some_turns(*_):
-    """Let the loop turn so often that each token is an event of its own."""
+    """Yield to the event loop often enough that each token becomes a separate event."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -202,7 +202,7 @@ def test_a_client_that_never_reads_its_stream_is_dropped_and_its_turn_does_not_t
 
 @pytest.mark.soak
 def test_all_of_it_at_once_while_a_run_goes_on():
-    """Thousands of connections, bodies of 100 MB, slow ones and unread streams, from clients with and without keys."""
+    """Clients with and without keys open thousands of connections, and send 100 MB bodies and unread streams."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     options = {"num_sessions": 5, "files": 2048, "client_timeout_s": 2.0}
     with gateway_child(**options) as site, contextlib.ExitStack() as stack:

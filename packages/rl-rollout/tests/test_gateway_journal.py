@@ -1,4 +1,4 @@
-"""Sessions outlive their gateway; a copy of its folder is what a kill at that moment leaves."""
+"""Sessions outlive their gateway; a copy of its folder simulates a kill at that moment."""
 
 import os
 import resource
@@ -18,7 +18,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
 async def some_turns(gateway, key):
-    """Two turns with a call, an edited history, a probe; gives the conversation."""
+    """Play two turns with a call, an edited history and a probe; return the conversation."""
     first = await said(gateway, key, [USER])
     result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "3"}
     second = await said(gateway, key, [USER, first, result])
@@ -28,7 +28,7 @@ async def some_turns(gateway, key):
 
 
 def plain(result):
-    """All of a session's result that can be compared, without what the clock says."""
+    """Return a session's result in comparable form, without times."""
     arrays = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
     fields = ("output_index", "parent", "finish_reason", "reward")
     return result.failure, [
@@ -114,7 +114,7 @@ def test_a_write_that_was_cut_off_counts_for_nothing_and_any_other_damage_is_ref
                 again, size = read_session(file)
             except DataError as error:
                 told = str(error)
-            assert str(file) in told or size <= place  # a length that leads beyond the end
+            assert str(file) in told or size <= place  # a length beyond the file's end
 
     run(talk)
 
@@ -128,7 +128,7 @@ def test_files_of_strangers_are_named_in_the_log_and_the_others_go_on(tmp_path, 
         folder = tmp_path / "second"
         good = (folder / f"{session.session_id}.open").read_bytes()
         strangers = [folder / f"session-{number:016x}.open" for number in range(5)]
-        strangers[0].write_bytes(good)  # another's name
+        strangers[0].write_bytes(good)  # the name of another session
         strangers[1].write_bytes(b"\x80\x04cposix\nsystem\n")
         strangers[2].symlink_to(folder / f"{session.session_id}.open")
         os.mkfifo(strangers[3])

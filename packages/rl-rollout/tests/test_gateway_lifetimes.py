@@ -27,7 +27,7 @@ async def until(condition):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_ends_with_the_time_of_its_session_and_what_there_was_trains(stream, caplog, monkeypatch):
-    monkeypatch.setattr("rl_rollout.gateway.service.FIRST_TOKEN_S", 0.05)  # then the stream begins
+    monkeypatch.setattr("rl_rollout.gateway.service.FIRST_TOKEN_S", 0.05)  # the stream begins after this time
     says = iter([[1], None])
 
     async def say(*_):
@@ -46,7 +46,7 @@ def test_a_request_ends_with_the_time_of_its_session_and_what_there_was_trains(s
             assert first.status_code == 200
             session.limits = SessionLimits(wall_s=time.monotonic() - session.opened_at + 0.3)
             other = {**BODY, "stream": stream, "messages": [{"role": "user", "content": "other"}]}
-            if stream:  # which can only be cut
+            if stream:  # a started stream can only be cut
                 with pytest.raises(httpx.RemoteProtocolError):
                     await client.post("/v1/chat/completions", json=other, headers=headers)
             else:
@@ -87,7 +87,7 @@ def test_a_session_that_nobody_finishes_is_removed_and_its_trace_kept():
 
 
 async def played(gateway, index):
-    """A session of ten turns."""
+    """Play a session of ten turns."""
     session = gateway.open("p", index)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello there"}]
     for turn in range(10):
@@ -124,7 +124,7 @@ def test_a_session_of_ten_turns_holds_little_beside_its_tokens():
                 held = tracemalloc.get_traced_memory()[0] - token_bytes(sessions)
             finally:
                 tracemalloc.stop()
-            assert held / len(sessions) < 60_000  # the target is 100 KB, of the process
+            assert held / len(sessions) < 60_000  # the target is 100 KB of process memory
 
     run(talk)
 

@@ -1,4 +1,4 @@
-"""Both SDKs, sync and async, streaming or not: parallel calls, their own retries, and their timeouts."""
+"""Both SDKs, sync and async, streaming or not: parallel calls, built-in retries, and timeouts."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ CALLS = "".join(
 
 
 class OpenAI:
-    """OpenAI's SDK, by the same few methods as Anthropic's below; each takes and gives the SDK's own messages."""
+    """OpenAI's SDK, with the same methods as Anthropic's below; messages have the SDK's own format."""
 
     def __init__(self, gateway, session, *, is_sync, **fields):
         kind = openai.OpenAI if is_sync else openai.AsyncOpenAI
@@ -39,7 +39,7 @@ class OpenAI:
 
 
 class Anthropic:
-    """Anthropic's."""
+    """Anthropic's SDK, with the same methods."""
 
     def __init__(self, gateway, session, *, is_sync, **fields):
         kind = anthropic.Anthropic if is_sync else anthropic.AsyncAnthropic
@@ -59,7 +59,7 @@ class Anthropic:
 
 
 async def said(sdk, messages, *, is_sync, stream, **fields):
-    """The text of an answer, however it comes."""
+    """Return the text of an answer, streamed or not."""
     if is_sync:
 
         def ask():
@@ -78,7 +78,7 @@ async def closed(sdk):
 
 
 async def trained(gateway, session):
-    """What trains of a session, a text a trajectory."""
+    """Finish and audit the session; return the trained text of each trajectory."""
     session.set_reward(1.0)
     result = await gateway.finish(session)
     assert result.failure is None
@@ -87,7 +87,7 @@ async def trained(gateway, session):
 
 
 def outcomes(*each):
-    """An engine whose requests fail ("fail"), never end ("hang"), or are answered with a text."""
+    """Return an engine whose requests fail ("fail"), never end ("hang"), or return a text."""
     tokenizer, left = make_tokenizer(), list(each)
 
     async def say(_request, _index):
@@ -109,7 +109,7 @@ def test_an_sdk_retries_what_the_engine_failed_twice_and_one_answer_trains(kind,
     async def talk():
         async with gateway_site(None, engine=outcomes("fail", "fail", "three")) as gateway:
             session = gateway.open("p")
-            sdk = kind(gateway, session, is_sync=is_sync)  # with its own retries: two
+            sdk = kind(gateway, session, is_sync=is_sync)  # retries twice by default
             sdk.client._calculate_retry_timeout = lambda *_, **__: 0.0
             assert await said(sdk, [USER], is_sync=is_sync, stream=stream) == "three"
             await closed(sdk)

@@ -17,7 +17,7 @@ SPEAKER = str(Path(__file__).parents[3] / "tests" / "support" / "speaker_engine"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tokenizer without a model: enough for all that is refused before a model is loaded."""
+    """Make a folder with a tokenizer but no model, enough for errors raised before a model is loaded."""
     made = tmp_path_factory.mktemp("model")
     make_tokenizer().wrapped.save_pretrained(made)
     return made
@@ -60,12 +60,12 @@ def test_the_owners_key_is_made_for_its_user_alone_and_kept(folder, tmp_path, ca
 
 
 def words_of(text):
-    """What the greeting has for an SDK."""
+    """Return the URLs and keys that the greeting prints for SDKs."""
     return dict(word.split("=", 1) for word in text.split() if "_BASE_URL=" in word or "_KEY=" in word)
 
 
 class Client:
-    """Talks to a gateway that the test's own thread serves, twice, once it greets; then has it ended."""
+    """Waits for the greeting of a gateway in the test's thread, sends it two rounds of requests, and terminates it."""
 
     def __init__(self, capfd):
         self.answers, self.told, self._capfd = [], "", capfd

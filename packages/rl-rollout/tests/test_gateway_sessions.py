@@ -22,7 +22,7 @@ TRAITS = EngineTraits(name="scripted", max_model_len=4096, vocab_size=1 << 20)
 
 
 class Held:
-    """An engine whose requests wait until they are let go; each says which it is."""
+    """An engine whose requests wait for `go`, and answer with their number."""
 
     def __init__(self, fails=()):
         self.tokenizer = make_tokenizer()
@@ -318,9 +318,9 @@ def test_an_endless_body_is_cut_off_and_idle_connections_hold_nobody_up(has_key)
                     shown = headers if has_key else {}
                     given = await client.post("/v1/messages", content=endless(), headers=shown)
                     assert given.status_code == (413 if has_key else 401)
-                except httpx.TransportError:  # the gateway has closed the connection while the client wrote
+                except httpx.TransportError:  # the gateway closed the connection while the client sent
                     pass
-                assert sent < 64 << 20  # what the sockets hold, no more
+                assert sent < 64 << 20  # no more than the socket buffers hold
                 fine = await client.post("/v1/chat/completions", json=BODY, headers=headers)
                 assert fine.status_code == 200
             for _, writer in idle:
@@ -363,7 +363,7 @@ def test_a_request_that_the_end_of_its_session_aborts_is_no_fault_of_the_engine(
         async def slow_abort(request_ids):
             await abort(request_ids)
             await until(lambda: not held.engine._waiting)
-            await asyncio.sleep(0)  # the request hears of it first
+            await asyncio.sleep(0)  # the request sees the abort first
 
         held.engine.abort = slow_abort
         async with gateway_site(None, engine=held.engine) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:

@@ -24,7 +24,7 @@ def user(text):
 
 
 class Talk:
-    """A session without HTTP: requests are placed and encoded, and the test says what is sampled."""
+    """A session without HTTP: it places and encodes requests, and the test chooses the sampled texts."""
 
     def __init__(self, template=CHATML, *, keeps_reasoning=True):
         self.tokenizer = make_tokenizer(template)
@@ -53,7 +53,7 @@ class Talk:
         for text in texts:
             ids = encode(self.tokenizer, text + "<|im_end|>")
             experts = np.full((len(turn.input_ids) + len(ids), 1, 2), len(self.tree.samples), np.int16)
-            experts[-1] = -1  # of the last token an engine knows none
+            experts[-1] = -1  # engines report none for the last token
             generation = Generation(
                 token_ids=ids,
                 routed_experts=experts,
@@ -96,7 +96,7 @@ def test_turns_of_one_conversation_are_one_trajectory():
     talk = Talk()
     history = [user("1+2?")]
     history += [talk.ask(history, "3"), user("and 4?")]
-    history += [talk.ask(history, "  7 \n"), user("thanks")]  # white space that a client strips stays as sampled
+    history += [talk.ask(history, "  7 \n"), user("thanks")]  # sampled white space stays, though the client strips it
     talk.ask(history, "bye")
     (row,) = talk.trajectories()
     assert talk.text(row) == (
@@ -216,10 +216,10 @@ def test_of_a_request_made_twice_the_sample_trains_that_the_agent_went_on_from()
     talk = Talk()
     first, second = (talk.ask([user("a")], text) for text in ("A", "A2"))
     assert talk.places[1].turn is not None
-    assert [talk.trained(row) for row in talk.trajectories()] == ["A2<|im_end|>"]  # the retry replaces it
+    assert [talk.trained(row) for row in talk.trajectories()] == ["A2<|im_end|>"]  # the retry replaces the first sample
     talk.ask([user("a"), first, user("b")], "B")
     assert [talk.trained(row) for row in talk.trajectories()] == ["A<|im_end|>B<|im_end|>"]
-    talk.ask([user("a"), second, user("b")], "B2")  # both were used after all
+    talk.ask([user("a"), second, user("b")], "B2")  # now both are continued
     one, two = talk.trajectories()
     assert (talk.trained(one), talk.trained(two)) == ("A<|im_end|>B<|im_end|>", "A2<|im_end|>B2<|im_end|>")
 
@@ -322,11 +322,11 @@ def test_what_is_shared_and_masked_has_the_experts_of_the_context_that_trains():
     history += [talk.ask(history, "A"), user("b")]
     talk.ask(history, "B")
     talk.ask([*history[:-1], user("c")], "C")
-    one, two = talk.trajectories()  # audited, experts too
+    one, two = talk.trajectories()  # audits the experts too
     shared = len(talk.tree.samples[0].turn.input_ids) + len(talk.tree.samples[0].generation.token_ids) - 1
     assert not two.loss_mask[: shared + 1].any()
     assert one.routed_experts[:shared].ravel().tolist() == [0] * (2 * shared)
-    assert two.routed_experts[:-1].ravel().tolist() == [2] * (2 * (len(two.input_ids) - 1))  # as the pass that gave C
+    assert two.routed_experts[:-1].ravel().tolist() == [2] * (2 * (len(two.input_ids) - 1))  # C's forward pass
 
 
 @settings(max_examples=40, deadline=None)
@@ -351,16 +351,16 @@ def test_whatever_an_agent_does_each_token_trains_at_most_once_in_its_own_contex
             if reply.calls:
                 following = ChatMessage(role="tool", content="3", call_id=reply.calls[0].call_id)
             histories.append([*history, reply, following])
-    rows = talk.trajectories()  # audited
+    rows = talk.trajectories()  # audits them
     assert [row.output_index for row in rows] == list(range(len(rows)))
     assert all(row.parent is None or row.parent < row.output_index for row in rows)
     assert all(row.loss_mask.any() for row in rows)
-    assert all((row.routed_experts[:-1] >= 0).all() for row in rows)  # of each token that something comes after
+    assert all((row.routed_experts[:-1] >= 0).all() for row in rows)  # for every token but the last
     for row in rows:
         places = [place for told in turns(row) if told[3] == row.output_index for place in range(told[1], told[2])]
         assert places == np.flatnonzero(row.loss_mask).tolist()
         for _, start, stop, where, *_ in turns(row):
-            if where not in ("probe", row.output_index):  # as far as it is kept
+            if where not in ("probe", row.output_index):  # trained by another trajectory
                 owner = rows[where]
                 assert owner.loss_mask[start]
                 assert owner.input_ids[:start].tolist() == row.input_ids[:start].tolist()

@@ -1,4 +1,4 @@
-"""Agents as real, separate programs: their inputs, how they end, what trains, and what is left."""
+"""Agents as separate programs: their inputs, their ends, the trained texts, and leftovers."""
 
 import asyncio
 import os
@@ -163,7 +163,7 @@ def test_a_workspace_may_have_anything_in_it_and_is_gone_whatever_an_agent_made_
     (template / "dangling").symlink_to("nowhere")
     os.mkfifo(template / "pipe")
     with (template / "huge").open("wb") as file:
-        file.truncate(1 << 40)  # holes alone
+        file.truncate(1 << 40)  # a sparse file
     (template / "folder" / "program").write_text("#!/bin/sh\nexit 0\n")
     (template / "folder" / "program").chmod(0o755)
     source = """
@@ -303,7 +303,7 @@ OWNER = "k" * 40
 
 def test_workers_elsewhere_claim_sessions_and_finish_them():
     async def work(url, *, finish):
-        """Claims a session, asks with its key, and finishes it."""
+        """Claim a session, send a request with its key, and finish it."""
         owner = {"authorization": f"Bearer {OWNER}"}
         async with httpx.AsyncClient(base_url=url, timeout=50) as client:
             assert (await client.post("/sessions/claim", json={})).status_code == 401

@@ -1,4 +1,4 @@
-"""200 sessions whose agents are killed at random: what they got trains once, and no process is left."""
+"""200 sessions whose agents are killed at random: each answer trains at most once, and no process is left."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from rl_rollout.loops import resolve_loop
 
 NUM_PROMPTS, GROUP_SIZE = 25, 8
 
-# Turns, a history that is cut, retries, a child that asks too, and a log of every answer that arrived.
+# Several turns, cut histories, retries, a child that also sends requests, and a log of every received answer.
 AGENT = """
 import random, subprocess
 draw = random.Random(int.from_bytes(os.urandom(8), "little"))
@@ -49,7 +49,7 @@ if len(sys.argv) > 1:
 
 
 async def kill_now_and_then(mark, draw):
-    """Kill a process of some agent, again and again; gives how many there were."""
+    """Kill random processes of the agents until cancelled; return the number of kills."""
     killed = 0
     try:
         while True:
@@ -107,7 +107,7 @@ def test_agents_that_are_killed_keep_their_traces_and_nothing_trains_twice(tmp_p
     arrived, gone_on_from = zip(*(line.split("|") for line in log.read_text().splitlines()), strict=True)
     assert {*gone_on_from} - {*times} <= {""}
     num_repeated = sum(row.extras.get("gateway", {}).get("repeated", 0) for row in rows)
-    assert len({*arrived} - {*times}) <= num_repeated  # of several answers to one request, one trains
+    assert len({*arrived} - {*times}) <= num_repeated  # only one of several answers to one request trains
     assert {session.trajectories[-1].extras["exit_code"] for session in sessions if session.trajectories} >= {0, -9}
 
 

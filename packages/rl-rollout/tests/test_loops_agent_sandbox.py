@@ -21,11 +21,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 
 @pytest.fixture(params=["namespaces", "user_namespaces"])
 def level(request, monkeypatch):
-    """A level that this machine permits."""
+    """Select an isolation level; skip the test if this machine does not permit it."""
     if request.param == "namespaces" and os.geteuid() != 0:
         pytest.skip("needs root")
     if request.param == "user_namespaces":
-        monkeypatch.setattr("os.geteuid", lambda: 1000)  # what an ordinary user does works for root too
+        monkeypatch.setattr("os.geteuid", lambda: 1000)  # root can use the level of ordinary users
     monkeypatch.setattr("rl_rollout.sandbox.sandbox._levels", lambda _: [request.param])
     try:
         asyncio.run(resolve_loop("agent", {"command": ["true"], "sandbox": {}}).check(make_tokenizer()))

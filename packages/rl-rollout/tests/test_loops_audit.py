@@ -101,7 +101,7 @@ def test_any_change_is_found(name, position, value, message):
 
 
 def test_a_turn_that_was_tokenized_again_is_found():
-    drifted = replace(  # 5 6 was sampled; as text the same, it was encoded as 11
+    drifted = replace(  # the sampled 5 6 was encoded again as 11, the same text
         TRAJECTORY,
         **{
             name: np.delete(getattr(TRAJECTORY, name), 3)
@@ -111,7 +111,7 @@ def test_a_turn_that_was_tokenized_again_is_found():
     drifted.input_ids[2] = 11
     with pytest.raises(DataError, match=r"token 2 \(11\)"):
         audit_trajectory(drifted, SPANS)
-    with pytest.raises(DataError, match="token 6"):  # the engine read the drifted turn, the trajectory has the sampled
+    with pytest.raises(DataError, match="token 6"):  # only the engine's context has the drifted turn
         audit_trajectory(TRAJECTORY, [SPANS[0], span([8, 9, 11, 2, 2], [7, 1], [-0.3, -0.4], 4)])
 
 
@@ -128,7 +128,7 @@ def cut_at(trajectory, stop, **changes):
 
 
 def masked_before(trajectory, start, **changes):
-    """The trajectory, training only what comes from start on."""
+    """Return the trajectory with training masked before `start`."""
     is_kept = np.arange(len(trajectory.input_ids)) >= start
     return replace(
         trajectory,
@@ -159,7 +159,7 @@ def test_a_token_that_a_session_trains_twice_is_found(session, position):
     message = rf"token {position} \(\d\) is also trained by output 0 of its session, but was sampled only once"
     with pytest.raises(DataError, match=message):
         audit_session(session, SPANS)
-    with pytest.raises(DataError, match=message):  # the later turn was sampled again, with another logprob
+    with pytest.raises(DataError, match=message):  # the later turn was resampled with another logprob
         audit_session(session, [*SPANS, span([8, 9, 5, 6, 2, 2], [7, 1], [-0.3, -0.9], 4), span([8], [9], [-1], 3)])
 
 
@@ -169,7 +169,7 @@ def test_equal_tokens_that_were_sampled_twice_may_train_twice():
     with pytest.raises(DataError, match="token 6"):  # its first turn was sampled twice, its second once
         audit_session(session, [*SPANS, SPANS[0]])
     other = replace(TRAJECTORY, session_index=1)
-    with pytest.raises(DataError, match="token 2"):  # the second time was the other session's
+    with pytest.raises(DataError, match="token 2"):  # the second sample belongs to the other session
         audit_session(session, [*SPANS, *SPANS], group=[*session, other])
 
 
@@ -195,7 +195,7 @@ def test_nothing_trained_passes_without_requests():
 
 @st.composite
 def sessions(draw):
-    """A session of some turns, as it was sampled: its trajectory, and the spans that made it."""
+    """Draw a session of several turns: its trajectory and its sampled spans."""
     tokens = st.integers(0, 3)
     context = draw(st.lists(tokens, min_size=1, max_size=3))
     rows = [(token, False, 0.0, -1) for token in context]
@@ -228,7 +228,7 @@ def test_any_tampering_is_found(session, data):
     trajectory, spans = session
     name = data.draw(st.sampled_from(["input_ids", "loss_mask", "rollout_logprobs", "policy_versions"]))
     last_trained = int(np.flatnonzero(trajectory.loss_mask)[-1])
-    stop = last_trained + 1 if name == "input_ids" else len(trajectory.input_ids)  # what follows conditions nothing
+    stop = last_trained + 1 if name == "input_ids" else len(trajectory.input_ids)  # later inputs have no effect
     position = data.draw(st.integers(0, stop - 1))
     value = getattr(trajectory, name)[position]
     other = {
@@ -279,7 +279,7 @@ NUM_LAYERS, TOP_K = 3, 2
 
 
 def with_experts(given, seed):
-    """As an engine tells them: a row for each token but the last, all different; layer 1 is dense."""
+    """Add experts as an engine reports them: a distinct row per token except the last; layer 1 is dense."""
     num_tokens = len(given.input_ids) + len(given.token_ids)
     rows = 1000 * seed + np.arange(num_tokens * NUM_LAYERS * TOP_K).reshape(num_tokens, NUM_LAYERS, TOP_K)
     rows[:, 1] = rows[-1] = -1
@@ -288,7 +288,7 @@ def with_experts(given, seed):
 
 @st.composite
 def routed_sessions(draw):
-    """As `sessions`; the trajectory may mask some turns, and other sessions begin alike."""
+    """Draw a session as `sessions` does, with experts, and add spans of other sessions with the same beginning."""
     trajectory, spans = draw(sessions())
     spans = [with_experts(one, seed) for seed, one in enumerate(spans)]
     told = join_experts([one.routed_experts for one in spans], len(trajectory.input_ids))
@@ -306,7 +306,7 @@ def test_the_experts_of_every_sampled_session_pass(session):
 
 
 def other_rows(data, trajectory):
-    """The trajectory's experts, changed before its last trained token."""
+    """Return the trajectory's experts, changed before its last trained token."""
     experts, num_rows = trajectory.routed_experts.copy(), int(np.flatnonzero(trajectory.loss_mask)[-1])
     row, layer = data.draw(st.integers(0, num_rows - 1)), data.draw(st.sampled_from([0, 2]))
     kind = data.draw(st.sampled_from(["one", "order", "dropped", "swapped", "shifted", "dense"]))
@@ -342,7 +342,7 @@ def test_the_row_of_a_sampled_token_is_that_of_its_request():
     told = join_experts([first.routed_experts, second.routed_experts], 8)
     audit_experts(replace(TRAJECTORY, routed_experts=told), [second, first])
     again = told.copy()
-    again[2] = second.routed_experts[2]  # computed again for the second turn
+    again[2] = second.routed_experts[2]  # recomputed for the second turn
     with pytest.raises(
         DataError, match=r"p/0/0: token 2 \(5\) has experts \[1012, 1013\] in layer 0.* used \[12, 13\]"
     ):
@@ -350,7 +350,7 @@ def test_the_row_of_a_sampled_token_is_that_of_its_request():
     unread = told.copy()
     unread[7] = 5
     audit_experts(replace(TRAJECTORY, routed_experts=unread), [first, second])
-    masked = masked_before(TRAJECTORY, 6)  # this trajectory trains the second turn alone
+    masked = masked_before(TRAJECTORY, 6)  # trains only the second turn
     for experts in (told, again):
         audit_experts(replace(masked, routed_experts=experts), [first, second])
 
@@ -369,7 +369,7 @@ def test_experts_that_nobody_told_are_found():
 
 
 class Tampering(SingleTurnLoop):
-    """Edits a logprob of session 1, after sampling."""
+    """Changes a logprob of session 1 after sampling."""
 
     async def run_group(self, prompt, *, num_sessions, context):
         results = await super().run_group(prompt, num_sessions=num_sessions, context=context)
@@ -436,7 +436,7 @@ def test_trajectories_under_anothers_name_are_found():
 
 def test_a_loop_that_trains_a_response_twice_fails_these_sessions():
     class Doubling(SingleTurnLoop):
-        """Session 1 gives its response twice; the engine gives session 2 the same one, which trains it too."""
+        """Session 1 returns its response twice; session 2 samples the same response, and trains it too."""
 
         async def run_group(self, prompt, *, num_sessions, context):
             results = await super().run_group(prompt, num_sessions=num_sessions, context=context)

@@ -112,8 +112,8 @@ def test_rewards_add_up_and_observations_are_masked(file, name):
 def test_the_loop_scores_itself_and_says_how_long_that_took(file):
     (group,) = play(f"{file}:Guess", in_turn(f"7{END}"))
     timings = group.trajectories[0].timings
-    assert timings.reward_s > 0  # the step that gave the reward
-    assert timings.tools_s > 0  # reset
+    assert timings.reward_s > 0  # time of the step that returned the reward
+    assert timings.tools_s > 0  # time of the reset
     assert timings.generate_s > 0
 
 

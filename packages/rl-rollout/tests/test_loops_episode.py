@@ -311,7 +311,7 @@ def test_an_observation_of_10_mb_stalls_no_other_session(file):
 
     stall_s, group = asyncio.run(longest_stall())
     assert group.trajectories[0].extras["ended_by"] == "context"  # 8192 characters are more than 300 tokens
-    assert stall_s < 10  # rendering all of it takes minutes
+    assert stall_s < 10  # rendering the whole text takes minutes
 
 
 def test_what_no_tokenizer_takes_is_replaced(file):

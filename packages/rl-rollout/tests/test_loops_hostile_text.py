@@ -39,12 +39,12 @@ NASTY = [
     r"\ud800",
     "",
 ]
-TEXT = st.sampled_from(NASTY) | st.text(st.characters(), max_size=20)  # lone surrogates too
+TEXT = st.sampled_from(NASTY) | st.text(st.characters(), max_size=20)  # including lone surrogates
 LARGE = "\ud800\x1b" * (1 << 16)
 
 
 class Says(SessionLoop):
-    """Session 0 is scored, 1 says something in its extras, 2 fails for what it says, 3 raises it."""
+    """Session 0 is scored, 1 returns the text in its extras, 2 fails with it as the reason, and 3 raises it."""
 
     def __init__(self, text):
         self._text = text
@@ -84,7 +84,7 @@ async def roll(prompt, text):
 
 
 def prompt_of(text, uid):
-    """As a line of a data file makes it."""
+    """Return a prompt with the text in most fields, as read from a line of a data file."""
     row = {"prompt": [{"role": text or "x", "content": "?", text: text}], "data_source": text or "x", "answer": [text]}
     problem = read_problem(json.loads(json.dumps({**row, text: {text: text}})), where="line 1")
     return Prompt(
@@ -99,7 +99,7 @@ def prompt_of(text, uid):
 
 @pytest.fixture(scope="module")
 def queues(tmp_path_factory):
-    """Both kinds, with journals."""
+    """Open a queue of each kind, with a journal."""
     with ExitStack() as stack:
         made = []
         for kind in (InProcessQueue, SharedMemoryQueue):

@@ -1,4 +1,4 @@
-"""A loop with an invalid result or an error fails only these sessions, with the reason."""
+"""Invalid results and errors of a loop fail only their own sessions, with the reason."""
 
 import asyncio
 import re
@@ -41,7 +41,7 @@ class Unreadable(dict):
 
 
 async def sampled(prompt, session_index, context):
-    """One response, with a reward."""
+    """Sample a response and give it a reward."""
     request = GenerateRequest(input_ids=prompt.input_ids, sampling=context.session_sampling(session_index))
     (generation,) = await context.engine.generate(request)
     return replace(trajectory_of(prompt, generation, session_index=session_index, generate_s=0.0), reward=1.0)
@@ -58,7 +58,7 @@ def test_experts_are_those_of_the_first_request_that_told_them():
 
 
 class Changing(SessionLoop):
-    """What session 1 of the bad prompt gives is made of its trajectory."""
+    """Session 1 of the bad prompt returns a function of its trajectory."""
 
     def __init__(self, change):
         self._change = change
@@ -71,7 +71,7 @@ class Changing(SessionLoop):
 
 
 class Whole:
-    """A loop without SessionLoop: the bad prompt's group is what `give` returns."""
+    """A loop without SessionLoop, which returns `give()` as the bad prompt's group."""
 
     def __init__(self, give):
         self._give = give
@@ -240,7 +240,7 @@ def test_a_keyboard_interrupt_passes_through():
 
 
 class Waiting(SessionLoop):
-    """Sessions never end by themselves."""
+    """A loop whose sessions wait until they are cancelled."""
 
     def __init__(self):
         self.num_waiting = 0

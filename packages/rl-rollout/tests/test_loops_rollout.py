@@ -23,7 +23,7 @@ SAMPLING = SamplingParams(max_tokens=8, seed=3)
 
 
 class SeededEngine:
-    """Sample i of a request is drawn from its seed + i; prompts that start with token 0 raise."""
+    """Draws sample i of a request from seed + i; fails for prompts that start with token 0."""
 
     def __init__(self):
         self.running = 0
@@ -152,7 +152,7 @@ def test_an_engine_that_gives_too_few_responses_fails_the_group():
 @pytest.mark.parametrize("is_async", [False, True])
 def test_groups_are_told_as_they_settle(is_async):
     class Second(SeededEngine):
-        """The first prompt's request ends only after the second prompt's group was told."""
+        """Holds the first prompt's request until the second prompt's group is reported."""
 
         def __init__(self):
             super().__init__()

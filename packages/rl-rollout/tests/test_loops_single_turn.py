@@ -39,7 +39,7 @@ def generation(*token_ids, version=4, finish_reason="stop", num_preempted=0):
 
 
 class FixedEngine:
-    """Gives the same responses to every request, and keeps the requests."""
+    """Returns the same responses to every request, and records the requests."""
 
     def __init__(self, *generations):
         self.generations = list(generations)
@@ -150,7 +150,7 @@ def test_aborted_and_empty_responses_fail_unscored():
 
 def test_session_loop_runs_sessions_at_once_and_alone():
     class Pairs(SessionLoop):
-        """Sessions wait for each other, so they must run at once; session 1 raises."""
+        """Sessions wait for each other, so they must run concurrently; session 1 raises."""
 
         def __init__(self):
             self.arrived = 0

@@ -39,7 +39,7 @@ class Add:
 
 
 class Give(Add):
-    """Gives what its function gives."""
+    """A tool that returns the result of its function."""
 
     def __init__(self, name, function):
         super().__init__()
@@ -156,7 +156,7 @@ def test_what_goes_wrong_goes_back_to_the_model_and_is_counted(said, outcome, to
 
 
 def test_the_other_sessions_are_untouched():
-    """Of eight prompts one finds the engine without memory, one is empty, one refused by the template, one too long."""
+    """Of eight prompts, one fails in the engine, one is empty, one is too long, and the template refuses one."""
     refusing = make_tokenizer(
         CHATML + "{% if messages[0].content == 'bad' %}{{ raise_exception('a bad prompt') }}{% endif %}"
     )
@@ -204,7 +204,7 @@ def test_a_session_that_fails_in_its_second_turn_keeps_what_there_was():
     ],
 )
 def test_limits_end_a_session_with_finish_reason_length(limits, max_tokens, ended_by, num_turns):
-    again = f"{call('add', a=1, b=2)}{'.' * 40}{END}"  # 110 tokens, and its reply 21
+    again = f"{call('add', a=1, b=2)}{'.' * 40}{END}"  # 110 tokens, then a reply of 21
     (session,) = sessions(lambda _: again, limits=limits, sampling=SamplingParams(max_tokens=max_tokens))
     (trajectory,) = session.trajectories
     assert trajectory.extras["ended_by"] == ended_by
@@ -251,7 +251,7 @@ def test_a_full_context_goes_on_in_a_new_trajectory():
     assert session.trajectories[-1].extras["num_turns"] == 9
     second = session.trajectories[1]
     kept = text(second.input_ids[len(first) : second.num_prompt_tokens])
-    assert kept.startswith("3:<tool_call>")  # the latest turns in half of the room, as they were sampled
+    assert kept.startswith("3:<tool_call>")  # the latest turns that fit half of the room, as sampled
     assert kept.endswith("<|im_start|>assistant\n")
 
 

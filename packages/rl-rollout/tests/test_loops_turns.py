@@ -8,7 +8,7 @@ from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.loops.turns import ChatTurns, PlainTurns, Reply, TurnFormat, join_turns
 
-# In the manner of gpt-oss: one call a message, which ends with its own token; results name the tool.
+# Modeled on gpt-oss: one call per message, with a separate end token; results name the tool.
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls "
     "and messages[loop.index0 - 1].role != 'tool' %}{{ raise_exception('a result without a call') }}{% endif %}"
@@ -23,7 +23,7 @@ HARMONY = (
 HARMONY_SPECIAL = (
     "<pad>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>",
 )  # fmt: skip
-# In the manner of DeepSeek: the arguments of a call are joined as a text.
+# Modeled on DeepSeek: a call's arguments must be a string.
 TEXT_ARGUMENTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}<|im_end|>"
@@ -67,8 +67,8 @@ def reply(template, *replies, role="tool", special=SPECIAL, end="<|im_end|>", en
         ),
         (TEXT_ARGUMENTS, {}, "<|im_start|>tool\n3<|im_end|><|im_start|>assistant\n"),
         (NO_CALLS, {}, "[tool]3<|im_end|>[assistant]"),
-        # ended by a token that the template does not write: its own end follows
-        (CHATML, {"end": "\n"}, "<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"),  # a limit cut it
+        # after an end token that the template does not write, the template's end follows
+        (CHATML, {"end": "\n"}, "<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"),  # cut by a limit
         (CHATML, {"end": "<|endoftext|>"}, "<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"),
     ],
 )

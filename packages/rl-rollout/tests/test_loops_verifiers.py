@@ -28,7 +28,7 @@ TOKENIZER = make_tokenizer()
 
 
 class StandIn:
-    """Plays what its task says with the engine's tokens, as an environment of verifiers does."""
+    """Plays the scenario that its task names, with the engine's tokens, like an environment of verifiers."""
 
     def __init__(self, config):
         self.num_serving = 0
@@ -64,7 +64,7 @@ class StandIn:
     async def play(self, task, model):
         ids = encode(TOKENIZER, f"<|im_start|>user\n{task}{END}<|im_start|>assistant\n").tolist()
         mask = [False] * len(ids)
-        async with httpx.AsyncClient(timeout=50, verify=False) as http:  # no certificates are read
+        async with httpx.AsyncClient(timeout=50, verify=False) as http:  # skips loading certificates
             for turn in range(2):
                 said = await self.generate(http, model, ids)
                 ids, mask = [*ids, *said], [*mask, *[True] * len(said)]
@@ -135,7 +135,7 @@ def branch(ids, mask, *, trainable=True):
 
 
 class RefusedError(ValueError):
-    """As pydantic's: a tag that no renderer has."""
+    """Mimics pydantic's error for a tag without a renderer."""
 
     def errors(self):
         context = {"discriminator": "'name'", "tag": "qwen", "expected_tags": "'default', 'qwen3'"}

@@ -1,4 +1,4 @@
-"""Hostile prompt files and tokenizers: bounded, tried in a child, refused by name."""
+"""Hostile prompt files and tokenizers: bounds, trials in a child process, and errors that name the file."""
 
 import json
 import os

@@ -15,7 +15,7 @@ def test_messages_schema():
         "difficulty": 0.5,
     }
     problem = read_problem(row, where="f, row 1")
-    assert problem.messages == (MESSAGES[0], {"role": "user", "content": "1+2?"})  # keys that Arrow filled with null go
+    assert problem.messages == (MESSAGES[0], {"role": "user", "content": "1+2?"})  # without keys that Arrow set to null
     assert (problem.text, problem.data_source, problem.ground_truth) == (None, "sums", "3")
     assert problem.columns == row
 

@@ -8,7 +8,7 @@ from rl_rollout.prompts import PromptOptions, PromptTokenizer, load_prompts
 
 
 class CharacterTokenizer:
-    """A token a character, as far as PromptTokenizer asks; plain text gets a begin token, 0."""
+    """Encodes each character as a token, with begin token 0 before plain text; has only what PromptTokenizer calls."""
 
     def __init__(self, chat_template="[...]="):
         self.chat_template = chat_template

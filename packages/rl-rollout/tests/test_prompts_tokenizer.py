@@ -63,7 +63,7 @@ def test_decode_leaves_special_tokens_out_and_spaces_alone(tmp_path):
 def test_folders_without_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(SettingsError, match="absent is not a folder"):
         PromptTokenizer.load(tmp_path / "absent")
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # transformers would make one up
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # transformers would create one
     with pytest.raises(SettingsError, match=r"has no tokenizer; expected one of tokenizer\.json"):
         PromptTokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")

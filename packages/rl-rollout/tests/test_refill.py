@@ -1,4 +1,4 @@
-"""Groups without spread are replaced, a bounded number of times."""
+"""Refill replaces groups without reward spread, in a bounded number of rounds."""
 
 import asyncio
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def group(uid: str, *rewards: float | None) -> GroupResult:
 
 
 def refilled(groups: Sequence[GroupResult], *, wanted: int, max_rounds: int) -> tuple[Refilled, list[int]]:
-    """Refill from these groups in order; also how many were asked for in each round."""
+    """Refill from these groups in order; also return the number requested in each round."""
     by_uid = {one.prompt.uid: one for one in groups}
     prompts = [one.prompt for one in groups]
     asked: list[int] = []

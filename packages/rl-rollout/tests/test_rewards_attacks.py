@@ -1,6 +1,6 @@
-"""Programs that escape or exhaust, at the default level of isolation; a sample, and all of them under `soak`.
+"""Programs that try to escape from the sandbox or exhaust the machine, at the default level of isolation.
 
-A program that reaches what it tries prints SUCCEEDED.
+Every run includes a sample; `soak` includes all. A program that succeeds prints SUCCEEDED.
 """
 
 import asyncio
@@ -313,7 +313,7 @@ IN_EVERY_RUN = {
 
 
 def table(programs):
-    """A sample for every run, the others under `soak`."""
+    """Return the programs as parameters; those outside the sample are marked `soak`."""
     return [
         pytest.param(program, id=name, marks=() if name in IN_EVERY_RUN else pytest.mark.soak)
         for name, program in programs.items()

@@ -1,4 +1,4 @@
-"""Programs that try to pass the tests without a right answer; a sample, and all of them under `soak`."""
+"""Programs that try to pass the tests without a right answer; a sample in every run, and all under `soak`."""
 
 import asyncio
 import sys
@@ -194,7 +194,7 @@ IN_EVERY_RUN = {
 
 
 def table(programs):
-    """A sample for every run, the others under `soak`."""
+    """Return the programs as parameters; those outside the sample are marked `soak`."""
     return [
         pytest.param(program, id=name, marks=() if name in IN_EVERY_RUN else pytest.mark.soak)
         for name, program in programs.items()

@@ -188,7 +188,7 @@ def test_an_async_call_that_refuses_to_be_cancelled_is_left_behind():
 
 
 class Flaky:
-    """Fails the first calls on each text with an error or value of its own."""
+    """Fails the first calls for each text with the given errors or values."""
 
     def __init__(self, failures):
         self.failures = {text: list(ones) for text, ones in failures.items()}
@@ -264,7 +264,7 @@ def test_a_call_that_hung_is_tried_again_and_all_its_time_counts():
     released.set()
     assert scored.result.reward == 1.0
     assert scored.num_attempts == 2
-    assert scored.reward_s >= 0.3  # 0.2 hung, 0.1 pause
+    assert scored.reward_s >= 0.3  # a timeout of 0.2 s and a backoff of 0.1 s
 
 
 def test_the_policy_of_zero_marks_failures_and_successes():
@@ -290,7 +290,7 @@ def test_the_rate_limit_spaces_the_starts_of_calls():
         return np.array(starts) - began_at
 
     for is_quick in (False, True):
-        assert (asyncio.run(check(is_quick)) > np.arange(4) / 50 - 0.001).all()  # a start may be late, never early
+        assert (asyncio.run(check(is_quick)) > np.arange(4) / 50 - 0.001).all()  # starts may be late, never early
 
 
 def test_the_rate_limit_lets_no_burst_follow_a_pause():

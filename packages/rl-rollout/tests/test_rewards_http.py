@@ -24,7 +24,7 @@ GIVEN = RewardInput(
 
 
 class Service:
-    """A real server that gives the answers it was told, then the last one again."""
+    """A real server that returns `answers` in order, and repeats the last."""
 
     def __init__(self):
         self.answers = [(200, {}, b"1.0")]

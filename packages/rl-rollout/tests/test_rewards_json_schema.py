@@ -22,7 +22,7 @@ SCHEMA = {
 
 @functools.cache
 def reward_of(**options):
-    """A reward with one process for all tests that ask for the same."""
+    """Return a reward with one process, shared by all tests with the same options."""
     return resolve_reward("json_schema", {"num_workers": 1, "timeout_s": 60.0, **options})
 
 

@@ -35,7 +35,7 @@ def given(text="18", **columns):
 
 
 def judge_model(answer):
-    """A judge that says one thing, or what a function of its question says."""
+    """Return a judge that answers with a fixed text, or with a function of its question."""
     say = answer if callable(answer) else lambda _question: answer
     engine = ScriptedEngine(
         lambda request, _index: [*encode(say(decode([request.input_ids])[0])), END], end_token_ids=[END]

@@ -13,7 +13,7 @@ from rl_rollout.rewards import MathVerify, RewardInput
 from rl_rollout.rewards.check_processes import CheckProcesses
 from rl_rollout.rewards.math_verify import answer_of, is_integer
 
-HANGS = "9^{9^{9^{9}}} + 1"  # sympy computes a number that fits no memory, inside one C call
+HANGS = "9^{9^{9^{9}}} + 1"  # sympy computes a number too large for memory, in one C call
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_it_works_outside_the_main_thread(verify):
 
 
 def test_a_comparison_that_hangs_is_ended_marked_and_harms_no_other(request):
-    verify = MathVerify(timeout_s=5.0, num_workers=1)  # the others' limit on a busy machine, and a wait for the first
+    verify = MathVerify(timeout_s=5.0, num_workers=1)  # enough for the others on a busy machine
     request.addfinalizer(verify.close)
     assert score(verify, r"\boxed{\frac{1}{2}}", "0.5").reward == 1.0
     hung = score(verify, rf"\boxed{{{HANGS}}}", r"\boxed{3^{3^{3^{3}}} + 1}")

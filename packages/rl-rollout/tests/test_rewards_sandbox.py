@@ -1,4 +1,4 @@
-"""Hostile programs, each bounded by itself too, at every level of isolation that this machine permits."""
+"""Hostile programs, which also limit themselves, at every level of isolation that this machine permits."""
 
 import asyncio
 import os
@@ -27,10 +27,10 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 
 
 def sandbox_at(level, **options):
-    """A sandbox of one level; skips the test where the machine does not permit it."""
+    """Return a sandbox of one level; skip the test if the machine does not permit it."""
     options = {"limits": LIMITS, **options}
     if level == "other_user" and Path(SYSTEM_PYTHON).exists():
-        options["python"] = SYSTEM_PYTHON  # another user may not reach this one's interpreter
+        options["python"] = SYSTEM_PYTHON  # another user may lack access to this interpreter
     sandbox = Sandbox(SandboxOptions(**options))
     if level in ("namespaces", "other_user") and os.geteuid() != 0:
         pytest.skip("needs root")
@@ -45,7 +45,7 @@ def sandbox_at(level, **options):
 def sandbox(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "user_namespaces":
-            patch.setattr("os.geteuid", lambda: 1000)  # what an ordinary user does works for root too
+            patch.setattr("os.geteuid", lambda: 1000)  # root can use the level of ordinary users
         yield sandbox_at(request.param)
 
 
@@ -68,7 +68,7 @@ def run(sandbox, program, **given):
 
 
 def limited(sandbox, **limits):
-    """The same level with other limits."""
+    """Return a sandbox of the same level with other limits."""
     values = {name: getattr(LIMITS, name) for name in LIMITS.__slots__} | limits
     options = {name: getattr(sandbox._options, name) for name in ("network", "isolation", "python")}
     other = Sandbox(SandboxOptions(limits=SandboxLimits(**values), **options))
@@ -103,7 +103,7 @@ def test_a_program_gets_its_input_and_gives_its_output(sandbox):
 
 
 def test_what_can_be_read_may_lie_in_the_temporary_folder(tmp_path):
-    """As a Python does that was installed there."""
+    """A Python installation may be there."""
     (tmp_path / "answer.txt").write_text("42")
     tmp_path.chmod(0o755)
     options = SandboxOptions(limits=LIMITS, isolation="any", readable=(str(tmp_path),))
@@ -175,8 +175,8 @@ print(count, flush=True)
 
 def test_a_fork_bomb_is_bounded_and_nothing_of_it_stays(sandbox):
     done = run(sandbox, FORKS)
-    if sandbox.level in ("same_user", "user_namespaces") and os.getuid() == 0:  # the effective one may be patched
-        return  # root's processes are not counted by the kernel; all were ended, if not at once
+    if sandbox.level in ("same_user", "user_namespaces") and os.getuid() == 0:  # geteuid may be patched
+        return  # the kernel does not count root's processes; the sandbox ends all of them, but later
     if done.ended == "exited":
         assert int(done.stdout) < LIMITS.processes
     else:
@@ -375,7 +375,7 @@ def marker():
 
 
 def daemon(marker):
-    """A program whose grandchild leaves its session and goes on, which takes its pipes along."""
+    """Return a program whose grandchild leaves its session and keeps running with its pipes."""
     return f"""
     import os, sys
     if os.fork() == 0:
@@ -418,7 +418,7 @@ def test_cancelling_ends_the_program(sandbox, marker):
 
 @pytest.fixture
 def own_tmp(monkeypatch):
-    """A temporary folder in which no other program makes sandboxes, and which every user can enter."""
+    """Make a temporary folder that only this test's sandboxes use and every user can enter."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o755)
         monkeypatch.setenv("TMPDIR", folder)
@@ -444,7 +444,7 @@ asyncio.run(sandbox.run({sleeper(marker)!r}))
         trainer.kill()
         trainer.wait()
     wait_until(lambda: not processes_with(marker))
-    assert len(list(own_tmp.iterdir())) == 1  # all that a process which is killed leaves
+    assert len(list(own_tmp.iterdir())) == 1  # a killed process leaves only its folder
 
 
 def test_no_folder_stays_behind(sandbox, own_tmp):

@@ -157,7 +157,7 @@ def test_the_time_limit_is_for_each_call_not_for_the_group():
     scored = score(pauses, *"abcdef", timeout_s=1.5)
     assert [one.failure for one in scored] == [None] * 6
     assert all(0.3 <= one.reward_s < 1.5 for one in scored)
-    assert all(one.wait_s >= 5 * 0.3 for one in scored)  # behind each other
+    assert all(one.wait_s >= 5 * 0.3 for one in scored)  # the calls run one after another
     assert [one.wait_s for one in score(quick(lambda _given: 1.0), "a")] == [0.0]
 
 

@@ -1,4 +1,4 @@
-"""Engines beneath a rollouter."""
+"""Reports of the engines below a rollouter."""
 
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.rollouter.rollouter import engine_reports

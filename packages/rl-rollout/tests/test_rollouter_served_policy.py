@@ -13,7 +13,7 @@ SEQUENCES = [np.asarray([1, 2, 3], dtype=np.int32)]
 
 
 class Engine:
-    """Counts how often it is asked; what happens meanwhile is the test's."""
+    """Counts its requests, and calls `meanwhile` during each of them."""
 
     traits = EngineTraits(name="fake", max_model_len=99, vocab_size=99, max_top_k=5)
 
@@ -29,7 +29,7 @@ class Engine:
 
 
 def number_of(found: PolicyScores) -> int:
-    """Which request was answered."""
+    """Return the number of the request that these scores answer."""
     return int(found.scores[0].token_ids[0, 0])
 
 

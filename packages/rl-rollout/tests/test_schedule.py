@@ -1,4 +1,4 @@
-"""The scheduler: which prompts start, and which groups make a step; its bound holds, and it never stalls."""
+"""The scheduler: prompts to start, groups of a step, the bound on staleness, and progress without stalls."""
 
 import random
 from dataclasses import replace
@@ -13,7 +13,7 @@ ON_POLICY = ScheduleOptions(groups_per_step=3, num_steps=4, max_staleness=0, syn
 
 
 def issue(scheduler: Scheduler, first: int) -> list[str]:
-    """Issue and start all that may be started; gives the new uids."""
+    """Issue and start as many prompts as allowed; return the started uids."""
     waiting, num_new = scheduler.to_start()
     new = [f"p{first + index}" for index in range(num_new)]
     scheduler.issued(new)
@@ -70,7 +70,7 @@ def test_the_learner_waits_for_a_slow_group_before_it_would_be_stale():
 
 
 def test_groups_of_older_weights_than_were_told_do_not_stop_the_learner():
-    """The engines took up version 1 late: what began under it is of version 0, and more than can be trained in time."""
+    """Engines load version 1 late, so more groups of version 0 exist than can be trained in time."""
     scheduler = Scheduler(replace(ON_POLICY, max_staleness=1))
     first = issue(scheduler, 0)
     for uid in first[:3]:
@@ -194,7 +194,7 @@ def test_forced_steps_wait_for_their_groups():
 def test_any_order_of_arrivals_ends_with_every_group_in_time(
     is_partial, groups_per_step, num_steps, max_staleness, sync_every, limit, seed
 ):
-    """Groups arrive in any order, fail and are lost: no group is ever trained too late, and the run always goes on."""
+    """Groups arrive in any order, fail and are lost; no group is trained too late, and the run never stalls."""
     options = ScheduleOptions(
         groups_per_step=groups_per_step,
         num_steps=num_steps,

@@ -17,7 +17,7 @@ EVERY = RolloutOptions(audit=AuditOptions(rescored_share=1.0))
 
 
 class Scoring:
-    """Gives each token -1, and so much more as the test says."""
+    """Scores each token as -1 plus `more`."""
 
     def __init__(self, more=0.0, meanwhile=lambda: None, error=None):
         self.more, self.meanwhile, self.error = more, meanwhile, error
@@ -55,7 +55,7 @@ def test_differences_are_those_of_trained_tokens_of_all_trajectories():
     assert (found.num_sessions, found.num_tokens, found.sum_diff, found.max_diff) == (1, 3, 0.75, 0.5)
     engine = Scoring()
     assert check(engine, rows) == Rescored(num_sessions=1, num_tokens=4)
-    assert engine.asked == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4]]  # what comes after the last trained token says nothing
+    assert engine.asked == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4]]  # tokens after the last trained one are not scored
 
 
 @pytest.mark.parametrize("off", [np.nan, 0.5, -5.0])
@@ -126,7 +126,7 @@ def run_group(engine, options=EVERY):
 
 
 class Changed(ScriptedEngine):
-    """Samples after a different context than it is asked for."""
+    """Scores responses as if they followed another context."""
 
     async def score(self, sequences):
         return [scores - 3 for scores in await super().score(sequences)]

@@ -1,4 +1,4 @@
-"""Engines of the simulation, compared with times worked out by hand and with a closed form."""
+"""Simulated engines, compared with times computed by hand and with a closed form."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def responses(*lengths: int, prompt: int = 0) -> list[Response]:
 
 
 def ends(engine: SimulatedEngine) -> list[tuple[float, int]]:
-    """When each response ended, until none runs."""
+    """Return the end time and group of each response, until none runs."""
     found = []
     while engine.ends_at != FOREVER:
         time = engine.ends_at
@@ -59,7 +59,7 @@ def test_a_weight_update_stops_decoding_and_prefills_again_what_goes_on() -> Non
     plain.stall(3.0, now=5.0, recomputes_prefixes=False)
     again.stall(3.0, now=5.0, recomputes_prefixes=True)
     assert plain.ends_at == 11.0 + 3.0
-    assert again.ends_at == 11.0 + 3.0 + 0.5 * (2 + 4)  # prompt and the 4 tokens that were decoded until then
+    assert again.ends_at == 11.0 + 3.0 + 0.5 * (2 + 4)  # the prompt and the 4 tokens decoded so far
     again.finish()
     assert again.busy_s == again.now - 3.0
 
@@ -79,7 +79,7 @@ def test_responses_go_to_the_engine_with_the_fewest() -> None:
     pool.finish()
     pool.add(responses(5), now=1.0)
     assert sorted(engine.load for engine in pool.engines) == [1, 1, 2]
-    assert min(engine.now for engine in pool.engines) == 0.0  # only the two that changed were moved
+    assert min(engine.now for engine in pool.engines) == 0.0  # only the two changed engines advanced
 
 
 @pytest.mark.parametrize("seed", range(5))

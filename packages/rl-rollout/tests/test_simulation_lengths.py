@@ -1,4 +1,4 @@
-"""Lengths of responses: their distribution, the cut, and reproducibility from a seed."""
+"""Lengths of responses: distribution, maximum, and reproducibility from a seed."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def test_nothing_is_longer_than_the_maximum_and_scaling_comes_before_the_cut() -
 def test_quantiles_are_met_and_the_logarithm_is_linear_between_them() -> None:
     tokens = drawn(Lengths(quantiles=((0, 10), (0.5, 100), (1, 10_000)), maximum=28672))
     assert abs((tokens <= 100).mean() - 0.5) < 0.03
-    assert abs((tokens <= 1000).mean() - 0.75) < 0.03  # half way from 100 to 10,000 in the logarithm
+    assert abs((tokens <= 1000).mean() - 0.75) < 0.03  # halfway from 100 to 10,000 on a log scale
     assert (tokens.min(), tokens.max() <= 10_000) == (10, True)
 
 

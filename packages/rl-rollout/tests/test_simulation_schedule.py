@@ -1,4 +1,4 @@
-"""Simulated trainers compared with times worked out by hand, and properties of every schedule."""
+"""Simulated trainers, compared with times computed by hand, and properties of every schedule."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,20 +60,20 @@ def test_on_policy_takes_turns() -> None:
     outcome = simulate_async(EQUAL, ONE_TO_ONE, Policy(max_staleness=0), num_versions=3, seed=0)
     assert outcome.mode == "on policy"
     assert outcome.step_s == pytest.approx(10 + 8 + 1.5)
-    assert outcome.gen_s == pytest.approx(10.5)  # the learner is free when it has sent the weights
+    assert outcome.gen_s == pytest.approx(10.5)  # the learner is free once it has sent the weights
     assert outcome.mean_staleness == 0
 
 
 def test_a_version_that_is_streamed_trains_what_is_there() -> None:
-    slots = replace(EQUAL, engine=replace(EQUAL.engine, slots=2))  # a group after the other, 10 s each
+    slots = replace(EQUAL, engine=replace(EQUAL.engine, slots=2))  # one group after another, 10 s each
     outcome = simulate_async(slots, ONE_TO_ONE, Policy(max_staleness=0, sync_every=4), num_versions=3, seed=0)
     assert outcome.mode == "stream"
-    assert outcome.step_s == pytest.approx(4 * 10 + 2 + 1.5)  # only the last group's training is not hidden
+    assert outcome.step_s == pytest.approx(4 * 10 + 2 + 1.5)  # generation hides all training but the last group's
 
 
 def test_one_version_of_staleness_hides_the_shorter_of_both() -> None:
     outcome = simulate_async(EQUAL, ONE_TO_ONE, Policy(max_staleness=1), num_versions=6, seed=0)
-    assert outcome.step_s == pytest.approx(10 + 0.5)  # generation and its stall, while 8 s of training go on
+    assert outcome.step_s == pytest.approx(10 + 0.5)  # generation and its stall hide 8 s of training
     assert outcome.idle_engines == pytest.approx(0.5 / 10.5, abs=0.02)
     assert outcome.max_seen_staleness == 1
 
@@ -105,9 +105,7 @@ def test_whole_rollouts_wait_for_what_was_started_and_partial_ones_do_not() -> N
 def test_a_drain_starts_nothing_and_the_learner_never_outruns_two_updates(
     inflight_groups: int | None, lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a limit of groups in flight, a drain is so long that the next update waits for it; with one, each group
-    that ends would let another one start.
-    """
+    """Without an in-flight limit, a long drain delays the next update; with one, each ended group frees a place."""
     engine = replace(TAILED.engine, inflight_groups=inflight_groups)
     fast = replace(TAILED, engine=engine, learner=replace(TAILED.learner, update_gpu_s_per_token=1e-5))
     simulation = AsyncSimulation(

@@ -1,4 +1,4 @@
-"""Workload files: the shipped one is read, and invalid ones are refused with the place."""
+"""Workload files: the shipped one is valid, and errors name the place of an invalid value."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The entry that a step uses: actions over steps, with a restart in between."""
+"""The cache entry that each step uses: actions over several steps, with restarts."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ CIRCUMSTANCES = Circumstances(policy=None, tokenizer="t", sampling=None, group_s
 
 
 class Runs:
-    """Steps of runs over one cache; each step's own rollouts are made from its number."""
+    """Runs that share one cache; a step's rollouts are generated from its number."""
 
     def __init__(self, directory: Path, **options):
         self.options = {"enabled": True, "directory": str(directory), **options}
@@ -24,7 +24,7 @@ class Runs:
         self.start()
 
     def start(self, **options) -> None:
-        """Begin anew, as a resumed run does."""
+        """Start again, as a resumed run does."""
         self.options |= options
         self.cache = SkipCache(SkipOptions(**self.options), on_event=lambda name, **fields: self._say(name, fields))
 
@@ -44,7 +44,7 @@ class Runs:
         return await self.cache.rollouts(key, make_prompts_of(groups), CIRCUMSTANCES, generate)
 
     def sources(self, steps) -> list[int | None]:
-        """Of which step each step's rollouts are; None where they were generated."""
+        """Return the step whose stored rollouts each step uses; None if they were generated."""
         found = [self.step(step) for step in steps]
         return [None if each.source is None else each.source.step for each in found]
 

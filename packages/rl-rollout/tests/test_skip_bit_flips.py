@@ -1,4 +1,4 @@
-"""Random bit flips, cuts and swaps of files: detected or harmless, never other rollouts or errors."""
+"""Random bit flips, cuts and swaps of files are detected or harmless; they never change the rollouts read."""
 
 import random
 import shutil
@@ -29,7 +29,7 @@ def files_of(entry):
 
 
 def outcome(store, manifest):
-    """Whether a changed entry is found to be broken, or is harmless: it reads as what it was."""
+    """Read a changed entry; return "broken" if that is detected, or "harmless" if it reads as before."""
     try:
         found = store.read(KEY)
     except BrokenEntryError as error:
@@ -49,7 +49,7 @@ def cut(draws, content):
 
 
 def damage(tmp_path, *, seed, times):
-    """Damage files of entries, one at a time; gives how often that was found, by file's name and damage."""
+    """Damage files of entries, one at a time; return the counts by file name, damage and outcome."""
     draws = random.Random(seed)
     entries = [make(tmp_path / str(compress), compress=compress) for compress in (False, True)]
     manifests = [store.read(KEY).manifest for store, _ in entries]

@@ -1,4 +1,4 @@
-"""A skip cache with entries that differ, are broken, or grow too many."""
+"""A skip cache with different, broken, or too many entries."""
 
 import asyncio
 import dataclasses

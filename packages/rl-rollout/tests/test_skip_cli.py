@@ -1,4 +1,4 @@
-"""`rl-rollout cache ls`, and errors that all commands share."""
+"""`rl-rollout cache ls`, and errors shared by all commands."""
 
 import re
 import shutil

@@ -104,7 +104,7 @@ def test_prune_broken_reads_every_entry_whole(capsys, folder, monkeypatch):
     break_chunk(folder, THIRD)
     broken = {"name": THIRD, "size_bytes": tree_bytes(folder / THIRD), "why": "broken"}
     room = tree_bytes(folder) - tree_bytes(folder / THIRD)
-    for wishes in (["--broken"], ["--broken", "--max-bytes", room]):  # the others fit once it is gone
+    for wishes in (["--broken"], ["--broken", "--max-bytes", room]):  # the other entries fit
         status, planned = as_json(capsys, "prune", folder, *wishes, "--dry-run")
         assert (status, planned["removed"], planned["kept_bytes"]) == (0, [broken], room)
     oldest = {"name": FIRST, "size_bytes": tree_bytes(folder / FIRST), "why": "oldest"}

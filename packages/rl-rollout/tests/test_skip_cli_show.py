@@ -97,7 +97,7 @@ def test_show_says_which_numbers_are_none(capsys, directory):
     assert '  ground truth: {"answer": NaN}\n' in out
     assert '  columns: {"levels": [Infinity, 1.5]}\n' in out
     assert '    extras: {"gap": NaN}\n' in out
-    _, shown = as_json(capsys, "show", directory)  # which knows no such numbers
+    _, shown = as_json(capsys, "show", directory)  # JSON has no such numbers
     assert shown["groups"][0]["ground_truth"] == {"answer": None}
 
 
@@ -123,7 +123,7 @@ def test_show_is_limited_and_says_what_is_left_out(capsys, folder):
 
 
 class Letters:
-    """A tokenizer of which token 0 is A."""
+    """A tokenizer that decodes token 0 as A, 1 as B, and so on."""
 
     fingerprint = {"vocabulary": "v"}  # noqa: RUF012
 
@@ -162,7 +162,7 @@ def test_show_decodes_with_the_tokenizer_that_is_given(capsys, monkeypatch, tmp_
 def test_show_takes_the_tokenizer_of_the_policy_that_the_entry_names(capsys, monkeypatch, tmp_path, folder):
     groups, num_tokens = lettered()
     fill(folder, groups=groups, policy={"origin": str(tmp_path), "version": 4})
-    assert "tokens are shown as numbers" in run(capsys, "show", folder)[1]  # the folder has none
+    assert "tokens are shown as numbers" in run(capsys, "show", folder)[1]  # the folder has no tokenizer
     letters(monkeypatch)
     _, out, _ = run(capsys, "show", folder)
     assert f"from {tmp_path}, the entry's policy\n" in out

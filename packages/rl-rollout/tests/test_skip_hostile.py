@@ -1,4 +1,4 @@
-"""Hostile entries with valid checksums: refused quickly, within bounded memory, and nothing is executed."""
+"""Hostile entries with valid checksums are refused quickly, in bounded memory, without executing anything."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def field(**changes):
 
 
 def spec(name, **changes):
-    """Change what as in its manifest of an array."""
+    """Change fields of an array in the manifest."""
     return lambda forgery: forgery.specs[name].update(changes)
 
 
@@ -35,7 +35,7 @@ def raw_manifest(content):
 
 
 def renamed_array(name):
-    """Give an array another name, its files too where that can be."""
+    """Rename the array input_ids in the manifest."""
 
     def change(forgery):
         forgery.specs[name] = forgery.specs.pop("input_ids")
@@ -44,7 +44,7 @@ def renamed_array(name):
 
 
 def linked(name):
-    """Put a link to the same content in place of a file or folder of the entry."""
+    """Replace a file or folder of the entry with a link to the same content."""
 
     def change(forgery):
         path = forgery.entry / name.replace("ARRAYS", forgery.manifest["arrays_folder"])
@@ -58,7 +58,7 @@ def linked(name):
 
 
 def placed(make, *, name="ARRAYS/input_ids/c/0"):
-    """Put something else in place of a file."""
+    """Replace a file with the one that `make` creates."""
 
     def change(forgery):
         path = forgery.entry / name.replace("ARRAYS", forgery.manifest["arrays_folder"])
@@ -90,7 +90,7 @@ def make_socket(path):
     with socket.socket(socket.AF_UNIX) as bound:
         here = os.open(path.parent, os.O_RDONLY)
         try:
-            bound.bind(f"/proc/self/fd/{here}/{path.name}")  # the whole path is too long for a socket
+            bound.bind(f"/proc/self/fd/{here}/{path.name}")  # the full path is too long for a socket
         finally:
             os.close(here)
 
@@ -102,7 +102,7 @@ def make_deep_folder(path):
 
 
 def moved_out(folder):
-    """Name a folder outside the entry, in which the arrays really are."""
+    """Move the arrays to a folder outside the entry, and name it in the manifest."""
 
     def change(forgery):
         place = forgery.entry / folder

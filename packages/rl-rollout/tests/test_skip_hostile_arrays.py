@@ -35,7 +35,7 @@ def raw_metadata(content):
 
 
 def codecs(*before, after=()):
-    """Codecs around the real ones."""
+    """Add codecs around the real ones."""
 
     def change(forgery):
         forgery.change_metadata(NAME, codecs=[*before, *forgery.metadata(NAME)["codecs"], *after])
@@ -48,7 +48,7 @@ def only_codecs(*names):
 
 
 def format_2(forgery):
-    """The array as format 2 writes it, object dtype and pickles included, in place of format 3's or beside it."""
+    """Add metadata of zarr format 2, with object dtype and a pickle filter, beside format 3's."""
     content = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "|O", "filters": [{"id": "pickle"}]}
     forgery.seal()
     (forgery.arrays / NAME / ".zarray").write_text(json.dumps(content))
@@ -75,19 +75,19 @@ def chunk(make):
 
 
 def big_claim(forgery):
-    """A header that claims four gigabytes, and a shape and chunks that agree with it."""
+    """Claim four gigabytes in the header, with a shape and chunks that agree."""
     forgery.specs[NAME].update(shape=[GIB - 1], chunk_length=GIB - 1)
     header(num_bytes=4 * (GIB - 1))(forgery)
 
 
 def noise(forgery):
-    """Content that lz4 did not write."""
+    """Replace a chunk's content with bytes that lz4 did not write."""
     body = forgery.chunk("records")
     forgery.put_chunk("records", body[:16] + b"\xff" * (len(body) - 16))
 
 
 def zeros(num_bytes):
-    """What is not a token, as so many zero bytes, which lz4 makes 255 times smaller."""
+    """Replace the records with zero bytes, which lz4 compresses 255 times."""
     return lambda forgery: forgery.put_array("records", np.zeros(num_bytes, dtype=np.uint8), compress=True)
 
 
@@ -247,7 +247,7 @@ def test_an_entry_that_would_take_more_memory_than_is_given_is_refused_before_it
 
 
 def noise_roots(tmp_path, seed, rounds):
-    """Compressed chunks with right headers and checksums, whose content is noise or partly so."""
+    """Make entries with valid chunk headers and checksums, and with noise in the compressed content."""
     rng = np.random.default_rng(seed)
     roots = {}
     for number in range(rounds):
@@ -271,7 +271,7 @@ def noise_roots(tmp_path, seed, rounds):
 def check_noise(roots):
     outcomes = read_in_child(roots, limit_mib=4 * LIMIT_MIB)
     assert set(outcomes) == set(roots), "a chunk of noise ended the process that read it"
-    # Noise of the right length is content like any other: a chunk that its writer sealed may hold any tokens.
+    # Noise of the right length reads as ordinary content: a chunk with a valid checksum may hold any tokens.
     assert {found.error for found in outcomes.values()} <= {None, "BrokenEntryError"}
     assert "BrokenEntryError" in {found.error for found in outcomes.values()}
     assert max(found.growth_mib for found in outcomes.values()) < LIMIT_MIB

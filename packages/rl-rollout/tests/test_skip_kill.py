@@ -1,4 +1,4 @@
-"""Killed writers: the entry is then the old one, the new one or missing, and leftovers are swept."""
+"""Killed writers leave the old entry, the new one or none, and later runs remove the leftovers."""
 
 import random
 import signal
@@ -32,7 +32,7 @@ def leftovers(root):
 
 
 def sweep(root):
-    """As every run does when it starts."""
+    """Remove leftovers, as every run does when it starts."""
     SkipCache(SkipOptions(enabled=True, directory=str(root)))
 
 
@@ -41,7 +41,7 @@ def last_start(worker):
 
 
 def kill_writers(workers, tmp_path, *, seed, kills):
-    """Kill a writer again and again; gives what was then found: the old entry, the new one or none, and leftovers."""
+    """Kill writers repeatedly; return how often an old entry, a new one or none was found, and leftovers."""
     draws = random.Random(seed)
     seen = dict.fromkeys(("old", "new", "none", "left"), 0)
     for number in range(kills):
@@ -51,7 +51,7 @@ def kill_writers(workers, tmp_path, *, seed, kills):
         worker = workers.start(role, root, compress=draws.random() < 0.5)
         worker.wait_for("ready")
         delay_s = draws.uniform(0, MAX_DELAY_S)
-        time.sleep(delay_s)  # the random point
+        time.sleep(delay_s)  # kill at a random point
         worker.kill()
         started = last_start(worker)
         if role == "add_for_ever":
@@ -94,7 +94,7 @@ def test_a_writer_that_lives_is_not_swept_however_slow_it_is(workers, tmp_path):
 
     def is_stopped_within_a_store():
         worker.send(signal.SIGSTOP)
-        # One that was stopped before it had its lock may lose its folder, and makes another.
+        # A writer stopped before it holds its lock may lose its folder, and makes another.
         if root.exists() and leftovers(root) and not EntryStore(str(root)).folder.leftovers():
             return True
         worker.send(signal.SIGCONT)

@@ -89,7 +89,7 @@ def test_names_of_entries_say_their_keys(name, key):
     [
         "train-7-0",
         "train-00000007",
-        "train-00000007-00001",  # one digit more than that part is written with
+        "train-00000007-00001",  # one digit too many in the last part
         "Train-00000007-0000",
         "-00000007-0000",
         "train-00000007-0000\n",

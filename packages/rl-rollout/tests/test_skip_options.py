@@ -1,4 +1,4 @@
-"""Impossible options of a skip cache, and their messages."""
+"""Invalid options of a skip cache, and their error messages."""
 
 import pytest
 

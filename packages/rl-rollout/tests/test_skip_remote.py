@@ -114,7 +114,7 @@ def test_of_writers_at_once_one_wins_whole(url, replace):
 
 
 def test_a_writer_that_meets_another_at_the_last_moment_steps_back(flat):
-    """Both looked and saw no manifest; the store itself lets one of them put it."""
+    """Both writers see no manifest, and the store accepts only one of theirs."""
     store = EntryStore(FLAT)
     with store.folder.begin(KEY.name) as writer:
         writer.write("arrays-0/x", b"loser")
@@ -282,7 +282,7 @@ def test_an_entry_set_aside_is_whole_below_broken_and_no_entry_any_more(url):
 
 def test_prune_takes_what_was_set_aside_and_then_the_oldest(url):
     store = EntryStore(url)
-    keys = [EntryKey(step=step) for step in (3, 1, 2)]  # made in this order
+    keys = [EntryKey(step=step) for step in (3, 1, 2)]  # in order of creation
     for key in keys:
         write(store, key)
     write(store, OTHER)

@@ -19,7 +19,7 @@ from rl_rollout.skip.rows import count, decode_groups, iter_arrays, storable
 
 KEY = EntryKey(step=1)
 INT32 = st.integers(-(2**31), 2**31 - 1)
-TEXT = st.text(st.characters(), max_size=12)  # lone surrogates too
+TEXT = st.text(st.characters(), max_size=12)  # including lone surrogates
 NUMBERS = st.integers(-(2**80), 2**80) | st.floats()
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
 JSON = st.recursive(SCALARS, lambda below: st.lists(below, max_size=3) | st.dictionaries(TEXT, below, max_size=3))
@@ -35,7 +35,7 @@ def experts_of(length):
 def rows(draw, place, *, reward):
     length = draw(st.integers(0, 6))
     mask = draw(st.lists(st.booleans(), min_size=length, max_size=length))
-    version = draw(st.none() | INT32)  # one version throughout, or any at each token
+    version = draw(st.none() | INT32)  # one version for all tokens, or any for each
     per_token = draw(st.lists(INT32, min_size=length, max_size=length))
     versions = per_token if version is None else [version if each else NO_VERSION for each in mask]
     return Trajectory(

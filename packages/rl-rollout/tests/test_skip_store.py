@@ -44,7 +44,7 @@ def at_time(entry, created_at):
 
 @pytest.fixture
 def aged(tmp_path):
-    """A store of five entries of the same size, the first of which is the newest."""
+    """Make a store with five entries of the same size, from newest to oldest."""
     store = EntryStore(str(tmp_path))
     for step in range(1, 6):
         write(store, step)
@@ -152,7 +152,7 @@ def test_an_entry_that_is_larger_than_all_room_is_not_stored_and_removes_nothing
     write(store)
     size_bytes = tree_bytes(tmp_path)
     with pytest.raises(EntryTooLargeError, match="would exceed max_bytes"):
-        write(store, 2, max_bytes=size_bytes - 300)  # its arrays would fit, and its manifest would not
+        write(store, 2, max_bytes=size_bytes - 300)  # room for the arrays, but not for the manifest
     assert [path.name for path in tmp_path.iterdir()] == [KEY.name]
     assert write(store, 2, max_bytes=size_bytes + 300) is not None
 

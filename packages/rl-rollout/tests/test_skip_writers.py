@@ -1,4 +1,4 @@
-"""Several processes with one entry or folder: one wins completely, and readers see only complete entries."""
+"""Several processes that write one entry or folder: one wins, and readers see only complete entries."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def workers(tmp_path):
 
 
 def race(workers, root, *, rounds, replaces, stop):
-    """Two writers and two readers at the same entries; gives who won each round, by writer, and what was read."""
+    """Run two writers and two readers on the same entries; return which writers won each round, and the reads."""
     meet = root.parent / "meet"
     meet.mkdir()
     readers = [workers.start("read_until", root, stop=str(stop)) for _ in range(2)]

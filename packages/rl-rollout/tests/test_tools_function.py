@@ -226,7 +226,7 @@ def test_hanging_calls_run_out_of_threads_with_a_reason(monkeypatch):
             await hang.call({})
         gate.set()
         async with asyncio.timeout(30):
-            while True:  # the threads end, and there is room again
+            while True:  # until the threads end and free their places
                 try:
                     return await hang.call({})
                 except ToolError:

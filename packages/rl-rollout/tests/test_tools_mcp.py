@@ -28,7 +28,7 @@ END = "<|im_end|>"
 
 
 def children():
-    """Command lines of this process's children that are calculators, by process id."""
+    """Return the command lines of this process's calculator children, by process id."""
     found = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -64,7 +64,7 @@ def wait_until_gone(pids):
 
 
 def using(options, ask, **call_options):
-    """Start a server, let `ask` use a runner of its tools, and close it."""
+    """Start a server, call `ask` with a runner of its tools, and close the server twice."""
     server = McpServer("calculator", options)
 
     async def everything():
@@ -98,7 +98,7 @@ def test_tools_are_listed_called_and_given_the_environment():
     finally:
         del os.environ["RL_TEST_SECRET"]
     assert [result.text for result in results[:3]] == ["42", "open", "none"]
-    assert results[3].text == "Error: Error executing tool fail"  # the library hides what was raised
+    assert results[3].text == "Error: Error executing tool fail"  # the library hides the exception
     assert [result.outcome for result in results] == ["ok", "ok", "ok", "raised", "raised"]
 
 
@@ -172,7 +172,7 @@ def test_a_server_that_freezes_is_replaced():
         deadline = time.monotonic() + 60
         while (await runner.run([call("add", a=2, b=2)]))[0].text != "4":
             assert time.monotonic() < deadline
-        while pid in children():  # it gets 2 s to end by itself, and 2 s after SIGTERM
+        while pid in children():  # it has 2 s to exit, and 2 s more after SIGTERM
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
 
@@ -231,11 +231,11 @@ def test_nothing_that_a_server_started_outlives_it(how):
         if how == "kill":
             (pid,) = children()
             os.kill(pid, signal.SIGKILL)
-            wait_until_gone(pids)  # nobody called it since
+            wait_until_gone(pids)  # without another call
         return pids
 
     pids = using(McpServerOptions(command=COMMAND), ask)
-    assert not any(map(is_running, pids[:3]))  # once it is closed
+    assert not any(map(is_running, pids[:3]))  # closing ends these at once
     wait_until_gone(pids)
 
 

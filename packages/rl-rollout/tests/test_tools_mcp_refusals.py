@@ -1,4 +1,4 @@
-"""MCP servers that cannot serve: their errors, without secrets."""
+"""Errors of MCP servers that cannot serve; they contain no secrets."""
 
 import asyncio
 import subprocess

@@ -11,7 +11,7 @@ from rl_rollout.tools import CallOptions, ToolBox, ToolCall, ToolRunner
 
 
 class AsyncTool:
-    """A tool by hand, without pydantic."""
+    """A hand-written tool, without pydantic."""
 
     description = "Does what it is told."
 
@@ -76,7 +76,7 @@ def nothing():
 
 
 class Blunt:
-    """A tool whose `call` is no `async def`."""
+    """A tool whose `call` is not async."""
 
     name, description, parameters = "blunt", "", {}
 
@@ -133,7 +133,7 @@ def test_whatever_happens_is_text_and_an_outcome(asked, outcome, text):
     assert (result.outcome, result.is_error) == (outcome, outcome != "ok")
     assert result.text.startswith(text)
     result.text.encode()
-    assert (other.outcome, other.text) == ("ok", "hello")  # whatever its neighbour does
+    assert (other.outcome, other.text) == ("ok", "hello")  # whatever the first call does
 
 
 def test_a_tool_that_hangs_is_left_behind_and_the_others_give_their_results():
