@@ -1,4 +1,4 @@
-"""The command line without a running run."""
+"""The command line while no run is live."""
 
 import importlib.metadata
 import json

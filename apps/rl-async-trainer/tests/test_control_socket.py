@@ -38,7 +38,7 @@ def socket_of(folder: Path) -> Path:
 
 @pytest.fixture
 def short_temporary(tmp_path_factory, monkeypatch):
-    """A temporary folder of the test's own; a socket's path may not be long."""
+    """A separate temporary folder with a short path, since a socket's path is limited."""
     folder = Path("/tmp") / f"ctl-{os.getpid()}"
     folder.mkdir(mode=0o755)
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -68,7 +68,7 @@ def test_what_a_killed_controller_left_goes_when_the_next_one_starts(tmp_path: P
 
 
 def ask_as_nobody(path: Path) -> bytes:
-    """What another user's process hears at a socket, which it can reach here."""
+    """Return the answer to another user's process, which can reach the socket here."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -107,7 +107,7 @@ def test_another_user_gets_no_answer_even_where_the_modes_let_it_in(tmp_path: Pa
 def test_a_socket_of_another_user_is_not_asked(tmp_path: Path, short_temporary: Path):
     ready, listening = os.pipe()
     child = os.fork()
-    if child == 0:  # takes the place that a killed controller's control.json names
+    if child == 0:  # occupies the path in a killed controller's control.json
         try:
             short_temporary.chmod(0o777)
             os.setgid(NOBODY)

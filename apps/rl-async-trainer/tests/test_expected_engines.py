@@ -1,4 +1,4 @@
-"""`scale` with weights over the network: the learner expects as many engines as requested, despite deaths."""
+"""`scale` with weights over the network: the learner expects the requested number of engines, despite deaths."""
 
 import asyncio
 import os
@@ -22,17 +22,17 @@ from rl_distill.learners import Learners
 
 
 class Host(LearnerHost):
-    """A learner host without a policy, which has a transport from its start on."""
+    """A learner host without a policy; its transport exists from the start."""
 
     opened: BroadcastTransport
 
     def __init__(self) -> None:
-        """Nothing is started."""
+        """Start nothing."""
         nothing: Any = None
         self.learners = Learners(policy=nothing, reference=None, critic=None, close=lambda: None)
 
     async def start(self, checkpoint: Path | None) -> int:
-        """Open the transport, for one engine."""
+        """Open the transport for one engine."""
         self.transport = Host.opened = BroadcastTransport(num_receivers=1)
         return 0
 
@@ -42,15 +42,15 @@ class Host(LearnerHost):
 
 
 class Rollouter:
-    """Says yes to any number of engines."""
+    """Accepts any number of engines."""
 
     async def set_num_engines(self, count: int) -> int:
-        """Do nothing."""
+        """Return the requested number."""
         return count
 
 
 class Parts:
-    """What `answer_request` needs of the controller."""
+    """The parts of the controller that `answer_request` uses."""
 
     settings = AsyncSettings(policy={"path": "p"}, prompts={"train": "t"})  # type: ignore[arg-type]
 
@@ -59,13 +59,13 @@ class Parts:
 
 
 def is_open(transport: BroadcastTransport, *, expected: bool) -> bool:
-    """Whether the port answers as expected, at the latest in a minute."""
+    """Wait until the port is open or closed as expected, for at most a minute."""
     ends_at = time.monotonic() + 60
     while time.monotonic() < ends_at:
         try:
             socket.create_connection(("127.0.0.1", transport._listener.port), timeout=60).close()
             found = True
-        except (ConnectionRefusedError, ConnectionResetError):  # closed before it was asked, or while
+        except (ConnectionRefusedError, ConnectionResetError):  # closed before or during the connection
             found = False
         if found == expected:
             return True
@@ -98,12 +98,12 @@ def test_a_learner_listens_for_the_engines_that_scale_adds(count: int) -> None:
 
 
 async def nothing(_: object) -> None:
-    """Nobody is told."""
+    """Do nothing."""
 
 
 def test_more_engines_than_there_are_cpus_are_refused_before_anything_is_told_of_them() -> None:
     class Unasked:
-        """Neither the learner nor the rollouter hears of it."""
+        """Fails the test if the learner or the rollouter is called."""
 
     class Processes(Parts):
         settings = AsyncSettings(policy={"path": "p"}, prompts={"train": "t"}, rollout={"placement": "process"})

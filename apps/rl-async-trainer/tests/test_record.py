@@ -7,7 +7,7 @@ from rl_metrics.run_files.json_lines import read_json_lines
 
 
 def record_steps(folder: Path, *, resumed: int, steps: dict[int, str]) -> None:
-    """An attempt that trains steps, each of one group."""
+    """Record an attempt that trains steps of one group each."""
     record = ScheduleRecord(folder)
     record.write("resumed", step=resumed)
     for step, uid in steps.items():

@@ -1,4 +1,4 @@
-"""The schedule of a resumed run: it counts groups in the ledger as before."""
+"""A resumed run's schedule counts the groups in the ledger as before."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +21,14 @@ ON_POLICY = ScheduleOptions(groups_per_step=4, num_steps=3, max_staleness=0, syn
 
 
 def queue_of(num_prompts: int) -> InProcessQueue:
-    """A queue that was issued the first prompts, each with two sessions."""
+    """Return a queue with the first prompts issued, two sessions each."""
     queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"}))])
     queue.issue(make_prompts(num_prompts), num_sessions=2)
     return queue
 
 
 def restored(queue: InProcessQueue, plan: ReplayPlan | None = None) -> Scheduler:
-    """The schedule of a new attempt, without a checkpoint; of a replay, where there is a plan."""
+    """Return a new attempt's schedule without a checkpoint; with a plan, the schedule of a replay."""
     source: Any = SimpleNamespace(next=make_prompts)
     supply = PromptSupply(source)
     return restore_schedule(ON_POLICY, AsyncState(), queue, supply, History(), plan=plan)

@@ -1,4 +1,4 @@
-"""The rollouter: its events for partly settled groups, and how it publishes weights."""
+"""The rollouter: its events for partly settled groups, and its publishing of weights."""
 
 import asyncio
 from collections.abc import Sequence
@@ -37,14 +37,14 @@ def settings_in(folder: Path, **sections: dict[str, Any]) -> AsyncSettings:
 
 
 def answered(index: int, version: int) -> SessionResult:
-    """A session that one version sampled."""
+    """Return a session sampled by one policy version."""
     plain = make_trajectory("p0", index)
     versions = np.where(plain.loss_mask, version, NO_VERSION).astype(np.int32)
     return SessionResult(trajectories=(replace(plain, policy_versions=versions),))
 
 
 def queue_with(*sessions: SessionResult) -> InProcessQueue:
-    """A queue into which an earlier rollouter has put the first sessions of a group of three."""
+    """Return a queue with the first sessions of a group of three, as put by an earlier rollouter."""
     queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"}))])
     queue.issue([PROMPT], num_sessions=3)
     for index, session in enumerate(sessions):
@@ -56,7 +56,7 @@ def queue_with(*sessions: SessionResult) -> InProcessQueue:
 
 
 def told(folder: Path, queue: InProcessQueue, sessions: Sequence[SessionResult]) -> GroupEvent:
-    """What the rollouter tells of a group that it has generated, of which it puts what the queue misses."""
+    """Return the rollouter's event for a generated group; it puts only the sessions that the queue lacks."""
     rollouter = Rollouter(settings_in(folder), queue)
     (unsettled,) = queue.unsettled()
     dispatch = Dispatch(prompt=PROMPT, order=0, sessions=tuple(unsettled.sessions))
@@ -96,13 +96,13 @@ def test_a_group_that_is_generated_whole_is_told_as_it_was_generated(tmp_path: P
 
 
 class NotingEngine:
-    """Notes how weights are given to it."""
+    """An engine that records how weights are published."""
 
     def __init__(self) -> None:
         self.given: list[dict[str, Any]] = []
 
     async def publish(self, update: Any, **given: Any) -> None:
-        """Note it."""
+        """Record the arguments."""
         self.given.append(given)
 
 
@@ -116,7 +116,7 @@ def test_engines_may_take_as_long_to_end_what_they_have_as_a_group_may(tmp_path:
 
 
 def test_as_many_groups_are_refused_under_one_version_as_its_first_rounds_have(tmp_path: Path):
-    """Two rounds of two groups for each of the two steps of a version: four are refused, then all train."""
+    """A version has two steps, each with two rounds of two groups: four groups are refused, then all train."""
     settings = settings_in(
         tmp_path,
         rollout={"group_size": 3, "prompts_per_step": 2},

@@ -1,4 +1,4 @@
-"""The rollouter's side of the controller: deaths, and groups that are gone."""
+"""The controller's side of the rollouter: deaths, and groups that no longer exist."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +24,7 @@ ON_POLICY = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=0, syn
 
 
 class MortalRole:
-    """A rollouter's role: when it has told all that it has to tell, its first life ends."""
+    """A rollouter role whose first incarnation dies once it has returned its events."""
 
     def __init__(self) -> None:
         self.events: list[GroupEvent] = []
@@ -32,7 +32,7 @@ class MortalRole:
         self.spec = SimpleNamespace(name="rollouter", rank=0)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Tell what it has to tell, or die."""
+        """Return the events, or die."""
         if method == "start":
             return "scripted"
         if self.events:
@@ -45,7 +45,7 @@ class MortalRole:
 
 
 class Side:
-    """The rollouter's side with two groups in flight, and all that it needs."""
+    """The controller's side of a rollouter with two groups in flight."""
 
     def __init__(self, folder: Path, scheduler: Scheduler | None = None) -> None:
         self.folder = folder
@@ -73,13 +73,13 @@ class Side:
         self.scheduler.started(prompt.uid for prompt in prompts)
 
     def die(self) -> None:
-        """The rollouter dies."""
+        """Let the rollouter die."""
         asyncio.run(self.rollouts.link.events())
         self.record.close()
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """What was recorded."""
+        """Return the recorded lines."""
         return list(read_json_lines(self.folder / FILE))
 
 

@@ -42,14 +42,14 @@ def test_groups_in_flight_and_ready_are_those_that_can_grow_stale() -> None:
 
 
 def test_of_the_idle_time_the_wait_for_rollouts_is_told_apart() -> None:
-    """8 s, of which 6 are work; of the other two 1.5 are a wait for groups."""
+    """8 s with 6 s of work; of the other 2 s, 1.5 s are a wait for groups."""
     clock = FakeClock()
     metrics, scheduler = StepMetrics(clock), Scheduler(ScheduleOptions(groups_per_step=2, num_steps=4))
     with metrics.waiting():
         clock.advance(1.5)
     clock.advance(6.5)
     first = of_step(metrics, scheduler, wall_s=metrics.step_ended())
-    assert first["timing_s/step"] == first["perf/time_per_step"] == 8  # as of a synchronous step
+    assert first["timing_s/step"] == first["perf/time_per_step"] == 8  # as in a synchronous step
     assert first["fully_async/trainer/idle_ratio"] == pytest.approx(0.25)
     assert first["timing_s/wait_rollouts"] == 1.5
     clock.advance(6)

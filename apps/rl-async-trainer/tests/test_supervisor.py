@@ -33,7 +33,7 @@ def settings_in(folder: Path) -> AsyncSettings:
 
 
 def run_mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, writes: bool) -> Path:
-    """Supervise a run whose process kills itself at once; gives its folder."""
+    """Supervise a run whose process kills itself at once; return its folder."""
     (tmp_path / "mortal.py").write_text(MORTAL.format(writes=writes))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     settings = settings_in(tmp_path / "runs")

@@ -17,16 +17,16 @@ SPEED = "perf/teacher_tokens_per_s"
 
 
 class ScriptedService:
-    """Two teachers that scored so many tokens each, since they were asked before."""
+    """Two teachers that scored these numbers of tokens since the last report."""
 
     def __init__(self, *num_tokens: int) -> None:
         self._num_tokens = list(num_tokens)
 
     async def start(self) -> None:
-        """Nothing is heavy here."""
+        """Start nothing."""
 
     def take_report(self) -> ServiceReport:
-        """What both did."""
+        """Return the report of both teachers."""
         report = TeacherReport(
             score_s=1.0,
             idle_share=0.5,

@@ -1,4 +1,4 @@
-"""The watchdog: when it reports, what, how often, and that nothing blocks it."""
+"""The watchdog: when, what and how often it reports; nothing blocks it."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ FAR_S = 60.0
 
 
 class Watched:
-    """A watchdog of 100 s with all that it needs."""
+    """A watchdog with a deadline of 100 s and its dependencies."""
 
     def __init__(self, folder: Any, collect: Callable[[], Any] | None = None, **changes: Any) -> None:
         self.clock = FakeClock()
@@ -150,7 +150,7 @@ def test_a_report_that_cannot_be_written_is_told_all_the_same(tmp_path):
 def test_the_thread_reports_once_when_the_event_loop_has_not_turned(tmp_path):
     watched = Watched(tmp_path)
     watched.clock.advance(60)
-    assert watched.check() is None  # it turned
+    assert watched.check() is None  # the event loop has turned
     watched.dog.progress("step 1")
     watched.clock.advance(99)
     assert watched.dog.check_loop() is None
@@ -165,7 +165,7 @@ def test_the_thread_reports_once_when_the_event_loop_has_not_turned(tmp_path):
 
 @pytest.mark.parametrize("blocks_in", ["work", "collector"])
 def test_a_blocked_event_loop_is_reported_with_its_stacks(tmp_path, blocks_in):
-    """By the real thread and clock; what blocks ends when the report is there."""
+    """Uses the real thread and clock; the block ends once the report exists."""
 
     def block_the_loop() -> None:
         wait_until(watched.path.exists, "the report", deadline_s=FAR_S)
@@ -179,7 +179,7 @@ def test_a_blocked_event_loop_is_reported_with_its_stacks(tmp_path, blocks_in):
     async def work() -> None:
         async with watched.dog:
             if blocks_in == "work":
-                await asyncio.sleep(0)  # its tasks are there
+                await asyncio.sleep(0)  # starts the watchdog's tasks
                 block_the_loop()
             await asyncio.to_thread(wait_until, lambda: watched.hangs, "the hang to be told", deadline_s=FAR_S)
 

@@ -1,4 +1,4 @@
-"""Publishing weights to engines: the error if they do not load them in time."""
+"""Publishing weights to engines, and the error if they do not load them in time."""
 
 import asyncio
 from dataclasses import replace
@@ -55,7 +55,7 @@ def test_engines_that_say_nothing_are_waited_for_twice_as_long_as_a_group():
 
 
 def test_weights_that_are_packed_again_for_a_new_rollouter_must_not_change_meanwhile():
-    """The learner would train the next step right after it has packed, and have others when the engines ask."""
+    """The learner would otherwise train the next step right after packing, before the engines fetch the weights."""
     is_live: list[bool] = []
 
     async def pack(version: int | None, _: Any) -> PackedWeights:
@@ -90,7 +90,7 @@ def test_weights_that_are_packed_again_for_a_new_rollouter_must_not_change_meanw
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
-    """A learner that dies meanwhile has others: they are packed and published in its place."""
+    """If the learner dies before that, its restart has other weights, which are packed and published instead."""
     canary = replace(a_canary(), logprobs=None)
     told = tuple([RoutedScores(logprobs=np.zeros(len(row), np.float32)) for row in canary.sequences] for _ in range(2))
     report = PublishReport(

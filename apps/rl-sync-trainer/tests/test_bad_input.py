@@ -1,4 +1,4 @@
-"""Mistakes of users: a clear message and status 2 before any model loads, and no run folder."""
+"""Users' mistakes: a clear message and status 2 before any model loads, and no run folder."""
 
 import json
 import os
@@ -18,14 +18,14 @@ DRIVER = Path(__file__).resolve().parents[3] / "tests" / "support" / "command_dr
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A command with something wrong.
+    """A command with a mistake.
 
     Attributes:
-        says: Words of the message.
-        settings: On the command line.
-        environment: Variables.
-        words: Further words.
-        spoil: Does the damage to the run's inputs.
+        says: Texts in the error message.
+        settings: Settings on the command line.
+        environment: Environment variables.
+        words: Further arguments.
+        spoil: Damages the run's inputs.
     """
 
     says: tuple[str, ...]
@@ -372,7 +372,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture(scope="module")
 def places(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TinyRun]]:
-    """Inputs for each mistake, with the damage done."""
+    """Return the damaged inputs of each mistake."""
     folder = tmp_path_factory.mktemp("mistakes")
     runs = {}
     for index, (name, mistake) in enumerate(MISTAKES.items()):
@@ -383,7 +383,7 @@ def places(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def refusals(places: dict[str, TinyRun], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What became of each mistake, all made in one fresh interpreter, one after the other."""
+    """Return the result of each mistake; all run one after the other in a fresh interpreter."""
     cases = {
         name: {
             "words": places[name].train_words(*mistake.words, **mistake.settings),

@@ -1,4 +1,4 @@
-"""`train --dry-run` tries the agent loop: it refuses one that cannot run, and lists the tools of servers."""
+"""`train --dry-run` tries the agent loop: it refuses a loop that cannot run, and lists the tools of servers."""
 
 import sys
 from pathlib import Path

@@ -28,7 +28,7 @@ def test_from_new_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     status = main([*check[1:], *QUICK, "--json"])
     checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert status == int(any(one["state"] == "problem" for one in checks.values()))
-    assert "checkpoints need 1.2 MB" in checks["disk"]["found"]  # two, of 38,176 parameters with 16 bytes each
+    assert "checkpoints need 1.2 MB" in checks["disk"]["found"]  # 2 * 38,176 parameters * 16 bytes
     num_threads = torch.get_num_threads()
     try:
         assert main([*train[1:], *QUICK]) == 0

@@ -1,4 +1,4 @@
-"""Commands that are refused because of a live run, an earlier run, or a model that does not load."""
+"""Commands refused because of a live run, an earlier run, or a model that does not load."""
 
 import importlib.metadata
 import os
@@ -41,7 +41,7 @@ def test_a_folder_in_use_by_a_live_run_is_refused(run: TinyRun, tmp_path: Path) 
 
 def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(run.folder / "policy" / "model.safetensors", 5000)
-    for _ in range(2):  # the second time is not told that there is a run already
+    for _ in range(2):  # the first attempt leaves no run behind
         assert train_here(run) == 2
         assert "model.safetensors" in capsys.readouterr().err
     assert not RunFolder(run.run_folder).has_run

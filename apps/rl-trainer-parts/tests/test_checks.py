@@ -1,4 +1,4 @@
-"""Settings that are refused by arithmetic and names alone."""
+"""Settings refused by checking only numbers and names."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ CONFIG = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files that are there, and a model folder as far as it can be seen without loading it."""
+    """Return a folder with prompt files and a model folder that passes all checks short of loading it."""
     for name in ("train.jsonl", "validation.jsonl", "test.jsonl"):
         (tmp_path / name).write_text("{}")
     policy = tmp_path / "policy"
@@ -248,7 +248,7 @@ def write_config(folder: Path, **change: Any) -> None:
             ],
         ),
         (MIXTURE, {"ranks": 3, "expert": 2}, ["parallel.ranks = 3 must be a multiple of expert_tensor * expert"]),
-        (MIXTURE, {"ranks": 3, "tensor": 2}, []),  # is no layout of any policy, and said with the values
+        (MIXTURE, {"ranks": 3, "tensor": 2}, []),  # impossible for any policy: reported by the check of values
         (MIXTURE, {"ranks": 6, "expert": 6}, []),
     ],
 )

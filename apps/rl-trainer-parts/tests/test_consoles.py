@@ -1,4 +1,4 @@
-"""The console of a run, by its settings."""
+"""The console that the settings select."""
 
 import pytest
 
@@ -9,7 +9,7 @@ STEP = {"critic/rewards/mean": 0.5, "actor/ppo_kl": -8.9e-9, "rollout_corr/kl": 
 
 
 def shown(capsys, tmp_path, **sections):
-    """The line of a step."""
+    """Return the console line of a step."""
     settings = Settings(policy={"path": tmp_path}, prompts={"train": tmp_path / "train.jsonl"}, **sections)
     console = make_console(settings)
     console.log(1, STEP)

@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def settings_with(folder: Path, changes: dict[str, Any], **large: Any) -> Settings:
-    """With a teacher `large` for the source "math"."""
+    """Return settings with a teacher `large` for the source "math"."""
     values: dict[str, dict[str, Any]] = {
         "policy": {"path": folder / "policy"},
         "prompts": {"train": folder / "train.jsonl"},

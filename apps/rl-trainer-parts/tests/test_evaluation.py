@@ -1,4 +1,4 @@
-"""Sampling of problems, and validation metrics of the answers."""
+"""Sampling of answers to problems, and validation metrics."""
 
 import asyncio
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_the_settings_say_how_problems_are_answered() -> None:
 
 
 def asked(settings: Settings, *uids: str) -> tuple[list[GroupResult], dict[tuple[int, ...], Any]]:
-    """The sessions of problems, and by prompt the seeds and temperatures that an engine was asked for."""
+    """Return the problems' sessions, and by prompt the seeds and temperatures of the engine's requests."""
     seen: dict[tuple[int, ...], Any] = {}
 
     async def say(request: GenerateRequest, index: int) -> list[int]:

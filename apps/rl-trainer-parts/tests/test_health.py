@@ -1,4 +1,4 @@
-"""Health checks during training: what is written and reported, and when a run pauses."""
+"""Health checks during training: their files and messages, and when a run pauses."""
 
 import io
 import json
@@ -24,7 +24,7 @@ SICK = {"actor/ppo_kl": 0.2, "actor/entropy": 0.3}
 
 
 class Run:
-    """A run's folder with its trackers, as both trainers have them; made again, it is resumed."""
+    """A run's folder with its trackers, as in both trainers; a second one for the same folder resumes the run."""
 
     def __init__(self, folder: Path, *, last_step: int = 100, **settings: object) -> None:
         self.folder = folder
@@ -124,7 +124,7 @@ def test_a_finding_pauses_the_run(tmp_path: Path, pause_on: str) -> None:
     [
         (SICK, {}),
         (SICK, {"pause_on": ("reward_zero",)}),
-        ({"actor/grad_norm": 5.0}, {"pause_on": ("critical",)}),  # a warning
+        ({"actor/grad_norm": 5.0}, {"pause_on": ("critical",)}),  # only a warning
         (SICK, {"pause_on": ("critical",), "thresholds": {"kl_high.max": 0.3}}),
         (SICK, {"pause_on": ("critical",), "off": ("kl_high",)}),
         (SICK, {"pause_on": ("critical",), "last_step": 10}),
@@ -152,7 +152,7 @@ def test_a_resumed_run_has_as_many_steps_to_recover(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_back_has_as_many_steps_too(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 18, SICK)
-    run = Run(tmp_path, pause_on=("critical",))  # killed after step 18, it goes on from the checkpoint of step 15
+    run = Run(tmp_path, pause_on=("critical",))  # killed after step 18 and resumed from the checkpoint of step 15
     run.train(16, 24, SICK)
     assert run.verdict().step == 20
     assert run.stop.pause_reason is None

@@ -40,7 +40,7 @@ GIB, MIB = 2**30, 2**20
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files as far as checks look at them."""
+    """Return a folder with all files that the checks read."""
     (tmp_path / "train.jsonl").write_text("{}")
     policy = tmp_path / "policy"
     policy.mkdir()

@@ -1,4 +1,4 @@
-"""A command whose output has no reader ends with its own exit status."""
+"""A command keeps its exit status if nobody reads its output."""
 
 import os
 import subprocess

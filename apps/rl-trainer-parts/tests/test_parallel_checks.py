@@ -127,7 +127,7 @@ def test_each_rank_has_a_gpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatc
     pool, without = rank_pool(shared), rank_pool(on_cpus)
     assert pool is not None
     assert pool.gpus == 1
-    assert without is not None  # a pool without GPUs hides those that there are
+    assert without is not None  # a pool without GPUs hides the existing ones
     assert without.gpus == 0
     assert gpus_per_rank(settings_with({})) == 0
 

@@ -1,4 +1,4 @@
-"""The plan of `train --dry-run`: arithmetic that can be checked by hand."""
+"""The plan of `train --dry-run`, with arithmetic to check by hand."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def plan_settings(policy: Path, **changes: dict[str, object]) -> Settings:
 def test_batch_arithmetic(policy: Path) -> None:
     text = describe_plan(plan_settings(policy), PromptCounts(train=30, validation=7, test=8))
     assert "6 prompts x 4 sessions = 24 trajectories" in text
-    assert "2 optimizer updates, at most 4 micro-batches in total" in text  # 24 * 128 / 1000 = 3.07
+    assert "2 optimizer updates, at most 4 micro-batches in total" in text  # 24 * 128 / 1000 = 3.07, rounded up
     assert "100 + 28 = 128 a trajectory" in text
     assert "10 steps, 240 trajectories, 2.00 epochs" in text
     assert "30 to train on, 8 to test at the start and the end" in text

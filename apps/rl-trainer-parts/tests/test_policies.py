@@ -37,7 +37,7 @@ CONFIG = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run folder with checkpoints of steps 3 and 12."""
+    """Return a run folder with checkpoints of steps 3 and 12."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=5)
     for step in (3, 12):
 
@@ -70,7 +70,7 @@ def test_paths_that_stand_for_no_policy(run: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def adapter_run(tmp_path: Path) -> Path:
-    """A run folder with a checkpoint of an adapter, whose base lies beside it."""
+    """Return a run folder with a checkpoint of an adapter, and its base beside it."""
     base, module = tmp_path / "base", "model.layers.0.self_attn.q_proj"
     shapes = tensor_shapes(parse_policy_config(CONFIG))
     weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -96,7 +96,7 @@ def adapter_run(tmp_path: Path) -> Path:
 
 
 def is_merged(folder: Path) -> bool:
-    """Whether a folder has the base of zeros with the adapter of ones in the matrix that it adapts, and there alone."""
+    """Return True if only the adapted matrix differs from the base of zeros, by the product of an adapter of ones."""
     weights = load_file(folder / "model.safetensors")
     sums = {name: float(tensor.sum()) for name, tensor in weights.items() if tensor.any()}
     return sums == {"model.layers.0.self_attn.q_proj.weight": 2.0 * 2 * 64} and (folder / "config.json").is_file()

@@ -27,7 +27,7 @@ class Letters:
 
 
 class Engine:
-    """Thinks of each token as it is told; the likeliest is the token after it in the alphabet."""
+    """Ranks the next letters of the alphabet highest after each token, with logprobs set by the test."""
 
     def __init__(self) -> None:
         self.sure: dict[int, float] = {}
@@ -156,7 +156,7 @@ def test_who_takes_too_long_is_waited_for_no_more(path):
         engine.may_answer.clear()
         await probes.ask(engine.score, [answer("p", 1)], step=0)
         engine.may_answer.set()
-        while asyncio.all_tasks() - {asyncio.current_task()}:  # the late answer comes, and is dropped
+        while asyncio.all_tasks() - {asyncio.current_task()}:  # the late answer arrives and is dropped
             await asyncio.sleep(0)
         await probes.ask(engine.score, [answer("p", 1)], step=5)
 

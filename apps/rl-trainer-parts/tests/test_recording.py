@@ -9,7 +9,7 @@ from rl_trainer_parts.reporting.step_metrics import record_distributions
 
 
 def batch_of_one() -> Batch:
-    """A trajectory of two prompt tokens and two trained ones."""
+    """Return a trajectory of two prompt tokens and two trained ones."""
     length = 4
     is_trained = np.arange(length) >= 2
     one = Trajectory(
@@ -52,7 +52,7 @@ def test_a_steps_distributions():
 
 def test_texts_have_no_logprobs_of_an_engine():
     batch = batch_of_one()
-    texts = batch.only(batch.names - {"rollout_logprobs"})  # as they are prepared
+    texts = batch.only(batch.names - {"rollout_logprobs"})  # like prepared texts
     found = recorded(texts.with_columns(said_of(batch)))
     assert found.keys() == {"prompt_length", "response_length", "reward", "entropy"}
 

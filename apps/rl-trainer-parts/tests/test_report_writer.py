@@ -1,4 +1,4 @@
-"""The report of a run, written by a separate process."""
+"""A run's report, written by a separate process."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_one_is_begun_when_it_is_due(tmp_path):
     writer = ReportWriter(tmp_path, every=2)
     writer.log(2, {})
     wait_until((tmp_path / "report.html").exists, "the report to be written", deadline_s=60)
-    writer.log(4, {})  # whether or not the first has ended by now
+    writer.log(4, {})  # whether or not the first report is finished
     writer.close()
     assert (tmp_path / "report.html").exists()
 
@@ -62,14 +62,14 @@ def test_one_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
 
 
 def num_reports(folder):
-    """Processes that write a report of the run; other tests may have left some of their own."""
+    """Return the number of processes that write this run's report; other tests may have left processes."""
     return sum(str(folder) in command_line(pid) for pid, _ in descendants(os.getpid()))
 
 
 def command_line(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
 
 

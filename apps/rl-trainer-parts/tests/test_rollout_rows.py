@@ -1,4 +1,4 @@
-"""Which trajectories of a step are recorded, and with which fields."""
+"""The recorded trajectories of a step, and their fields."""
 
 import json
 from collections import Counter
@@ -42,7 +42,7 @@ class RunOf:
 
 
 class SettingsOf:
-    """What is read of a run's settings."""
+    """The settings that recording reads."""
 
     def __init__(self, count: int, max_tokens: int = 1000, seed: int = 0) -> None:
         self.metrics = MetricSettings(log_rollouts=count, log_rollout_tokens=max_tokens)
@@ -112,7 +112,7 @@ def test_a_session_of_several_trajectories_is_one_problem_and_its_turns_are_told
     turns = [["user", 2, 3, 0, ["add"], {}], ["tool", 4, 6, 1, [], {"retry": 7}]]
     one = replace(trajectory(0, num_tokens=4), extras={"turns": turns, "answer": 4})
     mask = np.asarray([False] * 4 + [True] * 2)
-    two = replace(one, output_index=1, loss_mask=mask, extras={"turns": "mine"})  # its first turns are another's
+    two = replace(one, output_index=1, loss_mask=mask, extras={"turns": "mine"})  # the masked turns are the other's
     batch = batch_of(one, two)
     rows = [row for _, row in draft_rollouts(SettingsOf(8), batch, step=3, version=5)]  # type: ignore[arg-type]
     assert {row.problem for row in rows} == {problem_id(PROMPT.input_ids)}
@@ -194,8 +194,8 @@ def test_rows_are_drawn_two_of_a_group_at_a_time():
     for seed in range(20):
         chosen = rows_of(batch, count=9, seed=seed)
         groups = Counter(row // 8 for row in chosen)
-        assert {0, 7} <= set(chosen)  # the worst, also the slowest, and the best beside it
-        assert sum(count == 1 for count in groups.values()) <= 1  # only the last one drawn lacks another
+        assert {0, 7} <= set(chosen)  # row 0 has the lowest reward, and row 7 the highest of its group
+        assert sum(count == 1 for count in groups.values()) <= 1  # only the last row drawn may be alone
     drawn = Counter(row for seed in range(200) for row in rows_of(batch, count=10, seed=seed))
     others = [drawn[row] for row in range(8, 64)]
     assert min(others) > 200 * 8 / 62 * 0.3

@@ -1,4 +1,4 @@
-"""A run's folder: one holder at a time, and what may follow an earlier run."""
+"""A run's folder: one holder at a time, and the runs that may follow an earlier one."""
 
 import math
 import os
@@ -46,7 +46,7 @@ def settings_in(tmp_path: Path, **changes: Any) -> Settings:
 
 @contextmanager
 def held_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Another process holds the folder."""
+    """Let another process hold the folder."""
     command = [sys.executable, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -58,7 +58,7 @@ def held_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def begin(settings: Settings, *, resume: bool = False) -> list[str]:
-    """Open and close a run; gives what was said."""
+    """Open and close a run; return its messages."""
     said: list[str] = []
     with open_run(settings, resume=resume, say=said.append):
         pass
@@ -104,7 +104,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
             with pytest.raises(SettingsError, match=rf"is in use by a live run \(process {holder.pid}\)"):
                 begin(settings, resume=resume)
         (settings.run_folder / "settings.toml").unlink()
-    begin(settings)  # the kernel freed it
+    begin(settings)  # the kernel has released the lock
 
 
 def test_the_lock_does_not_outlive_its_holder_through_a_child(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_resuming_with_changeable_settings_writes_them(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_may_join_another_ray_cluster(tmp_path: Path) -> None:
-    """A job that starts again has a cluster of its own, with another address."""
+    """A restarted job has a new cluster with another address."""
     on_ray = {"cluster__kind": "ray", "cluster__gpus_per_rank": 0.0}
     begin(settings_in(tmp_path, **on_ray, cluster__ray_address="10.0.0.1:6379"))
     begin(settings_in(tmp_path, **on_ray, cluster__ray_address="10.0.0.2:7000"), resume=True)
@@ -208,7 +208,7 @@ def test_a_resumed_run_may_ask_its_validation_problems_otherwise(tmp_path: Path)
     begin(settings_in(tmp_path))
     file = tmp_path / "runs" / "run" / "settings.toml"
     lines = [line for line in file.read_text().splitlines() if not line.startswith("validation_")]
-    file.write_text("\n".join(lines))  # as of a version that had no such settings
+    file.write_text("\n".join(lines))  # as from a version without these settings
     begin(settings_in(tmp_path), resume=True)
     several = {"prompts__validation_samples": 4, "prompts__validation_temperature": 0.5}
     begin(settings_in(tmp_path, **several), resume=True)
@@ -253,7 +253,7 @@ def test_a_mistake_before_the_first_checkpoint_leaves_no_run(tmp_path: Path, err
 
 
 def write_and_fail(settings: Settings, *, say: Any) -> None:
-    """A run that writes what a later attempt reads, and then finds a mistake."""
+    """Write files that a later attempt reads, then fail."""
     with open_run(settings, resume=False, say=say) as folder:
         (folder.path / "queue").mkdir()
         (folder.path / "queue" / "journal").touch()
@@ -336,8 +336,8 @@ def test_who_may_read_what_a_run_and_its_children_write(tmp_path: Path, readable
     assert [mode_of(folder.path / name) for name in ("", "child")] == [of_folders] * 2
     assert [mode_of(folder.path / name) for name in ("file", "child/file", "settings.toml")] == [of_files] * 3
     assert mode_of(folder.path / ".lock") == 0o600
-    assert mode_of(tmp_path / "runs") == 0o777 & ~umask  # where several runs lie is no run's folder
-    assert os.umask(umask) == umask  # given back
+    assert mode_of(tmp_path / "runs") == 0o777 & ~umask  # the parent folder of several runs keeps the umask's mode
+    assert os.umask(umask) == umask  # the umask was restored
 
 
 @pytest.mark.parametrize("before", [0o755, 0o700, 0o2770])
@@ -361,7 +361,7 @@ def test_a_refused_run_gives_the_umask_back(tmp_path: Path) -> None:
         holder.acquire()
         with pytest.raises(SettingsError, match="is in use by a live run"):
             begin(settings)
-        assert os.umask(0o077) == 0o077  # as the holder has it
+        assert os.umask(0o077) == 0o077  # equal to the holder's umask
         holder.release()
         (tmp_path / "runs" / "file").touch()
         with pytest.raises(SettingsError, match="cannot be created"):
@@ -416,7 +416,7 @@ def test_another_user_cannot_read_a_run_or_take_its_lock(readable_by: str, seen:
 
 
 def refusal_as_nobody(folder: Path) -> str:
-    """What a process of another user is told that wants to hold a folder."""
+    """Return the error of a process of another user that tries to hold a folder."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

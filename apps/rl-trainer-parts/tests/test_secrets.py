@@ -1,4 +1,4 @@
-"""Secrets in settings do not reach files, messages or trackers; on resume the user provides them again."""
+"""Secrets in settings do not reach files, messages or trackers; on resume, the user provides them again."""
 
 import json
 import tomllib

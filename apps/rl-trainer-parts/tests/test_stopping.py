@@ -121,7 +121,7 @@ def test_work_begun_after_a_signal_does_not_go_on() -> None:
 
 
 def test_a_signal_that_interrupts_no_call_wakes_a_loop_that_sleeps() -> None:
-    """As where it comes between the last look at signals and the sleep: another thread takes it."""
+    """Another thread receives the signal, as if it arrived between the last check and the sleep."""
     falls_asleep = threading.Event()
     too_late: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Failed sessions, and sessions whose failed reward counts as 0: counted, reported and recorded."""
+"""Failed sessions, and sessions whose failed reward counts as 0, are counted, reported and recorded."""
 
 import asyncio
 from typing import Any
@@ -22,13 +22,13 @@ PROMPT = Prompt(uid="p0", input_ids=np.array([7, 8], dtype=np.int32))
 
 
 class SettingsOf:
-    """Just what is read of settings."""
+    """The settings that recording reads."""
 
     metrics = MetricSettings(log_rollouts=8)
 
 
 def scored(options: RewardOptions) -> SessionResult:
-    """A session with the reward that the options describe."""
+    """Return a session scored with these reward options."""
     ids = np.array([1, 2, 3], dtype=np.int32)
     generation = Generation(
         token_ids=ids,

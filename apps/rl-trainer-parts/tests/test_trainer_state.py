@@ -1,4 +1,4 @@
-"""The loop's state is restored from a checkpoint unchanged."""
+"""The loop's state is restored unchanged from a checkpoint."""
 
 from dataclasses import asdict
 from pathlib import Path

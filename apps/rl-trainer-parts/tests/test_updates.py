@@ -1,4 +1,4 @@
-"""Which updates of a step are recorded."""
+"""The recorded updates of a step."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from rl_trainer_parts.learning.updates import update
 
 
 class Numbered:
-    """A learner whose tokens say which update they were in, counted from 1."""
+    """A learner whose logprobs are the number of the update, counted from 1."""
 
     def __init__(self) -> None:
         self.step = 0

@@ -26,7 +26,7 @@ def make_learner(policy: Path) -> MegatronLearner:
 
 
 def main(directory: Path, policy: Path) -> None:
-    """A whole checkpoint of step 1, then kills in that of step 2 until it comes to its end."""
+    """Save the checkpoint of step 1, then kill saves of step 2 at later and later operations until one completes."""
     learner, other = make_learner(policy), make_learner(policy)
     columns = {"input_ids": np.arange(3, 9), "loss_mask": np.ones(6, bool), "loss_weights": np.full(6, 0.1, "float32")}
     batch = Batch(

@@ -1,4 +1,4 @@
-"""Save checkpoints in a process killed before its Nth file operation, for every N; prints a JSON line each."""
+"""Save checkpoints in processes killed before their Nth file operation, for every N; print a JSON line each."""
 
 import json
 import os
@@ -13,7 +13,7 @@ ON_FILES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandi
 
 
 class Half:
-    """A save whose second half is written in the background."""
+    """A save that writes its second half in the background."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -21,7 +21,7 @@ class Half:
         (folder / "state" / "part").write_bytes(b"first half, ")
 
     def wait(self) -> None:
-        """Write it."""
+        """Write the second half."""
         with (self._folder / "state" / "part").open("ab") as file:
             file.write(b"second half")
         (self._folder / "learner.json").write_text("{}")
@@ -33,7 +33,7 @@ def begin_and_wait(store: CheckpointStore, step: int, attempt: str = "first") ->
 
 
 def kill_before(number: int, directory: Path) -> None:
-    """Kill this process before that operation in the directory."""
+    """Kill this process before the given file operation in the directory."""
     seen = 0
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -47,7 +47,7 @@ def kill_before(number: int, directory: Path) -> None:
 
 
 def one_round(directory: Path, step: int, number: int) -> bool:
-    """Checkpoints of steps 1 and 2, then a kill in the next one; True when it came before that was whole."""
+    """Save steps 1 and 2, then kill the next save; return True if it was killed before it completed."""
     store = CheckpointStore(directory, keep=2)
     for earlier in (1, 2):
         begin_and_wait(store, earlier)
@@ -73,7 +73,7 @@ def one_round(directory: Path, step: int, number: int) -> bool:
 
 
 def complain(error: Exception) -> None:
-    """No broken checkpoint may ever be found."""
+    """Raise the error: no broken checkpoint may be found."""
     raise error
 
 

@@ -1,4 +1,4 @@
-"""Tiny policies and batches for the learners' tests."""
+"""Tiny policies and batches for the tests of learners."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -81,9 +81,9 @@ def write_policy(policy_dir: Path, architecture: str = "Qwen3ForCausalLM", **cha
         torch.manual_seed(7)
         model = getattr(transformers, architecture)(tiny_config(architecture, **changes)).float()
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # ones would hide a norm that is left out or swapped
+            if "norm" in name:  # ones would hide missing or swapped norms
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
-            elif name.endswith("bias"):  # zeros would hide a bias
+            elif name.endswith("bias"):  # zeros would hide a missing bias
                 torch.nn.init.normal_(parameter, std=0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("bias"):
@@ -105,13 +105,13 @@ def untied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
 def family_policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One tiny policy of each architecture."""
+    """A tiny policy of each architecture."""
     return write_policy(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="session")
 def mixture_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of four experts, two a token."""
+    """A mixture of four experts, two per token."""
     return write_policy(tmp_path_factory.mktemp("mixture"), "Qwen3MoeForCausalLM")
 
 
@@ -122,10 +122,10 @@ def policy_writer() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def one_rank() -> None:
-    """megatron's groups of this process alone."""
+    """Create megatron's groups for this process alone."""
     install_cpu_compatibility()
     if not dist.is_initialized():
-        backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"  # as learners of the same process
+        backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"  # like learners in the same process
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(1, 1)
@@ -134,10 +134,10 @@ def one_rank() -> None:
 
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., Batch]:
-    """Rows of random tokens; the first two of each are the prompt, and advantages alternate.
+    """Return a function that makes rows of random tokens with two prompt tokens each and alternating advantages.
 
-    With num_prompts, rows belong to so many prompts, and those of one begin alike: up to different places, so that they
-    make a tree.
+    With num_prompts, the rows belong to that many prompts. Rows of one prompt share beginnings of different lengths, so
+    they form a tree.
     """
 
     def make(lengths: Sequence[int], *, seed: int = 0, num_prompts: int | None = None) -> Batch:
@@ -166,14 +166,14 @@ def make_batch() -> Callable[..., Batch]:
 
 
 class _Installation:
-    """Installs flash attention's kernels where it is unpickled."""
+    """Installs the CPU kernels of flash attention when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return install_cpu_kernels, ()
 
 
 class Started:
-    """Ranks that all cases use; started again where a case ended them."""
+    """Ranks that all tests share; restarted if a test ended them."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

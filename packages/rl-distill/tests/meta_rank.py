@@ -1,7 +1,7 @@
-"""One rank of a GPU's learner in this process alone: its tensors on the meta device, its collectives doing nothing.
+"""Run one rank of a GPU learner in one process: tensors are on the meta device, and collectives do nothing.
 
-Shapes, dtypes, devices and the branches that are taken are a GPU's. Tensors have no values: where the learner asks for
-numbers between its passes it gets ones, and in a pass nothing may ask.
+Shapes, dtypes, devices and branches are those of a GPU. Tensors have no values: numbers that the learner reads between
+its passes are ones, and reading a number within a pass is an error.
 """
 
 import contextlib
@@ -46,16 +46,17 @@ COALESCED = {
 
 
 class WaitError(AssertionError):
-    """In a pass the host waits for the GPU, or an operation mixes tensors of both."""
+    """Within a pass, the host waits for the GPU, or an operation mixes tensors of both."""
 
 
 class AsOnGpu(TorchDispatchMode):
-    """Refuses what would wait in a pass, and answers with ones between passes.
+    """Raise an error if the host waits for the GPU within a pass; between passes, return ones for the values it reads.
 
     Attributes:
         is_in_pass: True within megatron's schedule.
-        operations: Names of what ran on the GPU.
-        num_dispatched: Rows that the all-to-all dispatcher is about to select, for which it does wait; None elsewhere.
+        operations: Names of the operations that ran on the GPU.
+        num_dispatched: Number of rows that the all-to-all dispatcher is about to select, a wait that is allowed; None
+            elsewhere.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class AsOnGpu(TorchDispatchMode):
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
-        """A forward or backward pass runs inside the context."""
+        """Mark a forward or backward pass."""
         self.is_in_pass = True
         try:
             yield
@@ -97,14 +98,14 @@ class AsOnGpu(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def dispatch(self, dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
-        """In the place of megatron's `preprocess`, which fetches what no meta tensor has: experts get nearly as many.
+        """Replace megatron's `preprocess`, which reads values that meta tensors lack; spread rows evenly over experts.
 
         Args:
             dispatcher: A MoEAlltoAllTokenDispatcher.
             routing_map: [T, experts] bool.
 
         Returns:
-            [experts of this rank] rows of each, on the CPU.
+            [experts of this rank] number of rows of each expert, on the CPU.
         """
         ep, tp = dispatcher.ep_size, dispatcher.tp_size
         self.num_dispatched = dispatcher.num_out_tokens = len(routing_map) * dispatcher.config.moe_router_topk
@@ -118,14 +119,14 @@ class AsOnGpu(TorchDispatchMode):
         return own * tp * ep
 
     def _check_copy(self, func: Any, tensors: list[torch.Tensor], kwargs: Any) -> None:
-        """In a pass a copy between host and GPU must not be waited for."""
+        """Raise an error if a copy between host and GPU blocks within a pass."""
         source, target = tensors[-1].device, torch.device(kwargs.get("device") or tensors[0].device)
         if self.is_in_pass and source != target and not kwargs.get("non_blocking"):
             raise WaitError(f"{func} of {list(tensors[-1].shape)} from {source} to {target} waits")
 
 
 def _selects_by_mask(_self: Any, indices: list[Any], values: torch.Tensor | None = None, *_: Any) -> bool:
-    """True where the number of elements is not known before; a single value is written by `masked_fill`."""
+    """Return True if the number of selected elements depends on values; `masked_fill` writes a single value."""
     is_one = values is not None and values.numel() == 1
     return not is_one and any(one is not None and one.dtype == torch.bool for one in indices)
 
@@ -139,7 +140,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def become_rank(rank: int, parallel: ParallelOptions) -> None:
-    """Make this process a rank of a layout; it can be called again."""
+    """Make this process a rank of a layout; call it again to change the rank or the layout."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -149,11 +150,11 @@ def become_rank(rank: int, parallel: ParallelOptions) -> None:
 
 @contextlib.contextmanager
 def as_on_gpu(*, length: int, hidden_size: int) -> Iterator[AsOnGpu]:
-    """Inside the context models are built on the meta device, and their steps are watched.
+    """Within this context, build models on the meta device and watch their steps.
 
     Args:
-        length: Tokens of each micro-batch on a rank, as pipeline stages would tell one another.
-        hidden_size: Of the model.
+        length: Number of tokens of each micro-batch on a rank, which pipeline stages would otherwise exchange.
+        hidden_size: Hidden size of the model.
     """
     mode, schedule = AsOnGpu(), rank_model.get_forward_backward_func
     dispatch_preprocess = MoEAlltoAllTokenDispatcher.dispatch_preprocess
@@ -179,9 +180,9 @@ def as_on_gpu(*, length: int, hidden_size: int) -> Iterator[AsOnGpu]:
         (MoEAlltoAllTokenDispatcher, "dispatch_preprocess", dispatch),
         (rank_model, "get_forward_backward_func", watched),
         (p2p.P2PCommunicator, "_communicate_shapes", shapes),
-        # A GPU's keeps its input and its rows' norms, as ours does; what torch takes on other devices keeps more.
+        # On a GPU, the norm saves its input and the rows' norms, like ours; torch's fallback elsewhere saves more.
         (F, "rms_norm", lambda x, _, weight, eps: _RMSNormFunction.apply(x, weight, eps)),
-        (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),  # its list of devices lacks this one
+        (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),  # its list of devices has no meta
     )
     with replaced(*watching), mode:
         yield mode
@@ -189,7 +190,7 @@ def as_on_gpu(*, length: int, hidden_size: int) -> Iterator[AsOnGpu]:
 
 @contextlib.contextmanager
 def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
-    """Inside the context, attributes (owner, name) have other values."""
+    """Within this context, replace attributes, given as (owner, name, value)."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     for owner, name, value in values:
         setattr(owner, name, value)
@@ -201,22 +202,22 @@ def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 class StepMemory(MemTracker):
-    """torch's tracker, of a model that it is told of: megatron's modules have no `buffers` that it could call."""
+    """Track memory with torch's tracker, but not a module's buffers: megatron's modules have no usable `buffers`."""
 
     def _track_module_params_and_buffers(self, *_: Any, **__: Any) -> tuple[int, int]:
         return 0, 0
 
 
 def step_memory(model: RankModel, objective: Any, step: Callable[[Any], Any]) -> dict[str, int]:
-    """Bytes of everything on the GPU, by torch's tracker.
+    """Return the bytes of everything on the GPU, measured with torch's tracker.
 
     Args:
-        model: Its kept tensors are there before the step.
+        model: Its persistent tensors exist before the step.
         objective: Called between the passes.
-        step: A whole step with the objective that it is given.
+        step: Runs a whole step with the objective it gets.
 
     Returns:
-        "between passes", of the last micro-batch; and at the "peak", with the working memory of head and layers.
+        Bytes "between passes" of the last micro-batch, and at the "peak", with the working memory of head and layers.
     """
     tracker, found = StepMemory(), dict[str, int]()
     tracker.track_external(*chain(*model.tensors.kept()))
@@ -231,11 +232,11 @@ def step_memory(model: RankModel, objective: Any, step: Callable[[Any], Any]) ->
 
 
 def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:
-    """This rank's part of a model.
+    """Build this rank's part of a model.
 
     Args:
-        plan: What to build.
-        is_large: Make no random weights, which would take the host's memory one after the other.
+        plan: The model to build.
+        is_large: Create no random weights, which would fill the host's memory one after the other.
     """
     large = [(setup, "random_tensor", _without_memory)] if is_large else []
     with replaced((setup, "fill_weights", _fill_weights), *large):
@@ -243,7 +244,7 @@ def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:
 
 
 def _fill_weights(model: torch.nn.Module, *args: Any) -> None:
-    """The learner's, of a model that never was in the host's memory."""
+    """Call the learner's `fill_weights` after checking that the model was never in the host's memory."""
     places = {parameter.device for parameter in model.parameters()}
     assert places == {META}, f"built on {places}"
     fill_weights(model, *args)

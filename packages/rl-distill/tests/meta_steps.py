@@ -1,4 +1,4 @@
-"""Answers cases, JSON in and JSON out: a whole step of one rank of a learner on the meta device."""
+"""Run cases, read and written as JSON lines: a whole step of one rank of a learner on the meta device."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ OBJECTIVES: dict[str, Any] = {
     "distillation and rewards": distillation_objective(DistillationObjectiveOptions(), POLICY),
     "whole distributions": distillation_objective(DistillationObjectiveOptions(distribution="full")),
     "value": lambda values, _, micro: ((values.square() * micro.columns["loss_weights"]).sum(), {}),
-    # What no objective may do.
+    # Errors that an objective can make.
     "reads a number": lambda values, _, micro: (values.sum() * float(values.sum()), {}),
     "selects by a mask": lambda values, _, micro: (values[micro.columns["loss_mask"]].sum(), {}),
     "mixes devices": lambda values, _, micro: ((values * torch.ones(len(values))).sum(), {}),
@@ -59,14 +59,14 @@ OBJECTIVES: dict[str, Any] = {
 def make_share(
     num_packs: int, config: PolicyConfig, *, rows: Sequence[int] = ROWS, replays: bool = False, min_shared: int = 0
 ) -> RankShare:
-    """Micro-batches of the same rows each, with every column that an objective reads.
+    """Return micro-batches of equal rows, with every column that an objective reads.
 
     Args:
-        num_packs: Micro-batches.
-        config: Of the policy.
-        rows: Tokens of each row of a micro-batch.
-        replays: Also the experts that an engine chose.
-        min_shared: Fewest tokens that rows share to be computed once; all rows are of one prompt.
+        num_packs: Number of micro-batches.
+        config: Configuration of the policy.
+        rows: Number of tokens of each row of a micro-batch.
+        replays: Also add the experts that an engine chose.
+        min_shared: Minimum number of shared tokens that are computed once; if above 0, all rows have the same prompt.
     """
     lengths = tuple(rows) * num_packs
     offsets = offsets_of(lengths)
@@ -92,7 +92,7 @@ def make_share(
 
 
 class Watched:
-    """An objective that notes what it is given."""
+    """An objective that records its arguments."""
 
     def __init__(self, objective: Any) -> None:
         self._objective, self.seen = objective, set[str]()
@@ -105,7 +105,7 @@ class Watched:
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Build a rank, score, train, export; what was seen meanwhile."""
+    """Build a rank, score, train and export; return what was observed."""
     parallel, head = ParallelOptions(**case["layout"]), "value" if case["objective"] == "value" else "policy"
     source = open_policy(case["policy"], is_critic=head == "value")
     options, lora = LearnerOptions(**case["options"]), LoraOptions(rank=case["lora"])
@@ -121,13 +121,12 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         found = _step(model, share, case["objective"]) if case["steps"] else {}
         if case["length"]:
             train = partial(model.train_step, share, temperature=1.0, with_entropy=True)
-            train(POLICY)  # makes Adam's moments
+            train(POLICY)  # creates Adam's moments
             found["step_memory"] = step_memory(model, POLICY, train)
         return found | _tensors_of(model) | {"operations": sorted(mode.operations)}
 
 
 def _step(model: RankModel, share: RankShare, name: str) -> dict[str, Any]:
-    """Score and train."""
     config = model.plan.source.config
     if name == "whole distributions":
         rows = config.vocab_size // model.plan.parallel.tensor
@@ -145,7 +144,7 @@ def _step(model: RankModel, share: RankShare, name: str) -> dict[str, Any]:
 
 
 def _tensors_of(model: RankModel) -> dict[str, Any]:
-    """Devices, dtypes and bytes of a model's tensors, and the pieces that it exports."""
+    """Return devices, dtypes and bytes of a model's tensors, and the exported pieces."""
     exported = model.tensors.export("weights", on_host=False)
     kept = dict(zip(("weights", "gradients", "optimizer"), model.tensors.kept(), strict=True))
     named = [pair for chunk in model._chunks for pair in chunk.named_parameters()]
@@ -161,7 +160,7 @@ def _tensors_of(model: RankModel) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer each case, or say what went wrong."""
+    """Answer each case with its result or traceback."""
     warnings.simplefilter("ignore")
     install_cpu_compatibility(META)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: only A, B and moments; they continue bit for bit in any layout, on their own base."""
+"""Checkpoints of adapters hold only A, B and moments; they resume bit for bit in any layout, on their own base."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def train(learner: Any, make_batch: MakeBatch, seeds: range) -> list[Any]:
 
 
 def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint's state."""
+    """Return all tensors of a checkpoint's state."""
     folder = TensorFolder(checkpoint / "state")
     pieces = [
         Piece(name=name, shape=shape, offsets=(0,) * len(shape), tensor=torch.zeros(shape))
@@ -60,7 +60,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.fixture(scope="module")
 def saved(tied_policy: Path, make_batch: MakeBatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two steps."""
+    """Return a checkpoint after two steps."""
     directory = tmp_path_factory.mktemp("adapter-checkpoint")
     learner = MegatronLearner(tied_policy, OPTIONS, lora=LORA)
     train(learner, make_batch, range(2))
@@ -76,7 +76,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: str, untied_policy: Path,
     learner.save(tmp_path / "checkpoint")
 
     fresh = MegatronLearner(untied_policy, options, lora=lora)
-    train(fresh, make_batch, range(20, 22))  # its own moments and steps must not survive the load
+    train(fresh, make_batch, range(20, 22))  # these moments and steps must not survive the load
     fresh.load(tmp_path / "checkpoint")
 
     assert fresh.step == 2
@@ -163,7 +163,7 @@ def test_an_adapter_in_bfloat16_merges_into_a_base_in_float32(tied_policy: Path,
 
 
 def test_killed_anywhere_the_old_or_the_new_one_is_whole(tied_policy: Path, tmp_path: Path):
-    """A process is killed with SIGKILL before every sixth of its operations on files: see adapter_killer.py."""
+    """SIGKILL before every sixth file operation, in separate processes: see adapter_killer.py."""
     command = [sys.executable, KILLER, tmp_path, tied_policy]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     *killed, undisturbed = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""Checkpoints continue bit for bit, load into either learner, and are refused when torn."""
+"""Checkpoints resume bit for bit, load into either learner, and are refused if torn."""
 
 import itertools
 import json
@@ -73,7 +73,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     learner.save(tmp_path / "checkpoint")
 
     fresh = kind(untied_policy, replace(options, seed=9))
-    train(fresh, make_batch, range(20, 22))  # its own moments and steps must not survive the load
+    train(fresh, make_batch, range(20, 22))  # these moments and steps must not survive the load
     fresh.load(tmp_path / "checkpoint")
 
     assert fresh.step == steps
@@ -112,7 +112,7 @@ def test_the_policy_is_a_hugging_face_folder(saved: Path, tied_policy: Path):
 
 
 def values_of(model: Any, batch: Batch, kind: str) -> np.ndarray[Any, Any]:
-    """Of each token but the first of each trajectory, from what stands before it; as learners have them."""
+    """Return a model's output for each token, computed from the preceding tokens; 0 for the first, as in learners."""
     ids, found = batch.ragged("input_ids"), []
     for start, stop in itertools.pairwise(ids.offsets):
         tokens = torch.from_numpy(ids.values[start:stop].astype(np.int64))[None]
@@ -124,7 +124,7 @@ def values_of(model: Any, batch: Batch, kind: str) -> np.ndarray[Any, Any]:
 
 
 def load_whole(kind: Any, folder: Path) -> Any:
-    """A model of transformers, which had to make up nothing."""
+    """Load a model with transformers; check that no weight is missing or unexpected."""
     model, said = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(said.values()), said
     return model.eval()
@@ -195,7 +195,7 @@ def test_a_save_in_the_background_is_of_its_moment(tied_policy: Path, make_batch
     for step in range(3):
         train(learner, make_batch, range(step, step + 1))
         pending.append(learner.save(tmp_path / str(step), in_background=True))
-    for save in reversed(pending):  # each is of its own directory
+    for save in reversed(pending):  # each save waits for its own directory
         save.wait()
         save.wait()
 
@@ -233,7 +233,7 @@ FILES = ("learner.json", "state/.metadata", "state/__0_0.distcp")
 
 
 def unchanged(learner: Any) -> Callable[[], bool]:
-    """Says later whether the learner is as it was."""
+    """Return a function that checks whether the learner has changed since."""
     step, before = learner.step, {name: tensor.clone() for name, tensor in learner.export_weights().items()}
 
     def is_unchanged() -> bool:
@@ -292,7 +292,7 @@ def test_a_missing_or_misshapen_tensor_is_named(copied: Path, tied_policy: Path)
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -311,7 +311,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(kind: Any, copied: Path, ti
 
 
 def test_what_one_rank_cannot_read_changes_no_rank(tied_policy: Path, make_batch: MakeBatch, tmp_path: Path):
-    """Rank 1 alone needs what lies in the second file; the ranks go on as they were."""
+    """Only rank 1 needs data from the second file; all ranks keep their state."""
     parallel = ParallelOptions(ranks=2, pipeline=2)
     ranks = LearnerRanks(parallel, cluster=ClusterOptions(kind="process"), num_threads=1, deadline_s=120.0)
     try:

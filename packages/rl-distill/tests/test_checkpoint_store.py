@@ -21,7 +21,7 @@ KILLER = Path(__file__).parent / "checkpoint_killer.py"
 
 
 class Pending:
-    """A save that ends when it is let go, or fails."""
+    """A save that completes or fails once the test sets `free`."""
 
     def __init__(self, finish: Callable[[], None] = lambda: None, *, is_free: bool = True) -> None:
         self.free = threading.Event()
@@ -64,7 +64,7 @@ def store_folder(store: CheckpointStore) -> Path:
 
 
 def newest_of(store: CheckpointStore) -> tuple[str | None, list[str]]:
-    """Name of the newest whole checkpoint, and what was said about others."""
+    """Return the name of the newest complete checkpoint, and the complaints about others."""
     complaints: list[CheckpointError] = []
     found = store.newest(complaints.append)
     return found and found.name, [str(error) for error in complaints]
@@ -89,7 +89,7 @@ def test_nothing_is_there_at_first(store: CheckpointStore, folder: Path) -> None
 def test_the_state_comes_back_as_it_was(store: CheckpointStore, folder: Path) -> None:
     state = {"step": 7, "seconds": 0.1 + 0.2, "results": {"accuracy": 1 / 3, "seen": [1, None, True, "é"]}}
     store.begin(7, state, write_learner)
-    state["step"] = 8  # later changes are not part of it
+    state["step"] = 8  # later changes are not saved
     store.wait()
     assert read_state(folder / "step_7") == {**state, "step": 7}
 
@@ -322,7 +322,7 @@ def test_several_saves_are_one() -> None:
 
 @pytest.mark.parametrize("step", [3, 2], ids=["new", "replaced"])
 def test_killed_anywhere_the_old_or_the_new_one_is_whole(tmp_path: Path, step: int) -> None:
-    """A process is killed with SIGKILL before each of its operations on files: see checkpoint_killer.py."""
+    """SIGKILL before each file operation, in separate processes: see checkpoint_killer.py."""
     command = [sys.executable, KILLER, tmp_path, str(step)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     *killed, undisturbed = [json.loads(line) for line in done.stdout.splitlines()]
@@ -331,7 +331,7 @@ def test_killed_anywhere_the_old_or_the_new_one_is_whole(tmp_path: Path, step: i
     assert {row["killed"] for row in killed} == {True}
     assert {(row["newest"], row["attempt"]) for row in killed} == {(2, "first"), (step, "second")}
     assert undisturbed == {"killed": False, "newest": step, "attempt": "second", "kept": [step, 4]}
-    assert {tuple(row["kept"]) for row in killed} <= {(2, 4), (3, 4)}  # what was left is cleared up, and it goes on
+    assert {tuple(row["kept"]) for row in killed} <= {(2, 4), (3, 4)}  # leftovers are removed, and saving continues
 
 
 def test_names_that_are_no_steps_are_passed_over(store: CheckpointStore, folder: Path) -> None:
@@ -347,7 +347,7 @@ def test_a_damaged_one_does_not_count_among_the_kept(folder: Path) -> None:
     (path,) = saved(store, 20)
     tear(path)
     assert newest_of(store)[0] is None
-    saved(store, 5)  # training began anew
+    saved(store, 5)  # training started over
     assert store.steps() == [5]
     assert newest_of(store) == ("step_5", [])
     saved(store, 20)
@@ -371,7 +371,7 @@ def test_a_state_of_another_kind_is_refused(tmp_path: Path, content: str) -> Non
 
 def test_checksum_is_the_published_one(tmp_path: Path) -> None:
     (tmp_path / "check").write_bytes(b"123456789")
-    assert file_crc32c(tmp_path / "check") == 0xE3069283  # the check value of CRC-32C
+    assert file_crc32c(tmp_path / "check") == 0xE3069283  # check value of CRC-32C
 
 
 def test_durable_writes_replace_the_whole_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Weights sent directly from a learner's ranks: what arrives, and when it may be loaded."""
+"""Weights sent directly from a learner's ranks: their content, and when engines may load them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.supervised import supervised_objective
 
 MakeBatch = Callable[..., Batch]
-Started = Any  # conftest's
+Started = Any  # `Started` of conftest.py
 OPTIONS = LearnerOptions(learning_rate=1e-2, num_threads=1, micro_batch_tokens=64)
 TP2 = ParallelOptions(ranks=2, tensor=2)
 SENDER = SenderOptions(bucket_bytes=3000, deadline_s=20.0)
@@ -31,7 +31,7 @@ def test_weights_are_withdrawn_before_they_change_and_offered_anew(
     engine = OfferedTo()
     before = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
     old = learner.offer_weights(SENDER, version=1)
-    learner.logprobs(make_batch((4, 5)))  # changes nothing
+    learner.logprobs(make_batch((4, 5)))  # leaves the weights unchanged
     assert_offered(engine.take(old)[0], old, before)
     learner.train_step(make_batch((4, 5)), supervised_objective)
     with pytest.raises(TransferError, match=r"rank 0 of the learner: .* version 1 were requested; the sender has none"):

@@ -1,4 +1,4 @@
-"""Distillation in the learners: Megatron compared with torch, in chunks, in every layout; a student as teacher."""
+"""Distillation in the learners: Megatron compared with torch, in chunks, in all layouts; the student as teacher."""
 
 import itertools
 from collections.abc import Callable
@@ -59,12 +59,12 @@ LOSSES = {
 
 @pytest.fixture(scope="session")
 def big_teacher(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    changes = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": VOCAB_SIZE + 3}  # it pads its vocabulary
+    changes = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": VOCAB_SIZE + 3}  # the vocabulary needs padding
     return policy_writer(tmp_path_factory.mktemp("big-teacher"), **changes)
 
 
 def taught(batch: Batch, teachers: list[Path], *, top_k: int = 5, temperature: float = 1.0) -> Batch:
-    """The batch with what teachers say, in turns; the last row has none."""
+    """Add the teachers' scores to a batch: the rows alternate between teachers, and the last row has no teacher."""
     answers = []
     for folder in teachers:
         model = MegatronTeacherModel(folder, OPTIONS)
@@ -81,7 +81,7 @@ def taught(batch: Batch, teachers: list[Path], *, top_k: int = 5, temperature: f
     }
     for number, (logprobs, tokens, hidden) in enumerate(answers):
         chosen = which == number
-        is_known = tokens.values[chosen] < VOCAB_SIZE  # as the service gives them
+        is_known = tokens.values[chosen] < VOCAB_SIZE  # as from the service
         columns["teacher_logprobs"][chosen] = np.where(is_known, logprobs.values[chosen], 0.0)
         columns["teacher_ids"][chosen] = np.where(is_known, tokens.values[chosen], -1)
         columns["teacher_hidden"][chosen, : hidden.values.shape[1]] = hidden.values[chosen]
@@ -94,7 +94,7 @@ def objective(name: str, *, has_tasks: bool) -> DistillationObjective:
 
 
 def teachers_of(name: str, big: Path, student: Path) -> list[Path]:
-    """One stronger teacher, and the student itself, but where |p - q| has no gradient at p = q."""
+    """Return a stronger teacher, and except for "uld" the student: |p - q| has no derivative at p = q."""
     return [big] if name == "uld" else [big, student]
 
 
@@ -116,7 +116,7 @@ def assert_same(found: StepResult, expected: StepResult, *, tolerance: float) ->
 def test_an_adapter_learns_what_plain_torch_learns(
     name: str, tied_policy: Path, big_teacher: Path, make_batch: Any
 ) -> None:
-    """B begins at zero: its gradient is that of the weight times A, and A has none."""
+    """B starts at zero: its gradient is the weight's gradient times A transposed, and A has none."""
     teachers, lora = teachers_of(name, big_teacher, tied_policy), LoraOptions(rank=2, alpha=3.0)
     batch, wanted = taught(make_batch(LENGTHS), teachers), objective(name, has_tasks=False)
     plain, learner = TorchLearner(tied_policy, OPTIONS), MegatronLearner(tied_policy, OPTIONS, lora=lora)
@@ -152,7 +152,7 @@ def test_megatron_learns_what_plain_torch_learns(
     assert_same(step_of(chunked, batch, wanted, teachers), found, tolerance=1e-6)
     weights = whole.export_weights()
     for tensor_name, tensor in plain.export_weights().items():
-        # Adam's first step is the gradient's sign, which rounding may turn where a gradient is nearly 0.
+        # Adam's first step is the sign of the gradient, which rounding may flip where the gradient is nearly 0.
         assert ((weights[tensor_name] - tensor).abs() > 1e-4).float().mean() < 0.1, tensor_name
 
 
@@ -300,7 +300,7 @@ def test_measures_of_each_teacher_make_up_those_of_all(tied_policy: Path, big_te
         assert found[f"actor/distillation/{measure}"] == extreme(of_each)
     assert found["actor/distillation/loss_min"] <= found["actor/distillation/loss"]
     assert found["actor/distillation/loss_max"] > found["actor/distillation/loss"]
-    assert found["actor/distillation/small/loss"] == pytest.approx(0.0, abs=1e-6)  # it is the student
+    assert found["actor/distillation/small/loss"] == pytest.approx(0.0, abs=1e-6)  # this teacher is the student
     assert found["actor/distillation/aligned_fraction"] == pytest.approx(sum(counts) / mask.sum())
     assert found["actor/distillation/clamped_fraction"] == 0.0
 
@@ -360,7 +360,7 @@ def test_a_split_teacher_says_the_same(big_teacher: Path, make_batch: Any, two_r
         ranks = two_ranks.in_layout(parallel)
         found = MegatronTeacherModel(big_teacher, OPTIONS, ranks=ranks).score(batch, top_k=30, has_hidden=True)
         np.testing.assert_allclose(found[0].values, expected[0].values, rtol=0, atol=1e-5)
-        assert (found[1].values == expected[1].values).mean() > 0.99  # equal logprobs may change places
+        assert (found[1].values == expected[1].values).mean() > 0.99  # tokens with equal logprobs may swap places
         np.testing.assert_allclose(found[2].values, expected[2].values, rtol=0, atol=1e-5)
 
 

@@ -24,9 +24,9 @@ SMALL = PolicyConfig(
 
 
 def test_hand_computed():
-    # A layer: queries and output 2*8*16, keys and values 2*8*8, feed-forward 3*8*16; the head 8*100.
+    # Weights of a layer: queries and output 2*8*16, keys and values 2*8*8, feed-forward 3*8*16; of the head 8*100.
     weights = 2 * (256 + 128 + 384) + 800
-    # 3 + 1 tokens; of 3 tokens 1 + 2 + 3 pairs, each for scores and values in 2 layers of width 16.
+    # 3 + 1 tokens; the 3 tokens have 1 + 2 + 3 pairs, each for scores and values in 2 layers of width 16.
     assert forward_flops(SMALL, [3, 1]) == 2 * weights * 4 + 4 * 2 * 16 * (6 + 1)
     assert forward_flops(SMALL, [3, 1], has_head=False) == 2 * (weights - 800) * 4 + 4 * 2 * 16 * 7
     assert forward_flops(SMALL, []) == 0.0

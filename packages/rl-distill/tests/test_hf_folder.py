@@ -1,4 +1,4 @@
-"""Folders of safetensors: read in parts, refused if torn, written in shards."""
+"""Folders of safetensors: read in parts, refused if torn, and written in shards."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def config_of(policy_dir: Path) -> PolicyConfig:
 
 
 def save_shards(directory: Path, shards: dict[str, dict[str, torch.Tensor]], **index: Any) -> Path:
-    """Tensors by file, with an index."""
+    """Write tensors by file, and an index."""
     directory.mkdir(exist_ok=True)
     for file, tensors in shards.items():
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / file)
@@ -213,7 +213,7 @@ def test_shards_are_as_large_as_allowed_and_tensors_are_taken_one_by_one(tmp_pat
     buffer = torch.empty(10)
 
     def stream() -> Any:
-        for index in range(5):  # each is gone when the next is asked for
+        for index in range(5):  # the same buffer is reused for each tensor
             yield f"t{index}", buffer.fill_(index)
         yield "large", torch.ones(100)
 

@@ -1,4 +1,4 @@
-"""Hostile model folders and checkpoints: bounded before any allocation, refused by name."""
+"""Hostile model folders and checkpoints: sizes are bounded before any allocation, and errors name the file."""
 
 import json
 import os

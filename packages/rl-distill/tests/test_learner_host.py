@@ -1,4 +1,4 @@
-"""Ranks beneath the learner host."""
+"""The learner host and its ranks."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_rank_that_did_not_answer_is_told_apart():
 
 @pytest.mark.parametrize(("ends", "error"), [(True, SystemExit), (False, RoleDiedError)])
 def test_a_dead_rank_that_nobody_calls_is_detected_by_a_look(ends: bool, error: type[BaseException], tmp_path: Path):
-    """It ends the host where that ends with its ranks; the trainer then restarts all of them."""
+    """With `ends_with_ranks` the host exits; the trainer then restarts it and all ranks."""
     nothing: Any = None
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""Which matrices an adapter changes; `test_megatron_lora` compares sizes with real ranks."""
+"""The matrices that an adapter changes; `test_megatron_lora` compares sizes with real ranks."""
 
 from dataclasses import replace
 

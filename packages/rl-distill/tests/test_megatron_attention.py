@@ -32,7 +32,7 @@ def layout_of(lengths: list[int]) -> layout_module.PackedLayout:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """[L, heads, head_dim] as transformers rotates it."""
+    """Rotate [L, heads, head_dim] like transformers."""
     inverse = 1.0 / BASE ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
     angles = torch.arange(len(x)).float()[:, None] * inverse
     angles = torch.cat((angles, angles), -1)[:, None]

@@ -1,4 +1,4 @@
-"""The fused passes under torch's compiler, and without one."""
+"""The fused passes with and without torch's compiler."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ SIZES = (5, 1, 9)
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """What this process found out about its compiler is forgotten, before and after; gives where compiled code goes."""
+    """Reset what this process knows about its compiler, before and after; yield the folder of compiled code."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     forget()
     yield tmp_path / "compiled"
@@ -46,7 +46,7 @@ def forget() -> None:
 
 @pytest.fixture
 def traced(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Functions are traced as for any compiler, and run by torch without one; counts graphs by function."""
+    """Trace functions as for a compiler, but run them with torch; return the number of graphs by function."""
     graphs: dict[str, int] = {}
 
     def compile_function(function: Any) -> Any:
@@ -82,7 +82,7 @@ def test_every_fused_pass_is_traced_whole_for_packs_of_all_sizes(traced: dict[st
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
     assert set(traced) == {"_tried", "swiglu", "_swiglu_grad", "_rotate", "_statistics", "_put_gradient"}
-    # Of any number of tokens one, of a single token one; twice as many for two temperatures, or forms of a rotation.
+    # One graph for any number of tokens and one for a single token, each for two temperatures or forms of a rotation.
     assert max(traced.values()) <= 4
 
 
@@ -91,7 +91,7 @@ def turned(x: Tensor, *, tables: tuple[Tensor, Tensor], is_fused: bool) -> Tenso
 
 
 def head(num_tokens: int, *, is_fused: bool, **to: Any) -> list[Tensor]:
-    """Scores and gradients, with entropy and without, at two temperatures, with padding of the vocabulary."""
+    """Return scores and gradients with and without entropy, at two temperatures, with a padded vocabulary."""
     draw = torch.Generator().manual_seed(num_tokens)
     leaves = [torch.randn(rows, 4, generator=draw).to(**to).requires_grad_() for rows in (num_tokens, 11)]
     targets = torch.randint(0, 10, (num_tokens,), generator=draw).to(leaves[0].device)
@@ -109,7 +109,7 @@ def head(num_tokens: int, *, is_fused: bool, **to: Any) -> list[Tensor]:
 def test_a_compiled_pass_is_the_plain_one(fresh: Path):
     import torch._inductor.config as inductor
 
-    with inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):  # seconds less
+    with inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):  # saves seconds
         for num_tokens in (5, 9):
             x = torch.randn(num_tokens, 1, 12)
             torch.testing.assert_close(fused_swiglu(x), swiglu(x), rtol=0, atol=1e-6)
@@ -135,7 +135,7 @@ def test_without_a_compiler_everything_stays_as_it_is_and_one_line_says_so(
 
 def test_a_function_that_the_compiler_refuses_is_computed_as_it_is(traced: dict[str, int]):
     def refused(x: Tensor) -> Tensor:
-        return x + 1 if float(x.sum()) > 0 else x  # no single graph has both branches
+        return x + 1 if float(x.sum()) > 0 else x  # one graph cannot contain both branches
 
     run = compiled(refused, "cpu")
     with structlog.testing.capture_logs() as lines:
@@ -170,7 +170,7 @@ def test_on_a_gpu_compiled_passes_are_the_plain_ones(fresh: Path, dtype: torch.d
             for found, expected in fused_and_plain(num_tokens, **to):
                 scale = max(1.0, float(expected.abs().max()))
                 torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
-    assert not lines  # nothing was refused
+    assert not lines  # no function was refused
 
 
 def fused_and_plain(num_tokens: int, **to: Any) -> list[tuple[Tensor, ...]]:

@@ -58,7 +58,7 @@ def tensors_of(config: PolicyConfig) -> Tensors:
 
 
 def megatron_state(config: PolicyConfig, shard: Shard) -> Tensors:
-    """Tensors of a chunk in megatron's names and shapes, full of NaN."""
+    """Return the tensors of a chunk in megatron's names and shapes, filled with NaN."""
     hidden, tensor = config.hidden_size, shard.tensor_size
     rows = padded_vocab_size(config, tensor) // tensor
     qkv = (config.num_heads + 2 * config.num_key_value_heads) * config.head_dim // tensor
@@ -97,11 +97,11 @@ def megatron_state(config: PolicyConfig, shard: Shard) -> Tensors:
 
 
 def chunks_of(config: PolicyConfig, parallel: ParallelOptions) -> Iterator[tuple[Shard, bool, bool]]:
-    """Every chunk of every rank, and whether the rank is the first of its data- and expert-data-parallel copies."""
+    """Yield all chunks of all ranks, and whether the rank is the first data-parallel and expert-data-parallel copy."""
     stages, virtual = parallel.pipeline, parallel.virtual_pipeline
     expert_tensor = parallel.expert_tensor or parallel.tensor
     size = config.num_layers // (stages * virtual)
-    for rank in range(parallel.ranks // stages):  # as megatron numbers them within a stage
+    for rank in range(parallel.ranks // stages):  # megatron's order of ranks within a stage
         for stage in range(stages):
             for chunk in range(virtual):
                 number = chunk * stages + stage
@@ -124,7 +124,7 @@ def rectangle(block: Block) -> tuple[slice, ...]:
 
 
 def parallel_of(**sizes: int) -> ParallelOptions:
-    """A layout; ranks are the fewest that it needs."""
+    """Return a layout; the default number of ranks is the minimum."""
     dense = sizes.get("tensor", 1)
     experts = sizes.get("expert", 1) * sizes.get("expert_tensor", dense)
     ranks = max(dense, experts) * sizes.get("pipeline", 1)

@@ -1,4 +1,4 @@
-"""Tokens to their experts and back without the host, compared with megatron's dispatcher."""
+"""Dispatch of tokens to experts without host synchronization, compared with megatron's dispatcher."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +55,7 @@ def with_megatrons_dispatcher(mixture: MoELayer) -> MoELayer:
 
 
 def computed(mixture: MoELayer, given: Tensor | None = None, *, num_tokens: int = NUM_TOKENS) -> dict[str, Tensor]:
-    """Outputs, and gradients of tokens and weights."""
+    """Return outputs, and gradients of tokens and weights."""
     weight = mixture.experts.linear_fc1
     random = torch.Generator().manual_seed(5)
     shape = (num_tokens, 1, mixture.config.hidden_size)
@@ -75,7 +75,7 @@ def differentiated(mixture: MoELayer, tokens: Tensor, grad: Tensor, given: Tenso
 
 
 def random_choices(mixture: MoELayer, num_tokens: int = NUM_TOKENS) -> Tensor:
-    """[T, top_k]; the first tokens' routers choose."""
+    """Return [T, top_k] experts; -1 leaves the choice for the first tokens to the router."""
     config = mixture.config
     scores = torch.rand(num_tokens, config.num_moe_experts, generator=torch.Generator().manual_seed(2))
     given = scores.argsort(-1)[:, : config.moe_router_topk]
@@ -94,7 +94,7 @@ def test_outputs_and_gradients_are_those_of_megatrons_dispatcher(replays: bool, 
         for name, tensor in expected.items():
             if dtype == torch.float32:
                 assert torch.equal(found[name], tensor), name
-            else:  # megatron rounds after each expert, we do after the last
+            else:  # megatron rounds after each expert, our dispatcher after the last
                 scale = float(tensor.abs().max())
                 torch.testing.assert_close(found[name], tensor, rtol=0, atol=0.02 * scale, msg=name)
 
@@ -116,9 +116,9 @@ def test_no_token_gives_no_output(policy: Path):
 
 
 class WithoutTheHost(TorchDispatchMode):
-    """Refuses what a GPU would be waited for: values that the host reads, sizes that depend on values, other devices.
+    """Raise an error where the host would wait for a GPU: reads of values, sizes that depend on values, device changes.
 
-    A CPU's `tolist` passes unseen; the meta device refuses it.
+    It does not see `tolist` on a CPU; the meta device refuses that.
     """
 
     READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave", "is_nonzero")
@@ -181,7 +181,7 @@ def test_the_meta_device_runs_it_all(policy: Path):
         name: (tensor.shape, tensor.dtype) for name, tensor in expected.items()
     }
     in_turn = make_mixture(policy, torch.bfloat16, Kernels()).to("meta")
-    with pytest.raises(RuntimeError, match="meta"):  # the host must know how many rows each expert has
+    with pytest.raises(RuntimeError, match="meta"):  # the host needs the number of rows of each expert
         differentiated(in_turn, tokens, grad, given)
 
 
@@ -190,7 +190,7 @@ def test_the_meta_device_runs_it_all(policy: Path):
 def test_on_a_gpu_nothing_waits_and_results_are_the_cpus(policy: Path):
     mixture = make_mixture(policy, torch.bfloat16)
     given = random_choices(mixture)
-    given[:3] = given[3:6]  # a router's own choices could differ by rounding
+    given[:3] = given[3:6]  # rounding could change a router's choices
     expected = computed(mixture, given)
     mixture, given = mixture.cuda(), given.cuda()
     for name, tensor in computed(mixture, given).items():
@@ -199,7 +199,7 @@ def test_on_a_gpu_nothing_waits_and_results_are_the_cpus(policy: Path):
     tokens, grad = (torch.randn(NUM_TOKENS, 1, 32).bfloat16().cuda() for _ in range(2))
     tokens.requires_grad_()
     mode = torch.cuda.get_sync_debug_mode()
-    # Before Hopper, torch's grouped products are loops for which the host waits.
+    # Before Hopper, torch's grouped products are loops that synchronize with the host.
     torch.cuda.set_sync_debug_mode("error" if torch.cuda.get_device_capability() >= (9, 0) else mode)
     try:
         differentiated(mixture, tokens, grad, given)

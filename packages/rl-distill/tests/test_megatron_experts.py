@@ -1,4 +1,4 @@
-"""Experts in two stacked weights, in turn and grouped, compared with megatron's own module."""
+"""Experts in two stacked weights, computed in turn and grouped, compared with megatron's own module."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -67,15 +67,15 @@ def megatrons(config: PolicyTransformerConfig) -> SequentialMLP:
 
 
 def inputs(counts: list[int], dtype: torch.dtype, *, seed: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, their shares, and a gradient of outputs."""
+    """Return tokens, their shares, and a gradient of the outputs."""
     random = torch.Generator().manual_seed(seed)
     tokens, grad = (torch.randn(sum(counts), HIDDEN, generator=random).to(dtype) for _ in range(2))
-    shares = torch.rand(sum(counts), generator=random)  # float32, as a router may give them
+    shares = torch.rand(sum(counts), generator=random)  # float32, as from a router with float32 outputs
     return tokens.requires_grad_(), shares.requires_grad_(), grad
 
 
 def computed(experts: Experts, counts: list[int], *, seed: int = 4) -> dict[str, Tensor]:
-    """Outputs and gradients; of weights where they are, in their buffers or their own."""
+    """Return outputs and gradients; those of weights are read from megatron's buffers or from `grad`."""
     weights = dict(experts.named_parameters())
     device, kind = weights["linear_fc1"].device, weights["linear_fc1"].dtype
     tokens, shares, grad = (one.to(device).detach() for one in inputs(counts, kind, seed=seed))
@@ -166,7 +166,7 @@ def test_grouped_is_in_turn_to_the_bit(counts: list[int], dtype: torch.dtype, mi
     expected, found = (computed(experts, counts) for experts in ways)
 
     for name, tensor in expected.items():
-        if name.startswith("linear") and dtype == torch.float32:  # a product that adds rounds once less
+        if name.startswith("linear") and dtype == torch.float32:  # a product that also accumulates rounds once less
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
         else:
             assert torch.equal(found[name], tensor), name
@@ -222,7 +222,7 @@ def test_products_are_those_of_the_run(kernels: Kernels, mixture_policy: Path, m
     with computing_with("onednn"):
         found = computed(experts, counts)
 
-    assert len(calls) == 2 * 6  # of two experts; a third has too few tokens
+    assert len(calls) == 2 * 6  # two experts; the third has too few tokens
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
@@ -240,7 +240,7 @@ def test_a_learner_that_recomputes_learns_the_same(name: str, mixture_policy: Pa
 
 
 def trained(learner: MegatronLearner, make_batch: Callable[..., Batch]) -> list[tuple[float, float]]:
-    """Losses and gradient norms of two steps."""
+    """Return losses and gradient norms of two steps."""
     batches = (make_batch((7, 3, 9, 5), seed=seed) for seed in range(2))
     steps = [learner.train_step(batch, supervised_objective) for batch in batches]
     return [(step.loss, step.grad_norm) for step in steps]
@@ -281,9 +281,9 @@ def test_on_a_gpu_grouped_is_in_turn(counts: list[int], dtype: torch.dtype, mixt
     expected = computed(make_experts(mixture_policy, dtype), counts)
     for kernels in (TURNS, GROUPED):
         found = computed(make_experts(mixture_policy, dtype, kernels).cuda(), counts)
-        tolerance = 1e-3 if dtype == torch.float32 else 3e-2  # TF32 is off; sums have other orders
+        tolerance = 1e-3 if dtype == torch.float32 else 3e-2  # TF32 is off; sums have a different order
         for name, tensor in expected.items():
             scale = float(tensor.abs().max()) if tensor.numel() else 1.0
             torch.testing.assert_close(found[name].cpu(), tensor, rtol=0, atol=tolerance * scale, msg=name)
-            if name.startswith("linear"):  # not what was in memory
+            if name.startswith("linear"):  # experts without tokens get zeros, not uninitialized memory
                 assert not found[name][torch.tensor(counts) == 0].any()

@@ -32,7 +32,7 @@ def keep(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def build(policy_dir: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> GPTModel:
-    """megatron's model of a folder, on one rank."""
+    """Return megatron's model of a folder, on one rank."""
     policy = parse_policy_config(read_policy_config(policy_dir))
     config = transformer_config(policy, dtype=dtype, init_method=keep, **changes)
     model = GPTModel(
@@ -166,7 +166,7 @@ def test_gradients_are_those_of_transformers(family_policy: Path):
 
     expected = {}
     for name, parameter in reference.named_parameters():
-        prefix, _, joined = name.rpartition(".experts.")  # transformers joins a layer's experts
+        prefix, _, joined = name.rpartition(".experts.")  # transformers joins the experts of a layer
         parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(joined)
         if parts is None:
             expected[name] = parameter.grad

@@ -1,4 +1,4 @@
-"""The bias of GLM's routers: float32 in a policy of any dtype, kept by training, checkpoints and learners."""
+"""The router bias of GLM: float32 in a policy of any dtype, preserved by training, checkpoints and learners."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -24,10 +24,10 @@ VOCAB = 21
 
 @pytest.fixture
 def arrays() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight, targets, and gradients to logprobs and entropy."""
+    """Return hidden states, weight, targets, and upstream gradients for logprobs and entropy."""
     draw = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(rows, NUM_CHANNELS, generator=draw) for rows in (NUM_TOKENS, NUM_ROWS))
-    weight[VOCAB:] = 5.0  # would win often
+    weight[VOCAB:] = 5.0  # padding rows would often have the largest logits
     targets = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=draw)
     return hidden, weight, targets, torch.randn(2, NUM_TOKENS, generator=draw)
 
@@ -40,7 +40,7 @@ def whole(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -
 def learned(
     scores: Callable[..., Any], hidden: Tensor, weight: Tensor, grads: Tensor, *, with_entropy: bool = True
 ) -> tuple[Tensor, ...]:
-    """Logprobs, entropy, and the gradients to both arrays."""
+    """Return logprobs, entropy, and the gradients of hidden states and weight."""
     leaves = [value.clone().requires_grad_() for value in (hidden, weight)]
     logprobs, entropy = scores(*leaves)
     loss = (grads[0] * logprobs).sum() + ((grads[1] * entropy).sum() if with_entropy else 0.0)
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_finite_differences(arrays: Any):
 
 
 def test_a_likely_target_keeps_its_gradient_in_bfloat16():
-    """1 - probability is 2e-5, which no bfloat16 near 1 has."""
+    """1 - probability is 2e-5; in bfloat16, the probability rounds to 1."""
     hidden, weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([[11.0], [0.0]], dtype=torch.bfloat16)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
 
@@ -114,7 +114,7 @@ def test_megatrons_buffer_gets_the_gradient(is_tied: bool, arrays: Any):
     expected = learned(lambda h, w: whole(h, w, targets, 1.0), hidden, weight, grads)[3]
 
     torch.testing.assert_close(parameter.main_grad - 1.0, 2 * expected, rtol=1e-5, atol=1e-5)
-    # megatron drops what the parameter has beside its buffer, but for a tied embedding's own.
+    # Megatron ignores a parameter's gradient outside its buffer, except for a tied embedding.
     assert (parameter.grad is None) == is_tied
     assert parameter.grad_added_to_main_grad is not is_tied
 
@@ -162,7 +162,7 @@ def test_no_token_at_all_has_a_gradient_of_zeros(arrays: Any):
 
 
 class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation gave."""
+    """Record the number of elements of the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_no_array_of_all_logits_is_made():
 
 
 def test_megatrons_hooks_see_the_head(untied_policy: Path, make_batch: Any):
-    """One of them waits until the weight has been gathered."""
+    """One of megatron's hooks waits until the weight has been gathered."""
     seen = []
     hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: seen.append(type(module)))
     try:

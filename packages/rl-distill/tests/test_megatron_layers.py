@@ -95,7 +95,7 @@ def test_vocabulary_logprobs_stand_a_forbidden_token():
 
 def test_tokens_that_pad_the_vocabulary_have_no_probability_and_no_gradient():
     logits = torch.randn(5, 8)
-    logits[:, 6:] = 50.0  # would win
+    logits[:, 6:] = 50.0  # far above all other logits
     logits.requires_grad_()
     targets = torch.tensor([0, 5, 2, 3, 1])
 

@@ -36,7 +36,7 @@ def policy_gradient(
 
 
 def saved_tensors(learner: MegatronLearner, directory: Path, kind: str) -> dict[str, torch.Tensor]:
-    """What a checkpoint has of a kind: "weights", "exp_avg" or "exp_avg_sq"."""
+    """Return a kind of tensors in a checkpoint: "weights", "exp_avg" or "exp_avg_sq"."""
     learner.save(directory)
     folder = TensorFolder(directory / "state")
     pieces = [

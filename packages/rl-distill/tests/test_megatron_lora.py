@@ -1,4 +1,4 @@
-"""Adapters on the Megatron learner, against autograd of the merged weights: every layout, family and dtype.
+"""Adapters on the Megatron learner, compared with autograd of the merged weights: every layout, family and dtype.
 
 The gradients of A and B follow from that of the merged weight W + s B A: s B.T @ dW and s dW @ A.T.
 `tests/test_lora_learner.py` compares with peft.
@@ -30,7 +30,7 @@ from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
-Started = Any  # conftest's
+Started = Any  # `Started` of conftest.py
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
 OPTIONS = LearnerOptions(learning_rate=1e-3, clip_grad=0.0, micro_batch_tokens=24, num_threads=1, eps=1e-6)
 LORA = LoraOptions(rank=3, alpha=5.0)
@@ -68,7 +68,7 @@ def policy_gradient(logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch)
 
 
 class Adapted:
-    """A policy, an adapter whose B are not zeros, and what transformers says of the merged weights."""
+    """A policy, an adapter whose B matrices are not zero, and transformers' results for the merged weights."""
 
     def __init__(self, folder: Path, policy: Path, batch: Batch) -> None:
         self.policy, self.batch = policy, batch
@@ -97,7 +97,7 @@ class Adapted:
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """As peft saves it."""
+    """Write an adapter in the format of peft."""
     folder.mkdir()
     config = {
         "peft_type": "LORA",
@@ -113,7 +113,7 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 
 def merged(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that the adapter changes, with it."""
+    """Return the adapted weights, merged with the adapter."""
     found = {}
     for name in {name.rsplit(".", 2)[0] for name in adapter}:
         a, b = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
@@ -138,7 +138,7 @@ def adapted_of(
 
 
 def moments(learner: MegatronLearner, folder: Path, kind: str = "exp_avg") -> dict[str, Tensor]:
-    """From a checkpoint."""
+    """Return the optimizer's moments from a checkpoint."""
     learner.save(folder)
     state = TensorFolder(folder / "state")
     found = {
@@ -162,7 +162,7 @@ def learner_of(
 
 
 def check_memory(learner: MegatronLearner, parallel: ParallelOptions, config: PolicyConfig) -> None:
-    """What each rank keeps is what the layout says, to the byte; megatron pads what ranks of an optimizer share."""
+    """Check each rank's memory against the plan: to the byte, except for a distributed optimizer's padding."""
     dtype = learner._options.dtype
     stages = rank_memory(config, parallel, dtype=dtype, lora=learner._lora) * (parallel.ranks // parallel.pipeline)
     found = learner._ranks.call_all("run", "policy", "memory", (), {})
@@ -265,7 +265,7 @@ def test_all_weights_have_no_adapter(tied_policy: Path):
 def test_some_matrices_of_some_layers(
     layout: str, adapted_of: Callable[[str], Adapted], two_ranks: Started, tmp_path: Path
 ):
-    """Joined matrices have an adapter in part; the second stage has none."""
+    """Joined matrices are adapted only in part, and the second stage has no adapter."""
     adapted = adapted_of("Qwen3ForCausalLM")
     lora = replace(LORA, target_modules=("layers.0.self_attn.[kv]_proj", "layers.1.mlp.up_proj", "layers.1.*.o_proj"))
     kept = adapter_shapes(adapted.config, lora)
@@ -290,7 +290,7 @@ def test_some_matrices_of_some_layers(
 def test_bfloat16_goes_on_bit_for_bit(
     layout: str, adapted_of: Callable[[str], Adapted], four_ranks: Started, tmp_path: Path
 ):
-    """float32 weights behind A and B; what is left out is drawn by the step, also where layers are computed again."""
+    """A and B have float32 master weights. Dropout is reproduced from the step, also when layers are recomputed."""
     adapted = adapted_of("Qwen3ForCausalLM")
 
     def learner_in(**changes: Any) -> MegatronLearner:
@@ -300,7 +300,7 @@ def test_bfloat16_goes_on_bit_for_bit(
 
     learner = learner_in()
     before = learner.logprobs(adapted.batch).values
-    assert np.array_equal(learner.logprobs(adapted.batch).values, before)  # nothing is left out of scores
+    assert np.array_equal(learner.logprobs(adapted.batch).values, before)  # scoring has no dropout
     learner.train_step(adapted.batch, policy_gradient)
     learner.save(tmp_path / "saved")
     steps = [learner.train_step(adapted.batch, policy_gradient) for _ in range(2)]

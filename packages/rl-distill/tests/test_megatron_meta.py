@@ -1,7 +1,7 @@
-"""The learner's whole step on the meta device: every layout, family and recomputation as a GPU would run it.
+"""The learner's whole step on the meta device: every layout, family and recomputation as on a GPU.
 
-One process is one rank of any layout, with collectives that do nothing. No arithmetic happens: equality is
-`test_megatron_parallel`'s. `pytest -v -m "soak or not soak"` lists the whole matrix, of which CI runs a part.
+One process is one rank of any layout, with collectives that do nothing. Nothing is computed: `test_megatron_parallel`
+compares values. `pytest -v -m "soak or not soak"` lists the whole matrix; CI runs a part of it.
 """
 
 import json
@@ -94,7 +94,7 @@ RECOMPUTES = ("none", "selective", "full")
 
 
 def matrix(families: dict[str, Any], layouts: dict[str, ParallelOptions]) -> list[Any]:
-    """All of it; every sixth case is not a soak test: of six families, each pair of a layout and a recomputation."""
+    """Return all cases; every sixth is no soak test: six families cover each pair of layout and recomputation."""
     return [
         pytest.param(
             layout, family, how, id=f"{layout}-{family}-{how}", marks=[pytest.mark.soak] if (i + j + k) % 6 else []
@@ -107,7 +107,7 @@ def matrix(families: dict[str, Any], layouts: dict[str, ParallelOptions]) -> lis
 
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Ask]:
-    """Asks a process whose one rank is on the meta device."""
+    """Return a function that sends cases to a process with one rank on the meta device."""
     script = Path(__file__).with_name("meta_steps.py")
     with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
@@ -130,7 +130,7 @@ def ask() -> Iterator[Ask]:
 
 
 def check_rank(found: dict[str, Any], case: dict[str, Any], layout: ParallelOptions, rank: int) -> None:
-    """What every rank must have seen: devices, dtypes, shapes and bytes."""
+    """Check the devices, dtypes, shapes and bytes of a rank."""
     assert "error" not in found, found["error"]
     assert found["devices"] == ["meta"]
     assert found["dtypes"]["gradients"] == found["dtypes"]["optimizer"] == ["torch.float32"]
@@ -142,7 +142,7 @@ def check_rank(found: dict[str, Any], case: dict[str, Any], layout: ParallelOpti
 
 
 def check_pieces(found: dict[str, Any], case: dict[str, Any], *, is_whole: bool) -> None:
-    """What is exported lies in the tensors of the policy's folder."""
+    """Check that exported pieces lie within the tensors of the policy's folder, and cover them if there is one rank."""
     config = parse_policy_config(case["policy"])
     shapes = critic_shapes(config) if case.get("objective") == "value" else tensor_shapes(config)
     for name, shape, offsets, sizes in found["pieces"]:
@@ -153,17 +153,17 @@ def check_pieces(found: dict[str, Any], case: dict[str, Any], *, is_whole: bool)
 
 
 def check_memory(found: dict[str, Any], case: dict[str, Any], layout: ParallelOptions, rank: int) -> None:
-    """What is kept is what the plan foretells."""
+    """Check the memory of a rank's persistent tensors against the plan."""
     kind: Any = "critic" if case.get("objective") == "value" else "policy"
     config, lora = parse_policy_config(case["policy"]), LoraOptions(rank=case.get("lora", 0))
     stages = rank_memory(config, layout, dtype="bfloat16", kind=kind, lora=lora)
     planned = stages[rank // (layout.ranks // layout.pipeline)]
-    # A distributed optimizer pads its buffers, and shares are stretches of them.
+    # A distributed optimizer pads its buffers and shards them into contiguous ranges.
     tolerance = 0.3 if layout.distributed_optimizer else 0.0
     weights, gradients, optimizer = found["memory"]
     assert weights == planned.weights
     assert gradients == pytest.approx(planned.gradients, rel=tolerance)
-    # Before the first step there are float32 weights, and no moments.
+    # Before the first step the optimizer has float32 weights, but no moments.
     assert optimizer == pytest.approx(planned.optimizer / (1 if "is_applied" in found else 3), rel=tolerance)
 
 
@@ -240,7 +240,7 @@ MIXTURE_SIZES = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_
     ],
 )
 def test_layers_keep_what_is_planned(family: str, layout: str, how: str, ask: Ask) -> None:
-    """By torch's MemTracker: one more layer raises the peak of a step by what the plan says of it, within 5 %."""
+    """One more layer raises the peak of a step by the planned bytes, within 5 %; measured with torch's MemTracker."""
     case, parallel, tokens = (DENSE | MIXTURES)[family]["policy"] | SIZES, LAYOUTS[layout], 4 * 256
     if family in MIXTURES:
         case |= MIXTURE_SIZES
@@ -272,7 +272,7 @@ QWEN3_06B = {
     [("Qwen3", "one", "none"), ("Qwen3", "TP2+SP", "selective"), ("Qwen3-MoE", "EP2", "none")],
 )
 def test_the_total_of_a_rank_is_planned(family: str, layout: str, how: str, ask: Ask) -> None:
-    """By torch's MemTracker: all that a step holds between its two passes, within 5 %."""
+    """Total memory between the two passes of a step is as planned, within 5 %; measured with torch's MemTracker."""
     parallel, tokens = (LAYOUTS | MIXTURE_LAYOUTS)[layout], 4 * 4096
     policy = (DENSE | MIXTURES)[family]["policy"] | QWEN3_06B
     if family in MIXTURES:

@@ -58,9 +58,9 @@ SIGMOID_SCORES = [0.1, 0.4, 0.3, 0.2, 0.8, 0.05]
 @pytest.mark.parametrize(("bias", "top_groups", "given", "expected"), [
     ([0, 0, 0, 0, 0, 0], 3, None, [0, 0.4, 0, 0, 0.8, 0]),
     ([0, 0, 0, 0, 0, 0], 1, None, [0, 0, 0, 0, 0.8, 0.05]),
-    ([0.01, 0, 0, 0, -0.5, 0], 1, None, [0.1, 0.4, 0, 0, 0, 0]),  # groups have 0.51, 0.5 and 0.35
+    ([0.01, 0, 0, 0, -0.5, 0], 1, None, [0.1, 0.4, 0, 0, 0, 0]),  # the groups score 0.51, 0.5 and 0.35
     ([0, -0.5, 0, 0, -0.65, 0], 2, None, [0, 0, 0.3, 0.2, 0, 0]),
-    ([0, 0, 0, 0, 0, 0], 1, [[1, 2]], [0, 0.4, 0.3, 0, 0, 0]),  # of groups that would not be chosen together
+    ([0, 0, 0, 0, 0, 0], 1, [[1, 2]], [0, 0.4, 0.3, 0, 0, 0]),  # of groups never chosen together
     ([9, 9, 9, 9, 9, 9], 1, [[0, -1]], [0, 0, 0, 0, 0.8, 0.05]),
 ])  # fmt: skip
 @pytest.mark.parametrize("is_normalized", [True, False])
@@ -133,13 +133,13 @@ def logits_of(model: GPTModel, layout: PackedLayout) -> torch.Tensor:
 
 
 def random_choices() -> torch.Tensor:
-    """[T, layers, top_k], different within a token."""
+    """Return [T, layers, top_k] experts, different within a token."""
     generator = torch.Generator().manual_seed(2)
     return torch.rand(NUM_TOKENS, NUM_LAYERS, NUM_EXPERTS, generator=generator).argsort(-1)[..., :TOP_K]
 
 
 def own_choices(model: GPTModel, policy_dir: Path) -> torch.Tensor:
-    """What the routers choose by themselves."""
+    """Return the routers' own choices."""
     choices = []
     hooks = [
         layer.mlp.router.register_forward_hook(lambda *args: choices.append(args[2][0].topk(TOP_K).indices))
@@ -187,7 +187,7 @@ def test_others_choices_give_those_experts_outputs(mixture_policy: Path):
             expected[row] += (share * (down @ (F.silu(gate) * up))).detach()
     torch.testing.assert_close(found[:, 0], expected, rtol=0, atol=1e-6)
     with torch.no_grad():
-        assert not torch.allclose(layer(x)[0], found)  # outside the context the router chooses
+        assert not torch.allclose(layer(x)[0], found)  # outside the context, the router chooses
 
 
 def test_every_layer_replays_its_own_choices(mixture_policy: Path):
@@ -255,8 +255,8 @@ def test_rows_that_the_router_would_route_differently_are_counted_once(
 ):
     model = build(mixture_policy, recompute=recompute)
     experts = own_choices(model, mixture_policy)
-    experts[[0, 4, 9], -1] = (experts[[0, 4, 9], -1] + 1) % NUM_EXPERTS  # of neighbours, one stays and one changes
-    experts[[0, 5], -1] = experts[[0, 5], -1].flip(-1)  # the order says nothing
+    experts[[0, 4, 9], -1] = (experts[[0, 4, 9], -1] + 1) % NUM_EXPERTS  # one of two adjacent experts changes
+    experts[[0, 5], -1] = experts[[0, 5], -1].flip(-1)  # the order of experts does not matter
     experts[17] = -1
     is_changed = {row: set(experts[row, -1].tolist()) for row in (0, 4, 9)}
     experts[7, :] = -1

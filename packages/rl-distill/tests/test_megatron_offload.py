@@ -1,4 +1,4 @@
-"""Storages leave and come back, whoever looks into them; an optimizer whose state does so takes the same steps."""
+"""Storages leave the device and return, also for views; an optimizer with offloaded state takes the same steps."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_a_storage_that_is_kept_is_not_dropped():
 
 
 def keep_on_host(learner: MegatronLearner) -> None:
-    """As on a GPU, where the option does it."""
+    """Keep the optimizer's state on the host, as the option does on a GPU."""
     learner._ranks.call_all("run", learner._name, "keep_optimizer_on_host", (), {})
 
 
@@ -97,7 +97,7 @@ def test_between_steps_nothing_of_the_optimizer_is_on_the_device(tied_policy: Pa
     def on_device() -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in adam.tensors())
 
-    assert on_device() == 4 * learner.num_parameters  # on a CPU, the option does nothing
+    assert on_device() == 4 * learner.num_parameters  # on a CPU, the option has no effect
     keep_on_host(learner)
     assert on_device() == 0
     learner.train_step(make_batch((9, 14)), supervised_objective)

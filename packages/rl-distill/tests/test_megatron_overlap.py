@@ -1,6 +1,6 @@
-"""Sums of gradients and gathers of weights beside the passes: no bit changes, and nobody reads what is not there yet.
+"""Gradient sums and weight gathers that overlap with the passes: all bits are equal, and nobody reads stale weights.
 
-Of two numbers, a sum has the same bits in any order: no group of ranks here that sums has more than two.
+The sum of two numbers has the same bits in either order, so no group that sums has more than two ranks here.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.supervised import supervised_objective
 
 MakeBatch = Callable[..., Batch]
-Started = Any  # conftest's
+Started = Any  # `Started` of conftest.py
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
-# With the optimizer's state shared, the norm is a sum in another order: without clipping, no weight depends on it.
+# A distributed optimizer sums the norm in another order; without clipping, weights do not depend on the norm.
 PLAIN = LearnerOptions(learning_rate=1e-2, weight_decay=0.1, micro_batch_tokens=24, num_threads=1, clip_grad=0.0)
 SUMS = replace(PLAIN, overlap_grad_reduce=True)
 GATHERS = replace(SUMS, overlap_param_gather=True)
@@ -93,8 +93,8 @@ def test_no_bit_changes(
         assert (found.loss == wanted.loss) is is_applied
 
     batch = make_batch(LENGTHS)
-    step(make_batch((9,)))  # of which some ranks have nothing
-    step(batch)  # gathers what the first has left
+    step(make_batch((9,)))  # some ranks have no rows
+    step(batch)  # gathers the weights of the step before
     step(broken(batch), is_applied=False)
     learner.offload()
     step(batch)
@@ -111,13 +111,13 @@ def test_no_bit_changes(
 
 
 class Engine:
-    """Serves a policy by transformers."""
+    """An engine that serves a policy with transformers."""
 
     def __init__(self, policy_dir: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32, trust_remote_code=False)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        self.model.load_state_dict(update.tensors, strict=False)  # the head is the embedding
+        self.model.load_state_dict(update.tensors, strict=False)  # the head is tied to the embedding
         live = {name: parameter.detach() for name, parameter in self.model.named_parameters(remove_duplicate=False)}
         arrived, served = digest_tensors(update.tensors or {}), digest_tensors(live)
         return WeightReceipt(
@@ -136,7 +136,7 @@ class Engine:
 
 
 def publish(learner: MegatronLearner, engine: Engine, batch: Batch) -> None:
-    """As a trainer does: the weights first, then the logprobs of a canary, and the proof of both."""
+    """Publish weights like a trainer: first the weights, then the logprobs of a canary, then the proof of both."""
     update = TensorTransport().pack(learner.export_weights(), version=1, tied=learner.tied)
     sequences = [np.asarray(row, np.int32) for row in batch.ragged("input_ids")]
     canary = Canary(sequences=sequences, logprobs=[np.asarray(row) for row in learner.logprobs(batch)])
@@ -151,7 +151,7 @@ def test_the_proof_finds_weights_that_were_exported_before_they_were_gathered(
         MegatronLearner(tied_policy, options, ranks=ranks, name=name)
         for name, options in (("plain", PLAIN), ("overlapping", GATHERS), ("stale", GATHERS))
     )
-    ranks.call_all("run", "stale", "__setattr__", ("gather_weights", bool), {})  # nothing is gathered for readers
+    ranks.call_all("run", "stale", "__setattr__", ("gather_weights", bool), {})  # readers do not gather weights
     for _ in range(3):
         losses = [x.train_step(batch, supervised_objective).loss for x in (plain, learner, stale)]
         assert losses == losses[:1] * 3
@@ -169,7 +169,7 @@ def test_buckets_are_summed_within_the_last_backward_pass(
     seen: list[str] = []
 
     class Copies:
-        """Of a group of processes."""
+        """A process group of the model's copies."""
 
         def size(self) -> int:
             return 2 if has_copies else 1
@@ -188,7 +188,7 @@ def test_buckets_are_summed_within_the_last_backward_pass(
     note(DistributedDataParallel, "finish_grad_sync")
     learner = MegatronLearner(mixture_policy, SUMS)
     batch = make_batch(LENGTHS)
-    learner.train_step(batch, supervised_objective)  # megatron counts how often each gradient comes
+    learner.train_step(batch, supervised_objective)  # megatron counts the gradients of each parameter in the first step
     seen.clear()
 
     def objective(logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, MetricSums]:

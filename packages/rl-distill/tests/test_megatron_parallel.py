@@ -1,6 +1,6 @@
-"""Every parallel layout against one rank: loss and gradient norm over three steps, weights, checkpoints.
+"""Every parallel layout compared with one rank: loss and gradient norm of three steps, weights and checkpoints.
 
-The layouts compute once what rows share, the one rank each row on its own.
+The layouts compute shared prefixes once; the single rank computes each row separately.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from rl_distill.megatron.setup import VALUE_HEAD, chunk_blocks
 from rl_distill.options import KernelChoice, LearnerOptions, ParallelOptions
 
 MakeBatch = Callable[..., Batch]
-Started = Any  # conftest's
+Started = Any  # `Started` of conftest.py
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
 OPTIONS = LearnerOptions(learning_rate=1e-3, weight_decay=0.1, micro_batch_tokens=24, num_threads=1, eps=1e-6)
 SHARING, NOT_SHARING = replace(OPTIONS, shared_prefix_tokens=1), replace(OPTIONS, shared_prefix_tokens=0)
@@ -130,7 +130,7 @@ def three_steps(learner: MegatronLearner, make_batch: MakeBatch) -> list[StepRes
 def check_parity(
     started: Started, parallel: ParallelOptions, policy: Path, make_batch: MakeBatch, *, kernels: KernelChoice = "plain"
 ) -> None:
-    """Logprobs, loss and gradient norm of three steps, metrics and weights are those of one rank."""
+    """Check logprobs, loss and gradient norm of three steps, metrics and weights against those of one rank."""
     alone = MegatronLearner(policy, NOT_SHARING)
     ranks = started.in_layout(parallel) if kernels == "plain" else started.with_cpu_kernels(parallel)
     together = MegatronLearner(policy, replace(SHARING, kernels=kernels), ranks=ranks)
@@ -159,7 +159,7 @@ def check_parity(
 
 
 def check_offer(learner: MegatronLearner) -> None:
-    """What the ranks send by themselves is what they export."""
+    """Check that the weights sent directly by the ranks equal the exported ones."""
     engine, update = OfferedTo(), learner.offer_weights(SenderOptions(bucket_bytes=5000), version=1)
     try:
         assert_offered(engine.take(update)[0], update, learner.export_weights())
@@ -170,9 +170,9 @@ def check_offer(learner: MegatronLearner) -> None:
 def check_memory(
     ranks: LearnerRanks, parallel: ParallelOptions, policy: Path, *, model: str = "policy", dtype: str = "float32"
 ) -> None:
-    """What each rank keeps after a step is what the layout says, to the byte.
+    """Check each rank's memory after a step against the plan, to the byte.
 
-    Where ranks share the optimizer, megatron pads gradients, and its stretches are of different lengths.
+    A distributed optimizer has tolerances: it pads its gradient buffers, and its shards differ in size.
     """
     config = parse_policy_config(read_policy_config(policy))
     kind: Any = {"policy": "policy", "critic": "critic", "reference": "frozen"}[model]
@@ -302,7 +302,7 @@ def test_a_step_over_ranks_does_not_depend_on_the_budget(
 def test_a_rank_whose_tokens_are_all_padding_learns_the_same(
     four_ranks: Started, tmp_path: Path, policy_writer: Callable[..., Path], make_batch: MakeBatch
 ):
-    """Of 9 tokens over four ranks the last one has none."""
+    """Of 9 tokens in the vocabulary, split over four ranks, the last rank has none."""
     policy = policy_writer(tmp_path / "narrow", vocab_size=9, num_key_value_heads=4)
     batch = make_batch([9, 4, 12, 7])
     ids = batch.ragged("input_ids")
@@ -365,7 +365,7 @@ def check_moves(
     make_batch: MakeBatch,
     tmp_path: Path,
 ) -> None:
-    """Two steps, a checkpoint, and two more under the second layout, are four steps without a break."""
+    """Check that two steps, a checkpoint, and two more steps in the second layout equal four uninterrupted steps."""
 
     def step(learner: MegatronLearner, number: int) -> StepResult:
         return learner.train_step(make_batch(LENGTHS, seed=number), policy_gradient)
@@ -406,7 +406,7 @@ def test_a_learner_that_was_offloaded_goes_on(
 
 
 def with_experts(batch: Batch, *, num_layers: int = 4, num_experts: int = 4) -> Batch:
-    """As an engine would tell them, at random."""
+    """Add random experts, as from an engine."""
     ids, random = batch.ragged("input_ids"), np.random.default_rng(5)
     chosen = random.random((len(ids.values), num_layers, num_experts)).argsort(-1)[..., :2].astype(np.int16)
     return batch.with_columns({"routed_experts": Ragged(chosen, ids.offsets)})
@@ -455,7 +455,7 @@ def test_a_critic_of_a_mixture_learns_over_ranks_and_is_transformers(
 
 
 def test_ranks_count_the_blocks_of_a_critic_in_one_order(four_layers: Path):
-    """Each copy gives out the blocks of its numbers: in an order of its own, some would be given twice or never."""
+    """Copies share out blocks by number: different orders would assign some blocks twice and others never."""
     config = parse_policy_config(read_policy_config(four_layers))
     state = {name: torch.zeros(1, 1) for name in VALUE_HEAD}
     plan: Any = SimpleNamespace(source=SimpleNamespace(config=config))
@@ -476,7 +476,7 @@ def test_float32_weights_behind_bfloat16_ones_are_foretold(
 
 
 def check_replay(started: Started, layout: str, policy: Path, batch: Batch) -> None:
-    """Logprobs and a step are those of one rank, which computes each row on its own."""
+    """Check logprobs and a step against one rank that computes each row separately."""
     alone = MegatronLearner(policy, NOT_SHARING)
     together = MegatronLearner(policy, SHARING, ranks=started.in_layout(FOUR_THAT_REPLAY[layout]))
     expected = alone.logprobs(batch).values
@@ -505,10 +505,10 @@ def test_replayed_experts_are_the_same_over_ranks(
     offsets = plain.ragged("input_ids").offsets
     each = np.tile(np.arange(num_experts), (NUM_TOKEN_IDS, 4, 1))
     orders = np.random.default_rng(3).permuted(each, axis=2)[..., :top_k]
-    orders[5::7], orders[3::5, 2] = -1, -1  # known in no layer, or not in one
-    chosen = orders[plain.ragged("input_ids").values]  # the same for the same token, as a shared prefix has
+    orders[5::7], orders[3::5, 2] = -1, -1  # unknown in all layers, or in one
+    chosen = orders[plain.ragged("input_ids").values]  # equal for equal tokens, as in a shared prefix
     of_another = [[0, 3, 1], [1, 2, 0], [3, 2, 1]]
-    chosen[offsets[3] + 1] = [*(row[:top_k] for row in of_another), [-1] * top_k]  # but not in this row
+    chosen[offsets[3] + 1] = [*(row[:top_k] for row in of_another), [-1] * top_k]  # except in this row
 
     batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), offsets)})
 
@@ -526,7 +526,7 @@ def test_ranks_without_tokens_for_their_experts(
     four_layers_of_experts: Path,
     make_batch: MakeBatch,
 ):
-    """All tokens go to the experts of one rank; of a single row, other ranks have no tokens at all."""
+    """All tokens go to the experts of one rank; with a single row, some ranks have no tokens at all."""
     plain = make_batch(lengths)
     offsets = plain.ragged("input_ids").offsets
     chosen = np.full((int(offsets[-1]), 4, 2), experts, dtype=np.int16)
@@ -549,10 +549,10 @@ def test_replayed_rows_are_counted_alike_over_ranks(
     ids = plain.ragged("input_ids")
     orders = np.random.default_rng(5).permuted(np.tile(np.arange(4), (NUM_TOKEN_IDS, 4, 1)), axis=2)[..., :2]
     chosen = orders[ids.values]
-    chosen[ids.offsets[1:] - 1] = -1  # no engine knows the last one's
+    chosen[ids.offsets[1:] - 1] = -1  # engines return no experts for the last token
     chosen[ids.offsets[2] + 4] = -1
     batch = plain.with_columns({"routed_experts": Ragged(chosen.astype(np.int16), ids.offsets)})
-    options = SHARING if parallel.data == 1 else NOT_SHARING  # over data-parallel ranks, others share
+    options = SHARING if parallel.data == 1 else NOT_SHARING  # data-parallel ranks share other prefixes than one rank
 
     found, wanted = (
         MegatronLearner(four_layers_of_experts, replace(options, recompute=recompute), ranks=of)

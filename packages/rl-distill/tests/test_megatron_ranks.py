@@ -1,4 +1,4 @@
-"""Stacks of a learner's ranks while they hang."""
+"""Stacks of a learner's hanging ranks."""
 
 import os
 import signal

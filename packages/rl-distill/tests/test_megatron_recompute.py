@@ -1,4 +1,4 @@
-"""Recomputed parts of layers in the backward pass: the same results with less memory."""
+"""Parts of layers recomputed in the backward pass: the same results with less memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ MIXTURE = [("core_attn",), ("layernorm",), ("moe",), ("core_attn", "layernorm", 
 
 
 class Kept:
-    """What autograd keeps of a step's forward pass."""
+    """Records the storages that autograd saves in the forward pass of a step."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -40,13 +40,13 @@ class Kept:
         return tensor
 
     def objective(self, logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
-        """Supervised; between the passes, what is not kept has left its storage."""
+        """Train with supervised learning; count the saved bytes between the passes, when freed storages are empty."""
         self.num_bytes = sum(storage.nbytes() for storage in self._storages.values())
         return supervised_objective(logprobs, entropy, micro)
 
 
 def step_of(learner: MegatronLearner, batch: Batch) -> tuple[StepResult, int]:
-    """The step, and the bytes that it kept, with the weights that they came from."""
+    """Return a step's result, and the bytes that autograd saved, including the weights."""
     kept = Kept()
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
         result = learner.train_step(batch, kept.objective)
@@ -54,7 +54,7 @@ def step_of(learner: MegatronLearner, batch: Batch) -> tuple[StepResult, int]:
 
 
 def with_experts(batch: Batch) -> Batch:
-    """As an engine would tell them, at random, of most tokens."""
+    """Add random experts to most tokens, as from an engine."""
     ids, random = batch.ragged("input_ids"), np.random.default_rng(5)
     chosen = random.random((len(ids.values), NUM_LAYERS, NUM_EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.int16)
     chosen[::7] = -1
@@ -73,7 +73,7 @@ def check_same(
     for _ in range(2):
         (wanted, most), (found, fewer) = (step_of(x, batch) for x in (plain, learner))
         assert 0 < fewer < most
-        if options.kernels == "fused":  # without gradients, torch's norm on a CPU rounds otherwise
+        if options.kernels == "fused":  # without gradients, torch's norm on a CPU rounds differently
             assert (found.loss, found.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=1e-6)
         else:
             assert (found.loss, found.grad_norm, found.metrics) == (wanted.loss, wanted.grad_norm, wanted.metrics)

@@ -58,6 +58,6 @@ def test_llama3_stretches_long_waves_and_leaves_short_ones():
 
     frequencies = rotary_frequencies(parse_policy_config(config_of(rope, 4).to_dict()))
 
-    # Wavelengths 2 pi and 20 pi; of length 12 the first is between 3 and 12, the second is longer.
+    # Wavelengths 2 pi and 20 pi; for length 12, the first is between 3 and 12, and the second is longer.
     share = (12 / (2 * math.pi) - 1) / 3
     torch.testing.assert_close(frequencies, torch.tensor([(1 - share) / 2 + share, 0.1 / 2]))

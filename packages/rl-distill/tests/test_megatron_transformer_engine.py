@@ -1,7 +1,7 @@
-"""Transformer Engine's layers: refused where they cannot be, and asked for by megatron's classes.
+"""Transformer Engine's layers: refused if unavailable, and created through megatron's classes.
 
-The library needs CUDA to be installed. Stand-ins with the signatures of megatron's classes, and torch's matrices behind
-them, show what our specification asks for; a test on a GPU has the library itself.
+The library needs CUDA to be installed. The tests on a CPU check our layer specification with stand-ins that have the
+signatures of megatron's classes and use torch's matrices; a test on a GPU uses the library itself.
 """
 
 from collections import Counter
@@ -52,7 +52,7 @@ def test_a_library_that_is_there_and_cannot_be_imported_is_refused(monkeypatch: 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Puts stand-ins for megatron's classes; counts them by what they are for."""
+    """Replace megatron's classes with stand-ins; return the number of instances by kind."""
     counts: Counter[str] = Counter()
 
     class Column(ColumnParallelLinear):
@@ -119,7 +119,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ("architecture", "numbers"),
     [
         ("Qwen3ForCausalLM", {"column": 4, "row": 4, "norm": 9}),
-        ("Glm4MoeForCausalLM", {"column": 4, "row": 4, "norm": 9}),  # a dense layer, and one with shared experts
+        ("Glm4MoeForCausalLM", {"column": 4, "row": 4, "norm": 9}),  # a dense layer and a layer with shared experts
     ],
 )
 def test_every_matrix_and_norm_but_experts_and_head_is_the_librarys(
@@ -150,7 +150,7 @@ def test_every_matrix_and_norm_but_experts_and_head_is_the_librarys(
 @pytest.mark.skipif(not IS_INSTALLED, reason="Transformer Engine is not installed")
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Glm4MoeForCausalLM"])
 def test_a_step_with_the_library_is_one_without(architecture: str, tmp_path: Path, policy_writer: Any, make_batch: Any):
-    # Sizes of which its kernels take multiples in bfloat16, 16 bytes in a row.
+    # In bfloat16, its kernels need sizes that are multiples of 16 bytes.
     policy = policy_writer(tmp_path / "policy", architecture, hidden_size=64, intermediate_size=128)
     batch = make_batch([7, 12, 3, 9])
     options = LearnerOptions(learning_rate=1e-3, dtype="bfloat16", kernels="fused")

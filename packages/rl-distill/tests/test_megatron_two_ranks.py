@@ -1,6 +1,6 @@
-"""Two real ranks hold a policy between them: each reads its part, and together they score as one does.
+"""A policy split over two real ranks: each reads its part, and together they score like one rank.
 
-The file is also the program that a rank runs.
+Each rank runs this file as its program.
 """
 
 import math
@@ -57,7 +57,7 @@ CASES = [
 
 
 def shard_of(policy: PolicyConfig) -> Shard:
-    """This rank's, on a single pipeline stage."""
+    """Return this rank's shard, on a single pipeline stage."""
     return Shard(
         layers=range(policy.num_layers),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -83,7 +83,7 @@ def make_layout(policy: PolicyConfig, shard: Shard) -> PackedLayout:
 def score(
     policy_dir: Path, parallel: ParallelOptions, experts: Literal["turns", "grouped"] = "turns"
 ) -> dict[str, torch.Tensor]:
-    """Score and differentiate on this rank: logprobs, entropy, gradients by Hugging Face name and offsets."""
+    """Score and differentiate on this rank; return logprobs, entropy, and gradients by name and offsets."""
     policy = parse_policy_config(read_policy_config(policy_dir))
     shard = shard_of(policy)
     config = transformer_config(
@@ -122,7 +122,7 @@ def score(
 
 
 def run_rank(rank: int, directory: Path) -> None:
-    """Every case, one after the other, in the folder of the policies."""
+    """Run every case in the folder with the policies."""
     install_cpu_compatibility()
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     for architecture, name, experts in CASES:
@@ -143,10 +143,10 @@ def run_rank(rank: int, directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory, policy_writer: Callable[..., Path]) -> Path:
-    """A folder with the policies, and what both ranks wrote of every case."""
+    """Return a folder with the policies and the results of both ranks for every case."""
     directory = tmp_path_factory.mktemp("two-ranks")
     for architecture in {architecture for architecture, _, _ in CASES}:
-        policy_writer(directory / architecture, architecture, vocab_size=41)  # does not divide by two
+        policy_writer(directory / architecture, architecture, vocab_size=41)  # an odd size needs padding
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
@@ -190,7 +190,7 @@ def test_two_ranks_score_and_learn_as_one(architecture: str, name: str, experts:
             reference = expected[f"{tensor} {','.join('0' for _ in grad.shape)}"]
             starts = map(int, offsets.split(","))
             part = reference[tuple(slice(o, o + s) for o, s in zip(starts, grad.shape, strict=True))]
-            # Without a split of the tokens, both ranks send all of theirs to the experts.
+            # If the tokens are not split, both ranks send all of them to the experts.
             times = 2 if ".experts." in tensor and parallel.tensor == 1 else 1
             torch.testing.assert_close(grad, times * part, rtol=1e-4, atol=1e-5)
             num_compared += 1

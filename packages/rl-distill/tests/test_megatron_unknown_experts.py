@@ -1,4 +1,4 @@
-"""Computed tokens that should have the engine's experts but lack them."""
+"""Computed tokens that need the engine's experts but lack them."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ KNOWN, NONE = [[-1, -1], [0, 1]], [[-1, -1], [-1, -1]]
     [
         ([[1, 2], [1, 2, 3]], [[0, 1], [0, 1, 2]], (0, 5)),
         ([[1, 2], [1, 2, 3]], [[0], [0, 2]], (2, 5)),
-        ([[1], [1]], [[0], [0]], (0, 2)),  # a reply that nobody continued comes after the last trained token
+        ([[1], [1]], [[0], [0]], (0, 2)),  # no trained token follows the unknown ones
         ([[], [3]], [[], []], (3, 3)),
     ],
 )

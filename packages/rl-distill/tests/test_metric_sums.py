@@ -14,7 +14,7 @@ VALUES = st.lists(st.integers(-1000, 1000), min_size=1, max_size=30)
 
 
 def sums_of(values: list[int]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """As an objective says them of a micro-batch, also where there is no value."""
+    """Return the metric sums of a micro-batch, which may have no values."""
     tensor, count = torch.tensor(values, dtype=torch.float32), torch.tensor(len(values))
     low, high = (tensor.amin(), tensor.amax()) if values else (torch.tensor(math.inf), torch.tensor(-math.inf))
     return {"loss": (tensor.sum(), count), "loss_min": (low, count), "loss_max": (high, count)}

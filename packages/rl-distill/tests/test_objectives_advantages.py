@@ -32,7 +32,7 @@ def rows_of(rewards, group, session, output=None, *, lengths=None, loss_mask=Non
 
 
 def test_grpo_literal():
-    # Group 7: mean 0.5, unbiased deviation sqrt(((0.5^2) * 2) / 1) = 0.70710678; group 3 alone has nothing to compare.
+    # Group 7: mean 0.5, unbiased deviation sqrt(((0.5^2) * 2) / 1) = 0.70710678. Group 3 has a single session.
     found = grpo_advantages(torch.tensor([1.0, 5.0, 0.0], dtype=torch.float64), torch.tensor([7, 3, 7]), eps=0.0)
     assert found.tolist() == pytest.approx([math.sqrt(0.5), 0.0, -math.sqrt(0.5)], rel=1e-12)
 
@@ -44,13 +44,13 @@ def test_dr_grpo_literal():
 
 
 def test_rloo_literal():
-    # Each less the mean of the others: 1 - (0 + 2) / 2, 0 - 3 / 2, 2 - 1 / 2; a lone session has no others.
+    # Each reward minus the mean of the others: 1 - (0 + 2) / 2, 0 - 3 / 2, 2 - 1 / 2; a lone session has no others.
     found = rloo_advantages(torch.tensor([1.0, 0.0, 2.0, 9.0]), torch.tensor([0, 0, 0, 1]))
     assert found.tolist() == pytest.approx([0.0, -1.5, 1.5, 0.0], abs=1e-6)
 
 
 def test_opo_literal():
-    # The baseline weighs rewards by length: (1 * 1 + 3 * 0) / 4 = 0.25.
+    # The baseline weights rewards by length: (1 * 1 + 3 * 0) / 4 = 0.25.
     found = opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 3]))
     assert found.tolist() == pytest.approx([0.75, -0.25], rel=1e-6)
 
@@ -61,7 +61,7 @@ def test_opo_counts_the_tokens_of_all_trajectories_of_a_session():
 
 
 def test_gpg_literal():
-    # Four sessions, of which the two of the first group can teach: alpha = 4 / 2.
+    # Only the two sessions of the first group have different rewards: alpha = 4 / 2.
     found = gpg_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     assert found.tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
     by_std = gpg_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]), divide_by_std=True, eps=0.0)
@@ -69,7 +69,7 @@ def test_gpg_literal():
 
 
 def test_passk_literal():
-    # The best leads the second by 2; deviation of 5, 3, 1 is 2. A tie and a lone session have no lead.
+    # The best leads the second by 2, and the deviation of 5, 3, 1 is 2. A tie and a lone session have no lead.
     rewards = torch.tensor([5.0, 3.0, 1.0, 4.0, 4.0, 0.0, 7.0], dtype=torch.float64)
     group = torch.tensor([0, 0, 0, 1, 1, 1, 2])
     assert passk_advantages(rewards, group, eps=0.0).tolist() == pytest.approx([1.0, 0, 0, 0, 0, 0, 0])
@@ -90,7 +90,7 @@ def test_negative_eps_is_refused():
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -1e6, 0.0])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10])
 def test_group_with_equal_rewards_gets_exact_zeros(reward, size):
-    # In floating point the mean of seven times 0.1 is not 0.1; divided by eps that would train.
+    # In floating point, the mean of seven times 0.1 is not 0.1; divided by eps, the difference would train.
     rewards = torch.full((size,), reward, dtype=torch.float64)
     group = torch.zeros(size, dtype=torch.int64)
     assert opo_advantages(rewards, group, torch.arange(size)).tolist() == [0.0] * size
@@ -99,13 +99,13 @@ def test_group_with_equal_rewards_gets_exact_zeros(reward, size):
 
 
 def test_last_trajectory_decides_for_its_session():
-    # Session 0 gave outputs 0 and 1, out of order; its reward is output 1's. Session 2 gave none.
+    # Session 0 has outputs 0 and 1, in reverse order; the reward of output 1 counts.
     rows = rows_of([1.0, 9.0, 0.0], [0, 0, 0], [0, 0, 1], [1, 0, 0], lengths=[2, 1, 2])
     assert dr_grpo(rows)["advantages"].tolist() == [0.5, 0.5, 0.5, -0.5, -0.5]
 
 
 def test_sessions_are_counted_once_whatever_they_gave():
-    # Rewards of the sessions are 3, 0, 0: the three outputs of session 0 do not pull the mean.
+    # The session rewards are 3, 0, 0: session 0 counts once in the mean, despite its three outputs.
     rows = rows_of([3.0, 3.0, 3.0, 0.0, 0.0], [0] * 5, [0, 0, 0, 1, 2], [0, 1, 2, 0, 0])
     assert dr_grpo(rows)["advantages"].tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
 

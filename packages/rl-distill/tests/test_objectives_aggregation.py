@@ -9,7 +9,7 @@ from rl_core.errors import SettingsError, ShapeError
 from rl_distill.objectives import AGGREGATIONS
 from rl_distill.objectives.aggregation import token_weights
 
-# Rows: two of three tokens train, none of two, one of one.
+# Trained tokens of the rows: two of three, none of two, and one of one.
 MASK = torch.tensor([False, True, True, False, False, True])
 OFFSETS = torch.tensor([0, 3, 5, 6])
 

@@ -1,4 +1,4 @@
-"""Arguments of objectives: lists and arrays become tensors, invalid ones are refused by name."""
+"""Arguments of objectives: lists and arrays become tensors; errors name invalid arguments."""
 
 from functools import partial
 

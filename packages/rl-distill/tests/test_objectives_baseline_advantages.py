@@ -23,7 +23,7 @@ def rows_of(rewards, *, lengths, session=None, loss_mask=None, columns=None, row
 
 
 def test_gae_literal():
-    # Trained tokens of the first row have values 1 and 3, the masked one between is no step; gamma = lambda = 0.5.
+    # Trained tokens of the first row have values 1 and 3; the masked one between is no step. gamma = lambda = 0.5.
     # Errors: 0.5 * 3 - 1 = 0.5 and 2 - 3 = -1; advantages 0.5 + 0.25 * -1 and -1. Second row: 4 - 1.
     rows = rows_of(
         [2.0, 4.0],

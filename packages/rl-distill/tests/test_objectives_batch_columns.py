@@ -102,7 +102,7 @@ def test_correction_weights(batch):
 
 
 def with_column(batch, name, values):
-    """A token column of these values at trained tokens, 0 elsewhere."""
+    """Add a token column with these values at trained tokens, and 0 elsewhere."""
     mask = batch.ragged("loss_mask")
     column = np.zeros(len(mask.values), np.float32)
     column[mask.values] = values
@@ -137,7 +137,7 @@ def test_kl_in_the_reward(batch):
     found = with_kl_in_reward(batch, coefficient=0.2)
     assert found.ragged("token_rewards")[0].tolist() == pytest.approx([0.0, -0.1, 0.0])
     advantages = with_advantages(found, advantage="dr_grpo").ragged("advantages")
-    assert advantages[0].tolist() == pytest.approx([0.0, 0.45, 0.45])  # 1 - 0.1 against 0
+    assert advantages[0].tolist() == pytest.approx([0.0, 0.45, 0.45])  # session rewards 1 - 0.1 and 0
     of_engine = with_kl_in_reward(batch, coefficient=0.2, policy_logprobs="rollout_logprobs")
     assert of_engine.ragged("token_rewards")[0].tolist() == pytest.approx([0.0, -0.1, 0.0])
 

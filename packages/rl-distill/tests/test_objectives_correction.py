@@ -9,7 +9,7 @@ from rl_core.errors import SettingsError, ShapeError
 from rl_distill.objectives.correction import banded_weights, truncated_weights
 
 LOG = math.log
-# Rows: [masked, 1.5, 0.5] and [4]; then one without a trained token.
+# Rows: [masked, 1.5, 0.5], [4], and a row without trained tokens.
 RATIOS = torch.tensor([math.nan, LOG(1.5), LOG(0.5), LOG(4.0), math.inf], dtype=torch.float64)
 MASK = torch.tensor([False, True, True, True, False])
 OFFSETS = torch.tensor([0, 3, 4, 5])

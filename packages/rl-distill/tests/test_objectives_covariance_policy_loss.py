@@ -9,7 +9,7 @@ from rl_distill.objectives import PolicyTokens
 from rl_distill.objectives.covariance_policy_loss import clip_cov, covariances, kl_cov, select_band, select_top
 from rl_distill.objectives.policy_loss import ppo_clip
 
-# Means over the trained tokens: logprob -2, advantage 1. Parts: (1)(2), (-1)(0), (0)(-2).
+# Means over the trained tokens: logprob -2, advantage 1. Products of the deviations: (1)(2), (-1)(0), (0)(-2).
 LOGPROBS = torch.tensor([-1.0, math.nan, -3.0, -2.0], dtype=torch.float64)
 ADVANTAGES = torch.tensor([3.0, math.nan, 1.0, -1.0], dtype=torch.float64)
 MASK = torch.tensor([True, False, True, True])
@@ -36,7 +36,7 @@ def test_covariances_literal():
 
 @pytest.mark.parametrize(("share", "expected"), [(1e-4, [1, 0, 0, 0]), (0.67, [1, 0, 1, 0]), (1.0, [1, 0, 1, 1])])
 def test_top_share(share, expected):
-    # Of the two parts that are 0 the earlier comes first; the masked token never does.
+    # Two products are 0: the earlier token is selected first. The masked token is never selected.
     assert select_top(LOGPROBS, ADVANTAGES, MASK, share=share).tolist() == [bool(is_in) for is_in in expected]
 
 

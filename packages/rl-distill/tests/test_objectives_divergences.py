@@ -1,4 +1,4 @@
-"""Divergences of teacher and student: literals, golden numbers, float64 gradients, top k and full."""
+"""Divergences between teacher and student: literals, golden numbers, float64 gradients, top k and full."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ V = 11
 
 
 def teacher_of(logits: torch.Tensor, *, k: int, temperature: float = 1.0) -> TeacherTokens:
-    """What a teacher with these logits says; its hidden states are the logits, its matrix is the identity."""
+    """Return the scores of a teacher with these logits as hidden states and an identity head."""
     logprobs = torch.log_softmax(logits / temperature, -1)
     values, ids = logprobs.topk(k, -1)
     tokens = torch.arange(len(logits)).unsqueeze(1) % logits.shape[1]
@@ -53,7 +53,7 @@ P, Q = (0.5, 0.3, 0.1, 0.1), (0.2, 0.5, 0.2, 0.1)
 
 
 def literal(kind: str, tail: str) -> float:
-    """Written out by hand, on p and q above."""
+    """Compute a divergence by hand for P and Q."""
     p, q = {
         "bucket": ((0.5, 0.3, 0.2), (0.2, 0.5, 0.3)),
         "drop": ((0.5, 0.3), (0.2, 0.5)),
@@ -95,16 +95,16 @@ def test_two_distributions_diverge_as_computed_by_hand(kind: str, tail: str) -> 
     masses = (1.0, 1.0, 0.0) if tail == "full" else (0.7, 0.8, 0.2)
     assert [float(of) for of in (found.student_mass, found.teacher_mass, found.tail_mass)] == pytest.approx(masses)
     assert float(found.agreement) == 0.0
-    assert float(found.overlap_ratio) in (0.5, 1.0)  # 0.2 is there twice: either may be among the student's two
+    assert float(found.overlap_ratio) in (0.5, 1.0)  # 0.2 occurs twice: either may be in the student's top 2
 
 
 def test_sorted_probabilities_are_compared_whatever_their_tokens() -> None:
     student, teacher = (torch.tensor([of], dtype=torch.float64).log() for of in (Q, P))
     found = divergence(DivergenceOptions(kind="uld", tail="drop"), size=4)(student, teacher_of(teacher, k=3))
-    assert float(found.losses) == pytest.approx(0.0 + 0.1 + 0.1)  # 0.5 0.3 0.1 beside 0.5 0.2 0.2
+    assert float(found.losses) == pytest.approx(0.0 + 0.1 + 0.1)  # 0.5, 0.3, 0.1 compared with 0.5, 0.2, 0.2
     foreign = TeacherTokens(
         logprobs=torch.tensor([[0.5, 0.5, 0.3, 0.1]], dtype=torch.float64).log(),
-        ids=torch.tensor([[9000, 9000, 17000, 40000]]),  # of another vocabulary
+        ids=torch.tensor([[9000, 9000, 17000, 40000]]),  # ids of another vocabulary
         index=torch.zeros(1, dtype=torch.int64),
     )
     same = divergence(DivergenceOptions(kind="uld", tail="drop"), size=4)(student, foreign)
@@ -139,7 +139,7 @@ CASES = [
 def test_gradients_are_those_of_finite_differences(kind: str, distribution: str, tail: str, temperature: float) -> None:
     options = DivergenceOptions(kind=kind, distribution=distribution, tail=tail, temperature=temperature, beta=0.3)
     teacher = teacher_of(random_logits(5, seed=1), k=4, temperature=temperature)
-    teacher.ids[0, 3:], teacher.logprobs[0, 3:] = -1, 0.0  # ragged: it gave fewer
+    teacher.ids[0, 3:], teacher.logprobs[0, 3:] = -1, 0.0  # a ragged top k with fewer entries
     student = random_logits(5, seed=2).requires_grad_()
     compare = divergence(options)
     assert torch.autograd.gradcheck(lambda logits: compare(logits, teacher).losses, student)
@@ -220,15 +220,15 @@ def test_a_student_that_is_its_teacher_loses_nothing(
     assert bool((found.agreement == 1).all())
     assert bool((found.overlap_ratio == 1).all())
     if tail == "drop" and kind != "js":
-        return  # its gradient is that of the mass: see below
+        return  # only the total mass has a gradient: see the next test
     if kind == "uld":
-        return  # |p - q| has no gradient at p = q, and rounding chooses one
+        return  # |p - q| has no derivative at p = q, where rounding decides
     found.losses.mean().backward()
     assert float(student.grad.abs().max()) < 1e-6
 
 
 def test_without_a_tail_an_equal_student_is_still_drawn_into_the_top_k() -> None:
-    """The derivative of sum p (log p - log q) over the top k alone is (mass - 1) p there, by hand."""
+    """By hand, the derivative of sum p (log p - log q) over the top k alone is (mass - 1) p at these tokens."""
     logits = random_logits(3, seed=1)
     student = logits.clone().requires_grad_()
     teacher = teacher_of(logits, k=4)
@@ -256,7 +256,7 @@ def test_divergences_are_never_negative_and_always_finite(
     found.losses.sum().backward()
     assert float(found.losses.detach()) >= -1e-5
     assert bool(logits.grad.isfinite().all())
-    assert float(logits.grad.sum().abs()) < 1e-3  # logits have a degree of freedom that no loss sees
+    assert float(logits.grad.sum().abs()) < 1e-3  # a constant added to all logits does not change the loss
     whole = divergence(DivergenceOptions(kind=kind, distribution="full"), dtype=torch.float32)
     assert float(found.losses.detach()) <= float(whole(logits.detach(), taught).losses) + 1e-3 or tail == "renormalise"
 
@@ -282,7 +282,7 @@ def test_clamps_are_off_and_counted_where_they_bite() -> None:
 def test_a_token_that_was_left_out_is_in_the_tail_even_where_k_is_the_whole_vocabulary() -> None:
     student, teacher = (torch.tensor([of], dtype=torch.float64).log() for of in (Q, P))
     taught = teacher_of(teacher, k=4)
-    taught.ids[0, 3:], taught.logprobs[0, 3:] = -1, 0.0  # the teacher's third and fourth, 0.1 each
+    taught.ids[0, 3:], taught.logprobs[0, 3:] = -1, 0.0  # the teacher's third and fourth tokens, with 0.1 each
     found = divergence(DivergenceOptions(), size=4)(student, taught)
     assert float(found.losses) == pytest.approx(HAND_COMPUTED["forward_kl", "bucket"], abs=1e-6)
 
@@ -386,7 +386,7 @@ def test_what_was_not_scored_is_not_looked_at_and_lists_are_tensors() -> None:
     assert never.ids.dtype == torch.int64
     assert TeacherTokens.from_top_k([[1, 0]], [[-0.5, -1.0]]).logprobs.tolist() == [[0.0, -0.5, -1.0]]
     half = torch.log_softmax(torch.zeros(1, 1000), -1).bfloat16()
-    assert len(TeacherTokens.from_top_k(torch.arange(1000)[None], half)) == 1  # rounds to a sum above 1
+    assert len(TeacherTokens.from_top_k(torch.arange(1000)[None], half)) == 1  # bfloat16 rounds the sum above 1
 
 
 def test_logits_that_do_not_fit_the_teacher_are_refused() -> None:

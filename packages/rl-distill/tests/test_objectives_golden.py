@@ -1,7 +1,8 @@
-"""Every number of every file of GOLDEN_DIR (default tests/golden): an independent implementation's, on padded rows.
+"""Compare objectives with every number in the files of GOLDEN_DIR (default tests/golden).
 
-Each array that is no input is looked up in `CHECKS` by the start of its name; one that nothing checks fails. Where ours
-departs on purpose, the expected number is corrected here, with the reason.
+The numbers come from an independent implementation, on padded rows. `CHECKS` selects the check of each output array by
+the start of its name; an array without a check fails. Where our objectives differ on purpose, the expected number is
+corrected here, with the reason.
 """
 
 import itertools
@@ -61,7 +62,7 @@ def read_arrays(path):
 
 
 class Golden:
-    """One file, its padded rows flattened; the rows are either kept with their padding or packed without it."""
+    """One file with its rows flattened, either with their padding or packed without it."""
 
     def __init__(self, path, *, dtype, is_packed):
         self.arrays = read_arrays(path)
@@ -76,7 +77,7 @@ class Golden:
         self.is_lone = torch.tensor([sizes[group] == 1 for group in self.arrays["group"].tolist()])
 
     def tokens(self, name):
-        """[T] of a [B, W] array, as input; what is masked there must not matter."""
+        """Return a [B, W] array as [T] input, with NaN at masked tokens, which must have no effect."""
         values = self.arrays[name][self.keep].to(self.dtype)
         return torch.where(self.loss_mask, values, torch.nan)
 
@@ -128,11 +129,11 @@ def lone_tokens(golden):
 
 
 def whitened_with_lone_sessions_at_zero(golden, name):
-    """Whitening is affine: undo it as far as to know where 0 went, put lone sessions there, and whiten again."""
-    first = golden.arrays[name][:, 0].double()  # every session's advantage, on its first token
+    """Set lone sessions to the whitened value of 0, then whiten again; whitening is affine."""
+    first = golden.arrays[name][:, 0].double()  # each session's advantage, from its first token
     group = golden.arrays["group"]
     compared = group == group[~golden.is_lone][0]
-    zero = first[compared].mean()  # the rewards of a group sum to 0 once centered
+    zero = first[compared].mean()  # centered rewards of a group sum to 0
     values = torch.where(lone_tokens(golden), zero, golden.expected(name).double())
     return masked_whiten(values, golden.loss_mask)
 
@@ -152,7 +153,7 @@ def check_policy(golden, name):
     kind, loss_name, mode = name.split("/")
     options = {"clip_low": 0.2, "clip_high": 0.28} if loss_name not in ("sapo", "gpg") else {}
     options |= {"dual_clip": 3.0} if loss_name == "vanilla" else {}
-    options |= {"ratio_cap": 3.0} if loss_name.startswith("dppo") else {}  # the one constant does both jobs there
+    options |= {"ratio_cap": 3.0} if loss_name.startswith("dppo") else {}  # there, one constant serves both purposes
     policy_loss = function_with_options(POLICY_LOSSES, loss_name.replace("vanilla", "ppo_clip"), options)
     policy = golden.tokens("logprobs").requires_grad_()
     tokens = PolicyTokens(
@@ -164,7 +165,7 @@ def check_policy(golden, name):
     )
     losses = torch.where(golden.loss_mask, policy_loss(tokens).losses, 0.0)
     weights = golden.weights("seq-mean-token-mean" if loss_name in OWN_AGGREGATION else mode)
-    if loss_name == "geo_mean":  # a row in which nothing trains counts in that mean
+    if loss_name == "geo_mean":  # there, rows without trained tokens count in the mean
         weights = weights * (golden.num_rows - golden.num_empty) / golden.num_rows
     loss = (weights * losses).sum()
     loss.backward()
@@ -218,8 +219,10 @@ def check_correction_metric(golden, name):
 
 
 def with_empty_rows(golden, name, found):
-    """There a row in which nothing trains counts as one of perplexity 1, and with nothing rejected; ours leaves it
-    out."""
+    """Add rows without trained tokens to the means, as there: with perplexity 1 and nothing rejected.
+
+    Our metrics leave these rows out.
+    """
     of_rows = ("training_", "rollout_ppl", "rollout_log_ppl", "log_ppl_", "ppl_ratio", "chi2_seq", "rollout_rs_seq")
     if not golden.num_empty or not name.startswith(of_rows):
         return found
@@ -247,10 +250,10 @@ CHECKS = {
 
 
 def outputs(path):
-    """Names of the arrays that belong to objectives and are no inputs."""
+    """Return the names of the output arrays of objectives."""
     with np.load(path, allow_pickle=False) as arrays:
         names = [name for name in arrays.files if name not in INPUTS and not name.startswith(NOT_OBJECTIVES)]
-    if IS_OWN:  # whatever is in our own files must be checked; others' may have inputs that we do not know
+    if IS_OWN:  # all arrays in our own files must be checked; other files may have unknown inputs
         return names
     return [name for name in names if name.startswith(tuple(CHECKS))]
 
@@ -292,7 +295,7 @@ def test_grpo_in_float64_is_exact(exact):
 
 
 def test_gae_in_float64_is_exact(exact):
-    """Against the recursion of the paper, token by token."""
+    """Compare with the recursion of the paper, token by token."""
     values = exact.tokens("values").numpy()
     offsets = exact.offsets.tolist()
     advantages = np.zeros_like(values)

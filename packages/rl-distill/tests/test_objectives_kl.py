@@ -71,7 +71,7 @@ def test_k2_k3_and_abs_are_never_negative(policy, reference):
 
 
 def test_k1_and_k3_are_unbiased_and_their_gradients_as_documented():
-    # Exact expectations over a vocabulary of three, by weighing every token with its probability.
+    # Exact expectations over a vocabulary of three: each token is weighted with its probability.
     logits = torch.tensor([0.3, -0.4, 1.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.0, 0.5, 0.2], dtype=torch.float64).log_softmax(0)
 

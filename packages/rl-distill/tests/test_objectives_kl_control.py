@@ -8,9 +8,9 @@ from rl_distill.objectives import AdaptiveKL
 
 def test_literals():
     control = AdaptiveKL(coefficient=0.1, target=0.02, horizon=1000)
-    # 10 % above the target, over a tenth of the horizon: 1 % more.
+    # 10 % above the target for a tenth of the horizon: the coefficient rises by 1 %.
     assert control.adapted(0.022, num_trajectories=100).coefficient == pytest.approx(0.101)
-    # Far off counts as 20 %.
+    # Larger deviations count as 20 %.
     assert control.adapted(5.0, num_trajectories=100).coefficient == pytest.approx(0.102)
     assert control.adapted(-5.0, num_trajectories=100).coefficient == pytest.approx(0.098)
     assert control.adapted(0.02, num_trajectories=100) == control

@@ -6,7 +6,7 @@ import torch
 from rl_distill.objectives.mismatch import mismatch_sums
 
 LOG = math.log
-# Rows: one masked and two trained tokens, one trained; then one without a trained token.
+# Rows: one masked and two trained tokens, one trained token, and a row without trained tokens.
 RATIOS = torch.tensor([math.nan, LOG(1.5), LOG(0.5), LOG(4.0), math.inf], dtype=torch.float64)
 MASK = torch.tensor([False, True, True, True, False])
 OFFSETS = torch.tensor([0, 3, 4, 5])
@@ -17,7 +17,7 @@ def test_mismatch_literals():
     rollout = torch.tensor([0.0, -1.5, -2.0, -0.5, math.nan], dtype=torch.float64)
     sums = mismatch_sums(old, rollout, MASK, OFFSETS)
     found = {name: float(total / weight) for name, (total, weight) in sums.items()}
-    # Trajectories: learner -1.5 and -1, engine -1.75 and -0.5; the third trains nothing and counts nowhere.
+    # Means of the trajectories: learner -1.5 and -1, engine -1.75 and -0.5; the third is not trained and ignored.
     differences = [1.5 - 1.75, 1.0 - 0.5]
     assert found == pytest.approx(
         {

@@ -23,7 +23,7 @@ from rl_distill.objectives.selection import selection_of
 
 
 def float_options(registry):
-    """(name, option) of every float option, those of selections too."""
+    """Return (name, option) of every float option, including those of selections."""
     pairs = []
     for name in registry.names():
         function = registry.get(name)

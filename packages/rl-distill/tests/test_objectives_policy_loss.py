@@ -26,11 +26,11 @@ def tokens_of(ratios, advantages, *, loss_mask=None, policy_logprobs=None):
 def test_literals():
     # Ratio and advantage -> loss, by hand, with clip 0.2 / 0.28 and dual clip 3:
     cases = [
-        (1.1, 2.0, -2.2),  # inside: -A r
-        (1.5, 2.0, -2.56),  # gain ends at 1.28
-        (0.5, 2.0, -1.0),  # loss keeps growing below: -A r
-        (0.5, -2.0, 1.6),  # gain ends at 0.8
-        (1.5, -2.0, 3.0),  # -A r
+        (1.1, 2.0, -2.2),  # inside the clip range: -A r
+        (1.5, 2.0, -2.56),  # clipped at 1.28
+        (0.5, 2.0, -1.0),  # not clipped below: -A r
+        (0.5, -2.0, 1.6),  # clipped at 0.8
+        (1.5, -2.0, 3.0),  # not clipped above: -A r
         (5.0, -2.0, 6.0),  # dual clip: 3 |A|
     ]
     ratios, advantages, expected = zip(*cases, strict=True)
@@ -143,7 +143,7 @@ def padded(*, requires_grad=True):
 
 
 def by_hand(name, losses, mask):
-    """As TRL and verl write them."""
+    """Return the aggregated loss with the formulas of TRL and verl."""
     rows = (losses * mask).sum(-1)
     return {
         "token-mean": rows.sum() / mask.sum(),
@@ -189,7 +189,7 @@ def test_tokens_that_a_loss_treats_apart_are_selected_by_itself():
     tokens = PolicyTokens.from_padded(logprobs, mask, advantages=advantages, old_logprobs=old)
     loss, _ = compute_policy_loss(tokens, "clip_cov", share=1.0, low=-9.0, high=9.0)
     loss.backward()
-    assert (logprobs.grad == 0).all()  # every token was selected, and has no gradient
+    assert (logprobs.grad == 0).all()  # every token was selected and has no gradient
 
 
 @pytest.mark.parametrize(

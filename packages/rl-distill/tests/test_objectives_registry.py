@@ -72,7 +72,7 @@ def test_unknown_option_gives_the_nearest():
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A package in sys.path that offers entry points, as an installed one would."""
+    """Return a function that adds a package with entry points to sys.path, as if installed."""
 
     def install(points):
         folder = tmp_path / "outside-1.0.dist-info"

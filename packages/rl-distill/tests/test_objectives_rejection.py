@@ -8,7 +8,7 @@ from rl_distill.objectives import REJECTION_CRITERIA
 from rl_distill.objectives.rejection import rejection_mask
 
 LOG = math.log
-# old / rollout of the rows: [masked, 2, 1], [1/2], and one in which nothing trains.
+# old / rollout ratios of the rows: [masked, 2, 1], [1/2], and a row without trained tokens.
 LOG_RATIOS = torch.tensor([math.nan, LOG(2), 0.0, -LOG(2), math.inf], dtype=torch.float64)
 MASK = torch.tensor([False, True, True, True, False])
 OFFSETS = torch.tensor([0, 3, 4, 5])
@@ -25,13 +25,13 @@ def kept(name, bound):
     ("name", "bound", "expected"),
     [
         ("token_k1", 1.5, [False, True, False]),
-        ("token_k1", (0.4, 1.5), [True, True, False]),  # rollout / old of the tokens: 1/2, 1, 2
+        ("token_k1", (0.4, 1.5), [True, True, False]),  # the rollout / old ratios are 1/2, 1 and 2
         ("token_k2", LOG(2) ** 2 / 2 - 1e-9, [False, True, False]),
         ("token_k3", K3_OF_2 - 1e-9, [False, True, True]),
         ("seq_sum_k1", (0.4, 1.5), [True, True, False]),
         ("seq_sum_k2", LOG(2) ** 2 / 2 + 1e-9, [True, True, True]),
         ("seq_sum_k3", K3_OF_HALF + 1e-9, [False, False, True]),
-        ("seq_mean_k1", 1.5, [True, True, False]),  # means -log(2) / 2 and log 2
+        ("seq_mean_k1", 1.5, [True, True, False]),  # the means are -log(2) / 2 and log 2
         ("seq_mean_k2", LOG(2) ** 2 / 4 + 1e-9, [True, True, False]),
         ("seq_mean_k3", K3_OF_2 / 2 + 1e-9, [True, True, False]),
         ("seq_max_k2", LOG(2) ** 2 / 2 - 1e-9, [False, False, False]),

@@ -11,7 +11,7 @@ LOG = math.log
 
 
 def tokens_of(log_ratios, advantages, *, lengths=None, loss_mask=None):
-    """Tokens whose old logprobs are -3; with their policy_logprobs, which take a gradient."""
+    """Return tokens with old logprobs of -3, and their policy_logprobs, which require a gradient."""
     policy = (torch.tensor(log_ratios, dtype=torch.float64) - 3.0).requires_grad_()
     offsets = torch.tensor([0, *(lengths or [len(log_ratios)])]).cumsum(0)
     tokens = PolicyTokens(
@@ -25,7 +25,7 @@ def tokens_of(log_ratios, advantages, *, lengths=None, loss_mask=None):
 
 
 def test_gspo_literal():
-    # First response: ratios 2 and 8, masked one between; geometric mean 4. Second: ratio 1/2.
+    # First response: ratios 2 and 8, with a masked token between them; geometric mean 4. Second response: ratio 1/2.
     tokens, policy = tokens_of(
         [LOG(2), 50.0, LOG(8), LOG(0.5)], [-1.0, 9.0, -3.0, 2.0], lengths=[3, 1], loss_mask=[True, False, True, True]
     )
@@ -51,7 +51,7 @@ def test_gspo_far_ratio_does_not_overflow():
 
 
 def test_geo_mean_literal():
-    # Log ratios 0.2 and 1.0 at positive advantages: the second is held at 0.4; mean 0.3. Advantage (1 + 3) / 2.
+    # Log ratios 0.2 and 1.0 at positive advantages: the second is clipped to 0.4; mean 0.3. Advantage (1 + 3) / 2.
     tokens, policy = tokens_of([0.2, 1.0], [1.0, 3.0])
     found = geo_mean(tokens, clip_low=0.4, clip_high=0.4)
     assert found.losses.tolist() == pytest.approx([-2.0 * math.exp(0.3)] * 2)

@@ -1,4 +1,4 @@
-"""Sessions with several trajectories: rewards 4 and 2 of one, 1 of the other, each with one token."""
+"""Sessions with several trajectories of one token each: rewards 4 and 2 in one session, 1 in the other."""
 
 import pytest
 import torch
@@ -24,10 +24,10 @@ def advantages(rule, *, output=(0, 1, 0)):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("last", [0.5, 0.5, -0.5]),  # 2 against 1
+        ("last", [0.5, 0.5, -0.5]),  # session rewards 2 and 1
         ("last_only", [0.0, 0.5, -0.5]),
-        ("mean", [1.0, 1.0, -1.0]),  # 3 against 1
-        ("each", [5 / 3, -1 / 3, -4 / 3]),  # 4, 2 and 1 against each other
+        ("mean", [1.0, 1.0, -1.0]),  # session rewards 3 and 1
+        ("each", [5 / 3, -1 / 3, -4 / 3]),  # 4, 2 and 1 count separately
     ],
 )
 def test_rules(name, expected):

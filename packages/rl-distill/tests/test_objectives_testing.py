@@ -1,4 +1,4 @@
-"""The conformance kit accepts correct objectives, and detects each violation by its rule."""
+"""The conformance kit accepts correct objectives, and each of its rules detects its violation."""
 
 import math
 from functools import partial
@@ -132,7 +132,7 @@ def metrics_as_means(policy_logprobs, _entropy, micro):
 
 
 def gives_an_extreme(policy_logprobs, _entropy, micro):
-    """Of the tokens with a positive advantage, of which a micro-batch may have none."""
+    """Report the minimum over tokens with a positive advantage, which a micro-batch may lack."""
     mask = micro.columns["loss_mask"] & (micro.columns["advantages"] > 0)
     lowest = torch.where(mask, policy_logprobs.detach(), math.inf).amin()
     return policy_gradient(policy_logprobs, micro), {"actor/logprob_min": (lowest, mask.sum())}

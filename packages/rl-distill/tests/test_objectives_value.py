@@ -16,8 +16,8 @@ def tensor(*values):
 
 
 def test_losses_literal():
-    # Old value 0, return 1, clip 0.2. At 0.1 plain; at 0.5 the held 0.2 errs more: its gradient is gone; at -0.5 plain
-    # errs more.
+    # Old value 0, return 1, clip 0.2. 0.1 is within the clip. 0.5 is clipped to 0.2, which errs more and has no
+    # gradient. -0.5 errs more unclipped.
     values = tensor(0.1, 0.5, -0.5).requires_grad_()
     losses, was_clipped = value_losses(values, tensor(0, 0, 0), tensor(1, 1, 1), clip=0.2)
     assert losses.tolist() == pytest.approx([0.405, 0.32, 1.125])

@@ -22,7 +22,7 @@ def metrics_of(*, level, cap, floor=None):
 
 
 def test_by_token():
-    # Weights 2, 0.25, 1; the second trajectory has 1 alone, the third none.
+    # Weights 2, 0.25 and 1; the second trajectory has only the 1, the third has none.
     found = metrics_of(level="token", cap=2.0)
     mean = 3.25 / 3
     assert found == pytest.approx(

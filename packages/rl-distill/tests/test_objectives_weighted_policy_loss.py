@@ -11,7 +11,7 @@ gpg = POLICY_LOSSES.get("gpg")
 
 
 def losses_and_gradient(loss, *, policy, old, advantages, **options):
-    """Probabilities of the policy in training and of the old one."""
+    """Return a loss's result and gradient, given the probabilities of the current and the old policy."""
     logprobs = torch.tensor(policy, dtype=torch.float64).log().requires_grad_()
     tokens = PolicyTokens(
         policy_logprobs=logprobs,
@@ -32,7 +32,7 @@ def test_gpg_literal():
 
 
 def test_cispo_literal():
-    # Ratios 2, 0.5, 1.1: weights 1.28, 0.8, 1.1; every token keeps a gradient.
+    # Ratios 2, 0.5, 1.1: weights 1.28, 0.8, 1.1; every token keeps its gradient.
     found, gradient = losses_and_gradient(
         cispo, policy=[0.4, 0.1, 0.22], old=[0.2, 0.2, 0.2], advantages=[1.0, -1.0, 2.0], clip_low=0.2, clip_high=0.28
     )
@@ -42,7 +42,7 @@ def test_cispo_literal():
 
 
 def test_dppo_tv_literal():
-    # Probability rose by 0.3 (stopped), by 0.1; fell by 0.3 at a negative advantage (stopped), at a positive one.
+    # Probabilities rise by 0.3 (stopped) and 0.1, then fall by 0.3 at advantages of -1 (stopped) and 1.
     found, gradient = losses_and_gradient(
         dppo_tv,
         policy=[0.5, 0.3, 0.2, 0.2],
@@ -56,14 +56,14 @@ def test_dppo_tv_literal():
 
 
 def test_dppo_cuts_large_weights():
-    # The ratio is 20, the probability hardly moved.
+    # The ratio is 20, but the probability hardly changes.
     found, gradient = losses_and_gradient(dppo_tv, policy=[0.02], old=[0.001], advantages=[1.0], ratio_cap=3.0)
     assert gradient == pytest.approx([-3.0])
     assert found.diagnostics["actor/pg_clipfrac_lower"].tolist() == [1.0]
 
 
 def test_dppo_kl_literal():
-    # KL of (0.5, 0.5) to (0.8, 0.2): 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.2231; it stops what goes on rising.
+    # KL of (0.5, 0.5) to (0.8, 0.2): 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.2231; further rises are stopped.
     kl = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
     for bound, expected in ((kl - 1e-6, [0.0, 1.6]), (kl + 1e-6, [-1.6, 1.6])):
         found, gradient = losses_and_gradient(

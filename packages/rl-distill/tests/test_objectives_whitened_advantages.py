@@ -26,7 +26,7 @@ def whitened(values):
 
 
 def test_reinforce_plus_plus_literal():
-    # Returns go back from the last trained token by gamma; what is masked is no step.
+    # Rewards are discounted by gamma per trained token, backwards from the last one; masked tokens are no steps.
     mask = [False, True, False, True, True]
     found = reinforce_plus_plus(rows_of([1.0, 3.0], lengths=[4, 1], loss_mask=mask), gamma=0.5)
     assert found["returns"].tolist() == [0.0, 0.5, 0.0, 1.0, 3.0]
@@ -41,7 +41,7 @@ def test_reinforce_plus_plus_counts_rewards_of_tokens_where_they_are():
 
 
 def test_baseline_form_literal():
-    # Centered to 0.5 and -0.5; three tokens and one.
+    # Centered rewards 0.5 and -0.5, over three tokens and one.
     found = reinforce_plus_plus_baseline(rows_of([1.0, 0.0], lengths=[3, 1]))
     assert found["advantages"].tolist() == pytest.approx(whitened([0.5, 0.5, 0.5, -0.5]), rel=1e-12)
 
@@ -64,7 +64,7 @@ def components(first, second):
 
 
 def test_gdpo_lets_no_component_drown_another():
-    # The second component is a hundred times larger; normalised by itself each counts the same.
+    # The second component is a hundred times larger; after normalization both have the same weight.
     rows = rows_of([0.0] * 4, lengths=[1] * 4, row_columns=components([1, 0, 1, 0], [100, 100, 0, 0]))
     found = gdpo(rows)["advantages"].tolist()
     assert found == pytest.approx(whitened([2.0, 0.0, 0.0, -2.0]), abs=1e-5)

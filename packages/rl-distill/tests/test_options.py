@@ -1,4 +1,4 @@
-"""Impossible options are refused where they are used, all at once."""
+"""Impossible options are refused on use, all in one error."""
 
 import math
 from typing import Any

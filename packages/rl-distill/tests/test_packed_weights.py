@@ -1,4 +1,4 @@
-"""Export of the policy's weights: as views, with one transfer for the proof."""
+"""Export of the policy's weights as views, with one transfer for the proof."""
 
 from pathlib import Path
 
@@ -36,17 +36,17 @@ def test_a_file_takes_each_tensor_to_the_host_once(
     policy = MegatronLearner(tied_policy, LearnerOptions())
     learners = Learners(policy=policy, reference=None, critic=None, close=policy.close)
     transport: WeightTransport = SharedFileTransport(tmp_path)
-    monkeypatch.setattr("rl_core.weights.digests.tensor_crc32c", lambda tensor: 0)  # looks at host copies
+    monkeypatch.setattr("rl_core.weights.digests.tensor_crc32c", lambda tensor: 0)  # it calls `cpu` on host copies
     transfers = count_transfers(monkeypatch)
     update = learners.pack(transport, version=1)
-    assert len(transfers) == len(update.digests) + 1  # and the probes
+    assert len(transfers) == len(update.digests) + 1  # plus one for the probes
     assert {digest.kind for digest in update.digests.values()} == {"crc32c"}
     transport.close()
     learners.close()
 
 
 def count_transfers(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Sizes of the tensors that `Tensor.cpu` is asked for from here on."""
+    """Record the shapes of tensors that `Tensor.cpu` copies from now on."""
     moved: list[torch.Size] = []
     to_cpu = torch.Tensor.cpu
 

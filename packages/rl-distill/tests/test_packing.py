@@ -1,4 +1,4 @@
-"""Micro-batches by tokens."""
+"""Packing rows into micro-batches by number of tokens."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sizes that a layout must divide, and options that need one."""
+"""Sizes that a layout must divide, and options that need certain layouts."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Adapters in peft's format: round trips are exact, invalid ones are refused by name, a merge is the sum."""
+"""Adapters in peft's format: round trips are exact, errors name invalid files, and a merge adds the product."""
 
 import json
 import os
@@ -27,7 +27,7 @@ Q, UP = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
 def make_adapter(
     folder: Path, policy: Path, *, ends: tuple[str, ...] = ("1.self_attn.q_proj", "up_proj")
 ) -> dict[str, torch.Tensor]:
-    """Write a random adapter of a policy's matrices with these ends; gives its tensors."""
+    """Write a random adapter of the policy's matrices with these name endings; return its tensors."""
     shapes = tensor_shapes(parse_policy_config(read_policy_config(policy)))
     torch.manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
@@ -165,7 +165,7 @@ def test_other_tensors_are_refused(edit: Callable[[dict[str, torch.Tensor]], obj
     if says:
         with pytest.raises(DataError, match=says.replace(".", r"\.").replace(r"\.*", ".*")):
             AdapterFolder(adapter)
-    else:  # target_modules names the matrices that are left, and one more
+    else:  # target_modules also names a matrix that has no tensors
         with pytest.raises(DataError, match=r"in target_modules, but .* has no such matrix"):
             AdapterFolder(adapter)
 
@@ -208,7 +208,7 @@ def test_a_learner_begins_with_its_own_kind_alone(
 
 
 def expected_merge(policy: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """The base's tensors with the adapter added, float32."""
+    """Return the base tensors in float32 with the adapter added."""
     weights = read_policy_tensors(policy, parse_policy_config(read_policy_config(policy)), dtype=torch.float32)
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name in [name for name in tensors if "lora_A" in name]:

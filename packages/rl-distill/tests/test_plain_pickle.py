@@ -1,4 +1,4 @@
-"""Pickles become plain records; nothing is executed, and allocations are bounded."""
+"""Pickles become plain records; no code runs, and allocations are bounded."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ ORDERED_DICT = "collections.OrderedDict"
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ def test_what_is_not_allowed_is_refused_and_does_not_run(tmp_path: Path, protoco
         read_plain_pickle(content, allowed={ORDERED_DICT})
     assert not (tmp_path / "ran").exists()
     pickle.loads(content)
-    assert (tmp_path / "ran").exists()  # it would have run
+    assert (tmp_path / "ran").exists()  # plain unpickling runs the code
 
 
 def nested(depth: int) -> bytes:
@@ -104,7 +104,7 @@ def test_hostile_streams_are_refused_and_take_no_memory(name: str) -> None:
     content = HOSTILE[name]
     tracemalloc.start()
     try:
-        if name == "memo of four billion":  # one entry of a dictionary here
+        if name == "memo of four billion":  # takes one dictionary entry here
             assert read_plain_pickle(content, allowed={ORDERED_DICT}) is None
         else:
             with pytest.raises(CheckpointError, match=r"torn at byte|uses the operation|the pickle names"):

@@ -1,4 +1,4 @@
-"""Reading config.json, in the dialects of both transformers versions."""
+"""Reading config.json in the formats of both versions of transformers."""
 
 from typing import Any
 

@@ -33,7 +33,7 @@ def batch_of(rows, prompts, **columns) -> Batch:
 
 
 def check(rows, forest: PrefixForest) -> np.ndarray:
-    """Every token of every row has its place, after the tokens before it; gives the computed tokens' ids."""
+    """Check that every token is computed after the preceding tokens of its row; return the computed ids."""
     computed = np.full(forest.num_computed, -1)
     computed[forest.places] = np.concatenate(rows)
     np.testing.assert_array_equal(computed[forest.places], np.concatenate(rows))
@@ -130,7 +130,7 @@ def test_prompts_share_nothing_with_one_another():
 
 def test_other_experts_are_computed_apart():
     experts = np.zeros((6, 2, 1), dtype=np.int16)
-    experts[4] = 1  # the second row's second token
+    experts[4] = 1  # the second token of the second row
     batch = batch_of([ids(1, 2, 3), ids(1, 2, 4)], ["a", "a"], routed_experts=experts)
 
     forest = batch_forest(batch, min_shared=1)
@@ -159,7 +159,7 @@ def test_a_group_is_spread_over_ranks():
 
 
 def dense(qkv, forest: PrefixForest, scale: float) -> torch.Tensor:
-    """By a mask [T, T] of what each computed token sees."""
+    """Compute attention with a [T, T] mask of the tokens that each computed token attends to."""
     segment = np.repeat(np.arange(len(forest.parent)), np.diff(forest.offsets))
     sees = torch.zeros(forest.num_computed, forest.num_computed, dtype=torch.bool)
     for token, number in enumerate(segment):
@@ -182,7 +182,7 @@ def forest_and_layout(rows, *, least: int) -> tuple[PrefixForest, PackedLayout]:
 
 
 def tree(rng: np.random.Generator, *, longest: int) -> list[np.ndarray]:
-    """Rows of two prompts, with a trunk that some go on from, one that ends in it, and two that are equal."""
+    """Return rows of two prompts with a shared trunk: some continue it, one ends there, and two rows are equal."""
     draw = lambda size: rng.integers(0, 99, size)
     prompt = draw(longest // 2)
     trunk = np.concatenate([prompt, draw(9)])

@@ -1,4 +1,4 @@
-"""float32 products by oneDNN: the values and gradients of torch, with one choice per process."""
+"""float32 products with oneDNN: the same values and gradients as torch, with one choice per process."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneD
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes that went to oneDNN."""
+    """Record the shapes of products that oneDNN computes."""
     found: list[tuple[int, ...]] = []
     own = products._onednn
     monkeypatch.setattr(products, "_onednn", lambda a, b: found.append((*a.shape, b.shape[1])) or own(a, b))

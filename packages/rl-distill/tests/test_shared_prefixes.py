@@ -29,7 +29,7 @@ KINDS = {
 def sequence_loss(
     logprobs: torch.Tensor, entropy: torch.Tensor | None, micro: MicroBatch
 ) -> tuple[torch.Tensor, MetricSums]:
-    """A loss in which the tokens of a row hang together, and those of other rows do not."""
+    """Return a loss that couples the tokens of a row, but not those of different rows."""
     weights = micro.columns["loss_weights"]
     rows = torch.repeat_interleave(torch.arange(len(micro.offsets) - 1), micro.offsets.diff())
     of_row = torch.zeros(len(micro.offsets) - 1).index_add(0, rows, logprobs * weights)
@@ -38,7 +38,7 @@ def sequence_loss(
 
 
 class Pair:
-    """Two learners with the same weights, which no step changes."""
+    """Two learners with the same weights; a learning rate of 1e-30 leaves them unchanged."""
 
     def __init__(self, policy: Path, **changes: str) -> None:
         options = replace(OPTIONS, **changes)
@@ -47,7 +47,7 @@ class Pair:
         self.apart = MegatronLearner(policy, replace(options, shared_prefix_tokens=0, kernels="plain"))
 
     def check(self, batch: Batch) -> int:
-        """Everything agrees; gives the tokens that were computed."""
+        """Check that both learners agree; return the number of computed tokens."""
         scores = [learner.logprobs(batch, temperature=0.7).values for learner in (self.shared, self.apart)]
         np.testing.assert_allclose(*scores, rtol=0, atol=5e-6)
         steps, grads = [], []
@@ -56,7 +56,7 @@ class Pair:
             (chunk,) = learner._ranks._host._models["policy"]._chunks
             grads.append({name: p.main_grad.clone() for name, p in chunk.named_parameters() if p.requires_grad})
         found, expected = steps
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6, abs=1e-6)  # a difference of two sums near 1
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6, abs=1e-6)  # difference of two sums near 1
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
         for name, column in expected.tokens.items():
             np.testing.assert_allclose(found.tokens[name].values, column.values, rtol=0, atol=5e-6, err_msg=name)
@@ -95,7 +95,7 @@ ROWS = st.lists(
 @settings(max_examples=12, deadline=None)
 @given(rows=ROWS, seed=st.integers(0, 99))
 def test_any_rows_agree(pair: Pair, rows: list[tuple[list[int], int]], seed: int):
-    """Duplicates, rows that begin as others do, rows of one token, other loss masks on shared tokens."""
+    """Duplicates, rows with common beginnings, rows of one token, and different loss masks on shared tokens."""
     rows = [*rows, ([1, 2, 1], 0)]
     batch = batch_of([row for row, _ in rows], [prompt for _, prompt in rows], seed)
 

@@ -1,4 +1,4 @@
-"""Skipped updates are counted, and too many in a row end the run with the rows saved."""
+"""Skipped updates are counted; too many in a row end the run and save the rows."""
 
 import json
 from pathlib import Path

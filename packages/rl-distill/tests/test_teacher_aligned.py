@@ -26,7 +26,7 @@ def pieces(texts, *, begin_ids=()):
 
 
 def encode(texts):
-    """The longest token that fits, again and again; the space before "5" is a token with it."""
+    """Encode texts greedily with the longest matching token; " 5" is a single token."""
     found = []
     for text in texts:
         rest, ids = text.encode(), []
@@ -73,7 +73,7 @@ def test_begin_tokens_stand_before_the_text_on_the_teachers_side_alone():
 
 def test_no_span_reaches_from_a_prompt_or_a_tools_words_into_a_response():
     asked = aligner().to_teacher(row([5, 1, 2, 1, 2], trained_from=2, masked=[3]))
-    assert asked.row.input_ids.tolist() == [4, 8, 12, 8, 12]  # and never "distill"
+    assert asked.row.input_ids.tolist() == [4, 8, 12, 8, 12]  # not "distill", which would cross the boundary
     assert asked.row.loss_mask.tolist() == [False, False, True, False, True]
     assert asked.spans.tolist() == [[2, 3, 2, 3], [4, 5, 4, 5]]
 
@@ -90,7 +90,7 @@ def test_a_span_of_the_sampled_mode_carries_its_log_ratio_in_equal_shares_by_han
     teacher = scores([[0], [-5.0], [-0.25], [-0.75]], [[-1], [0], [1], [2]])
     found = aligner().to_student(teacher, row([5, 1, 2, 3], trained_from=1), asked, rollout_logprobs=rollout)
     assert found.token_ids.tolist() == [[-1], [1], [2], [3]]
-    assert found.logprobs[:, 0].tolist() == [0, -2.0, -3.0, -1.0]  # -3 - -5 by two; -1 for "ation" by two tokens
+    assert found.logprobs[:, 0].tolist() == [0, -2.0, -3.0, -1.0]  # "distill": (-5 - -3) / 2 = -1 each; "ation": 3
 
 
 def test_equal_tokens_get_the_teachers_own_logprob():
@@ -113,10 +113,10 @@ def test_likeliest_tokens_are_mapped_by_text_and_unmapped_ones_dropped():
     found = by_top_k.to_student(teacher, own, asked, rollout_logprobs=np.zeros(5, dtype=np.float32))
     assert found.token_ids.tolist() == [
         [-1] * 4,
-        [6, 5, 0, -1],  # " 5" is no token of the student; "5" and the end are
-        [-1] * 4,  # "dis" and "till" are one token of the teacher: no teacher
+        [6, 5, 0, -1],  # the student has "5" and the end, but no token " 5"
+        [-1] * 4,  # the teacher has one token for "dis" and "till": no scores
         [-1] * 4,
-        [0, 0, 9, -1],  # of the student's two "x" the first
+        [0, 0, 9, -1],  # the first of the student's two "x" tokens
     ]
     assert found.logprobs[1].tolist() == [-2, -1, -3, 0]
     assert found.logprobs[2:4].tolist() == [[0] * 4] * 2
@@ -125,7 +125,7 @@ def test_likeliest_tokens_are_mapped_by_text_and_unmapped_ones_dropped():
 
 def test_the_token_itself_is_among_the_likeliest_once_under_its_own_id():
     by_top_k = aligner("top_k")
-    own = row([5, 10], trained_from=1)  # the second of two "x"
+    own = row([5, 10], trained_from=1)  # the second "x" token
     asked = by_top_k.to_teacher(own)
     teacher = scores([[0] * 3, [-0.3, -0.3, -2]], [[-1] * 3, [7, 7, 4]])
     found = by_top_k.to_student(teacher, own, asked, rollout_logprobs=np.zeros(2, dtype=np.float32))
@@ -145,7 +145,7 @@ def test_sorted_probabilities_stand_at_the_first_token_of_a_span():
 def test_a_character_cut_in_tokens_is_one_span_and_what_is_no_text_has_no_teacher():
     whole = row([5, 7, 8, 6], trained_from=1)
     assert aligner().to_teacher(whole).spans.tolist() == [[1, 3, 1, 2], [3, 4, 2, 3]]
-    cut = row([5, 6, 7], trained_from=1)  # ended by the length limit, in the middle of a character
+    cut = row([5, 6, 7], trained_from=1)  # ended by the length limit within a character
     asked = aligner().to_teacher(cut)
     assert asked.row.input_ids.tolist() == [4, 5, 10]
     assert asked.spans.tolist() == [[1, 2, 1, 2]]
@@ -155,7 +155,7 @@ def test_a_character_cut_in_tokens_is_one_span_and_what_is_no_text_has_no_teache
 def test_a_token_of_no_tokenizer_has_no_teacher():
     asked = aligner().to_teacher(row([5, 6, 31, 0, 6], trained_from=1))
     assert asked.row.input_ids.tolist() == [4, 5, 9, 5]
-    assert asked.spans.tolist() == [[3, 4, 2, 3], [4, 5, 3, 4]]  # and takes the token before it along
+    assert asked.spans.tolist() == [[3, 4, 2, 3], [4, 5, 3, 4]]  # the token before the unknown one has no teacher
 
 
 def test_a_space_before_every_text_is_taken_off():
@@ -169,7 +169,7 @@ def test_a_tokenizer_that_rewrites_text_gives_nothing_and_says_nothing_wrong():
     rewriting = aligner(write=lambda texts: [[7] for _ in texts])
     asked = rewriting.to_teacher(row([5, 6, 0], trained_from=1))
     assert asked.row.input_ids.tolist() == [7, 7, 9]
-    assert asked.spans.tolist() == [[2, 3, 2, 3]]  # the end alone
+    assert asked.spans.tolist() == [[2, 3, 2, 3]]  # only the end token
 
 
 def test_scores_of_another_row_are_refused():

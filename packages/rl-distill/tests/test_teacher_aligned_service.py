@@ -24,7 +24,7 @@ def encode(texts):
 
 
 def serve(directory, replica, *, mode, top_k):
-    """One group of two sessions, scored by a teacher of shifted ids; gives what trains, and the teacher's report."""
+    """Score one group of two sessions with a teacher of shifted ids; return the training batch and the report."""
     task = teacher_task(with_aligner=True)
     queue = InProcessQueue([task, TaskSpec(name="train", needs=task.needs | task.gives, order="issue")])
     cache = ScoreCache(directory, ScoreKind(teacher="shifted", dtype="float32", top_k=top_k))
@@ -66,7 +66,7 @@ def test_likeliest_tokens_come_back_as_the_students_and_are_stored_as_the_teache
     batch, report = serve(tmp_path, FakeReplica(change=change), mode="top_k", top_k=3)
     assert sorted(asked) == [[2, 3, 4, 5, 6], [2, 3, 4, 5, 6, 7, 8]]
     assert report.num_trajectories == 2
-    # The teacher's likeliest are its 0, 1 and 2: no text, and the student's 0 and 1.
+    # The teacher's top tokens 0, 1 and 2 are: no text, and the student's 0 and 1.
     first = batch.ragged("teacher_ids")[0]
     assert first.tolist() == [[-1] * 4, [-1] * 4, [3, 0, 1, -1], [4, 0, 1, -1], [5, 0, 1, -1]]
     assert batch.ragged("teacher_logprobs")[0][2:].tolist() == [[-0.5, -3, -4, 0]] * 3

@@ -36,7 +36,7 @@ def trained(folder, *, size, kind):
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     document = json.loads(tokenizer.to_str())
-    document["added_tokens"] = document["added_tokens"][:2]  # bytes are tokens of the model
+    document["added_tokens"] = document["added_tokens"][:2]  # bytes are ordinary tokens of the model
     (folder / "tokenizer.json").write_text(json.dumps(document))
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 

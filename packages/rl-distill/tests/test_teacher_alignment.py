@@ -1,4 +1,4 @@
-"""Spans of equal text: every token once, texts equal, and no span that could be split."""
+"""Spans of equal text: every token is in one span, texts are equal, and no span can be split."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ def test_spans_of_two_words_by_hand():
 
 
 def test_a_character_that_one_side_cuts_ends_with_its_last_byte():
-    euro = "\u20ac".encode()  # e2 82 ac
+    euro = "\u20ac".encode()  # bytes e2 82 ac
     assert align_spans([euro[:1], euro[1:], b"5"], [euro, b"5"]) == [Span(0, 2, 0, 1), Span(2, 3, 1, 2)]
     assert align_spans([euro[:1], euro[1:]], [euro[:2], euro[2:]]) == [Span(0, 2, 0, 2)]
 
@@ -53,7 +53,7 @@ def test_other_texts_are_refused(student, teacher, words):
 
 
 def cut(units, places):
-    """A text, of bytes and roles, in pieces that end at some places and around each role."""
+    """Cut a text of bytes and roles into pieces, at the given places and around each role."""
     pieces, current = [], b""
     for index, unit in enumerate(units):
         if isinstance(unit, str):
@@ -101,7 +101,7 @@ def test_spans_have_every_token_once_with_equal_texts_and_are_the_smallest(sides
         assert own
         assert other
         assert joined(own) == joined(other)
-        assert set(ends(own)[:-1]) & set(ends(other)[:-1]) == set()  # no cut inside that both have
+        assert set(ends(own)[:-1]) & set(ends(other)[:-1]) == set()  # no inner boundary is common to both sides
 
 
 @given(tokenized())

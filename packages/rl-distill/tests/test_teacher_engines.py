@@ -34,7 +34,7 @@ class Scores:
 
 @dataclass
 class FakeEngine:
-    """Counts what it is asked."""
+    """An engine that records its calls."""
 
     traits: Traits = field(default_factory=Traits)
     calls: list[str] = field(default_factory=list)

@@ -77,7 +77,7 @@ def test_a_start_that_fails_is_the_error_of_who_asked():
 
 
 def run_service(directory, replica):
-    """Serve one step of four trajectories; gives the columns that the next task gets."""
+    """Serve one step of four trajectories; return the columns of the next task."""
     queue = make_queue()
     options = make_options({"big": ["math"]}, loss="forward_kl", top_k=2)
     cache = ScoreCache(directory, ScoreKind(teacher="abc", dtype="float32", top_k=2))

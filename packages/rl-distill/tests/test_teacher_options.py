@@ -1,4 +1,4 @@
-"""Options of distillation: what they require from teachers, without importing torch."""
+"""Options of distillation and their requirements on teachers, without importing torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Replicas of a teacher: idle ones score, dead ones restart, and each proves that it serves."""
+"""Replicas of a teacher: idle ones score, dead ones restart, and each proves that it serves its model."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +22,7 @@ ROW = TeacherRow(
 def run(
     replicas: Sequence[FakeReplica], use: Callable[[ReplicatedTeacher], Awaitable[Any]], **plan: Any
 ) -> ReplicatedTeacher:
-    """Start a teacher of replicas (those beyond `num_replicas` follow deaths), use it, close it."""
+    """Start, use and close a teacher; replicas beyond `num_replicas` replace dead ones."""
     made = iter(replicas)
     teacher = ReplicatedTeacher(TeacherPlan(name="large", **{"deadline_s": 60, **plan}), lambda _: next(made))
 

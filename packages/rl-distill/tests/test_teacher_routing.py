@@ -1,4 +1,4 @@
-"""Routing of prompts to teachers, and what is refused at the start, by name."""
+"""Routing of prompts to teachers, and errors at the start that name the setting."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A cache of scores returns stored scores for the same trajectory and teacher only."""
+"""The score cache returns stored scores only for the same trajectory and teacher."""
 
 import dataclasses
 import errno
@@ -126,7 +126,7 @@ def test_another_token_or_mask_is_another_trajectory(tmp_path):
     shorter = dataclasses.replace(row, input_ids=row.input_ids[:-1], loss_mask=row.loss_mask[:-1])
     assert cache.lookup([*others, shorter]) == [None] * 3
     assert len({score_key(KIND, one) for one in [row, *others, shorter]}) == 4
-    assert is_equal(cache.lookup([dataclasses.replace(row, key=RowKey("q", 3, 1))])[0], row)  # whoever sampled it
+    assert is_equal(cache.lookup([dataclasses.replace(row, key=RowKey("q", 3, 1))])[0], row)  # from another session
 
 
 def test_scores_of_another_shape_are_refused(tmp_path):

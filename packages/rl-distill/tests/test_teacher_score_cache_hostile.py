@@ -48,7 +48,7 @@ def entry(tmp_path, monkeypatch):
 
 
 def look(tmp_path):
-    """What a new process finds, and the events it tells."""
+    """Return the entries that a new process finds, its events, and its cache."""
     with structlog.testing.capture_logs() as events:
         cache = ScoreCache(tmp_path, KIND)
         found = cache.lookup(ROWS)
@@ -171,7 +171,7 @@ def test_a_manifest_that_is_none_is_refused(entry, tmp_path, raw):
 
 
 def forge_array(entry, name, values):
-    """Give an array other values, with every checksum right."""
+    """Replace the values of an array, with valid checksums."""
     spec, files = score_entries.encode_array(values, score_entries.plan_array(values, compress=True, chunk_bytes=256))
     shutil.rmtree(entry / name)
     (entry / name / "c").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Scores of a trajectory: refused ones, masked ones, and their columns."""
+"""Scores of a trajectory: refused values, masked tokens, and the columns."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The queue's task of teachers: order, time, death and wrong answers, without a model."""
+"""The teachers' task in the queue: order, timing, deaths and wrong answers, without a model."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,7 +41,7 @@ def serve(
     restarts: int = 3,
     **service: Any,
 ) -> tuple[Any, TeacherService]:
-    """Start teachers of these replicas (the first serves, each next one follows a death), serve a step, close."""
+    """Start teachers, serve one step and close them; after a death, the next replica of the list takes over."""
     options = options or ServiceOptions(vocab_size=VOCAB_SIZE, deadline_s=60)
     made = {name: iter(of_teacher) for name, of_teacher in replicas.items()}
     teachers = [
@@ -145,7 +145,7 @@ def test_prompts_issued_after_all_others_were_scored_are_scored_too() -> None:
     replica = FakeReplica()
 
     async def work(service: TeacherService) -> None:
-        await asyncio.sleep(0)  # nothing was issued yet
+        await asyncio.sleep(0)  # no prompt was issued yet
         for round_ in range(3):
             queue.issue([make_prompt(f"p{round_}")], num_sessions=1)
             await service.issued()
@@ -161,7 +161,7 @@ def test_prompts_issued_after_all_others_were_scored_are_scored_too() -> None:
 
 def test_a_dead_teachers_group_is_delivered_again_and_scored_by_the_next() -> None:
     queue, said = make_queue(), []
-    first, second = FakeReplica(dies_at=4), FakeReplica()  # proofs at start and wake, then p0
+    first, second = FakeReplica(dies_at=4), FakeReplica()  # dies after the proofs at start and wake, at p0
 
     async def work(service: TeacherService) -> None:
         queue.issue([make_prompt("p0"), make_prompt("p1")], num_sessions=1)

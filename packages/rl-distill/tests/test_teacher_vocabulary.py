@@ -1,4 +1,4 @@
-"""Vocabularies of student and teacher: when they are equal, and the error otherwise."""
+"""Vocabularies of student and teacher: when they count as equal, and the error otherwise."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_only_the_first_several_are_shown(folder):
     tokens = {f"t{index}": index for index in range(1000)}
     moved = {f"t{index}": (index + 1) % 1000 for index in range(1000)}
     difference = compare_vocabularies(folder("s", document(tokens)), folder("t", document(moved)))
-    assert len(difference.different) == 999  # <end> is the token of id 4 in both
+    assert len(difference.different) == 999  # both have <end> at id 4
     assert difference.described().startswith("999 of 1000 ids differ (id 0: student 't0', teacher 't999', id 1: ")
     assert difference.described().count("id ") == 5
     assert len(difference.described()) < 500

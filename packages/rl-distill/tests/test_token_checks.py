@@ -1,4 +1,4 @@
-"""Tokens outside a policy's vocabulary are refused by the caller, by name."""
+"""Tokens outside a policy's vocabulary are refused in the caller; the error names them."""
 
 import re
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_experts_that_do_not_fit_are_refused(tied_policy: Path, mixture_policy: 
 def test_experts_that_no_router_chooses_are_refused(mixture_policy: Path, make_batch: Callable[..., Batch]):
     learner, batch = MegatronLearner(mixture_policy, OPTIONS), make_batch((3, 4))
     values = np.full((7, 2, 2), [3, 0], dtype=np.int16)
-    values[2], values[6, 0] = -1, -1  # a token, and a layer of another, of which nothing is known
+    values[2], values[6, 0] = -1, -1  # unknown experts: all layers of one token, and one layer of another
     learner.logprobs(with_experts(batch, values))
     asks = "2 different experts from 0 to 3 .* or all -1 if unknown"
 
@@ -91,7 +91,7 @@ def test_a_reference_is_offloaded_too(tied_policy: Path, make_batch: Callable[..
     reference = MegatronReference(tied_policy, OPTIONS)
     expected = reference.logprobs(make_batch((3, 4)))
 
-    assert reference.offload() == 0  # on a CPU there is nothing to free but gradients
+    assert reference.offload() == 0  # on a CPU only gradients can be freed
     assert np.array_equal(reference.logprobs(make_batch((3, 4))).values, expected.values)
 
 

@@ -1,4 +1,4 @@
-"""torch_dist folders: every layout reads any other's, torch reads them too, and torn ones are refused."""
+"""torch_dist folders: every layout can read those of any other, so can torch, and torn ones are refused."""
 
 import os
 import random
@@ -136,11 +136,11 @@ def test_a_table_of_absurd_length_is_not_read(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES[:2])
 def test_a_flipped_bit_anywhere_is_refused_or_harmless(name: str, folder: Path) -> None:
-    """The zips' checksums find what torch.load would take for numbers; names and sizes must fit each other."""
+    """Checksums of the zip files detect changed numbers; names and sizes must be consistent."""
     path = folder / name
     content = path.read_bytes()
     num_refused = 0
-    positions = range(min(len(content), 1600))  # the first chunk, and then some
+    positions = range(min(len(content), 1600))  # the first chunk and some of the next
     for position in positions:
         flipped = bytearray(content)
         flipped[position] ^= 1 << (position * 5 % 8)

@@ -1,4 +1,4 @@
-"""torch_dist folders with forged tables or chunks are refused; nothing is executed, allocations are bounded."""
+"""torch_dist folders with forged tables or chunks are refused; no code runs, and allocations are bounded."""
 
 import os
 import pickle
@@ -47,7 +47,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 def change(folder: Path, edit: Callable[[Metadata], None]) -> None:
-    """Edit the table of contents, as whoever can write the folder might."""
+    """Edit the table of contents, as anyone with write access could."""
     path = folder / ".metadata"
     table = pickle.loads(path.read_bytes())
     edit(table)
@@ -55,7 +55,7 @@ def change(folder: Path, edit: Callable[[Metadata], None]) -> None:
 
 
 def chunk(table: Metadata, number: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    """Say that a stored chunk of "a" is another rectangle."""
+    """Change the rectangle of a stored chunk of "a"."""
     chunks = table.state_dict_metadata["a"].chunks
     stored = table.storage_data.pop(MetadataIndex("a", chunks[number].offsets))
     chunks[number] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -63,7 +63,7 @@ def chunk(table: Metadata, number: int, offsets: tuple[int, ...], sizes: tuple[i
 
 
 def stored(table: Metadata, **changes: Any) -> None:
-    """Change where the first chunk of "a" lies."""
+    """Change the location of the first chunk of "a"."""
     for name, value in changes.items():
         setattr(table.storage_data[MetadataIndex("a", (0, 0))], name, value)
 
@@ -151,7 +151,7 @@ def test_another_models_folder_is_refused(made: Path) -> None:
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -174,7 +174,7 @@ def torch_saved(value: Any) -> bytes:
 
 
 def rezipped(edit: Callable[[str, bytes], bytes | None], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """The chunk of "b" with its members changed."""
+    """Return the chunk of "b" with edited members."""
     stream = BytesIO()
     with zipfile.ZipFile(BytesIO(torch_saved(B))) as old, zipfile.ZipFile(stream, "w", compression) as new:
         for name in old.namelist():
@@ -215,7 +215,7 @@ CHUNKS: dict[str, tuple[Callable[[Path], bytes], str]] = {
 
 
 def put(folder: Path, content: bytes) -> None:
-    """Make this the chunk of "b"."""
+    """Replace the chunk of "b"."""
     (folder / "b.distcp").write_bytes(content)
 
     def edit(table: Metadata) -> None:
@@ -235,7 +235,7 @@ def test_a_chunk_that_is_no_tensor_is_refused(name: str, folder: Path, tmp_path:
 
 
 def test_a_zip_with_an_absurd_table_of_members_is_not_read(tmp_path: Path) -> None:
-    """A member takes 46 bytes on the disk and ten times that in memory."""
+    """A member takes 46 bytes on disk, and ten times as much in memory."""
     write(tmp_path, [[piece("w", torch.zeros(1 << 20))]])
     size = (tmp_path / FILES[1]).stat().st_size
     end = bytes(20) + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 9999, 9999, size - 22, 0, 0)

@@ -1,4 +1,4 @@
-"""The reference learner compared with direct use of transformers and torch."""
+"""The reference learner compared with plain transformers and torch."""
 
 from collections.abc import Callable
 from pathlib import Path

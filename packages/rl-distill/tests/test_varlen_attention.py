@@ -1,4 +1,4 @@
-"""Flash attention over packs, with kernels for the CPU, compared with the buckets."""
+"""Flash attention over packs, with kernels for the CPU, compared with the bucketed attention."""
 
 from collections.abc import Iterator
 
@@ -47,7 +47,7 @@ class Config:
 def layouts(
     rows: list[str], *, heads: int, groups: int, rotated: int = HEAD_DIM, device: str = "cpu"
 ) -> list[PackedLayout]:
-    """Of the rows' forest: by buckets, and by flash attention."""
+    """Return two layouts of the rows' forest: for buckets, and for flash attention."""
     forest = prefix_forest([np.array([ord(letter) for letter in row]) for row in rows], min_shared=1)
     positions = torch.arange(forest.num_computed, device=device) % 7
     frequencies = 1.0 / 100 ** (torch.arange(0, rotated, 2, device=device) / rotated)
@@ -102,16 +102,17 @@ def test_bfloat16_is_as_exact_as_the_buckets():
 
 
 def test_bfloat16_gradients_of_many_levels_are_summed_in_float32():
-    """The last of 66 tokens sees each earlier one in a call of its own, and all of them equally.
+    """The last of 66 tokens attends to each earlier one in a separate call, with equal probabilities.
 
-    Its own call gives its query a gradient of 256, 64 others give 1 each, and one gives 0. In bfloat16 256 + 1 is 256.
+    Its query gets a gradient of 256 from its own token's call, 1 from each of 64 others, and 0 from one. In bfloat16,
+    256 + 1 is 256.
     """
     num_tokens = 66
     keys = torch.tensor([0.0, *[1.0] * 64, 256.0])
-    signs = torch.tensor([1.0, -1.0]).repeat(num_tokens // 2)  # with mean 0: the output is 0, and so is its part
+    signs = torch.tensor([1.0, -1.0]).repeat(num_tokens // 2)  # the mean is 0, and so are the output and its part
     q, k, v, weights = torch.zeros(4, num_tokens, 1, HEAD_DIM, dtype=torch.bfloat16)
     k[:, 0, 1], v[:, 0, 0] = signs * keys, signs
-    weights[-1, 0, 0] = num_tokens  # each probability is its inverse
+    weights[-1, 0, 0] = num_tokens  # the inverse of each probability
     spans = tuple((token, token + 1, num_tokens) for token in range(num_tokens - 1))
     blocks = plan_blocks(np.arange(num_tokens + 1), spans, device=CPU)
 
@@ -122,7 +123,7 @@ def test_bfloat16_gradients_of_many_levels_are_summed_in_float32():
 
 
 def test_blocks_are_the_levels_of_the_forest():
-    """a (b (c, d), e), f (g): the spans of a, b and f."""
+    """The forest a (b (c, d), e), f (g), with the spans of a, b and f."""
     spans = ((0, 2, 9), (2, 4, 7), (9, 10, 12))
     own, first, second = plan_blocks(np.array([0, 2, 4, 5, 7, 9, 10, 12]), spans, device=CPU)
 
@@ -152,7 +153,7 @@ def test_shapes_and_dtypes_on_the_meta_device():
 
 
 def visible(num_queries: int, num_keys: int) -> torch.Tensor:
-    """The last query sees all keys, each before it one less."""
+    """Return a mask: the last query attends to all keys, and each query before it to one less."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
 
 
@@ -250,7 +251,7 @@ def test_the_first_newer_kernels_that_agree_are_used(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(params=["FA2", "FA3", "FA4"])
 def gpu_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """torch's own flash kernels, then those that are installed beside it."""
+    """Activate torch's own flash kernels, then newer ones where installed."""
     if request.param != "FA2":
         if request.param not in varlen._NEWER_KERNELS.get(torch.cuda.get_device_capability()[0], ()):
             pytest.skip(f"{request.param} has no kernels for this GPU")

@@ -1,4 +1,4 @@
-"""Learners with GPU kernels compared with those of a CPU: scores, three steps, weights."""
+"""Learners with GPU kernels compared with those of a CPU: scores, three steps, and weights."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -12,7 +12,7 @@ DEADLINE_S = 60.0
 
 
 class GatedTracker:
-    """Waits within each call until the test opens the gate."""
+    """A tracker whose calls block until the test opens the gate."""
 
     def __init__(self, *, is_open=False, fails_at=None, close_fails=False):
         self.gate = threading.Event()
@@ -53,7 +53,7 @@ class GatedTracker:
 def gated():
     tracker = GatedTracker()
     yield tracker
-    tracker.gate.set()  # its thread ends
+    tracker.gate.set()  # lets the tracker's thread end
 
 
 def test_calls_arrive_in_order_on_another_thread():
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_dropped_counted_and_warned_of_once(gated):
     with structlog.testing.capture_logs() as logs:
         tracker = BackgroundTracker(gated, name="slow", capacity=2)
         tracker.log(0, {})
-        assert gated.is_busy.wait(DEADLINE_S)  # taken from the queue
+        assert gated.is_busy.wait(DEADLINE_S)  # the first call has left the queue
         for step in range(1, 6):
             tracker.log(step, {})
         assert tracker.num_dropped == 3
@@ -129,7 +129,7 @@ def test_a_tracker_that_hangs_does_not_keep_close(gated):
         }
     ]
     gated.gate.set()
-    assert gated.is_closed.wait(DEADLINE_S)  # what was queued still went through
+    assert gated.is_closed.wait(DEADLINE_S)  # queued calls are still written
     assert [call[0] for call in gated.calls] == [1, 2]
 
 

@@ -74,7 +74,7 @@ def test_memory_is_bounded():
     intervals(values, num_draws=100)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 100 * 2**20  # all draws at once would take 80 MB of integers alone, and as much again twice
+    assert peak < 100 * 2**20  # all draws at once would take 80 MB for each of three arrays
 
 
 @pytest.mark.parametrize("options", [{"level": 0.0}, {"level": 1.0}, {"num_draws": -1}, {"seed": -1}, {"seed": 2**64}])
@@ -87,7 +87,7 @@ def test_impossible_numbers_are_refused(options):
 def test_many_prompts_alike_are_drawn_by_their_kinds_with_the_same_law(num_prompts):
     kinds = np.array([0.0, 1.0, 3.0, np.nan])
     values = np.repeat(kinds, num_prompts // 4)[:, None]
-    apart = values + np.linspace(0.0, 1e-9, num_prompts)[:, None]  # each a kind of its own
+    apart = values + np.linspace(0.0, 1e-9, num_prompts)[:, None]  # each prompt has a kind of its own
     together, alone = (mean_intervals(column, bootstrap=Bootstrap(num_draws=20_000)) for column in (values, apart))
     error = np.nanstd(kinds) / np.sqrt(0.75 * num_prompts)
     assert np.abs(together - alone).max() < 0.05 * error

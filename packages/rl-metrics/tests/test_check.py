@@ -14,7 +14,7 @@ BEGIN, END = "<!-- rules: begin -->\n", "<!-- rules: end -->\n"
 
 @pytest.fixture
 def run(tmp_path):
-    """Writes a run of 20 steps with these values at each."""
+    """Return a function that writes a run of 20 steps with these values."""
 
     def write(**values):
         folder = tmp_path / "arithmetic"

@@ -30,7 +30,7 @@ class Clock:
 
 
 class Terminal:
-    """A console on a text buffer, with a clock that the test moves."""
+    """A console that writes to a buffer, with a clock set by the test."""
 
     def __init__(self, *, is_terminal, width=80, min_interval_s=10.0):
         self.file = io.StringIO()
@@ -56,7 +56,7 @@ class Terminal:
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch):
-    """Nothing is drawn but by what a test does."""
+    """Start no background threads, so that only the test draws."""
     monkeypatch.setattr(ConsoleTracker, "_start_ticker", lambda _: None)
     monkeypatch.setattr(ResourceWatch, "start", lambda _: None)
 
@@ -182,7 +182,7 @@ def test_steps_without_a_beginning_are_shown(plain):
 
 
 def last_frame(text):
-    """The lines of the newest drawing of the display."""
+    """Return the lines of the last drawn display."""
     drawn = text.rsplit("\x1b[2K", 1)[-1]
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn).split("\n")
 

@@ -1,4 +1,4 @@
-"""Kinds of consoles: reminders in plain lines, quiet, JSON, and the choice of the kind."""
+"""Kinds of consoles: plain lines with reminders, quiet, JSON, and the choice of the kind."""
 
 import io
 import json
@@ -25,7 +25,7 @@ class Clock:
 
 
 def written(kind, clock=None):
-    """What a console of a kind writes of a small run."""
+    """Return the output of a console for a short run."""
     file = io.StringIO()
     tracker = ConsoleTracker(console=Console(file=file, width=80), kind=kind, clock=clock or Clock())
     with tracker.phase("starting \x1b[2J"):
@@ -87,7 +87,7 @@ def test_force_color_makes_no_terminal_of_a_file(monkeypatch):
 
 
 class Seen(io.StringIO):
-    """Tells when something was written."""
+    """A buffer that signals the first write."""
 
     def __init__(self):
         super().__init__()

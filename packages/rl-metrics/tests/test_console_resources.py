@@ -1,4 +1,4 @@
-"""The line about the machine's load, from a made-up /proc and nvidia-smi."""
+"""The console line on the machine's load, from a fake /proc and nvidia-smi."""
 
 import os
 
@@ -21,7 +21,7 @@ def proc(tmp_path):
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """Makes a program that prints rows."""
+    """Return a function that makes a fake nvidia-smi from a shell script."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder), prepend=":")

@@ -216,7 +216,7 @@ def test_torn_and_hostile_files_are_read_for_what_they_have(tmp_path, capsys):
     assert "\x1b" not in capsys.readouterr().out
 
 
-# -- what health finds
+# -- findings of the health checks
 
 
 def zero_rewards(folder, **more):

@@ -21,7 +21,7 @@ def test_events_are_appended_over_restarts(tmp_path):
 
 def test_a_full_disk_warns_once_and_stops_nothing(tmp_path):
     events = EventLog(tmp_path / "events.jsonl")
-    full = os.open("/dev/full", os.O_WRONLY)  # the disk fills up under an open file
+    full = os.open("/dev/full", os.O_WRONLY)  # the disk fills up while the file is open
     os.dup2(full, events._writer._file)
     os.close(full)
     with structlog.testing.capture_logs() as logs:

@@ -1,4 +1,4 @@
-"""Explanations in a verdict: which finding explains which, since when, and what is tolerated."""
+"""Explanations in a verdict: which finding explains another, since when, and what is tolerated."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_the_cause_of_a_cause_is_named_first():
     assert rare.causes[:2] == ("the policy was broken by its updates", "responses are cut before they have an answer")
 
 
-# -- metrics that are there no more
+# -- missing metrics
 
 
 @pytest.mark.parametrize("gone", [np.nan, np.inf])
@@ -65,7 +65,7 @@ def test_four_steps_without_one_are_no_finding_nor_is_what_few_steps_have():
     assert verdict_of(actor__grad_norm=rare).findings == ()
 
 
-# -- what is let pass says why
+# -- tolerated findings state the reason
 
 
 def test_what_a_rising_reward_excuses_is_said():

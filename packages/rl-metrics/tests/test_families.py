@@ -38,7 +38,7 @@ def test_rules_of_policy_gradients_say_nothing_of_distillation(change):
 
 def test_a_student_that_is_sick_is_found():
     assert found(DISTILLED | {"response_length/clip_ratio": np.full(STEPS, 0.5)}) == ["truncated"]
-    heavy_tailed = np.where(np.arange(STEPS) == 40, 30.0, 3.0)  # as k3's gradients are
+    heavy_tailed = np.where(np.arange(STEPS) == 40, 30.0, 3.0)  # like the gradients of k3
     assert found(DISTILLED | {"actor/grad_norm": heavy_tailed}) == []
     broken = DISTILLED["critic/score/mean"] * np.where(np.arange(STEPS) < 30, 1.0, 0.2)
     assert found(DISTILLED | {"critic/score/mean": broken}) == ["reward_fell"]

@@ -1,4 +1,4 @@
-"""The gateway's counts in a step's sessions, as metrics."""
+"""The gateway's counters of a step's sessions, as metrics."""
 
 import pytest
 

@@ -22,7 +22,7 @@ def sample(name="a", **changed):
 
 
 def contents(samples):
-    """The samples so that NaN equals NaN."""
+    """Return the samples as JSON, so that NaN equals NaN."""
     return [json.dumps(one.to_json(), sort_keys=True) for one in samples]
 
 
@@ -53,7 +53,7 @@ def test_the_draw_does_not_know_in_which_order_or_parts_samples_came(data, sampl
     assert len(drawn) == max(0, min(count, len(samples)))
     left = contents(samples)
     for one in contents(drawn):
-        left.remove(one)  # each is drawn at most as often as it came
+        left.remove(one)  # fails if a sample is drawn more often than it occurs
 
 
 def test_a_draw_is_sorted_by_input_and_then_output():
@@ -63,7 +63,7 @@ def test_a_draw_is_sorted_by_input_and_then_output():
 
 
 def philox_words(seed, *, num_blocks):
-    """Philox4x64-10 as its paper defines it: Salmon et al. 2011, doi:10.1145/2063384.2063405."""
+    """Philox4x64-10 as defined by Salmon et al. 2011, doi:10.1145/2063384.2063405."""
     words = []
     for block in range(1, num_blocks + 1):
         x, key = [block, 0, 0, 0], [seed, 0]
@@ -77,7 +77,7 @@ def philox_words(seed, *, num_blocks):
 
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_the_smallest_words_of_philox_are_drawn(seed):
-    """No choice of numpy's is in it, so that every version of numpy, on every machine, draws the same."""
+    """No method of numpy's generator decides the draw, so all numpy versions and machines draw the same samples."""
     words = philox_words(seed, num_blocks=3)
     expected = sorted(sorted(range(12), key=words.__getitem__)[:4])
     samples = [sample(f"{index:02}") for index in range(12)]

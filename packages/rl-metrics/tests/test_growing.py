@@ -18,7 +18,7 @@ def test_metrics_come_in_and_late_ones_too():
     growing.add(1, {"a": 1.0, "c": 9.0})
     growing.add(2, {"b": 2.0})
     growing.add_late(1, {"b": 1.5})
-    growing.add_late(7, {"b": 7.0})  # of no step that there is
+    growing.add_late(7, {"b": 7.0})  # an unknown step
     assert growing.history().steps.tolist() == [1, 2]
     assert columns(growing.history()) == {"a": [1.0, None], "b": [1.5, 2.0]}
 

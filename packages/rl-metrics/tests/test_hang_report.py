@@ -1,4 +1,4 @@
-"""hang.json: written and read within bounds; and verdicts for every known way to hang."""
+"""hang.json: written and read within bounds, and a verdict for every known kind of hang."""
 
 import json
 import math
@@ -26,13 +26,13 @@ IDLE = 'pid 1 at 12:00:00\nthread MainThread (most recent call last):\n  File "/
 
 
 def inside(*frames: tuple[str, int, str]) -> str:
-    """The stacks of a role that is in these frames, outermost first."""
+    """Return the stacks of a role in these frames, outermost first."""
     lines = "".join(f'  File "{file}", line {line}, in {name}\n    some code\n' for file, line, name in frames)
     return f"learner[0] is serving in pid 1\n{IDLE}thread worker (most recent call last):\n{SERVED}{lines}"
 
 
 def dumped(*frames: tuple[str, int, str]) -> str:
-    """The same, as a signal has it written: innermost first."""
+    """Return the same stacks as dumped by a signal, innermost first."""
     lines = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in reversed(frames))
     served = '  File "/x/rl_core/cluster/served.py", line 36 in run\n'
     first = "(most recent call first):\n"

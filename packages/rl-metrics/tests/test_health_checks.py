@@ -1,4 +1,4 @@
-"""Kinds of checks against values computed by hand."""
+"""Kinds of health checks, compared with values computed by hand."""
 
 import math
 
@@ -30,8 +30,8 @@ def test_level():
 
 def test_level_of_a_quotient():
     values, is_wrong = measured("level", [1, 0, 1, 1], [4, 0, 2, 0], window=1, max=0.4)
-    assert values[:3] == [0.25, 0.0, 0.5]  # 0 / 0 is 0
-    assert is_wrong == [False, False, True, True]  # 1 / 0 is above any limit
+    assert values[:3] == [0.25, 0.0, 0.5]  # 0 / 0 counts as 0
+    assert is_wrong == [False, False, True, True]  # 1 / 0 exceeds any limit
 
 
 def test_mean_level_sees_shares_that_take_turns():
@@ -58,7 +58,7 @@ def test_fall_is_a_share_of_the_best():
 
 def test_fall_of_negative_rewards_is_a_share_of_the_way_up():
     values, _ = measured("fall", [-10, -1, -4], window=1, max=0.3)
-    assert values == pytest.approx([0, 0, 1 / 3])  # 3 of the 9 gained
+    assert values == pytest.approx([0, 0, 1 / 3])  # 3 of the gain of 9
 
 
 def test_a_penalty_that_was_never_paid_does_not_fall_by_a_trifle():
@@ -156,7 +156,7 @@ def test_gap():
     values, is_wrong = measured("gap", [0.8, 0.9], [0.7, 0.6], window=1, max=0.2)
     assert values == pytest.approx([0.125, 1 / 3])
     assert is_wrong == [False, True]
-    assert measured("gap", [0.8, 0.9], [0.5, 0.5], window=1, max=0.2)[1] == [False, False]  # most was there at first
+    assert measured("gap", [0.8, 0.9], [0.5, 0.5], window=1, max=0.2)[1] == [False, False]  # most of it from the start
     assert measured("gap", [0.5, 0.9], [0.5, 0.5], [0.7, 0.7], window=1, max=0.2)[1] == [False, True]
     assert measured("gap", [0.5, 0.9], [0.5, 0.5], [0.75, 0.75], window=1, max=0.2)[1] == [False, False]
 

@@ -1,4 +1,4 @@
-"""The guide is consistent: every name in it exists."""
+"""Every name in the guide exists."""
 
 import string
 

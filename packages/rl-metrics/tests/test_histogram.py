@@ -109,7 +109,7 @@ def test_statistics_are_exact_and_quantiles_within_the_accuracy(values, q):
     assert (histogram.min, histogram.max) == (min(values), max(values))
     value = sorted(values)[math.floor(q * (len(values) - 1))]
     largest = max(map(abs, values))
-    if abs(value) > max(largest * 1e-17, MAPPING.min_possible):  # smaller ones may share the lowest bucket
+    if abs(value) > max(largest * 1e-17, MAPPING.min_possible):  # smaller values may share the lowest bucket
         assert histogram.quantile(q) == pytest.approx(value, rel=ACCURACY * 1.001, abs=0)
     else:
         assert abs(histogram.quantile(q)) <= max(largest * 1e-17, MAPPING.min_possible) * (1 + ACCURACY)

@@ -73,7 +73,7 @@ def test_repeated_and_late_lines_by_hand(tmp_path):
     tracker.log(3, {"a": 3.0})
     tracker.log_late(1, {"val": 10.0})
     tracker.log_late(3, {"val": 30.0})  # lost: step 3 is repeated below
-    tracker.log_late(4, {"val": 40.0})  # lost: there is no step 4 yet
+    tracker.log_late(4, {"val": 40.0})  # lost: step 4 does not exist yet
     tracker.log(3, {"a": 33.0})
     tracker.log(4, {"a": math.nan})
     tracker.log_late(4, {"val": 41.0})
@@ -148,7 +148,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     with path.open("wb") as file:
         file.write(b'{"step":1,"a":1}\n{"step":2,"a":"')
-        file.seek(200 << 20, 1)  # a hole: zeros
+        file.seek(200 << 20, 1)  # a sparse hole, read as zeros
         file.write(b'"}\n{"step":3,"a":3}\n')
     tracemalloc.start()
     with structlog.testing.capture_logs() as logs:
@@ -161,7 +161,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
 @pytest.mark.one_python("it measures an algorithm")
 def test_each_line_with_metrics_of_its_own_takes_memory_of_the_files_size(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    num_lines = 20_000  # as a matrix: 3 GB
+    num_lines = 20_000  # 3 GB as a matrix
     path.write_text("".join(f'{{"step":{step},"metric/{step}":{step}}}\n' for step in range(num_lines)))
     tracemalloc.start()
     history = read_history(path)
@@ -216,7 +216,7 @@ def test_100_000_lines_of_10_metrics(tmp_path):
     draws = write_many(path, 100_000)
     tracemalloc.start()
     history = read_history(path)
-    assert tracemalloc.get_traced_memory()[1] < 5 * 100_000 * 12 * 8  # some copies of the numbers, and no rows
+    assert tracemalloc.get_traced_memory()[1] < 5 * 100_000 * 12 * 8  # a few copies of the numbers, but no rows
     tracemalloc.stop()
     assert history.steps.tolist() == list(range(1, 100_001))
     assert tuple(history.values) == TEN

@@ -126,7 +126,7 @@ def test_old_names_of_verl(tmp_path):
     run = open_run(tmp_path / "run")
     assert column(run, "actor/entropy") == [0.5]
     assert column(run, "val-core/openai/gsm8k/reward/mean@1") == [0.75]
-    assert column(run, "perf/mfu/{0.__class__}") == [0.3]  # a name is text, and no format
+    assert column(run, "perf/mfu/{0.__class__}") == [0.3]  # the name is not used as a format string
     assert column(run, "actor/reference_kl") == [0.004]
     assert column(run, "actor/kl_coef") == [0.1]
     assert column(run, "agent_loop/slowest/tool_calls") == [2.0]
@@ -142,7 +142,7 @@ def test_what_verl_logs_of_a_step_in_parts_is_put_together(tmp_path):
     )
     imported = import_verl([tmp_path / "log.jsonl"], tmp_path / "run")
     run = open_run(tmp_path / "run")
-    assert run.history.steps.tolist() == [1, 2]  # the second time that step 2 has "a" is a resumed attempt's
+    assert run.history.steps.tolist() == [1, 2]  # the second "a" of step 2 comes from a resumed attempt
     assert column(run, "other/a") == [0.0, 5.0]
     assert column(run, "other/val/b") == [1.0, 6.0]
     np.testing.assert_array_equal(column(run, "other/late"), [3.0, NAN])
@@ -414,8 +414,8 @@ PHASES = {"gen": 30.0, "reward": 0.5, "old_log_prob": 5.0, "adv": 0.1, "update_a
 @pytest.mark.parametrize(
     ("beside", "within", "left"),
     [
-        ({"testing": 200.0}, 200.0, 58.0),  # 00401103: within the step
-        ({"testing": 200.0}, 0.0, 58.0),  # 0094eb20: beside it
+        ({"testing": 200.0}, 200.0, 58.0),  # verl 00401103: part of the step
+        ({"testing": 200.0}, 0.0, 58.0),  # verl 0094eb20: outside the step
         ({"testing": 200.0, "save_checkpoint": 30.0}, 230.0, 58.0),
         ({"testing": 200.0, "save_checkpoint": 30.0}, 30.0, 58.0),
         ({"testing": 0.0}, 0.0, 58.0),

@@ -19,7 +19,7 @@ WAVE = np.cos(math.pi * (np.arange(10) + 0.5) / 10)
 
 
 @pytest.mark.parametrize(
-    ("freedom", "quantile"),  # of published tables
+    ("freedom", "quantile"),  # from published tables
     [
         (1, 12.7062047),
         (2, 4.3026527),
@@ -51,14 +51,14 @@ def test_quantiles_fall_with_more_degrees_of_freedom(freedom, factor):
 
 
 def test_a_series_by_hand():
-    # two waves: the first has all of it, 3 * 10 / 2; (15**2 + 0) / 2 * 2 / 10**2 = 1.5**2 of variance, t with 2 degrees
+    # two waves with coefficients 3 * 10 / 2 and 0; variance (15**2 + 0) / 2 * 2 / 10**2 = 1.5**2; t with 2 degrees
     interval = mean_over_steps(7 + 3 * WAVE)
     assert interval.low == pytest.approx(7 - 4.3026527 * 1.5, rel=1e-6)
     assert interval.high == pytest.approx(7 + 4.3026527 * 1.5, rel=1e-6)
 
 
 def test_two_series_by_hand():
-    # variances 1.5**2 and 0.5**2 of 2 degrees each: together 2.5 of 2.5**2 / (2.25**2 / 2 + 0.25**2 / 2) = 2.4390244
+    # variances 1.5**2, 0.5**2 with 2 degrees; sum 2.5 with 2.5**2 / (2.25**2 / 2 + 0.25**2 / 2) = 2.4390244 degrees
     interval = difference_over_steps(3 * WAVE, 10 + WAVE)
     half = t_quantile(2.4390244) * math.sqrt(2.5)
     assert (interval.low, interval.high) == pytest.approx((10 - half, 10 + half), rel=1e-6)
@@ -78,7 +78,7 @@ def test_a_constant_series_is_certain():
 
 
 def remembering(count, memory, num_steps):
-    """[count, num_steps] series, each value `memory` times the one before and noise."""
+    """Return [count, num_steps] series: each value is `memory` times the previous one, plus noise."""
     noise = np.random.default_rng(0).normal(size=(count, num_steps + 200))
     values = np.zeros_like(noise)
     for step in range(1, noise.shape[1]):
@@ -103,7 +103,7 @@ def test_estimates_with_intervals_by_hand():
 
 
 def test_several_runs_by_hand():
-    # variances of the means 1 / 3 and 4 / 3: freedom (5 / 3)**2 / ((1 / 3)**2 / 2 + (4 / 3)**2 / 2) = 2.9411765
+    # variances of the means 1 / 3, 4 / 3; (5 / 3)**2 / ((1 / 3)**2 / 2 + (4 / 3)**2 / 2) = 2.9411765 degrees of freedom
     interval = difference_over_runs(np.array([1.0, 2.0, 3.0]), np.array([5.0, 7.0, 9.0]))
     half = t_quantile(2.9411765) * math.sqrt(5 / 3)
     assert (interval.low, interval.high) == pytest.approx((5 - half, 5 + half), rel=1e-5)

@@ -63,7 +63,7 @@ def test_a_torn_last_line_spoils_only_itself(tmp_path):
     path.write_text('{"step":1,"time":1,"a":1}\n{"step":2,"time":1,"a')
     with structlog.testing.capture_logs() as logs:
         assert [row.step for row in read_metrics(path)] == [1]
-    assert logs == []  # it may be on its way
+    assert logs == []  # a writer may still complete it
     tracker = JsonlTracker(path)
     tracker.log(2, {"a": 2.0})
     tracker.log(3, {"a": 3.0})
@@ -208,7 +208,7 @@ def test_late_metrics_join_their_step_and_replace_nothing(tmp_path):
     for step in (1, 2, 3):
         tracker.log(step, {"actor/loss": float(step)})
     tracker.log_late(2, {"val-core/all/reward/mean@1": 0.5})
-    tracker.log_late(9, {"val-core/all/reward/mean@1": 0.9})  # of a step that was undone
+    tracker.log_late(9, {"val-core/all/reward/mean@1": 0.9})  # a step that does not exist
     tracker.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2, 3]

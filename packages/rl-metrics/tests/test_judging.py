@@ -1,4 +1,4 @@
-"""Verdicts on made-up runs: a healthy one, one for each fault, and arbitrary series."""
+"""Verdicts on made-up runs: a healthy run, one run for each fault, and arbitrary series."""
 
 import json
 import string
@@ -51,7 +51,7 @@ def test_a_task_that_is_solved_needs_no_more_reward_nor_entropy():
     assert verdict.findings == ()
 
 
-# -- sicknesses
+# -- faults
 
 
 def test_learning_rate_too_high():
@@ -184,7 +184,7 @@ def test_slow_reward():
         perf__throughput=from_step(20, 5000.0, 2000.0),
     )
     first = verdict.findings[0]
-    assert (first.rule, first.since_step) == ("reward_slow", 24)  # five of the ten of the window
+    assert (first.rule, first.since_step) == ("reward_slow", 24)  # five of the ten values of the window
     assert first.causes[0].startswith("slow reward")
     assert [finding.rule for finding in verdict.findings[1:]] == ["step_time_drift"]
 
@@ -274,7 +274,7 @@ def test_unknown_names_are_refused_with_the_nearest(act, said):
         act()
 
 
-# -- whatever a run may have
+# -- arbitrary contents of a run
 
 
 def test_a_verdict_of_a_sick_run_goes_to_json_and_back():
@@ -335,7 +335,7 @@ def test_no_event_breaks_a_rule(events):
 
 
 def test_no_line_praises_what_is_gone():
-    """Rewards that fell to 0 for good: no line says that some are rewarded, nor that the reward has risen, of a 0."""
+    """Rewards have fallen to 0 for good: no check praises a reward of 0."""
     gone = from_step(31, 0.6, 0.0)
     verdict = verdict_of(critic__score__mean=gone, critic__score__max=from_step(31, 1.0, 0.0))
     checks = {check.rule: check for check in verdict.checks}
@@ -343,11 +343,11 @@ def test_no_line_praises_what_is_gone():
     because = {finding.rule: finding.because for finding in verdict.findings}
     assert "reward_fell" in because["reward_zero"]
     praised = [check.rule for check in verdict.checks if check.status == "ok" and "score/mean 0" in check.reading]
-    assert praised == ["lost_metrics"]  # that each step has it
+    assert praised == ["lost_metrics"]  # every step has the metric
 
 
 def test_what_is_well_is_put_as_it_was_measured():
-    few = np.where(np.arange(STEPS) % 5 == 0, 0.002, 0.0)  # the median of a window is 0
+    few = np.where(np.arange(STEPS) % 5 == 0, 0.002, 0.0)  # the median of each window is 0
     verdict = verdict_of(critic__score__mean=few, critic__score__max=np.where(few > 0, 1.0, 0.0))
     checks = {check.rule: check for check in verdict.checks}
     assert checks["reward_zero"].status == "ok"

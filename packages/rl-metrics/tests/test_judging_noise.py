@@ -13,7 +13,7 @@ def found(steps, **metrics):
 
 
 def rewards(random, steps, *, prompts=16, group=8, solved=0.2):
-    """Mean rewards of steps, of prompts of which some are hard and some are easy."""
+    """Return mean rewards of steps whose prompts have different difficulties."""
     difficulty = random.beta(2 * solved, 2 * (1 - solved), (steps, prompts))
     return random.binomial(group, difficulty).mean(axis=1) / group
 
@@ -56,7 +56,7 @@ def test_what_is_the_best_where_rewards_are_penalties(mean, is_solved):
     assert ("without_spread" in rules) is not is_solved
 
 
-# -- logs that lack the highest reward, as TRL's
+# -- logs without the highest reward, as from TRL
 
 
 def test_a_log_without_the_highest_reward_is_judged_by_the_start():
@@ -74,7 +74,7 @@ def test_what_cannot_be_compared_is_not_said_to_have_risen():
     assert check.reading.endswith("which is accepted: the run does not record critic/score/mean or critic/rewards/mean")
 
 
-# -- a policy that moves slowly
+# -- slow policies
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -107,7 +107,7 @@ def test_memory_that_settles_late_is_no_leak():
     ] == []
 
 
-# -- what comes first
+# -- the first cause
 
 
 def test_a_policy_that_is_not_finite_explains_what_follows():
@@ -131,11 +131,11 @@ def test_stale_weights_explain_a_reward_that_never_rose():
     assert found(200, training__staleness__mean=1.5, **values) == ["off_policy", "reward_flat"]
 
 
-# -- validation beside training
+# -- validation and training
 
 
 def validated(training, validation, problems=None, every=2):
-    """A run whose training rewards are sampled, and whose validation is of so many problems; greedy, say."""
+    """Return the findings of a run; with `problems`, its validation has intervals for that many problems."""
     column = np.full(len(training), np.nan)
     column[every - 1 :: every] = validation
     values = {"critic/score/mean": np.asarray(training), "val-core/x/reward/mean@1": column}
@@ -169,7 +169,7 @@ def test_a_validation_of_few_problems_does_not_fall_by_chance():
 
 
 def test_a_validation_that_is_worse_for_some_steps_and_recovers_has_not_fallen():
-    """Distillation by forward KL: greedy, the student is worse than before until it has learnt the scratchpad."""
+    """As in distillation by forward KL: greedy answers get worse until the student has learned the scratchpad."""
     validation = [0.39, 0.34, 0.09, 0.11, 0.23, 0.44, 0.62, 0.65, 0.69, 0.75]
     assert [
         n for n in range(1, 11) if validated(np.linspace(0.3, 0.5, 20)[: 2 * n], validation[:n], problems=500)

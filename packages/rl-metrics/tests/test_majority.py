@@ -22,7 +22,7 @@ def pattern(sizes, silent=0):
 
 
 def enumerated(sizes, silent, num_votes):
-    """How likely each prediction wins, by going through all draws; last, that nobody votes."""
+    """Return each prediction's probability of winning, from all draws; the last entry is for draws without votes."""
     responses = [index for index, size in enumerate(sizes) for _ in range(size)] + [None] * silent
     wins = np.zeros(len(sizes) + 1)
     for draw in itertools.product(responses, repeat=num_votes):
@@ -35,7 +35,7 @@ def enumerated(sizes, silent, num_votes):
 
 
 def multiplied(polynomial, sizes, largest):
-    """A product with what `sizes` give: coefficients by votes and ties, where `largest` votes are a tie."""
+    """Multiply polynomials with coefficients by (votes, ties); an exponent of `largest` votes counts as a tie."""
     product = {}
     for size, (votes, ties) in itertools.product(sizes, polynomial):
         new = votes + size, ties + (size == largest)
@@ -44,7 +44,7 @@ def multiplied(polynomial, sizes, largest):
 
 
 def counted(sizes, silent, num_votes):
-    """How likely each prediction wins, by the multinomial distribution in exact fractions."""
+    """Return each prediction's probability of winning, from the multinomial distribution in exact fractions."""
     wins = [Fraction(0)] * len(sizes)
     for index, count in itertools.product(range(len(sizes)), range(1, num_votes + 1)):
         found = {(count, 0): Fraction(sizes[index] ** count, math.factorial(count))}
@@ -59,10 +59,10 @@ def counted(sizes, silent, num_votes):
 
 
 def test_hand_computed():
-    # Of A, A, B two are drawn: A A (4/9) and B B (1/9) are clear, A B (4/9) is a tie.
+    # Two draws from A, A, B: A A (4/9) and B B (1/9) are clear, A B (4/9) is a tie.
     found = winning_probabilities(pattern([2, 1])[None], num_votes=2)[0]
     np.testing.assert_allclose(found, [0.0, 1 / 3, 2 / 3, 0.0], atol=1e-15)
-    # Of A and one without a prediction: only where neither draw is A nobody votes.
+    # Two draws from A and one response without a prediction: A loses only if neither draw is A.
     found = winning_probabilities(pattern([1], silent=1)[None], num_votes=2)[0]
     np.testing.assert_allclose(found, [1 / 4, 3 / 4, 0.0], atol=1e-15)
 
@@ -113,12 +113,12 @@ def test_many_ways_at_once_are_each_as_alone():
 def test_a_large_vote_is_won_by_the_majority():
     found = winning_probabilities(pattern([129, 127])[None], num_votes=256)[0]
     assert found[129] + found[127] == pytest.approx(1.0, abs=1e-11)
-    assert 0.5 < found[129] < 0.6  # 1.125 expected votes ahead, with a standard deviation of 16
+    assert 0.5 < found[129] < 0.6  # expected lead: 1.125 votes, with a standard deviation of 16
     assert winning_probabilities(pattern([200, 56])[None], num_votes=256)[0][200] == pytest.approx(1.0, abs=1e-11)
 
 
 def test_weights_of_responses_are_those_of_their_predictions():
-    # Prompt 0: A A B with values 0.2, 0.4, 1.0; prompt 1 has too few; prompt 2: no predictions.
+    # Prompt 0: A A B with values 0.2, 0.4, 1.0. Prompt 1 has too few responses, prompt 2 no predictions.
     table = response_table([0.2, 0.4, 1.0, 5.0, 7.0, 8.0], prompt_of=[0, 0, 0, 1, 2, 2], votes=[4, 4, 9, 4, -1, -1])
     np.testing.assert_allclose(vote_weights(table, 2), [1 / 3, 1 / 3, 1 / 3, 0.0, 0.5, 0.5], atol=1e-15)
 
@@ -145,5 +145,5 @@ def test_weights_of_prompts_with_different_numbers_of_responses_are_exact(prompt
 def test_blocks_of_counts_and_rows_add_up(monkeypatch):
     patterns = np.stack([pattern([20, 7, 2, 1]), pattern([3] * 10), pattern([1] * 25, 5), pattern([15, 14], 1)])
     together = winning_probabilities(patterns, num_votes=30)
-    monkeypatch.setattr(majority, "CHUNK", 1)  # each count and each row alone
+    monkeypatch.setattr(majority, "CHUNK", 1)  # one count and one row per block
     np.testing.assert_allclose(winning_probabilities(patterns, num_votes=30), together, rtol=0, atol=1e-15)

@@ -25,7 +25,7 @@ def test_a_trend_is_the_median_slope():
     assert trend.slope == pytest.approx(0.01)
     assert trend.grown == pytest.approx(0.69)
     assert (trend.first, trend.last, trend.end) == (31, 100, 5.0)  # the first 30 steps are the warm-up
-    # 2415 rising pairs of 70 * 69 * 145 / 18 = 38908.3: (2415 - 1) / 197.25
+    # Of 70 * 69 / 2 = 2415 pairs all rise; the variance is 70 * 69 * 145 / 18 = 38908.3: (2415 - 1) / 197.25
     assert trend.z == pytest.approx(12.238, abs=1e-3)
 
 
@@ -44,7 +44,7 @@ def test_the_owner_that_grows_comes_first_and_explains_the_process():
     assert isinstance(found, Ailment)
     assert [cause.name for cause in found.causes] == ["trainer", "rewards"]
     assert found.causes[0].share == pytest.approx(10 / 11)
-    assert found.evidence[-1].value == pytest.approx(11.0 / 0.011)  # 32.1 - 21.1 GiB are left
+    assert found.evidence[-1].value == pytest.approx(11.0 / 0.011)  # 32.1 - 21.1 = 11 GiB are left
 
 
 def test_what_grows_beside_the_run_is_not_its_own():

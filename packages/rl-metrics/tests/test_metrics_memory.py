@@ -47,7 +47,7 @@ def test_a_process_and_its_children():
     child = subprocess.Popen([sys.executable, "-c", "x = bytearray(2**26); print(); input()"], stdin=PIPE, stdout=PIPE)
     try:
         assert child.stdout is not None
-        child.stdout.readline()  # it has its memory now
+        child.stdout.readline()  # its memory is allocated now
         metrics = memory_of("trainer")
         assert 0.005 < metrics["memory/trainer_gb"] < 1000
         assert metrics["memory/trainer_children_gb"] >= 2**26 / 2**30

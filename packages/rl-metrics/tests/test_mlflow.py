@@ -37,7 +37,7 @@ sys.exit(",".join(name for name in ("torch", "sklearn", "flask") if name in sys.
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory):
-    """A whole run in a database of its own, in another process, and who came to its proxy meanwhile."""
+    """Record a whole run in a new database, in another process; return also the calls to its proxy."""
     folder = tmp_path_factory.mktemp("run")
     quiet = ("no_proxy", "do_not_track", "ci", "pytest_current_test", "mlflow_disable_telemetry")
     environment = {name: value for name, value in os.environ.items() if name.lower() not in quiet}
@@ -51,7 +51,7 @@ def first_run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uri(first_run):
-    """A database that is there already: to make one takes seconds."""
+    """Reuse an existing database, since creating one takes seconds."""
     return f"sqlite:///{first_run[0]}/mlflow/mlflow.db"
 
 
@@ -184,7 +184,7 @@ def test_one_that_fails_leaves_the_others(tmp_path, uri):
         "mlflow": BackgroundTracker(MlflowTracker(tmp_path, experiment="fails", uri=uri), name="mlflow"),
         "jsonl": JsonlTracker(tmp_path / "metrics.jsonl"),
     }
-    client(uri).delete_run((tmp_path / "mlflow_run_id").read_text())  # by hand, while it runs
+    client(uri).delete_run((tmp_path / "mlflow_run_id").read_text())  # deleted by a user during the run
     fanout = Fanout(trackers)
     with structlog.testing.capture_logs() as logs:
         for step in range(1, 4):
@@ -206,7 +206,7 @@ def test_what_mlflow_refuses_is_said_with_a_way_out(tmp_path, uri, monkeypatch):
     with pytest.raises(SettingsError, match=r"Set metrics\.mlflow_uri or MLFLOW_TRACKING_URI to an existing server"):
         MlflowTracker(tmp_path, experiment="unknown", uri=address)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    with socket.create_server(("127.0.0.1", 0)) as deaf:  # takes calls, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts connections, but never answers
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         with pytest.raises(
             SettingsError, match=r"Set metrics\.mlflow_uri or MLFLOW_TRACKING_URI to an existing server"

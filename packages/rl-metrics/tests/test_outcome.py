@@ -1,4 +1,4 @@
-"""A run's outcome, for each way in which it may be recorded and end."""
+"""A run's outcome, for each way to record and end a run."""
 
 import json
 import math
@@ -131,7 +131,7 @@ def test_a_distillation(tmp_path):
     )
     divergence = found["figures"][0]
     assert not divergence["is_up_better"]
-    assert divergence["last"]["how"].startswith("none")  # of two steps at either end
+    assert divergence["last"]["how"].startswith("none")  # each end has only two steps
 
 
 def test_an_asynchronous_run(tmp_path):

@@ -28,7 +28,7 @@ def pipe():
     reader, writer = os.pipe()
     yield reader, writer
     for descriptor in (reader, writer):
-        with contextlib.suppress(OSError):  # the test closed it
+        with contextlib.suppress(OSError):  # the test may have closed it
             os.close(descriptor)
 
 
@@ -65,7 +65,7 @@ def test_a_reader_that_sleeps_holds_nobody_up_and_gets_whole_writes_when_it_wake
     thread.join(60.0)
     *kept, again = b"".join(found).decode().splitlines(keepends=True)
     found_lines = {*kept}
-    assert kept == [line for line in lines if line in found_lines]  # whole, and in their order
+    assert kept == [line for line in lines if line in found_lines]  # whole lines, in order
     assert (len(kept), again) == (len(lines) - stream.num_dropped, "again\n")
 
 
@@ -95,7 +95,7 @@ def test_a_live_display_on_a_terminal_that_is_held():
             tracker.log(step, {"critic/score/mean": 0.5})
         tracker.end()
     finally:
-        os.close(master)  # its writes fail from now on
+        os.close(master)  # from now on, writes fail
         assert stream.drain(60.0)
         os.close(slave)
 

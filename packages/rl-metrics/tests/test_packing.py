@@ -96,7 +96,7 @@ def test_the_same_input_gives_the_same_bytes():
 
 
 def test_the_layout_that_the_page_reads():
-    # uint32 length, JSON, then the first bytes of all numbers, the second bytes of all, ...
+    # uint32 length, JSON, then the first bytes of all numbers, their second bytes, ...
     content = gzip.decompress(pack({}, {"a": ("i32", [1, 258])}))
     assert content[4 + content[0] :] == bytes([1, 2, 0, 1, 0, 0, 0, 0])
 

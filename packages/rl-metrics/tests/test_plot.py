@@ -19,7 +19,7 @@ ACC = "val-core/arithmetic/acc/mean@1"
 
 @pytest.fixture
 def runs(tmp_path):
-    """Two runs of five steps; the second has no entropy."""
+    """Write two runs of five steps; the second has no entropy."""
     for name, scale in (("grpo", 0.1), ("distilled", 0.2)):
         rows = [{"step": step, "time": 1000.0 + 10 * step, ACC: scale * step} for step in range(1, 6)]
         if name == "grpo":
@@ -44,7 +44,7 @@ def texts(svg):
 
 
 def curves(svg):
-    """Points of each coloured curve, in the picture's own units."""
+    """Return the points of each coloured curve, in the picture's units."""
     found = {}
     for path in ElementTree.fromstring(svg).iter(f"{SVG}path"):
         color = re.search("stroke: (#[0-9a-f]{6})", path.get("style", ""))
@@ -58,7 +58,7 @@ def test_a_panel_shows_a_line_a_run_with_names_unit_and_step(runs, tmp_path):
     svg = drawn(runs, tmp_path, metrics=[ACC, "actor/entropy"])
     shown = texts(svg)
     assert shown.count("grpo") == 2
-    assert shown.count("distilled") == 1  # it has no entropy
+    assert shown.count("distilled") == 1  # only in one panel: it has no entropy
     assert {ACC, "actor/entropy", "step", "nats", "value"} <= set(shown)
 
 
@@ -69,7 +69,7 @@ def test_points_stand_where_their_values_are(runs, tmp_path):
     assert [x for x, _ in low] == pytest.approx([x for x, _ in high])
     steps = [b - a for (a, _), (b, _) in pairwise(low)]
     assert steps == pytest.approx([steps[0]] * 4)
-    rises = [points[0][1] - points[-1][1] for points in (low, high)]  # upwards is less in a picture
+    rises = [points[0][1] - points[-1][1] for points in (low, high)]  # y grows downwards
     assert rises[1] == pytest.approx(2 * rises[0], rel=1e-4)
 
 
@@ -78,7 +78,7 @@ def test_time_runs_from_the_beginning_of_the_first_step(runs, tmp_path):
     assert "time since the first step began (s)" in texts(svg)
     low, high = (curves(svg)[color] for color in COLORS[:2])
     gap = low[1][0] - low[0][0]  # 10 s
-    assert low[0][0] - high[0][0] == pytest.approx(0.4 * gap, rel=1e-3)  # of the other, 4 s are not known
+    assert low[0][0] - high[0][0] == pytest.approx(0.4 * gap, rel=1e-3)  # the other run does not record its step time
 
 
 def test_labels_and_reference_lines_are_named_as_they_are_given(runs, tmp_path):
@@ -127,7 +127,7 @@ def test_a_torn_last_line_and_repeated_steps_are_read_as_the_run_stands(runs, tm
     expected = picture(runs, tmp_path / "whole.svg")
     file = runs[0] / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    wrong = json.dumps({"step": 4, "time": 1040.0, ACC: 0.99}) + "\n"  # replaced when the run was resumed at step 3
+    wrong = json.dumps({"step": 4, "time": 1040.0, ACC: 0.99}) + "\n"  # overwritten by a resume from step 3
     file.write_text("".join([*lines[:3], wrong, *lines[3:]]) + '{"step": 6, "val-core/ari')
     assert picture(runs, tmp_path / "torn.svg") == expected
 

@@ -62,7 +62,7 @@ ANY = st.one_of(values, st.sampled_from([math.nan, math.inf, -math.inf]))
 
 
 def same(reduced):
-    """Reduced values so that NaN equals NaN, and 0 equals -0, in any order."""
+    """Return reduced values as text, so that NaN equals NaN, and 0 equals -0."""
     return {name: repr(value + 0.0) for name, value in reduced.items()}
 
 
@@ -184,7 +184,7 @@ def test_a_merge_leaves_the_other_alone():
 
 
 class Scalar:
-    """Like a tensor: only float() works."""
+    """A tensor-like value that supports only float()."""
 
     def __init__(self, value):
         self.value = value

@@ -80,7 +80,7 @@ def test_texts_and_tokens_come_back(tmp_path):
     assert columns["mask"].tolist() == [1, 0] * 5
     assert columns["entropy"][::2].tolist() == [0.125] * 5
     assert np.isnan(columns["entropy"][1::2]).all()
-    assert "advantages" not in columns  # no trajectory knows it
+    assert "advantages" not in columns  # no trajectory has them
     assert "versions" not in columns
 
 
@@ -144,7 +144,7 @@ def test_the_list_tells_prompts_and_responses(tmp_path):
 @pytest.mark.parametrize(
     ("prompts", "shown"),
     [
-        (["What is 1 + 1?", "What is 1 + 2?"], ["What is 1 + 1?", "What is 1 + 2?"]),  # short: no template
+        (["What is 1 + 1?", "What is 1 + 2?"], ["What is 1 + 1?", "What is 1 + 2?"]),  # too short for a common template
         (["the same all along, all the way"], ["the same all along, all the way"]),
         (["word " * 60, "word " * 60], ["word " * 15 + "word…"] * 2),
         ([], []),

@@ -39,7 +39,7 @@ def test_the_runs_own_verdict_wins(folder):
 
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_verdict_of_another_step_is_made_anew(folder, step):
-    """Of before the newest steps, or of one that a resume took back."""
+    """A verdict from before the newest step, or from a step that a resume undid."""
     check = {"rule": "kl", "side": "convergence", "title": "KL", "status": "critical", "reading": "9"}
     written = {"status": "critical", "step": step, "checks": [check], "findings": []}
     (folder / "health.json").write_text(json.dumps(written))
@@ -131,7 +131,7 @@ def test_probes_by_token_and_candidate():
     assert columns["p0c0"][1].tolist() == [-2.5, -0.25]
     assert columns["p0c1"][1][0] == -0.1
     assert math.isnan(columns["p0c1"][1][1])
-    assert columns["p1c0"][1].tolist() == [-0.5]  # no candidate was written; the token's own is known
+    assert columns["p1c0"][1].tolist() == [-0.5]  # no candidates were written, but the token's own logprob is known
 
 
 def test_settings_are_flat():

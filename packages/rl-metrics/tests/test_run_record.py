@@ -32,7 +32,7 @@ def sketch(value):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run with every file."""
+    """A run folder with every file."""
     folder = tmp_path / "first"
     tracker = JsonlTracker(folder / "metrics.jsonl", clock=lambda: 3.0)
     tracker.log(1, {"actor/entropy": 0.5})
@@ -231,7 +231,7 @@ def test_a_trajectory_without_end_takes_no_memory(folder, monkeypatch):
     whole = (folder / "rollouts.jsonl").read_bytes()
     with (folder / "rollouts.jsonl").open("wb") as file:
         file.write(whole + b'{"step":2,"index":0,"prompt":"')
-        file.seek(100 << 20, 1)  # a hole: zeros
+        file.seek(100 << 20, 1)  # a sparse hole, read as zeros
         file.write(b'"}\n' + whole.replace(b'"step":1', b'"step":3'))
     tracemalloc.start()
     assert [row.step for row in open_run(folder).rollouts()] == [1, 3]
@@ -268,7 +268,7 @@ def test_pipes_devices_and_sockets_are_not_waited_for(folder, monkeypatch):
     (folder / "summary.json").symlink_to("/dev/zero")
     (folder / "metrics.jsonl").symlink_to("metrics.jsonl")
     with socket.socket(socket.AF_UNIX) as listener:
-        monkeypatch.chdir(folder)  # a socket's path is at most 107 characters long
+        monkeypatch.chdir(folder)  # a socket's path has at most 107 characters
         listener.bind("hang.json")
         with structlog.testing.capture_logs() as logs:
             run = open_run(folder)

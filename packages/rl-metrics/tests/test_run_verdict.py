@@ -1,4 +1,4 @@
-"""Verdicts on recorded runs, by their own settings."""
+"""Verdicts on recorded runs, with their own settings."""
 
 import json
 

@@ -19,7 +19,7 @@ EVIL = "<script>x</script> | **bold** `code` [a](b) ![i](j) _u_ &amp; \\| # 1. ~
 
 @pytest.fixture(autouse=True)
 def first_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers sort files by name: second, host, process, number; with a tenth file in a second, 10 is before 9."""
+    """Restart the file counter: readers sort names as text, and with ten files in a second, 10 sorts before 9."""
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
@@ -34,7 +34,7 @@ def test_scalars_stand_at_the_trainers_steps(tmp_path):
     tracker.log(7, {"actor/entropy": 0.5, "actor/loss": float("nan")})
     tracker.log(9, {"actor/entropy": 0.125, "actor/loss": 1e300})
     entropy = tensorboard_series(tmp_path / "tensorboard", "actor/entropy")
-    assert entropy == [(7, 0.5), (9, 0.125)]  # there before it is closed
+    assert entropy == [(7, 0.5), (9, 0.125)]  # readable before the tracker is closed
     assert tensorboard_series(tmp_path / "tensorboard", "val-core/a/acc/mean@1") == [(0, 0.25)]
     assert str(tensorboard_series(tmp_path / "tensorboard", "actor/loss")) == "[(7, nan), (9, inf)]"
     tracker.close()
@@ -75,7 +75,7 @@ def test_histograms_are_read_back_by_tensorboards_readers(tmp_path):
     tracker.log(3, {"a": 1.0})
     tracker.log_histograms(4, {"distribution/reward": histogram(-1e300, 1e300)})
     tracker.close()
-    plain = PlainReader(str(tmp_path), size_guidance={"histograms": 0})  # as scripts read it
+    plain = PlainReader(str(tmp_path), size_guidance={"histograms": 0})  # the reader for scripts
     plain.Reload()
     assert plain.Tags()["histograms"] == ["distribution/reward"]
     first, second = plain.Histograms("distribution/reward")
@@ -84,7 +84,7 @@ def test_histograms_are_read_back_by_tensorboards_readers(tmp_path):
     assert (value.min, value.max, value.num, value.sum) == (0.0, 1.0, 4, 1.5)
     assert sum(value.bucket) == 4
     assert (value.bucket[0], value.bucket_limit[-1]) == (2, 1.0)
-    events = tensorboard_events(tmp_path)  # as the pages read it
+    events = tensorboard_events(tmp_path)  # the reader of TensorBoard's pages
     assert events.SummaryMetadata("distribution/reward").plugin_data.plugin_name == "histograms"
     buckets = make_ndarray(events.Tensors("distribution/reward")[0].tensor_proto)
     assert (buckets[0, 0], buckets[-1, 1]) == (0.0, 1.0)
@@ -130,7 +130,7 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     resumed.log_generations(3, "val", [sample(output="new")])
     resumed.close()
     assert tensorboard_series(tmp_path, "a") == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    plain = PlainReader(str(tmp_path))  # as scripts read it
+    plain = PlainReader(str(tmp_path))  # the reader for scripts
     plain.Reload()
     assert [(event.step, event.value) for event in plain.Scalars("a")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert [step for step, _ in tensorboard_series(tmp_path, "val")] == [1, 2, 3]
@@ -156,7 +156,7 @@ def test_what_comes_late_of_a_step_that_was_done_drops_none_of_it(tmp_path):
 def test_generations_may_come_before_the_metrics_of_their_step(tmp_path):
     for attempt in (1, 2):
         tracker = TensorBoardTracker(tmp_path)
-        for step in range(3 - attempt, 3):  # 2 alone, and then 1 and 2
+        for step in range(3 - attempt, 3):  # step 2, then steps 1 and 2
             tracker.log_generations(step, "val", [sample(output=f"of attempt {attempt}")])
             tracker.log(step, {"a": float(attempt)})
         tracker.close()

@@ -1,4 +1,4 @@
-"""Any text passes through trackers, records and the report without errors, and no tracker is dropped."""
+"""Any text passes through trackers, records and the report without errors; no tracker is dropped."""
 
 import io
 from dataclasses import replace
@@ -30,7 +30,7 @@ NASTY = [
     "</script>",
     "",
 ]
-TEXT = st.sampled_from(NASTY) | st.text(st.characters(), max_size=20)  # lone surrogates too
+TEXT = st.sampled_from(NASTY) | st.text(st.characters(), max_size=20)  # includes lone surrogates
 LARGE = "\ud800\x1b<" * (1 << 17)
 
 

@@ -60,7 +60,7 @@ def test_a_history_of_ppo(tmp_path):
         return {name: values for name, values in history.items() if not name.startswith("other/")}
 
     assert named(imported_history(tmp_path, [row])) == ours | of_tokens | of_critic
-    of_rloo = imported_history(tmp_path, [row | {"loss/value_avg": 0.0}])  # until 0.21: its ratios are of responses
+    of_rloo = imported_history(tmp_path, [row | {"loss/value_avg": 0.0}])  # until 0.21, with ratios of whole responses
     assert named(of_rloo) == ours
     assert of_rloo["other/policy/clipfrac_avg"] == [0.05]
 

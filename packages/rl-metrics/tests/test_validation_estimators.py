@@ -28,7 +28,7 @@ def table_of(prompts, votes=None):
 
 
 def drawn(values, count, reduce):
-    """Mean and standard deviation over all draws with replacement."""
+    """Return mean and standard deviation over all draws with replacement."""
     results = [reduce(draw) for draw in itertools.product(values, repeat=count)]
     return np.mean(results), np.std(results)
 
@@ -50,7 +50,7 @@ def test_best_and_worst_agree_with_all_draws(values):
 
 
 def test_majority_agrees_with_all_draws():
-    # "a" is worth 0 or 2, "b" 5, and one answers nothing (1): the value is the first drawn one of the winner.
+    # Values: "a" 0 or 2, "b" 5, no prediction 1. A draw is worth the first drawn value of the winner.
     values, votes = [0.0, 2.0, 5.0, 1.0], [0, 0, 1, -1]
 
     def outcomes(draw):

@@ -42,8 +42,8 @@ def test_golden_values(path):
         if "/mean@" in name or "/std@" in name:
             assert ours[name] == pytest.approx(value, rel=1e-10)
         else:
-            # The draws of different prompts are not independent: at most their mean has the prompts' mean error. That
-            # of a standard deviation is at most sqrt(kurtosis - 1) / 2 of a mean's, with some room for the kurtosis.
+            # The golden draws of prompts are dependent: the mean's error is at most the mean of the prompts' errors.
+            # That of a standard deviation is at most sqrt(kurtosis - 1) / 2 of it, with a margin for the kurtosis.
             spread = ours[name.rsplit("/", 1)[0] + "/std"]
             room = 5.0 if name.endswith("/mean") else 10.0
             assert ours[name] == pytest.approx(value, abs=room * spread / DRAWS**0.5 + 1e-12), name

@@ -30,7 +30,7 @@ tracker.close()
 
 @pytest.fixture(scope="module", autouse=True)
 def service():
-    """wandb's own process ends with the module."""
+    """Stop wandb's service process after the module."""
     yield
     wandb.teardown()
 
@@ -41,7 +41,7 @@ def start(folder, **changed):
 
 def test_rows_have_the_trainers_steps_and_none_is_dropped(tmp_path):
     tracker = start(tmp_path, name="a run", config={"trainer": {"steps": 3}})
-    for step in (0, 1, 2, 1, 2):  # again after a resume
+    for step in (0, 1, 2, 1, 2):  # steps 1 and 2 repeat after a resume
         tracker.log(step, {"actor/entropy": step / 4})
     tracker.close()
     tracker.close()
@@ -111,7 +111,7 @@ def test_generations_are_a_table_at_their_step(tmp_path):
             prompt_uid="p2", input="2+2", output="", policy_version=(4, 4), source="learner", failure="timeout"
         ),
     ]
-    tracker = BackgroundTracker(start(tmp_path), name="wandb")  # as trainers use it
+    tracker = BackgroundTracker(start(tmp_path), name="wandb")  # as in trainers
     tracker.log(10, {"a": 1.0})
     tracker.log_generations(8, "val/generations", samples)
     tracker.close()

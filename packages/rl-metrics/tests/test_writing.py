@@ -70,7 +70,7 @@ def test_no_text_of_a_run_is_in_the_page_itself(folder, tmp_path):
     assert "hacked" not in page
     assert "\0" not in page
     kinds = [attributes.get("type") for attributes, _ in scripts_of(page)]
-    assert kinds.count(None) == 2  # the library and the page's own
+    assert kinds.count(None) == 2  # the library and the page's own script
 
 
 def test_several_runs(folder, tmp_path):
