@@ -32,7 +32,7 @@ def reward(sample):
                 time.sleep(0.01)
     return unheld(sample)
 """
-"""Two places at which the run waits for this test: amid the first step, and some steps later."""
+"""Two points where the run waits for this test: within the first step, and some steps later."""
 
 
 @pytest.fixture(scope="module")

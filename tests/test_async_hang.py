@@ -15,7 +15,7 @@ from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 
 DEADLINE_S = 5.0
-"""More than a step takes on a busy machine: only what hangs is reported."""
+"""Longer than a step on a busy machine, so that only hangs are reported."""
 IN_STEP_2 = REWARDS_BEFORE_STEP_1 + REWARDS_PER_STEP + 5
 
 

@@ -38,7 +38,7 @@ IN_PROCESSES = {
 LOGS = {"rollouter": "rollouter-0", "learner": "learner-host-0", "engine": "transformers-engine-0", "rank": "learner-1"}
 ROLES = ("engine", "learner", "rollouter")
 BY_ATTEMPT = ("fully_async/", "weights/", "rollout/", "timing_s/", "training/")
-"""Metrics that count what an attempt did, or that are there only where something was published or saved again."""
+"""Metrics that count an attempt's work, or exist only where weights were published or saved again."""
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def reward(sample):
         raise ValueError("no verdict")
     return scored(sample)
 """
-"""No verdict on some validation problems; the uids of training problems end otherwise."""
+"""Validation problems without a verdict; uids of training problems end differently."""
 
 DYING = """
 
@@ -41,7 +41,7 @@ def reward(sample):
         os.kill(os.getpid(), signal.SIGKILL)
     return scored_alive(sample)
 """
-"""Whoever asks for the reward of a problem of the fifth batch is killed, the first time."""
+"""The first process that requests the reward of a problem of the fifth batch is killed."""
 
 VOTING = """
 
@@ -55,7 +55,7 @@ def reward(sample):
     extras = {"pred": sample.response_text[:1]}
     return RewardResult(reward=failing(sample), components={"acc": solved}, extras=extras)
 """
-"""Half of the first characters are right, and are what responses vote for."""
+"""Half of the first characters are right; responses vote by them."""
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from benchmark_modules import BENCHMARKS
 
 KEPT = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
-"""Variables without which another Python, or other sources, would run."""
+"""Variables that select this Python and these sources."""
 KEYS = {
     "async": "bound_s date environment is_realtime roles rounds verdicts",
     "distillation": "comparison date device environment preset rounds sizes threads",
@@ -26,7 +26,7 @@ KEYS = {
     "transfer": "environment failures memcpy_mb_per_s memcpy_mb_per_s_median payload peak_memory skipped targets",
     "trl": "comparisons machine pairs response_lengths skipped warm_up_steps",
 }
-"""Of a report, beside those that all have."""
+"""Additional keys of each benchmark's report."""
 ROW_KEYS = {
     "async": "mode wall_s step_s idle_learner slept_learner idle_engine slots_used staleness_mean steps rounds",
     "distillation": "system workload tokens_per_s peak_memory_mb start_memory_mb step_s losses",
@@ -41,7 +41,7 @@ ROW_KEYS = {
     "trl": "system workload samples_per_s step_s_median samples_per_s_runs samples_per_s_spread part_s_median "
     "response_tokens_mean response_tokens_max reward_curve wall_s_runs load_before_runs versions",
 }
-"""That each row of the results has."""
+"""Keys of each row of the results."""
 Report = dict[str, Any]
 
 

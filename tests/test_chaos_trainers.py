@@ -18,7 +18,7 @@ from train_process import TrainProcess
 DISK_MIB = 64
 TICK_S = 0.005
 LONGEST_WAIT_S = 20.0
-"""A point that does not come, as the run is at its end or starts anew, is given up."""
+"""Maximum wait for a point that an ending or restarting run may never reach."""
 END_S = 600.0
 Fault = tuple[str, str]
 EACH_ROLE: list[Fault] = [*(("kill", role) for role in ROLES), ("stop", "learner"), ("clock", "main")]

@@ -161,7 +161,7 @@ ANSWERS = (
     ("How do I connect an existing agent?", ("guides.html", "docs/guides/gateway.html"), "OPENAI_BASE_URL"),
     ("What changed since the last release?", ("project.html", "packages/rl-core/CHANGELOG.html"), "rl-core"),
 )
-"""Questions of a reader who knows verl, the pages that they click from the first one on, and a part of the answer."""
+"""Questions of a reader who knows verl, the pages to click through from the first one, and a part of the answer."""
 
 
 @needs_site

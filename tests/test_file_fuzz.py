@@ -12,12 +12,12 @@ from file_mutation import run_cases, watch
 
 SUPPORT = Path(__file__).parent / "support"
 CASES = {False: 100_000, True: 1_000}
-"""Of parsers of ours, and of readers of others."""
+"""Number of cases for our own parsers, and for readers of other libraries (True)."""
 
 SHORT_CASES = {False: 150, True: 4}
 OTHERS = ("safetensors", "tokenizer", "chat_template", "prompts_parquet", "prompts_arrow", "journal")
 NOT_SHORT = ("prompts_arrow", "tokenizer", "chat_template", "prompts_parquet")
-"""Each case starts a process."""
+"""Left out of short runs, because each case starts a process."""
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in NOT_SHORT])

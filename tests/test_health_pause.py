@@ -16,7 +16,7 @@ SICK = {
     "health__thresholds": '{ "weights_proof.canary_max" = -1 }',
     "health__pause_on": '["weights_proof"]',
 }
-"""A difference of the canary's logprobs is at least 0: the finding is there from the first update on."""
+"""The canary's difference is always above this, so that the finding exists from the first update."""
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ DOCUMENTS = sorted(
     | {path / "README.md" for path in OURS.values()}
 )
 UNLOCKED = {"vllm": "0.32.0", "verifiers": "0.4.0"}
-"""What the documents install and locks/cpu.txt cannot hold: vLLM for GPUs, and what does not fit beside vLLM."""
+"""Documented packages that locks/cpu.txt cannot include: vLLM for GPUs, and packages that conflict with vLLM."""
 
 
 def blocks(document: Path) -> list[tuple[str, ...]]:

@@ -55,7 +55,7 @@ LAYOUTS = {
     ("CP2", "dense"): ParallelOptions(ranks=2, context=2),
     ("EP2, distributed optimizer", "mixture"): ParallelOptions(ranks=2, expert=2, distributed_optimizer=True),
 }
-"""And the case that each one trains."""
+"""Layouts, and the case that each one trains."""
 SEQUENCES = [np.random.default_rng(length).integers(0, 40, length).astype(np.int32) for length in (7, 3, 12, 9, 5)]
 
 
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"target_modules": ("layers.[12].self_attn.[qv]_proj", "layers.[12].mlp.*"), "rslora": True},
     ),
 }
-"""Family, changes of its config, peft's options, and ours."""
+"""Family, changes to its config, peft's options, and ours."""
 
 
 def train_with_peft(folder: Path, name: str) -> Case:

@@ -14,7 +14,7 @@ from train_process import training, wait_until_held
 from rl_metrics.run_files.events import read_events
 
 LEARNT = ("actor/", "critic/", "val-", "response_length/")
-"""Metrics that the learner's numbers decide."""
+"""Metrics that depend only on the learner's numbers."""
 
 TP2_DP2 = {"parallel__ranks": 4, "parallel__tensor": 2, "parallel__distributed_optimizer": True}
 PP2_DP2 = {"parallel__ranks": 4, "parallel__pipeline": 2}

@@ -75,7 +75,7 @@ def test_documents_teach_public_names_alone():
 
 
 PASSES_PATHS_ON = {"read_json", "read_json_object", "read_plain", "read_toml", "require_plain"}
-"""To `open_plain`, which takes texts too; they need a path for nothing else."""
+"""Functions that only pass their path to `open_plain`, which also accepts text."""
 MADE_BY_THE_TRAINERS = {"LearnerHost.__init__", "Rows.__init__", "remove_unlocked_folders"}
 
 

@@ -23,7 +23,7 @@ STEPS = 12
 SCRIPTED: dict[str, Any] = {**SETTINGS, "roles__kind": "ray", "trainer__steps": STEPS}
 SUPPORT = str(Path(__file__).parent / "support")
 LINES_BEFORE = 20
-"""Of the record: about three steps."""
+"""Lines of the record, about three steps."""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ COMMANDS = [
 TRAINERS = {"rl-sync-trainer": (Settings, sync_command), "rl-async-trainer": (AsyncSettings, async_command)}
 FLAGS = ("--resume", "--dry-run")
 NEEDED = ("--policy.path=policy", "--prompts.train=train.jsonl")
-"""What a settings file of your own would have."""
+"""Settings that a user's own file contains."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -36,7 +36,7 @@ DIAGNOSED = {
     "memory_leak": ("memory", "trainer"),
 }
 VERDICT_EVERY = 10
-"""Steps between verdicts while a run trains, as `health.every` has it."""
+"""Steps between verdicts while a run trains, like `health.every`."""
 
 
 def recorded(name: str) -> RunRecord:

@@ -15,7 +15,7 @@ from tooling.projects import last_release, read_projects
 ROOT = Path(__file__).resolve().parents[1]
 ROLLOUT = ROOT / "packages" / "rl-rollout"
 SUITES = ("loops_rollout", "gateway_exports", "engines_draining", "engines_stepped", "skip_cache")
-"""Tests of what rl-rollout exchanges through rl-core: trajectories, the queue, weights, and files."""
+"""Tests of rl-rollout's exchange through rl-core: trajectories, the queue, weights, and files."""
 PROGRAM = """\
 import importlib, json, sys
 import pytest
@@ -32,7 +32,7 @@ def has(module, name):
 lacks = [f"{module}.{name}" for module, name in names if not has(module, name)]
 sys.exit(f"the release lacks {', '.join(lacks)}" if lacks else pytest.main(words))
 """
-"""Looks all names up, then runs tests, in one process: what both import takes longer than the tests."""
+"""Looks up all names and runs the tests in one process, because importing takes longer than the tests."""
 
 
 @pytest.fixture(scope="module")

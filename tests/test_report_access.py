@@ -48,7 +48,7 @@ BROKEN = """
   return broken;
 })()
 """
-"""Words that stand on two lines."""
+"""Finds words that are broken across two lines."""
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -121,7 +121,7 @@ WITHOUT_CHARTS = """(() => {
   main.querySelectorAll('.chart').forEach((chart) => chart.remove());
   return main.textContent;
 })()"""
-"""What the page says but for its charts, whose legends come once they are in view."""
+"""The page's text without its charts, whose legends appear once they are in view."""
 
 
 @pytest.mark.parametrize(

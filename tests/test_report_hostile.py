@@ -53,7 +53,7 @@ SHOWN = {
         *("event", "level", "event field", "event text", "setting", "setting value", "summary", "summary value"),
     ),
 }  # fmt: skip
-"""Views of the page, and what is planted in what they show."""
+"""Views of the page, and the fields that carry hostile text in each."""
 
 TEXTS = """
 [document.body, ...document.body.querySelectorAll('[aria-label], [title], [placeholder]')].map((one) =>

@@ -47,7 +47,7 @@ pytest.importorskip("vllm")
 
 HIDDEN = 64
 NUM_FAULTS = 50
-"""Of each of the two engines; each layer has one at a time."""
+"""Faults of each of the two engines; a layer has one at a time."""
 WHAT_TO_DO = (
     "this vLLM packs experts by itself at a reload: `before_reload` (rl_rollout.engines.vllm.mixtures) need not take "
     "the kernel away any more. Remove that and this test, or keep both for older versions that rl-rollout allows; "

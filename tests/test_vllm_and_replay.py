@@ -29,7 +29,7 @@ pytest.importorskip("vllm")
 NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 8, 6, 24
 LEARNER = LearnerOptions(dtype="bfloat16", learning_rate=1e-3, micro_batch_tokens=1024, num_threads=1)
 TOLERANCES = ProofTolerances(probe=3e-2, canary=0.15)
-"""Half of what is allowed of bfloat16; the canary is off by several times as much without replay."""
+"""Half of the default for bfloat16; without replay the canary's difference is several times as large."""
 
 
 class Mixture(NamedTuple):

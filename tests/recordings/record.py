@@ -25,10 +25,10 @@ EXAMPLE = Path("examples/arithmetic/settings.toml")
 DISTILLATION = Path("examples/distillation/settings.toml")
 MISCONFIGURED = "tests/recordings/misconfigured.py"
 DIGITS = {"metrics.jsonl": 4, "events.jsonl": 4, "rollouts.jsonl": 6}
-"""Significant digits that are kept."""
+"""Significant digits to keep."""
 
 ROLLOUTS_EVERY = 4
-"""Steps between those whose trajectories are kept."""
+"""Interval of steps whose trajectories are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ CONFIG = {
 }
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 OF_LAYER = (2 * 2048 + 2 * 1536) + 3 * 5120
-"""Rows and columns of the matrices of a layer, which are the parameters of each rank."""
+"""Sum of rows and columns of a layer's matrices: its adapter's parameters per unit of rank."""
 TOTAL = 2 * (15 * 1024**2 + 2 * 1024 + 2 * 128) + 1024 + 1024**2
 GIB, MIB = 2**30, 2**20
 

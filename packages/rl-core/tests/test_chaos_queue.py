@@ -23,7 +23,7 @@ ROLES = ("producer",) * 8 + ("reference", "teacher", "train")
 NUM_SESSIONS = 2
 DEADLINE_S = 60.0
 REOPEN_S = 5.0
-"""After so long a queue whose server could not be started again, as the disk was full then, is opened anew."""
+"""Time after which a queue whose server failed to start, such as on a full disk, is reopened."""
 DISK_MIB = 64
 TICK_S = 0.02
 

@@ -36,7 +36,7 @@ TENSORS = {
     "whole": torch.arange(21, dtype=torch.float32).reshape(7, 3) - 10,
 }
 CUTS = {"rows": (5, 5), "columns": (7, 4), "norm": (4,), "whole": (7, 3)}
-"""Where tensors are cut, by axis: at their end they are not."""
+"""Row and column at which each tensor is cut; the tensor's end means no cut."""
 
 
 def pieces(name: str, shape: Sequence[int], cut: Sequence[int]) -> list[Rectangle]:

@@ -29,7 +29,7 @@ TRAIN = TaskSpec(name="train", needs=NEEDS | {"values"})
 TRAIN_ALONE = TaskSpec(name="train", needs=frozenset({"reward"}))
 GUIDE = Path(__file__).parents[3] / "docs/guides/transfer-queue.md"
 LONG = 20_000
-"""Tokens of a trajectory whose segment is too large for the database, and lies in a slot."""
+"""Tokens of a trajectory whose segment is too large for the database, so that it gets a slot."""
 
 OTHER_PROCESS = """
 import os, signal, sys

@@ -24,7 +24,7 @@ from rl_core.testing import make_prompt, make_trajectory, ragged_like
 
 INDEX = st.integers(0, 1_000)
 OUTPUTS = st.lists(st.integers(-1, 2), max_size=2)
-"""For each row of a session how many versions behind its tokens are; -1 when none of them was sampled."""
+"""For each row of a session: how many versions its tokens lag behind; -1 if none was sampled."""
 
 
 class QueueMachine(QueueModel, RuleBasedStateMachine):

@@ -68,7 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
     },
 }
-"""What tiny policies of each architecture have beside BASE."""
+"""Additional settings of each architecture's tiny policy."""
 
 
 def tiny_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> Any:

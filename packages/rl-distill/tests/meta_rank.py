@@ -32,7 +32,7 @@ META = torch.device("meta")
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim}
-"""What stops the host until a GPU has come so far; so do reads and writes by a mask."""
+"""Operations that make the host wait for the GPU; reads and writes by a mask do too."""
 
 BY_INDEX = {aten.index, aten.index_put, aten.index_put_}
 
@@ -42,7 +42,7 @@ COALESCED = {
     c10d.allgather_into_tensor_coalesced_: 2,
     c10d.reduce_scatter_tensor_coalesced_: 2,
 }
-"""Collectives that torch has no fake ones of, and which of their arguments is the group; a barrier stands in."""
+"""Collectives without a fake version in torch, with the position of their group; a barrier replaces them."""
 
 
 class WaitError(AssertionError):

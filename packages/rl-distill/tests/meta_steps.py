@@ -33,7 +33,7 @@ from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.stepping import open_policy
 
 ROWS = (16, 16, 16)
-"""Tokens of the rows of a micro-batch, a multiple of what ranks share them by."""
+"""Tokens of each row of a micro-batch, a multiple of the number of shares."""
 
 COLUMNS = ("advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs")
 

@@ -24,7 +24,7 @@ from rl_distill.options import LearnerOptions
 from rl_distill.supervised import supervised_objective
 
 SIZES = (5, 1, 9)
-"""Tokens of packs, one after the other."""
+"""Tokens of consecutive packs."""
 
 
 @pytest.fixture

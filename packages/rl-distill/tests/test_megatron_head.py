@@ -19,7 +19,7 @@ from rl_distill.options import LearnerOptions
 
 NUM_TOKENS, NUM_CHANNELS, NUM_ROWS = 13, 6, 24
 VOCAB = 21
-"""Tokens; the rest of the rows pads the vocabulary."""
+"""Number of tokens; the remaining rows are padding."""
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_probabilities_stay_as_they_are_where_the_policy_does_not_normalise():
 
 
 SIGMOID_SCORES = [0.1, 0.4, 0.3, 0.2, 0.8, 0.05]
-"""In three groups of two."""
+"""Three groups of two experts."""
 
 
 @pytest.mark.parametrize(("bias", "top_groups", "given", "expected"), [

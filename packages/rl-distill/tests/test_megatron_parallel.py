@@ -34,7 +34,7 @@ OPTIONS = LearnerOptions(learning_rate=1e-3, weight_decay=0.1, micro_batch_token
 SHARING, NOT_SHARING = replace(OPTIONS, shared_prefix_tokens=1), replace(OPTIONS, shared_prefix_tokens=0)
 NUM_TOKEN_IDS = 64
 NUM_PROMPTS = {1: 2, 2: None, 3: 3}
-"""Of the batch of each step."""
+"""Size of each step's batch."""
 
 
 TWO = {
@@ -86,7 +86,7 @@ EXPERT_CASES = [
         )
     ],
 ]
-"""GLM's first stage is half dense, and its shared experts are split as attention is."""
+"""GLM's first stage is half dense; its shared experts are split like attention."""
 
 
 def policy_gradient(

@@ -14,7 +14,7 @@ from rl_distill.options import LearnerOptions, ParallelOptions
 
 START_S = 120.0
 ANSWER_S = 4.0
-"""For a rank that does not answer: half of it is waited for."""
+"""Deadline for a rank that does not answer; the test waits for half of it."""
 
 
 def test_ranks_say_where_they_are_while_one_waits_for_the_other_in_a_collective(

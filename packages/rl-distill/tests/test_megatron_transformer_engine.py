@@ -29,7 +29,7 @@ from rl_distill.supervised import supervised_objective
 OPTIONS = LearnerOptions(learning_rate=1e-3, kernels="transformer_engine")
 IS_INSTALLED = find_spec("transformer_engine") is not None
 POLICY: Any = SimpleNamespace()
-"""None of its numbers matter here."""
+"""Placeholder; these tests use none of its numbers."""
 
 
 def test_an_adapter_is_refused():

@@ -53,7 +53,7 @@ CASES = [
     ("Glm4MoeForCausalLM", "sequence-expert", "turns"),
     ("Glm4MoeForCausalLM", "sequence-expert", "grouped"),
 ]
-"""Architecture, layout, and how experts are computed."""
+"""Architecture, layout, and computation of experts."""
 
 
 def shard_of(policy: PolicyConfig) -> Shard:

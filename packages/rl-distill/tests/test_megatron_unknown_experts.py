@@ -9,7 +9,7 @@ from rl_distill.megatron.rank_pack import unknown_experts
 from rl_distill.packing import pack_rows
 
 KNOWN, NONE = [[-1, -1], [0, 1]], [[-1, -1], [-1, -1]]
-"""Of a token: layer 0 is dense."""
+"""Experts of a token; layer 0 is dense."""
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ DENSE = PolicyConfig(
 EXPERTS = MixtureConfig(num_experts=128, top_k=8, norm_topk_prob=True, ffn_hidden_size=768, layers=tuple(range(48)))
 QWEN3_30B_A3B = replace(DENSE, mixture=EXPERTS)
 TOTAL, ROUTED = 30_532_122_624, 48 * 128 * 3 * 2048 * 768
-"""30.5B in total, says its card."""
+"""30.5B in total, according to its model card."""
 
 
 def test_total_and_active_parameters() -> None:

@@ -77,7 +77,7 @@ HAND_COMPUTED = {
     ("reverse_kl", "bucket"): 0.1937936,
     ("reverse_kl", "full"): 0.2107840,
 }
-"""Numbers of a pocket calculator, such as 0.5 ln 2.5 + 0.3 ln 0.6 + 0.2 ln (2/3)."""
+"""Values computed by hand, such as 0.5 ln 2.5 + 0.3 ln 0.6 + 0.2 ln (2/3)."""
 
 
 @pytest.mark.parametrize(("kind", "tail"), [*itertools.product(KINDS, TAILS), *((kind, "full") for kind in KINDS)])

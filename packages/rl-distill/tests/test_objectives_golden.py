@@ -43,14 +43,13 @@ INPUTS = (
     *("reward_baselines", "advantages", "logits", "labels"),
 )
 NOT_OBJECTIVES = ("teacher_", "distill/", "validation", "correction_metric/rollout_corr/log_ppl_diff_m")
-"""Distillation and validation have tests of their own; the extremes of log_ppl_diff are rl-metrics'."""
+"""Distillation and validation have separate tests; rl-metrics computes the extremes of log_ppl_diff."""
 
 LONE_SESSION = ("grpo", "dr_grpo", "rloo", "opo")
-"""There a lone session's advantage is its reward itself, beside others that are centered; ours is 0: it was compared
-with nothing."""
+"""The golden advantage of a lone session is its reward, while others are centered. Here it is 0: nothing to compare with."""
 
 OWN_AGGREGATION = ("sapo", "geo_mean")
-"""These aggregate with seq-mean-token-mean there, whatever the setting says; ours does as it is told."""
+"""The golden values of these always aggregate by seq-mean-token-mean; here the setting decides."""
 
 BAND = (0.8, 1.25)
 

@@ -52,7 +52,7 @@ GLM = {
     "moe_intermediate_size": 16,
     "routed_scaling_factor": 2.5,
 }
-"""As GLM-4.5's, but for the groups, of which it has one."""
+"""Like GLM-4.5's, which has a single group of experts."""
 
 
 def llama(**changes: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rl_distill.teacher.service import ServiceOptions, TeacherService, teacher_t
 TEXTS = [bytes([ord("a") + index]) for index in range(15)]
 STUDENT = TokenPieces(pieces=dict(enumerate(TEXTS)))
 TEACHER = TokenPieces(pieces={index + 1: text for index, text in enumerate(TEXTS)})
-"""The teacher's ids are the student's plus one, and its id 0 is no text."""
+"""The teacher's ids are the student's plus one; its id 0 has no text."""
 
 
 def encode(texts):

@@ -203,7 +203,7 @@ VERL = {
     "val-core/gsm8k/acc/": "mean@8 best@8/mean best@8/std maj@8/mean maj@8/std",
     "val-aux/gsm8k/acc/": "mean@8 std@8 best@4/mean best@4/std worst@8/mean worst@8/std maj@2/mean maj@2/std",
 }
-"""Names of verl that apply here, and mean the same, by what they begin with."""
+"""verl's names with the same meaning here, by their prefix."""
 
 
 @pytest.mark.parametrize("name", [stem + end for stem, ends in VERL.items() for end in ends.split()])

@@ -21,7 +21,7 @@ def summarize(uids, sources, **variables):
 
 FILES = sorted(GOLDEN.glob("*.npz"))
 DRAWS = 1000
-"""Of the golden file's bootstrap, for each prompt, with the same random numbers for every prompt."""
+"""Bootstrap draws of the golden file for each prompt; every prompt uses the same random numbers."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])

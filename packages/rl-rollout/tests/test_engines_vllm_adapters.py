@@ -140,7 +140,7 @@ def test_requests_without_their_adapter_fail_alone(served: Served) -> None:
 
 
 NUM_FAULTS = 14
-"""Of each kind."""
+"""Number of faults of each kind."""
 
 
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)

@@ -20,7 +20,7 @@ NUM_EXPERTS, HIDDEN, WIDTH = 3, 64, 40
 SHAPES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
 LAYOUTS = ("vec", "amx", "plain")
 SWAPPED = "up before gate"
-"""A layout that is not known to us, as FlashInfer's."""
+"""A layout that the project does not know, such as FlashInfer's."""
 
 
 def expert_of(name: str | None) -> str | None:

@@ -65,7 +65,7 @@ FORKS = {
     "openai-agents, Responses": ([2, 2], {"roots_tools": 1}),
     "openai-agents": ([2, 2], {"roots_tools": 1}),  # the second agent has other tools and another system prompt
 }
-"""Turns of each trajectory, and roots beside the first; one trajectory and no such root for the others."""
+"""Turns of each trajectory, and additional roots; other agents have one trajectory and no additional root."""
 
 
 async def run_agent(gateway: Any, session: Any, name: str, folder: Path) -> tuple[int, str]:

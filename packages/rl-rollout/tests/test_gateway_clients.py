@@ -24,7 +24,7 @@ USER = {"role": "user", "content": "1+2?"}
 
 
 OPEN = []
-"""Clients that a test has opened."""
+"""Clients opened by a test."""
 
 
 def run(test):

@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 
 ECHO = "cluster_conformance.role:EchoRole"
 START_S = 120.0
-"""For what must happen: long, so that a busy machine fails no check."""
+"""Deadline for expected events, long enough for a busy machine."""
 NOTICED_S = 60.0
-"""For a death to be noticed, wherever it happens."""
+"""Deadline for noticing a death anywhere."""
 
 
 class ClusterChecks:
