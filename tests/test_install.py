@@ -1,4 +1,4 @@
-"""Documented `pip install` commands take our packages from the checkout, and locked versions of all others."""
+"""Documented `pip install` commands take our packages from the checkout, and others locked or as in `UNLOCKED`."""
 
 import json
 import os

@@ -8,7 +8,7 @@ from chat_model import TOOLS
 
 
 def plain_client() -> httpx.AsyncClient:
-    """Return a client that loads no TLS certificates, which takes time."""
+    """Return a client that does not load TLS certificates, because that is slow."""
     return httpx.AsyncClient(timeout=50, verify=False)
 
 
