@@ -9,7 +9,7 @@ from report_pages import watched
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A page of a headless Chromium, which lasts for the tests of a file: others count what runs."""
+    """A page of a headless Chromium, closed after each test file, because other tests count processes."""
     if find_chromium() is None:
         pytest.skip("no Chromium, and `nox -s tests` could not install it: apt-get install chromium")
     page = Page(tmp_path_factory.mktemp("browser") / "profile")
@@ -19,5 +19,5 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def page(browser: Page) -> Iterator[Page]:
-    """The page, which must have come to no error, asked nobody, and run nothing of the run's texts."""
+    """The page; fails if it had errors, made requests, or executed any of the run's texts."""
     yield from watched(browser)

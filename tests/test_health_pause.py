@@ -1,4 +1,4 @@
-"""A run paused by health writes a checkpoint, exits with 3, and resumes to the same end as an unpaused run."""
+"""A health pause writes a checkpoint and exits with 3; the resumed run ends like an unpaused one."""
 
 import json
 from pathlib import Path

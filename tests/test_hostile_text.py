@@ -1,4 +1,4 @@
-"""Text that cannot be encoded does not end a run: it is kept, or its session fails."""
+"""Text that cannot be encoded does not end a run: it is escaped, or its session fails."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def reward(sample):
 
 @pytest.fixture
 def run(tmp_path: Path) -> TinyRun:
-    """A run whose problems and reward say what no encoder takes."""
+    """A run whose problems and reward contain text that cannot be encoded."""
     run = make_tiny_run(tmp_path)
     (run.folder / "reward.py").write_text(REWARD)
     problems = example_module("task").split_problems()

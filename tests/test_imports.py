@@ -1,6 +1,6 @@
-"""`import rl_core` and the others are light: they import no optional backend.
+"""Importing a package loads no optional backend.
 
-Runs in the workspace, and by `nox -s wheels` on the installed wheels alone.
+`nox -s wheels` also runs this on the installed wheels, without the workspace.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ BACKENDS = {
 
 
 def modules_after(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter holds after a statement."""
+    """Return the top-level modules that a statement loads in a fresh interpreter."""
     code = f"import sys, json; {statement}; print(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

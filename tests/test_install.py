@@ -1,4 +1,4 @@
-"""The documented installation takes none of our packages from an index, and only locked versions of others."""
+"""Documented `pip install` commands take our packages from the checkout, and others locked or as in `UNLOCKED`."""
 
 import json
 import os
@@ -26,7 +26,7 @@ UNLOCKED = {"vllm": "0.32.0", "verifiers": "0.4.0"}
 
 
 def blocks(document: Path) -> list[tuple[str, ...]]:
-    """The `pip install` commands of each block, and each that stands in the prose, where it is about us."""
+    """Return the `pip install` arguments in each bash block or inline code that names our packages."""
     fences = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
     text = document.read_text()
     found = [block for language, block in fences.findall(text) if language == "bash"]
@@ -39,7 +39,7 @@ BLOCKS = {commands: str(path.relative_to(ROOT)) for path in DOCUMENTS for comman
 
 
 def empty_wheel(folder: Path, name: str, version: str) -> None:
-    """Write a wheel with nothing in it but its name."""
+    """Write a wheel that contains only its metadata."""
     stem = f"{name.replace('-', '_')}-{version}"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -48,7 +48,7 @@ def empty_wheel(folder: Path, name: str, version: str) -> None:
 
 
 def run_pip(*words: str, folder: Path) -> str:
-    """Run pip in bash, without the machine's settings of it; gives what it said."""
+    """Run pip in bash without the machine's pip settings; return its standard error."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHONPATH"))}
     command = f"{sys.executable} -m pip {' '.join(words)}"
     env["PIP_CONFIG_FILE"] = os.devnull
@@ -61,7 +61,7 @@ def run_pip(*words: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All that an index has: everything locked, and a stranger's packages under our names, newer than ours."""
+    """A package index with all locked packages, and newer packages of a stranger under our names."""
     folder = tmp_path_factory.mktemp("index")
     pins = (ROOT / "locks/cpu.txt").read_text().split() + (ROOT / "locks/dev.txt").read_text().split()
     for name, version in [*(pin.split("==") for pin in pins), *UNLOCKED.items(), *((name, "0.1.99") for name in OURS)]:
@@ -71,7 +71,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout in which `nox -s wheels` has run."""
+    """A checkout with our wheels in dist/, as after `nox -s wheels`."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("packages", "apps", "locks"):
         (folder / name).symlink_to(ROOT / name)
@@ -80,7 +80,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unmet(installed: list[dict[str, Any]]) -> list[str]:
-    """What ours among these need and is not among them."""
+    """Return the requirements of our packages that are not installed."""
     names = {canonicalize_name(item["metadata"]["name"]) for item in installed}
     needs = [
         Requirement(line)

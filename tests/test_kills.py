@@ -1,4 +1,4 @@
-"""`kill -9` at random points of a run, repeatedly: the result equals that of an undisturbed run."""
+"""A run killed repeatedly with `kill -9`, at random points, ends with the same result as an undisturbed run."""
 
 import random
 import signal
@@ -14,7 +14,7 @@ MOST_CALLS = REWARDS_BEFORE_STEP_1 + 3 * REWARDS_PER_STEP
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run that went through."""
+    """A run without kills."""
     run = make_tiny_run(tmp_path_factory.mktemp("undisturbed"))
     assert train_here(run, trainer__checkpoint_every=1) == 0
     return run
@@ -22,12 +22,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture(autouse=True)
 def killing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reward's signal is the one that cannot be handled."""
+    """Make the reward send SIGKILL, which cannot be handled."""
     monkeypatch.setenv("TINY_RUN_SIGNAL", str(int(signal.SIGKILL)))
 
 
 def kill_and_go_on(run: TinyRun, *, num_kills: int, seed: int) -> None:
-    """Kill the process from within a random reward call, `num_kills` times, then let it finish."""
+    """Kill the process in a random reward call, up to `num_kills` times, then let it finish."""
     draw = random.Random(seed)
     for attempt in range(num_kills):
         call = draw.randrange(MOST_CALLS)

@@ -1,4 +1,4 @@
-"""Problems that the checker of launch files finds, and that the trainer accepts their arguments."""
+"""The launch files pass their checker, which finds mistakes, and the trainer accepts the arguments they pass."""
 
 import copy
 import importlib.util

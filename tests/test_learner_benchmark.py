@@ -42,7 +42,7 @@ def test_trees_are_held_against_their_bound() -> None:
 
 def test_the_bound_weighs_what_is_left_by_its_seconds() -> None:
     forest = prefix_forest([np.arange(5), np.array([0, 1, 2, 9])], min_shared=2)
-    assert learner_bound.num_pairs(forest) == 15 + 4  # of a row of five, and of one more token
+    assert learner_bound.num_pairs(forest) == 15 + 4  # a row of five tokens, and one more token that sees four
     seconds, whole = (learner_bound.Parts(tokens=a, head=1.0, attention=b) for a, b in ((6.0, 3.0), (10, 40)))
     half = learner_bound.Parts(tokens=5, head=1.0, attention=10)
     assert learner_bound.bound(seconds, unshared=whole, shared=half) == 10 / (3 + 1 + 0.75)
@@ -81,8 +81,8 @@ def test_sides_that_agree_give_the_largest_difference() -> None:
 
 
 def test_model_flops_by_hand() -> None:
-    # One layer of 2 heads of 4: scores and their sum of values take 4 * 8 FLOPs a pair, 2 rows have 4 + 16 pairs, of
-    # which causality needs half; the backward pass takes twice the forward one.
+    # One layer with 2 heads of size 4: scores and weighted values take 4 * 8 FLOPs per pair. The rows have 4 + 16
+    # pairs; a causal mask needs half of them. The backward pass takes twice as many FLOPs as the forward pass.
     found = summary.model_flops(num_parameters=10, lengths=[2, 4], attention_size=8)
     assert found == 6 * 10 * 6 + 3 * 4 * 8 * (4 + 16) / 2
 
@@ -134,4 +134,4 @@ def test_rows_are_the_same_in_every_process_and_train_their_responses() -> None:
 
 def test_sizes_are_those_of_the_named_models() -> None:
     counts = {name: preset.num_parameters for name, preset in workload.PRESETS.items()}
-    assert counts == {"tiny": 21_696, "8m": 7_999_488, "0.6b": 596_049_920}  # Qwen3-0.6B's
+    assert counts == {"tiny": 21_696, "8m": 7_999_488, "0.6b": 596_049_920}  # as Qwen3-0.6B

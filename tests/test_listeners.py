@@ -1,7 +1,8 @@
-"""Every listening socket is in docs/guides/security.md; other tests check further processes.
+"""Every listening socket is in docs/guides/security.md.
 
-With vLLM's workers: packages/rl-rollout/tests/test_engines_vllm_tensor_parallel.py. With the learner's ranks and every
-role in a process of its own: test_async_real_kills.py. With Ray: test_ray_listeners.py.
+Other tests check further processes:
+packages/rl-rollout/tests/test_engines_vllm_tensor_parallel.py checks vLLM's workers, test_async_real_kills.py checks
+learner ranks and roles in separate processes, and test_ray_listeners.py checks Ray.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ def test_a_socket_that_is_not_in_the_table_is_found() -> None:
 
 
 def test_the_servers_of_one_process(tmp_path: Path) -> None:
-    """Weights, the gateway, and `serve`."""
+    """Check the broadcast transport, the gateway, and `serve`."""
     pytest.importorskip("starlette")
     from gateway_site import gateway_site
 
@@ -60,7 +61,7 @@ def test_the_servers_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_everything_that_an_asynchronous_run_starts(tmp_path: Path) -> None:
-    """Roles, an engine of vLLM and two ranks in processes of their own, weights over TCP, `serve` beside it."""
+    """Run roles, a vLLM engine and two ranks in separate processes, with weights over TCP, beside `serve`."""
     pytest.importorskip("vllm")
     run = make_tiny_run(tmp_path)
     settings = {

@@ -1,6 +1,6 @@
-"""Adapters on the Megatron learner against peft on transformers: names, logprobs, gradients and steps.
+"""Adapters in the Megatron learner equal peft on transformers: names, logprobs, gradients and steps.
 
-`packages/rl-distill/tests/test_megatron_lora.py` has every layout, against autograd of the merged weights.
+`packages/rl-distill/tests/test_megatron_lora.py` compares every layout with autograd of the merged weights.
 """
 
 from collections.abc import Iterator
@@ -61,15 +61,15 @@ SEQUENCES = [np.random.default_rng(length).integers(0, 40, length).astype(np.int
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, and an adapter of it as peft has it.
+    """A policy and its adapter, trained with peft.
 
     Attributes:
         policy: Folder of the policy.
-        adapter: Folder of the adapter, whose B are not zeros.
-        lora: The same for our learner.
-        logprobs: Of the sequences.
-        gradients: Of their loss, by name as in the folder.
-        after: A and B after three steps of AdamW.
+        adapter: Folder of the initial adapter; its B matrices are not zero.
+        lora: Options of our learner for this adapter.
+        logprobs: Logprobs of the sequences before training.
+        gradients: Gradients of the first step, by the names in the folder.
+        after: A and B matrices after three steps of AdamW.
     """
 
     policy: Path
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def train_with_peft(folder: Path, name: str) -> Case:
-    """Three steps on all sequences at once, the first one's gradients kept."""
+    """Train three steps on all sequences, and keep the gradients of the first."""
     family, changes, of_peft, ours = CASES[name]
     config = getattr(transformers, f"{family}Config")(**SIZES, **changes)
     torch.manual_seed(3)
@@ -153,7 +153,7 @@ def ranks() -> Iterator[LearnerRanks]:
 
 
 def check(learner: MegatronLearner, case: Case, folder: Path) -> None:
-    """Logprobs, gradients and three steps are peft's; a gradient is what Adam's first step averages."""
+    """Check that logprobs, gradients and three steps equal peft's; Adam's first moment gives the gradient of step 1."""
     found = learner.logprobs(batch())
     expected = np.concatenate([np.concatenate([[0.0], row.numpy()]) for row in case.logprobs])
     np.testing.assert_allclose(found.values, expected, rtol=0, atol=2e-6)

@@ -1,4 +1,4 @@
-"""Runs of both trainers that train an adapter: served, merged, stopped, killed, resumed."""
+"""Both trainers train an adapter: served or merged, killed, and resumed."""
 
 import signal
 from pathlib import Path
@@ -23,7 +23,7 @@ IN_STEP_3 = REWARDS_BEFORE_STEP_1 + 2 * REWARDS_PER_STEP + REWARDS_PER_STEP // 2
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A synchronous run whose engine is given the adapter."""
+    """A synchronous run whose engine serves the adapter."""
     run = make_tiny_run(tmp_path_factory.mktemp("undisturbed"))
     assert train_here(run, **LORA) == 0
     return run
@@ -31,12 +31,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture
 def run(undisturbed: TinyRun, tmp_path: Path) -> TinyRun:
-    """The same run, not begun."""
+    """A copy of the inputs, without a run."""
     return copy_tiny_run(undisturbed, tmp_path / "run")
 
 
 def rows_of(run: TinyRun) -> list[dict[str, float]]:
-    """Metrics of the steps."""
+    """Return the metrics of each step from 1."""
     return [dict(row.metrics) for row in read_metrics(run.run_folder / "metrics.jsonl") if row.step]
 
 

@@ -1,4 +1,4 @@
-"""A real MCP server from PyPI, used over three turns by a scripted model, then by a tiny real one."""
+"""A scripted model, then a tiny real one, uses a real MCP server from PyPI over three turns."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ def test_a_scripted_model_asks_the_server_over_three_turns():
 
 
 def save_model(folder: Path) -> Path:
-    """Random weights for the vocabulary of `make_tokenizer`, with room for three turns of single characters."""
+    """Write a random model for the vocabulary of `make_tokenizer`, with room for three turns of single characters."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
@@ -98,7 +98,7 @@ def test_a_tiny_model_runs_the_same_loop(tmp_path: Path):
     async def everything():
         await engine.start()
         try:
-            # half of the vocabulary ends a turn, so that random weights end theirs
+            # half of the vocabulary ends a turn, because a random model rarely samples the end token
             stops = tuple(range(0, engine.traits.vocab_size, 2))
             sampling = SamplingParams(max_tokens=engine.traits.max_model_len, stop_token_ids=stops)
             return await rollout.run([chat_prompt(tokenizer, "?")], num_sessions=4, sampling=sampling, seed=1)

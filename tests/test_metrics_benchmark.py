@@ -1,4 +1,4 @@
-"""The benchmark of metrics: its table for a main job of known duration, and the calls that it times."""
+"""The metrics benchmark: its table for a main job of known duration, and the calls it times."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The mixture example, small, in both trainers; under `soak` over Ray, with an engine and a rank killed."""
+"""Both trainers run the mixture example with small settings; a soak test kills its engines and ranks on Ray."""
 
 import importlib.util
 import os
@@ -45,11 +45,11 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    """examples/mixture/prepare.py, run where the settings' paths begin; modules and paths are as before afterwards."""
+    """examples/mixture/prepare.py, run in the repository's root; modules and import paths are restored afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(FOLDER.parents[1])
         patch.setattr(sys, "path", [*sys.path])
-        patch.delitem(sys.modules, "task", raising=False)  # other examples have one too
+        patch.delitem(sys.modules, "task", raising=False)  # other examples have a task.py too
         spec = importlib.util.spec_from_file_location("mixture_prepare", FOLDER / "prepare.py")
         assert spec is not None
         assert spec.loader is not None
@@ -60,12 +60,12 @@ def example() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> TinyRun:
-    """Few problems, and a reward that random policies get too."""
+    """Inputs with few problems, and a reward that random policies can get."""
     return make_tiny_run(tmp_path)
 
 
 def words(settings: str, inputs: TinyRun, changes: Mapping[str, Any]) -> list[str]:
-    """Arguments of `train` with a settings file of the example and other inputs."""
+    """Return the arguments of `train` for a settings file of the example, with other inputs."""
     files = {f"prompts.{split}": inputs.folder / f"{split}.parquet" for split in ("train", "validation", "test")}
     places = {"run.directory": inputs.folder / "runs", "policy.path": inputs.folder / "policy"}
     changes = {**places, **files, "reward.function": f"{inputs.folder}/reward.py:reward", **changes}
@@ -96,7 +96,7 @@ def test_a_small_run_of_each_trainer_replays_the_engines_experts(
 
 
 def num_steps(inputs: TinyRun) -> int:
-    """Steps that the record of a run has."""
+    """Return the number of steps in the run's record."""
     return len(run_history(inputs.run_folder).steps) if (inputs.run_folder / "record.jsonl").exists() else 0
 
 
@@ -104,7 +104,7 @@ def num_steps(inputs: TinyRun) -> int:
 def test_over_ray_an_engine_and_a_rank_are_killed_and_everything_trains_once(
     example: ModuleType, tmp_path: Path, inputs: TinyRun, seed: int
 ) -> None:
-    """Two engines, and two ranks that share the experts; all four are killed midway, one after the other."""
+    """Kill two engines, and two ranks that share the experts, one after the other in the middle of training."""
     example.make_mixture(inputs.folder / "policy", 0)
     draw, steps = random.Random(seed), 24
     changes = {**SMALL, "run.name": "tiny", "trainer.steps": steps, "trainer.checkpoint_every": 4, "run.seed": seed}

@@ -1,4 +1,4 @@
-"""The trainer with four learner ranks: the same run as with one, over processes and Ray, and after a death."""
+"""A run with several learner ranks equals a run with one: in processes, on Ray, and after a rank is killed."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture(scope="module")
 def alone(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """The run on one rank."""
+    """The same run with one rank."""
     run = copy_tiny_run(tiny_run, tmp_path_factory.mktemp("alone"))
     assert train_here(run) == 0
     return run
@@ -95,7 +95,7 @@ def test_a_run_whose_rank_is_killed_fails_with_its_name_and_goes_on(tiny_run: Ti
 
 
 def rank_pid(run: TinyRun, *, rank: int) -> int:
-    """Process of a rank, as the head of its log says."""
+    """Return the process id of a rank from its log."""
     for line in (run.run_folder / "logs" / f"learner-{rank}.log").read_text().splitlines():
         if "pid" in line:
             return int(line.partition("pid")[2].strip(" =:").split()[0].rstrip(",;)"))

@@ -41,7 +41,7 @@ def test_ppo_learns(tiny_run: TinyRun, tmp_path: Path):
 
 @pytest.mark.soak
 def test_ppo_learns_arithmetic(tmp_path: Path):
-    """On the example's policy, with real vLLM."""
+    """Train the arithmetic example's policy, with real vLLM."""
     prepare = example_module("prepare")
     if not prepare.is_prepared():
         prepare_here(prepare.prepare)

@@ -1,4 +1,4 @@
-"""A failed weight proof ends the run as failed, and names the tensor."""
+"""A failed weight proof ends the run as failed, and the error names the tensor."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> TinyRun:
 
 
 class CorruptingTransport(TensorTransport):
-    """Changes one number of one tensor of the third version, after its digest was made."""
+    """Changes one element of a tensor in version 3, after its digest is computed."""
 
     def pack(self, tensors: Mapping[str, torch.Tensor], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
         update = super().pack(tensors, version=version, tied=tied)
@@ -40,7 +40,7 @@ class CorruptingTransport(TensorTransport):
 def assert_failed_at_step_3(run: TinyRun, error: str) -> None:
     events = read_events(run.run_folder / "events.jsonl")
     kinds = [event["event"] for event in events if event["event"] not in ASIDE]
-    assert sorted(kinds[1:-1]) == ["checkpoint_saved", "weight_proof_failed"]  # the one is written beside the other
+    assert sorted(kinds[1:-1]) == ["checkpoint_saved", "weight_proof_failed"]  # in either order
     assert (kinds[0], kinds[-1]) == ("run_started", "run_failed")
     [failed] = [event for event in events if event["event"] == "weight_proof_failed"]
     assert failed["tensor"] == NAME

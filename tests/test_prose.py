@@ -1,4 +1,4 @@
-"""What the prose linter checks in a file, and which files it checks."""
+"""The prose linter finds the prose in a file, and selects the files to check."""
 
 import importlib.util
 import json

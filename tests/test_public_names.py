@@ -1,4 +1,4 @@
-"""The public names of each package are those on its page in docs/reference, with a working example."""
+"""Each package's page in docs/reference lists its public names and uses them in an example."""
 
 import ast
 import importlib.util
@@ -18,13 +18,13 @@ def page_of(package: str) -> str:
 
 
 def names_in_table(page: str) -> dict[str, set[str]]:
-    """Names by module, of rows such as "| `rl_core.queue` | `Claim`, `Lease` |"."""
+    """Return names by module, from rows such as "| `rl_core.queue` | `Claim`, `Lease` |"."""
     rows = re.findall(r"^\| `(rl_\w+(?:\.\w+)*)` \| (.*) \|$", page, flags=re.MULTILINE)
     return {module: set(re.findall(r"`(\w+)`", names)) for module, names in rows}
 
 
 def names_of(module: str) -> set[str]:
-    """Its `__all__`, else its classes and functions; it is not imported, since some modules need a backend."""
+    """Return a module's `__all__`, or its public classes and functions, without importing it: it may need a backend."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
@@ -80,7 +80,7 @@ MADE_BY_THE_TRAINERS = {"LearnerHost.__init__", "Rows.__init__", "remove_unlocke
 
 
 def functions_with_paths(package: str) -> dict[str, list[str]]:
-    """Decorators of the public functions and methods that are annotated to take a path."""
+    """Return the decorators of public functions and methods with a parameter that is annotated as a path only."""
     public = set().union(*names_in_table(page_of(package)).values())
     found: dict[str, list[str]] = {}
     for file in (ROOT / "packages" / package.replace("_", "-") / "src").rglob("*.py"):
@@ -103,7 +103,7 @@ def functions_with_paths(package: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_functions_take_a_text_where_they_take_a_path(package: str):
-    """By `converts_arguments`, which its own tests show at work."""
+    """Each uses `converts_arguments`, which has its own tests, or is a listed exception."""
     found = functions_with_paths(package)
     assert len(found) > 3
     lacking = {name for name, decorators in found.items() if "converts_arguments" not in decorators}

@@ -39,11 +39,11 @@ class TestRay(RemoteClusterConformance):
         assert all((one == value).all() and not one.flags.writeable for one in found)
         tensors = self.run(self.group.call_all("echo", torch.ones(100_000)))
         assert [float((tensor + 1).sum()) for tensor in tensors] == [200_000.0] * 3
-        tensors[0] += 1  # a copy: a write into Ray's memory would end the process
+        tensors[0] += 1  # a copy; writing into Ray's memory would crash the process
 
 
 def test_roles_on_several_nodes_one_of_which_is_killed():
-    """In a process of its own: a process joins one Ray cluster at a time."""
+    """Run in a separate process, because a process joins one Ray cluster at a time."""
     command = [sys.executable, SUPPORT / "ray_role_nodes.py"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert found.returncode == 0, found.stderr
@@ -63,7 +63,7 @@ def test_roles_on_several_nodes_one_of_which_is_killed():
 
 
 def fresh_environment():
-    """Without this test's token: the script starts a Ray of its own, and its processes are told apart by theirs."""
+    """Return the environment without this test's token: the script starts a Ray whose own token marks its processes."""
     return {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}
 
 

@@ -23,7 +23,7 @@ def ray():
 
 
 def test_engines_of_an_actor_end_with_it_and_leave_their_resources_to_the_next(tmp_path):
-    """kill -9 of the rollouter: its engine ends too, and the restarted one finds all CPUs free for another."""
+    """After kill -9 of the rollouter, its engine ends too, and the restarted rollouter can reserve all CPUs again."""
     options = ClusterOptions(kind="ray")
     spec = RoleSpec(
         name="rollouter",

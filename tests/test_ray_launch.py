@@ -1,4 +1,4 @@
-"""A run on three Ray nodes that the SLURM script starts; one is killed midway."""
+"""A run that the SLURM script starts on three Ray nodes recovers from killed nodes and Ray processes."""
 
 import contextlib
 import os
@@ -28,12 +28,12 @@ LINES_BEFORE = 20
 
 @contextmanager
 def slurm_job(run: TinyRun, trainer: str = "async_driver", **settings: Any) -> Iterator[TrainProcess]:
-    """The SLURM script, with every process of its three nodes; killed at the end, where it still runs."""
+    """The SLURM script with all processes of its three nodes; at the end, those that still run are killed."""
     words = run.train_words(**settings)
     output = run.folder / "output.txt"
     environment = {"TRAINER_MODULE": trainer}
     environment |= {"PYTHONPATH": os.pathsep.join([SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # each of some twenty processes would compile Ray
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # otherwise, some twenty processes would each compile Ray
         environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(run.folder.parent / "bytecode")}
     job = TrainProcess(words, output=output, environment=environment, module="slurm_job")
     try:
@@ -46,25 +46,25 @@ def slurm_job(run: TinyRun, trainer: str = "async_driver", **settings: Any) -> I
 
 
 def wait_midway(job: TrainProcess, run: TinyRun) -> None:
-    """Return once some steps are done; each stage of the start has a deadline of its own."""
+    """Return once some steps are done; each stage of the start has its own deadline."""
     job.wait_until(run.run_folder.exists, "run, after the start of three nodes")
     job.wait_until(lambda: num_record_lines(run) > 0, "record")
     job.wait_until(lambda: num_record_lines(run) >= LINES_BEFORE, f"{LINES_BEFORE} lines of the record")
 
 
 def processes_of(job: TrainProcess, node: str) -> list[int]:
-    """What the job runs on a node."""
+    """Return the job's processes on a node."""
     return sorted({*job.children()} & {*marked_processes(f"SLURMD_NODENAME={node}")})
 
 
 def folders_of(job: TrainProcess, node: str) -> set[Path]:
-    """Where a node's Ray has its files."""
+    """Return the folders of a node's Ray."""
     commands = " ".join(command_of(pid) for pid in processes_of(job, node))
     return {Path(folder) for folder in re.findall(r"--temp-dir=(/tmp/rl-node-\w+)/ray", commands)}
 
 
 def kill_node(job: TrainProcess, node: str) -> None:
-    """Kill every process of a node, as a power failure does; on this machine, its files need to be removed."""
+    """Kill all processes of a node, as a power failure does, and remove its files, which are on this machine."""
     (folder,) = folders_of(job, node)
     while left := processes_of(job, node):
         for pid in left:
@@ -92,13 +92,13 @@ def test_a_job_of_three_nodes_goes_on_when_one_is_killed(tmp_path: Path):
 
 
 def kill_program(job: TrainProcess, node: str, program: str) -> None:
-    """Kill the one process of a node that runs a program of Ray."""
+    """Kill the process of a node that runs one of Ray's programs."""
     (pid,) = [pid for pid in processes_of(job, node) if command_of(pid).split(" ")[0].endswith(f"/{program}")]
     os.kill(pid, signal.SIGKILL)
 
 
 def programs_of(job: TrainProcess, node: str) -> list[str]:
-    """The names of what a node runs."""
+    """Return the names of the programs on a node."""
     return [command_of(pid).split(" ")[0].rpartition("/")[2] for pid in processes_of(job, node)]
 
 
@@ -135,7 +135,7 @@ def test_a_job_whose_head_lost_its_ray_fails_and_the_next_one_resumes(tmp_path: 
 
 @pytest.mark.soak
 def test_engines_and_ranks_of_a_killed_node_move(tmp_path: Path):
-    """Two engines and two ranks, placed by settings alone; a node with one of each is killed."""
+    """Place two engines and two ranks by settings alone, and kill the worker node with most of them."""
     run = make_tiny_run(tmp_path)
     settings: dict[str, Any] = {
         "roles__kind": "ray",

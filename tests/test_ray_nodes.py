@@ -1,4 +1,4 @@
-"""Killed nodes of a Ray cluster."""
+"""The queue on a Ray cluster survives killed nodes."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ SCRIPT = Path(__file__).parent / "support" / "ray_nodes.py"
 
 
 def test_nodes_that_own_rows_and_hold_leases_are_killed():
-    """In a process of its own: a process joins one Ray cluster at a time."""
+    """Run in a separate process, because a process joins one Ray cluster at a time."""
     found = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=240, check=False)
     assert found.returncode == 0, found.stderr
     said = [

@@ -1,4 +1,4 @@
-"""Pools of a role on Ray that has ended, while others change Ray's table."""
+"""Freeing the pools of an ended role on Ray while other processes change Ray's table."""
 
 import logging
 
@@ -8,7 +8,7 @@ from rl_core.cluster.ray import pools as ray_pools
 
 
 class Groups:
-    """Placement groups by name, as Ray has them; those without a state vanish after the table was read."""
+    """Placement groups by name, as in Ray's table; a group without a state vanishes after the table is read."""
 
     def __init__(self, **states):
         self.states = states

@@ -49,7 +49,7 @@ def put_long(queue, uid, *, session=0):
 
 
 def storages_of(queue, ray):
-    """Pids of the actors that own rows."""
+    """Return the actor that owns this node's rows."""
     node = ray.get_runtime_context().get_node_id()
     return ray.get(queue._server.storage.remote(node), timeout=DEADLINE_S)[0]
 
@@ -64,13 +64,13 @@ def test_every_socket_of_ray_is_on_loopback(ray):
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.environ["RAY_AUTH_TOKEN"].encode() not in (process / "environ").read_bytes():
-                continue  # not of this Ray
+                continue  # belongs to another Ray
             inodes = {str(link.readlink()) for link in (process / "fd").iterdir()}
             lines = [
                 line for table in ("tcp", "tcp6") for line in (process / "net" / table).read_text().splitlines()[1:]
             ]
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         for fields in map(str.split, lines):
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
                 listening.add(fields[1].split(":")[0])
@@ -136,13 +136,13 @@ def test_rows_of_a_killed_storage_are_generated_again(ray, queue_on):
     queue = queue_on()
     queue.issue(make_prompts(2), num_sessions=1)
     put_long(queue, "p0")
-    queue.put("p1", 0, [make_trajectory("p1", 0)])  # small: it is with the server
+    queue.put("p1", 0, [make_trajectory("p1", 0)])  # small rows stay in the server
     kill_actor_process(ray, storages_of(queue, ray))
 
     def lost():
         lease = queue.lease(
             "train", groups=1, deadline_s=DEADLINE_S
-        )  # the killed owner's rows may be there for a moment
+        )  # the killed owner's rows may remain visible for a moment
         queue.release(lease)
         return [prompt.uid for prompt in lease.prompts] == ["p1"]
 
@@ -150,7 +150,7 @@ def test_rows_of_a_killed_storage_are_generated_again(ray, queue_on):
     (entry, _) = queue.ledger()
     assert (entry.state, entry.attempt, [u.prompt.uid for u in queue.unsettled()]) == ("issued", 2, ["p0"])
     assert queue.stats()["drops/lost"] == 1
-    put_long(queue, "p0")  # by a new storage
+    put_long(queue, "p0")  # stored by a new actor
     lease = queue.lease("train", groups=2, deadline_s=DEADLINE_S)
     queue.ack(lease)
     assert {entry.state for entry in queue.ledger()} == {"done"}

@@ -1,4 +1,4 @@
-"""A Ray that does not start in time."""
+"""A Ray that does not start in time is started once more."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ SLOW = "The current node timed out during startup. This could happen because som
 
 
 class SlowRay:
-    """Takes too long some times; each time it leaves a process behind, as Ray does."""
+    """Times out in the first `num_slow` starts; each start leaves a process behind, as Ray's does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, num_slow: int) -> None:
         self.left: list[subprocess.Popen[bytes]] = []
@@ -28,7 +28,7 @@ class SlowRay:
         words = [sys.executable, "-c", SLEEPS, f"--temp-dir={_temp_dir}"]
         self.left.append(subprocess.Popen(words, stdin=subprocess.PIPE))
         if len(self.left) <= self._num_slow:
-            raise Exception(SLOW)  # as Ray does
+            raise Exception(SLOW)  # the class that Ray raises
 
 
 @pytest.fixture

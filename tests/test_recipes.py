@@ -46,7 +46,7 @@ def test_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command_exists(program: str, verb: str, words: list[str]) -> bool:
-    """Its help names each option."""
+    """Return True if the command's help names the verb and each option; `train --help` must succeed."""
     options = [word for word in words if word.startswith("--") and word != "--help"]
     if program in TRAINERS and verb == "train":
         return TRAINERS[program][1].main([verb, *words]) == 0

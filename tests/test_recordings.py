@@ -1,6 +1,6 @@
-"""Health and doctor on recorded runs of examples: each fault is named first, and healthy runs pass.
+"""Health and doctor on recorded runs of examples: they report the actual fault first, and healthy runs pass.
 
-`tests/recordings/record.py` made them, and says how each was misconfigured.
+`tests/recordings/record.py` recorded the runs and lists how each was misconfigured.
 """
 
 from collections.abc import Iterator
@@ -44,14 +44,14 @@ def recorded(name: str) -> RunRecord:
 
 
 def first_steps(history: History, last: int) -> History:
-    """As it was after so many steps."""
+    """Return the history up to a step."""
     is_past = history.steps <= last
     values = {name: column[is_past] for name, column in history.values.items()}
     return History(steps=history.steps[is_past], times=history.times[is_past], values=values)
 
 
 def verdicts(run: RunRecord) -> Iterator[Verdict]:
-    """Those that a run gets while it trains, and the one at its end."""
+    """Yield the verdicts during training, and the final one."""
     history = run.history
     last = int(history.steps[-1])
     for step in [*range(VERDICT_EVERY, last, VERDICT_EVERY), last]:

@@ -35,7 +35,7 @@ def in_file(path: Path, old: str, new: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with today's rl-core, at a version that nobody released, and a change that no changelog has."""
+    """A repository with the current rl-core at an unreleased version, and two change fragments."""
     root = tmp_path / "repository"
     project = PROJECTS["rl-core"]
     listed = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard", project.folder).splitlines()
@@ -193,7 +193,7 @@ def test_what_a_project_needs_of_ours_comes_with_it():
 
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[Path, Project]:
-    """A project in which nothing is wrong."""
+    """A project without mistakes."""
     root = tmp_path / "small"
     folder = root / "packages" / "rl-small"
     for name, text in {

@@ -1,4 +1,4 @@
-"""Today's rl-rollout works with the last released rl-core, as its bounds promise."""
+"""The current rl-rollout works with the last released rl-core, as its version bound promises."""
 
 import ast
 import json
@@ -37,7 +37,7 @@ sys.exit(f"the release lacks {', '.join(lacks)}" if lacks else pytest.main(words
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the last released rl-core, installed from a wheel that is built from its commit."""
+    """A folder with the last released rl-core, installed from a wheel of its commit."""
     last = last_release("rl-core", ROOT)
     if last is None:
         pytest.skip("rl-core has no release yet")
@@ -65,7 +65,7 @@ def has_commit(commit: str) -> bool:
 
 
 def taken_names() -> list[tuple[str, str]]:
-    """Each module of rl-core that rl-rollout imports from, and a name that it takes there."""
+    """Return each name that rl-rollout imports from rl-core, with its module."""
     imports = [
         node
         for path in sorted((ROLLOUT / "src").rglob("*.py"))
@@ -77,7 +77,7 @@ def taken_names() -> list[tuple[str, str]]:
 
 
 def test_rl_rollout_works_with_the_last_released_rl_core(released: Path):
-    """Where this fails, raise rl-rollout's lower bound of rl-core to the version that will have what it needs."""
+    """If this fails, raise rl-rollout's lower bound of rl-core to the version that will have the missing parts."""
     names = taken_names()
     assert len(names) > 50
     options = ["-q", "-p", "no:cacheprovider", f"--confcutdir={ROLLOUT}", "--hypothesis-profile=ci"]

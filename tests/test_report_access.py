@@ -1,4 +1,4 @@
-"""Reports on a phone, in the dark, by keyboard and by screen reader, in a browser."""
+"""Reports in a browser: on a phone, with dark colours, by keyboard, and by screen reader."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ def report(tmp_path_factory):
 
 @pytest.fixture
 def as_on(page):
-    """Sets width and colours, until the test has ended."""
+    """A function that sets the page's size and colours until the test ends."""
 
     def set_to(*, width, height, scheme="light"):
         page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -84,7 +84,7 @@ def test_on_a_phone_tabs_are_one_row_and_filters_fold(page, report, as_on):
 
 @pytest.fixture(scope="module")
 def axe():
-    """axe-core's script, which a wheel brings: its own library would drive another browser."""
+    """The script of axe-core, from a wheel whose own library would start another browser."""
     found = find_spec("axe_playwright_python")
     assert found is not None, "no axe-core; run: pip install --no-deps axe-playwright-python"
     (folder,) = found.submodule_search_locations or ()

@@ -96,7 +96,7 @@ def test_a_legend_tells_the_newest_values_until_the_cursor_comes(page, tmp_path)
     values = "[...document.querySelectorAll('.u-legend .u-value')].map((one) => one.textContent)"
     page.wait(f"{values}.join() === '3,0.75,0.125'")
     page.point(".u-over")
-    page.wait(f"{values}.join() === '2,0.5,0.125'")  # of the other run the nearest that is known
+    page.wait(f"{values}.join() === '2,0.5,0.125'")  # the short run shows its nearest value
 
 
 def test_metrics_are_found_by_name(page, runs):

@@ -1,4 +1,4 @@
-"""Every text of a run in a report, with HTML and scripts in it, is shown as text and never executed."""
+"""A report shows every text of a run, even HTML and scripts, as text and never executes it."""
 
 import contextlib
 import json
@@ -62,7 +62,7 @@ TEXTS = """
 
 
 def plant(folder, form):
-    """A run with the form in each text, around the text's name."""
+    """Write a run whose every text is the form around the text's name."""
     text = form.format
     folder.mkdir()
     tracker = JsonlTracker(folder / "metrics.jsonl")
@@ -103,7 +103,7 @@ def plant(folder, form):
 
 
 def flat(text):
-    """The text without slashes: between them, names of phases and folders have another meaning."""
+    """Replace the slashes, which separate parts in the names of phases and folders."""
     return text.replace("/", "|")
 
 
@@ -145,7 +145,7 @@ def hang(text):
 
 
 def look(page, url, form, name):
-    """Go through all views; every text is there as it was written, and nothing came of it."""
+    """Check in each view that every planted text is shown as written, and that none had an effect."""
     for view, planted in SHOWN.items():
         page.open("about:blank")
         page.open(f"{url}#view={view}")
@@ -159,7 +159,7 @@ def look(page, url, form, name):
         shown = flat(page.run(TEXTS))
         assert [one for one in (*map(form.format, planted), name) if flat(one) not in shown] == [], view
         scripts = "document.querySelectorAll('script:not([type])').length"
-        assert page.run(scripts) == 2, view  # the library and the page's own
+        assert page.run(scripts) == 2, view  # the chart library's and the page's own
         assert page.run("document.querySelectorAll('img, svg, iframe, b, style').length") == 1, view  # the page's style
         assert page.run("[...document.links].filter(({ href }) => !href.includes('#view=')).length") == 0, view
         assert page.run("window.hacked") is None, view

@@ -18,7 +18,7 @@ REPLY = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|
 
 
 def row(response, *, session=0, output=0, prompt=ASKED, masked=(), **more):
-    """A trajectory; a token a character, and those of the masked texts are not sampled."""
+    """Return a trajectory with one token per character; the tokens of masked texts are not sampled."""
     mask = [True] * len(response)
     for text in masked:
         start = response.index(text)
@@ -85,7 +85,7 @@ def test_a_conversation_is_turns_and_blocks(page, report):
     ]
     assert page.run("document.querySelector('.reasoning').open") is False
     page.run("document.querySelector('.tokens').focus()")
-    page.press("ArrowRight")  # the first token is within what is folded
+    page.press("ArrowRight")  # the first token is in a folded block
     page.wait("document.querySelector('.reasoning').open && document.querySelector('.token.current') !== null")
 
 
@@ -201,7 +201,7 @@ def test_two_responses_of_a_group_side_by_side(page, report):
     assert page.run("location.hash") == "#view=rollouts&with=1"
     page.run("location.hash = 'view=rollouts&row=2&with=3'")
     page.wait("document.querySelector('mark') !== null")
-    assert page.run(differing) == ["", ", no: 42"]  # which has no tokens
+    assert page.run(differing) == ["", ", no: 42"]  # the second one has no tokens
     page.run(f"{select}.value = ''; {select}.dispatchEvent(new Event('change'))")
     page.wait("document.querySelectorAll('.pane').length === 1")
 
@@ -213,7 +213,7 @@ def test_it_is_copied_as_a_line_of_the_file(page, report):
     page.run("document.querySelector('.actions button').click()")
     copied = page.wait("window.copied")
     read = RolloutRow.from_json(json.loads(copied)).to_json()
-    assert read | {"time": 1.0} == ROWS[0].to_json()  # the log sets the time
+    assert read | {"time": 1.0} == ROWS[0].to_json()  # the log sets its own time
     page.wait("document.querySelector('.actions button').textContent === 'Copied'")
 
 
@@ -287,4 +287,4 @@ def test_the_session_of_a_loop_with_tools_is_a_chain(page, report):
     ]
     show(page, report, "view=rollouts&row=2")
     page.wait("document.querySelector('.group [aria-current=true]')?.textContent === 'session 2, output 0'")
-    assert page.run("document.querySelector('.session')") is None  # one turn
+    assert page.run("document.querySelector('.session')") is None  # a single turn

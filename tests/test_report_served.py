@@ -91,7 +91,7 @@ def test_what_is_open_and_what_has_the_focus_outlives_a_renewal(page, tmp_path):
         page.wait(f"document.getElementById('verdicts').textContent.includes('step {step};')")
 
     def keeps_the_focus(selector, told="textContent"):
-        """The element that has the focus is another one then, and says the same."""
+        """Check that a renewal moves the focus to the new element with the same text."""
         page.run(f"(({selector}).focus(), document.activeElement.isBefore = true)")
         before = page.run(f"[document.activeElement.localName, document.activeElement.{told}]")
         assert before[0] != "body", selector
@@ -137,7 +137,7 @@ def test_a_run_that_hangs(page, tmp_path):
     hang = HangReport(at="2027-01-01", run="run", no_progress_s=312.0, roles=roles, verdict=verdict, causes=causes)
     file = tmp_path / "run" / "hang.json"
     write_hang_report(file, hang)
-    os.utime(file, (2e9, 2e9))  # behind the last step
+    os.utime(file, (2e9, 2e9))  # newer than the last step
     write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
     show(page, tmp_path / "a.html")
     top = page.run("document.getElementById('verdicts').innerText")
@@ -145,7 +145,7 @@ def test_a_run_that_hangs(page, tmp_path):
     shown = page.run("document.querySelector('details.hang[open]').innerText")
     for text in ("engine 1 does not answer", "12 answers on engine 1, for 5.1 min", "receive (link.py:44)"):
         assert text in shown
-    os.utime(file, (1e9, 1e9))  # the run went on since
+    os.utime(file, (1e9, 1e9))  # older than the last step: the run has continued
     write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
     show(page, tmp_path / "a.html")
     assert "hangs" not in page.run("document.getElementById('verdicts').innerText")

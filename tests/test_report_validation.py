@@ -1,4 +1,4 @@
-"""The samples of validations in a report, in a browser."""
+"""Validation samples of a report in a browser."""
 
 import pytest
 from invented_runs import InventedRun

@@ -1,4 +1,4 @@
-"""The repository itself: licences, and links and commands in documents, are valid."""
+"""The repository is consistent: its projects, locks, and the links, commands and examples in its documents."""
 
 import ast
 import re
@@ -60,7 +60,7 @@ def test_python_examples_run(document: Path, tmp_path: Path, monkeypatch: pytest
     blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(), flags=re.DOTALL | re.MULTILINE)
     names: dict[str, object] = {"__name__": "example"}
     for number, block in enumerate(blocks):
-        if "__main__" in block:  # a program of its own: the processes that it starts import it
+        if "__main__" in block:  # a separate script, because its child processes import it
             script = tmp_path / f"example_{number}.py"
             script.write_text(block)
             done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
@@ -84,7 +84,7 @@ def test_lock_leaves_out_what_breaks_vllm_on_cpu():
 
 
 def test_tests_that_need_vllm_run_in_the_workspace():
-    """`unit` leaves out what has vllm in its name; `tests` runs the files that noxfile.py lists."""
+    """`unit` skips files with vllm in their names; `tests` runs those that noxfile.py lists."""
     noxfile = (ROOT / "noxfile.py").read_text()
     files = [f"packages/rl-rollout/tests/{file.name}" for file in ROOT.glob("packages/rl-rollout/tests/test_*vllm*.py")]
     assert len(files) >= 3
@@ -105,7 +105,7 @@ def test_every_decision_is_in_the_index():
 
 
 def loads_a_model(call: ast.Call) -> bool:
-    """True for what reads a model's folder with transformers or vLLM, which may bring code."""
+    """Return True if a call loads a model's folder, which may contain code, with transformers or vLLM."""
     name = ast.unparse(call.func)
     kind, _, method = name.rpartition(".")
     is_auto = method in ("from_pretrained", "from_config") and kind.rpartition(".")[2].startswith("Auto")

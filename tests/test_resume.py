@@ -1,4 +1,4 @@
-"""A run stopped or killed at any point and resumed equals an uninterrupted one, bit for bit."""
+"""A run that is stopped or killed at any point and resumed equals an uninterrupted run, bit for bit."""
 
 import json
 import os
@@ -30,7 +30,7 @@ IN_LAST_VALIDATION = REWARDS_BEFORE_STEP_1 + 4 * REWARDS_PER_STEP + NUM_PROBLEMS
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run that went through its four steps."""
+    """A run of four steps without interruption."""
     run = make_tiny_run(tmp_path_factory.mktemp("uninterrupted"))
     assert train_here(run) == 0
     return run
@@ -38,24 +38,24 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture
 def run(uninterrupted: TinyRun, tmp_path: Path) -> TinyRun:
-    """The same run, not begun."""
+    """A copy of the inputs, without a run."""
     return copy_tiny_run(uninterrupted, tmp_path / "run")
 
 
 def resume(run: TinyRun, capsys: pytest.CaptureFixture[str], **settings: int) -> str:
-    """Run to the end; gives what was said."""
+    """Resume the run to its end; return its output."""
     capsys.readouterr()
     assert train_here(run, "--resume", **settings) == 0
     return capsys.readouterr().out
 
 
 def plain_lines(text: str) -> list[str]:
-    """What a terminal was given, without colours and movements of its cursor."""
+    """Return the lines of a terminal's output, without colours and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "").split("\n")
 
 
 def event_names(run: TinyRun) -> list[str]:
-    """What happened to the run; each step also says which session was the slowest."""
+    """Return the names of the run's events, without those about its health."""
     events = read_events(run.run_folder / "events.jsonl")
     return [event["event"] for event in events if event["event"] not in ASIDE]
 

@@ -1,4 +1,4 @@
-"""The rollout benchmark: the systems with vLLM, which quick runs leave out, and refused arguments."""
+"""The rollout benchmark: its systems with vLLM, which quick runs skip, and refused arguments."""
 
 import json
 import subprocess

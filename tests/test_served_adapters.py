@@ -1,4 +1,4 @@
-"""A learner's adapter in the transformers engine, beside its base and merged into it, compared with peft."""
+"""The transformers engine serves a learner's adapter, separate or merged into its base, as peft computes it."""
 
 import asyncio
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ SEQUENCE = np.arange(2, 26, dtype=np.int32)
 
 
 class Adapted:
-    """A learner that began with an adapter of peft's, whose A and B are random."""
+    """A learner that starts from a peft adapter with random A and B matrices."""
 
     def __init__(self, folder: Path) -> None:
         self.base = make_tiny_model(folder / "base", is_tied=True)
@@ -49,7 +49,7 @@ class Adapted:
 
 
 def said(model: Any) -> FloatArray:
-    """[T] logprobs of the sequence's tokens."""
+    """Return the [T] logprobs of the sequence's tokens."""
     ids = torch.from_numpy(SEQUENCE.astype(np.int64))[None]
     with torch.no_grad():
         logprobs = model.eval()(input_ids=ids).logits[0, :-1].log_softmax(-1)
@@ -66,7 +66,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
 
 @pytest.mark.parametrize(("serving", "room"), [("adapter", 4), ("merged", 0), ("merged", 4)])
 def test_an_engine_serves_what_peft_computes(serving: Serving, room: int, adapted: Adapted) -> None:
-    """Merged weights go to any engine, as all weights always went, and are those of peft's merge."""
+    """Merged weights equal peft's, and need no room for adapters in the engine."""
     transport = SharedFileTransport()
     engine = TransformersEngine(adapted.base, TransformersOptions(max_lora_rank=room))
     canary = Canary(sequences=[SEQUENCE], logprobs=[adapted.logprobs])

@@ -1,4 +1,4 @@
-"""Runs that replay their rollouts from a skip cache learn the same as when they generated them."""
+"""A run that replays its rollouts from a skip cache learns the same as the run that generated them."""
 
 import signal
 from pathlib import Path
@@ -26,7 +26,7 @@ IN_STEP_6 = REWARDS_BEFORE_STEP_1 + 5 * REWARDS_PER_STEP + 2 * NUM_PROBLEMS["val
 
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run of ten steps whose rollouts were stored, in `cache` of its folder."""
+    """A run of ten steps that stored its rollouts in its folder's `cache`."""
     run = make_tiny_run(tmp_path_factory.mktemp("cached"))
     assert train_here(run, trainer__steps=STEPS, **cache_of(run)) == 0
     return run
@@ -34,7 +34,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture
 def run(cached: TinyRun, tmp_path: Path) -> TinyRun:
-    """The same run, not begun, with what is stored."""
+    """A copy of the inputs and the stored rollouts, without a run."""
     return copy_tiny_run(cached, tmp_path / "run")
 
 
@@ -45,7 +45,7 @@ def cache_of(run: TinyRun, **options: Any) -> dict[str, Any]:
 
 
 def replayed(run: TinyRun) -> list[float | None]:
-    """`rollout/replayed` of each step from 1."""
+    """Return `rollout/replayed` of each step from 1."""
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     return [row.metrics.get("rollout/replayed") for row in rows if row.step]
 
@@ -55,7 +55,7 @@ def events(run: TinyRun, name: str) -> list[dict[str, Any]]:
 
 
 def differing(run: TinyRun, expected: TinyRun) -> list[str]:
-    """Metrics that differ, beside the mark of a replay."""
+    """Return the metrics that differ, except for the mark of a replay."""
     return [line for line in differing_metrics(run, expected) if "rollout/replayed" not in line]
 
 
@@ -86,7 +86,7 @@ def test_storing_changes_nothing_of_a_run(run: TinyRun, cached: TinyRun) -> None
 
 
 def test_a_run_that_replays_a_part_goes_on_with_the_prompts_that_come_next(run: TinyRun, cached: TinyRun) -> None:
-    """The source of prompts advances with every replay: what is generated afterwards is what always was."""
+    """The prompt source also advances with every replay, so later steps generate the same rollouts."""
     assert train_here(run, trainer__steps=STEPS, **cache_of(run, steps="1-4,7")) == 0
     assert replayed(run) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert differing(run, cached) == []
@@ -94,7 +94,7 @@ def test_a_run_that_replays_a_part_goes_on_with_the_prompts_that_come_next(run: 
 
 
 def test_a_run_killed_in_the_middle_stores_and_replays_on(run: TinyRun, cached: TinyRun) -> None:
-    """Killed in step 6, with checkpoints of step 2 and 4: steps 5 and on come from the cache, then are generated."""
+    """The run is killed in step 6, after the checkpoint of step 4: it replays step 5 and generates the rest."""
     options = {"skip__directory": run.folder / "fresh", "skip__enabled": True}
     with training(run, hold_after=IN_STEP_6, reward__timeout_s=None, trainer__steps=STEPS, **options) as process:
         wait_until_held(process, run)
@@ -127,7 +127,7 @@ def test_another_learning_rate_is_told_from_the_second_step_on_and_can_be_accept
 
 
 def test_a_reward_that_is_changed_scores_what_is_stored(run: TinyRun, cached: TinyRun) -> None:
-    """As if the run had been begun with it: the first step's rollouts are those that it would have generated."""
+    """The result equals a run that starts with the new reward, because step 1 generates the same rollouts."""
     reward = run.folder / "reward.py"
     reward.write_text(reward.read_text().replace('"02468"', '"13579"'))
     options = {"skip__directory": run.folder / "cache", "skip__enabled": True, "skip__steps": 1}
@@ -147,7 +147,7 @@ def test_a_reward_that_is_changed_scores_what_is_stored(run: TinyRun, cached: Ti
 
 
 def test_one_step_is_trained_on_again_and_again(run: TinyRun, cached: TinyRun) -> None:
-    """repeat_last on one stored step: the rewards stay, the loss moves, the staleness says how old the tokens are."""
+    """repeat_last on one stored step keeps the rewards, changes the loss, and increases the staleness by 1 per step."""
     options = {"skip__directory": run.folder / "fresh", "skip__enabled": True, "skip__action": "repeat_last"}
     assert train_here(run, trainer__steps=4, **options) == 0
     assert replayed(run) == [0.0, 1.0, 1.0, 1.0]

@@ -1,4 +1,4 @@
-"""A run whose engine drops its weights in each step, and receives them again with proof."""
+"""A run whose engine drops its weights in each step and receives them again, with proof."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -21,7 +21,7 @@ SCRIPTS = ("plain_pytorch", "rewards", "trl_objectives", "verl_objectives")
 
 @pytest.fixture
 def example(monkeypatch):
-    """Imports an example by name."""
+    """A function that imports an example by name."""
     monkeypatch.syspath_prepend(EXAMPLES)
     for name in SCRIPTS:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -49,7 +49,7 @@ def test_trls_reward_leaves_out_what_fails(example):
 
 
 class StubTrainer:
-    """What the loss reads of TRL's trainer: one row of two tokens, the second with logprob x."""
+    """The parts of TRL's trainer that the loss reads, with one row of two tokens."""
 
     beta, current_gradient_accumulation_steps = 0.0, 2
 

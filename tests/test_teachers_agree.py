@@ -60,7 +60,7 @@ def test_vllm_and_megatron_teachers_agree(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found.token_ids[1:, 0], row.input_ids[1:])
         np.testing.assert_allclose(one.logprobs[1:], other.logprobs[1:], rtol=0, atol=1e-4)
         gaps = np.abs(np.diff(other.logprobs[1:, 1:], axis=1))
-        is_clear = np.ones_like(other.token_ids[1:, 1:], dtype=bool)  # ties, and the last of the top k, may change
+        is_clear = np.ones_like(other.token_ids[1:, 1:], dtype=bool)  # ties and the last of the top k may differ
         is_clear[:, :-1] &= gaps > 2e-4
         is_clear[:, 1:] &= gaps > 2e-4
         is_clear[:, -1] = False

@@ -1,4 +1,4 @@
-"""The tools example: a session of its loop equals a demonstration of its warm-up; training finds the calculator."""
+"""The tools example: a session of its loop equals a warm-up demonstration; the policy learns to use the calculator."""
 
 import importlib.util
 import sys
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples" / "tools"
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """examples/tools/prepare.py, which imports task.py beside it; run where the settings' paths begin."""
+    """examples/tools/prepare.py, which imports its neighbour task.py; run in the repository's root."""
     monkeypatch.chdir(FOLDER.parents[1])
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.delitem(sys.modules, "task", raising=False)
@@ -30,7 +30,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    del sys.modules["task"]  # not by monkeypatch, which would put it back: the arithmetic example has one too
+    del sys.modules["task"]  # monkeypatch would restore it, but the arithmetic example has a task.py too
     return module
 
 
@@ -42,7 +42,7 @@ def test_problems_are_split_without_overlap(example: ModuleType) -> None:
     assert (problem.question, problem.answer, problem.hasty_answer) == ("37*58", "2146", "1500")
 
 
-@pytest.mark.parametrize("name", ["tools", "agent"])  # the second trains the first's model through the gateway
+@pytest.mark.parametrize("name", ["tools", "agent"])  # agent trains the model of tools through the gateway
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_session_of_the_loop_is_a_demonstration(example: ModuleType, name: str, asks: bool) -> None:
     folder = FOLDER.with_name(name)
@@ -74,7 +74,7 @@ def test_a_session_of_the_loop_is_a_demonstration(example: ModuleType, name: str
 def test_the_policy_learns_to_ask_the_calculator(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """End to end: real vLLM and Megatron, and a calculator behind an MCP server; from a shorter warm-up."""
+    """Train end to end after a shorter warm-up, with real vLLM and Megatron and a calculator behind an MCP server."""
     monkeypatch.setattr(example, "WARM_UP_STEPS", 150)
     monkeypatch.setattr(example, "PREPARED", prepared_folder("tools-150"))
     if not example.is_prepared():

@@ -1,4 +1,4 @@
-"""The arithmetic and the payload of the transfer benchmark."""
+"""The transfer benchmark: its arithmetic and its payload."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""GLM's mixtures in vLLM beside the Megatron learner: shared experts, groups, and a bias without gradients."""
+"""GLM mixtures in vLLM and the Megatron learner: shared experts, expert groups, and a bias without gradients."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ class Served(NamedTuple):
     """A policy, and the engine that serves it.
 
     Attributes:
-        distance: Largest difference of a logprob from the learner's, where this replays the engine's experts.
+        distance: Largest difference from the learner's logprobs when the learner replays the engine's experts.
     """
 
     dtype: str
@@ -109,7 +109,7 @@ def write_policy(folder: Path) -> Path:
             torch.nn.init.normal_(tensor, std=0.1)
     model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
-    stored[f"model.layers.{NUM_LAYERS}.eh_proj.weight"] = torch.ones(2, 2)  # guesses further tokens, in GLM's own files
+    stored[f"model.layers.{NUM_LAYERS}.eh_proj.weight"] = torch.ones(2, 2)  # as in GLM's files: predicts further tokens
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -150,7 +150,7 @@ def test_the_router_computes_in_float32(served: Served) -> None:
 
 
 def test_experts_that_the_engine_tells_are_replayed(served: Served) -> None:
-    """In float32 the learner chooses the same ones; in bfloat16 it agrees better with them."""
+    """In float32 the learner chooses the same experts; in bfloat16 replaying them reduces the mismatch."""
     requests = [
         GenerateRequest(
             input_ids=row[:30], sampling=SamplingParams(max_tokens=20, seed=seed), num_samples=4, request_id=f"{seed}"
@@ -179,7 +179,7 @@ def test_experts_that_the_engine_tells_are_replayed(served: Served) -> None:
     divergence = {kind: float(np.mean(np.exp(-ratio) - 1 + ratio)) for kind, ratio in ratios.items()}
     if served.dtype == "bfloat16":
         assert divergence["replayed"] < divergence["anew"] / 3
-    else:  # another expert would change more
+    else:  # a different expert would change the logprobs more
         np.testing.assert_allclose(found["replayed"].values, found["anew"].values, rtol=0, atol=1e-6)
     other = np.where(told.values < 0, told.values, (told.values + 1) % NUM_EXPERTS)
     changed = served.learner.logprobs(batch.with_columns({"routed_experts": Ragged(other, told.offsets)}))
@@ -209,7 +209,7 @@ STALE = {
 
 @pytest.mark.parametrize("kind", STALE)
 def test_what_is_stale_is_named(kind: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias by its bits, also where the router has another tensor than the one that its gate has loaded."""
+    """Find a stale bias by its bits, also if only the router holds an old tensor and its gate the new one."""
     old = {name: tensor.float().clone() for name, tensor in served.learner.export_weights().items()}
     name, tensors = STALE[kind], perturbed(old, scale=1e-6 if "bias" in kind else 0.1)
     core = served.engine._stepper._core  # type: ignore[union-attr] # vLLM's stepper

@@ -39,7 +39,7 @@ def refuse(*_: object) -> None:
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
-    """Everything that the loop works with, on real engines; the one vLLM engine of this module."""
+    """The parts of the training loop with real engines; the module has one vLLM engine."""
     run = make_tiny_run(tmp_path_factory.mktemp("vllm"))
     words = ["--rollout.engine=vllm", "--rollout.group_size=8", "--learner.learning_rate=1e-2"]
     settings = load_settings(run.settings_file, words, {})
@@ -86,7 +86,7 @@ def run_with(parts: Parts, work: Callable[[Parts], Awaitable[TrainerState]]) -> 
 
 
 def train_steps(parts: Parts, count: int) -> TrainerState:
-    """Publish, then take some steps; the versions go on from the learner's step."""
+    """Publish the weights, then train some steps; versions continue from the learner's step."""
 
     async def work(parts: Parts) -> TrainerState:
         state = TrainerState(step=parts.learners.policy.step, policy_version=parts.learners.policy.step)
@@ -129,16 +129,16 @@ def test_engine_and_learner_agree_after_five_updates(parts: Parts) -> None:
 def test_what_a_step_says(parts: Parts) -> None:
     metrics: Mapping[str, float] = train_steps(parts, 1).unlogged or {}
     assert metrics["actor/grad_norm"] > 0
-    assert metrics["weights/num_tensors"] == 25  # 11 a layer, embedding, norm, and the tied head
+    assert metrics["weights/num_tensors"] == 25  # 11 per layer, the embedding, the norm, and the tied head
     assert metrics["weights/canary_max_diff"] < 1e-4
     assert metrics["weights/probe_max_diff"] < 1e-4
     assert metrics["training/staleness/max"] == 0
-    assert abs(metrics["actor/ppo_kl"]) < 1e-4  # one update a step: the engine's logprobs are the learner's
+    assert abs(metrics["actor/ppo_kl"]) < 1e-4  # with one update per step, the logprobs are equal
     assert metrics["rollout/failed_sessions"] == 0
 
 
 class CorruptingTransport(TensorTransport):
-    """Changes one number of one tensor after its digest was made."""
+    """Changes one element of a tensor after its digest is computed."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""A mixture of experts in vLLM: updates, the Megatron learner beside it, and faults that its proof must name."""
+"""A mixture of experts in vLLM and the Megatron learner: updates, and faults that the weight proof must name."""
 
 import asyncio
 import shutil
@@ -61,8 +61,8 @@ class Mixture(NamedTuple):
     """A mixture, and the engine that serves it.
 
     Attributes:
-        width: Of each expert; 48 is padded to 64 in the kernel.
-        distance: Largest difference of a logprob from the learner's or transformers'.
+        width: Width of each expert; the kernel pads 48 to 64.
+        distance: Largest difference from the learner's or transformers' logprobs.
     """
 
     dtype: str
@@ -84,7 +84,7 @@ class Mixture(NamedTuple):
         return check_receipt(update, receipt, tolerances=self.tolerances)
 
     def distance_to(self, tensors: Mapping[str, torch.Tensor]) -> float:
-        """From what transformers says with other weights."""
+        """Return the largest difference from transformers' logprobs with these weights."""
         rows = [(reference_logprobs(self.folder, sequence, tensors=tensors), sequence) for sequence in SEQUENCES]
         expected = [token_logprobs(logprobs, sequence) for logprobs, sequence in rows]
         found = asyncio.run(self.engine.score(SEQUENCES))
@@ -99,7 +99,7 @@ MIXTURES = (
 
 @pytest.fixture(scope="module", params=MIXTURES, ids=["float32", "bfloat16, padded"])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
-    """One is closed before the other starts: a process holds one engine of vLLM's."""
+    """A mixture and its engine; each engine closes before the next starts, since a process holds one vLLM engine."""
     dtype, width, *_ = request.param
     max_lora_rank = 8 if dtype == "float32" else 0
     folder = write_mixture(tmp_path_factory.mktemp("mixture"), width)
@@ -200,7 +200,7 @@ def test_adapters_of_the_attention_are_served_beside_proven_experts(
     scored = asyncio.run(mixture.engine.score_with_experts(SEQUENCES))
     assert all(one.routed_experts is not None and (one.routed_experts[:-1] >= 0).all() for one in scored)
     mixture.update(packed(weights, version=0))
-    fault = Fault(3, 1)  # stale weights would be those that must be there
+    fault = Fault(3, 1)  # swapped experts; the stale weights equal the right ones here
     with monkeypatch.context() as patch:
         act_before(mixture, "replace_adapter", fault.before, patch)
         act_before(mixture, "probe_live_weights", fault.after, patch)
@@ -208,14 +208,14 @@ def test_adapters_of_the_attention_are_served_beside_proven_experts(
     with pytest.raises(WeightProofError, match=r"tensor .*experts.* is not the one on which the adapter") as raised:
         mixture.check(update, receipt)
     assert raised.value.tensor in fault.named
-    experts = make_adapter(weights, rank=8, seed=1)  # of all linear layers
+    experts = make_adapter(weights, rank=8, seed=1)  # an adapter of all linear layers
     with pytest.raises(EngineError, match=r"without a slot for an adapter of .*experts"):
         mixture.update(TensorTransport().pack(experts, version=6, tied={}, adapter=told))
     mixture.update(packed(weights, version=0))
 
 
 def act_before(mixture: Mixture, method: str, act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let something happen to the worker before the engine calls a method of it."""
+    """Act on the worker before the engine calls one of its methods."""
     core = mixture.engine._stepper._core  # type: ignore[union-attr] # vLLM's stepper
     ask = core.collective_rpc
 
@@ -238,7 +238,7 @@ def update_with(
 
 
 def tensors_of_expert(name: str) -> set[str]:
-    """All three of the expert that has this one."""
+    """Return the names of the three tensors of an expert, given one of them."""
     return {f"{name.removesuffix('.weight').rpartition('.')[0]}.{each}_proj.weight" for each in ("gate", "up", "down")}
 
 
@@ -269,7 +269,7 @@ def test_a_stale_router_is_named(mixture: Mixture, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the layout of the kernel were not known."""
+    """Make the kernel's weight layout count as unknown."""
     monkeypatch.setattr("rl_rollout.engines.vllm.mixtures.READABLE", ())
 
 
@@ -277,7 +277,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_faults_in_experts_that_cannot_be_read_are_found_by_asking(
     mixture: Mixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but one element's lowest bit, which rounding hides; of stale matrices the very tensors are named."""
+    """Find all faults except a flipped lowest bit, which rounding hides, and name no sound expert."""
     updates = [packed(perturbed(mixture.weights, scale=1e-4 * version), version=version) for version in (1, 2)]
     missed = dict.fromkeys(FAULTS, 0)
     for number in range(NUM_FAULTS // NUM_LAYERS):
@@ -331,13 +331,13 @@ def test_experts_that_can_neither_be_read_nor_asked_are_refused(
 
 
 def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine's last test. Once it fails, vLLM packs by itself: see `WHAT_TO_DO`."""
+    """Run last on each engine. If this fails, vLLM packs experts itself: see `WHAT_TO_DO`."""
     monkeypatch.setattr("rl_rollout.engines.vllm.worker.before_reload", lambda model: None)
     tensors = perturbed(mixture.weights, scale=0.02)
     update = packed(tensors, version=8)
     try:
         receipt = mixture.update(update)
-    except EngineDiedError:  # padded experts have another shape in the kernel
+    except EngineDiedError:  # the kernel gives padded experts another shape
         assert mixture.width % 32
         return
     assert not mixture.width % 32, WHAT_TO_DO

@@ -1,4 +1,4 @@
-"""A bfloat16 mixture in vLLM, and a Megatron learner that replays its experts: mismatch, and the proof's canary."""
+"""A Megatron learner replays the experts of a bfloat16 mixture in vLLM: mismatch, and the canary of the proof."""
 
 import asyncio
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
 
 
 def rollouts(engine: ReplicatedEngine) -> Batch:
-    """Responses with their experts, as the queue brings them to a learner."""
+    """Return responses with their experts, as a learner gets them from the queue."""
 
     async def generate() -> Any:
         prompts = [np.random.default_rng(index).integers(2, 64, 12).astype(np.int32) for index in range(NUM_PROMPTS)]
@@ -105,7 +105,7 @@ def rollouts(engine: ReplicatedEngine) -> Batch:
 
 
 def mismatch(policy: Any, batch: Batch) -> dict[str, float]:
-    """What a run records of a batch before its first step."""
+    """Return the metrics that a run records of a batch before its first step."""
     metrics = SimpleNamespace(details_every=1, replay_rows=len(batch))
     settings = SimpleNamespace(metrics=metrics, rollout=SimpleNamespace(temperature=1.0))
     recorder = Recorder(strict=True)
@@ -122,7 +122,7 @@ def test_replay_divides_the_mismatch_of_a_bfloat16_mixture_by_ten(mixture: Mixtu
 
 
 def published(mixture: Mixture, *, version: int, replays: bool) -> tuple[Canary, PublishReport]:
-    """The learner's weights, given to the engine."""
+    """Publish the learner's weights to the engine; return the canary and the report."""
     learners, tolerances = mixture.learners, ProofTolerances(probe=TOLERANCES.probe, canary=np.inf)
     canary = learners.canary(mixture.canaries, replays=replays)
     update = TensorTransport().pack(learners.policy.export_weights(), version=version, tied=learners.policy.tied)
@@ -133,7 +133,7 @@ def test_updates_of_a_bfloat16_mixture_are_proven_with_the_experts_of_the_engine
     learners, batch = mixture.learners, rollouts(mixture.engine)
     for version in (1, 2, 3):
         step = learners.policy.train_step(batch, supervised_objective)
-        if version == 1:  # later the rollouts are of older weights
+        if version == 1:  # later, the rollouts are from older weights
             assert 0.0 < step.metrics["router/rerouted_share"] < 0.1
         assert step.metrics["router/unknown_share"] == 0.0
         canary, report = published(mixture, version=version, replays=True)

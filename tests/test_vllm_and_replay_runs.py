@@ -29,7 +29,7 @@ BFLOAT16: dict[str, Any] = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> TinyRun:
-    """A tiny run of a mixture."""
+    """Inputs of a tiny run with a mixture of experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     run = make_tiny_run(tmp_path)
@@ -57,5 +57,5 @@ def test_a_bfloat16_mixture_trains_with_replay_and_proof(train: Callable[..., in
     published = [step["weights/canary_max_diff"] for step in steps if "weights/canary_max_diff" in step]
     assert published
     assert all(0 < worst < 0.3 for worst in published)
-    first = steps[0]  # of the very weights that are trained
+    first = steps[0]  # its rollouts are from the weights that it trains
     assert first["router/k3_kl/replay"] < first["router/k3_kl/no_replay"]

@@ -1,4 +1,4 @@
-"""The command with real vLLM: stopped by Ctrl-C and resumed, it continues to learn."""
+"""A run with real vLLM, stopped by Ctrl-C and resumed, continues to learn."""
 
 import json
 import signal

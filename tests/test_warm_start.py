@@ -1,4 +1,4 @@
-"""A program forked from the server of warm starts sees the same as when it starts from scratch."""
+"""A program forked from the warm-start server sees the same as one started from scratch."""
 
 import fcntl
 import importlib.util
@@ -27,7 +27,7 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def say(folder: Path, kind: type[subprocess.Popen], least_number: int) -> dict[str, object]:
-    """What a process says of itself, and what came of it; it is given a descriptor of at least this number."""
+    """Return a process's view of itself and its results; it inherits a descriptor of at least this number."""
     ours, theirs = os.pipe()
     number = fcntl.fcntl(theirs, fcntl.F_DUPFD, least_number)
     os.close(theirs)
@@ -99,6 +99,6 @@ def test_other_programs_and_other_threads_start_cold(
 
 
 def test_every_module_that_is_named_exists() -> None:
-    """One that is missing would be left out without a word, and each process would be slow again."""
+    """A missing module would be skipped silently, and each process would start slowly."""
     ours = (*warm_start.PRELOADED, *(name for name in warm_start.MODULES if "." in name))
     assert [name for name in ours if importlib.util.find_spec(name) is None] == []

@@ -47,11 +47,11 @@ def test_rl_core_needs_no_torch():
 def test_everything_installed_is_ours_or_locked():
     locks = Path(__file__).resolve().parents[1] / "locks"
     locked = {line for name in ("cpu.txt", "dev.txt") for line in (locks / name).read_text().split()}
-    folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]  # sys.path may have what setuptools bundles
+    folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]  # sys.path may have setuptools' packages
     found = importlib.metadata.distributions(path=folders)
     installed = {re.sub(r"[-_.]+", "-", one.name.lower()): one for one in found}
     others = {f"{name}=={one.version}" for name, one in installed.items() if name not in (*DISTRIBUTIONS, "pip")}
-    if "torch==2.13.0" in others:  # for an interpreter without a CPU build, the one for GPUs with its libraries
+    if "torch==2.13.0" in others:  # an interpreter without a CPU build has the GPU build with its libraries
         others = {other for other in others if not other.startswith(("torch==", "nvidia-", "cuda-", "triton=="))}
     assert others - locked == set()
 

@@ -44,7 +44,7 @@ def run_agent(
     reward: Any = None,
     **options: Any,
 ) -> tuple[Any, list[Any]]:
-    """The sessions of one prompt, and the inputs of their reward function."""
+    """Run an agent on one prompt; return its sessions and the inputs of the reward function."""
     tokenizer = make_tokenizer()
     speaker = Speaker(tokenizer, lambda heard: say(heard) + "<|im_end|>")
     if script is not None:
@@ -61,7 +61,7 @@ def run_agent(
 
 
 def processes_with(mark: str) -> list[int]:
-    """Return processes of the machine that have a text in their environment."""
+    """Return the machine's processes whose environment contains a text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

@@ -68,7 +68,7 @@ def start_scripted(run: TinyRun, *words: str, environment: Mapping[str, str], **
     """Return the process of `scripted_training`, with further variables."""
     path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"PYTHONPATH": path, **environment}
-    if sys.dont_write_bytecode:  # each of many processes would compile what it imports
+    if sys.dont_write_bytecode:  # otherwise, each of many processes would compile its imports
         environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(run.folder.parent / "bytecode")}
     return TrainProcess(
         run.train_words(*words, **{**SETTINGS, **settings}),
@@ -101,7 +101,7 @@ class Killer:
 
     Attributes:
         run: The run.
-        draw: Random numbers that choose.
+        draw: Random numbers that choose the points.
         kills: Role and number of recorded lines of each kill so far.
     """
 

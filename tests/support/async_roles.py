@@ -100,7 +100,7 @@ class RaisingTeachers(TeacherHost):
         raise RuntimeError("the scripted teacher failed")
 
     async def issued(self) -> None:
-        """Return True if there is something to lease."""
+        """Let `serve` lease the groups."""
         self._hears.set()
 
 
@@ -179,7 +179,7 @@ class _Save:
         self._file, self._content, self._take_time = file, dict(content), take_time
 
     def wait(self) -> None:
-        """Write, once."""
+        """Write the file; later calls do nothing."""
         content, self._content = self._content, {}
         if content:
             self._take_time()
@@ -200,7 +200,7 @@ def read_file(update: WeightUpdate) -> WeightReceipt:
 
 
 def begin_life(run_folder: Path, role: str) -> None:
-    """Record the process of a role, so that a test can kill it; a mortal role ends at once."""
+    """Record the process of a role, so that a test can kill it; kill a mortal role."""
     if faulty(f"mortal {role}", 1):
         print(f"the scripted {role} ends", flush=True)  # noqa: T201 - its last words
         os.kill(os.getpid(), signal.SIGKILL)
@@ -212,6 +212,6 @@ def begin_life(run_folder: Path, role: str) -> None:
 
 
 def faulty(who: str, count: int) -> bool:
-    """Return True from the count that the environment names for this role."""
+    """Return True if the environment names this role, and the count has reached the one it names."""
     name, _, first = os.environ.get(FAULT_VARIABLE, "").partition(":")
     return name == who and count >= int(first)

@@ -25,7 +25,7 @@ CHATML = (
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 
-# In the manner of Qwen3: earlier turns lose their thinking, the last one gets an empty one, results are the user's.
+# Like Qwen3's: drops the thinking of earlier turns, adds an empty one to the last, and shows results as user turns.
 THINKING = (
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
     "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"

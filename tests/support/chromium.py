@@ -144,7 +144,7 @@ class Page:
                 self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def picture(self, file: Path) -> None:
-        """Return a screenshot as PNG."""
+        """Write a screenshot as PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:

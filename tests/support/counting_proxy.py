@@ -22,7 +22,7 @@ def counting_proxy() -> Iterator[tuple[dict[str, str], list[bytes]]]:
         address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
         names = ("http_proxy", "https_proxy", "all_proxy")
         yield {name: address for lower in names for name in (lower, lower.upper())}, callers
-        with socket.create_connection(proxy.getsockname(), timeout=DEADLINE_S) as connection:  # behind all others
+        with socket.create_connection(proxy.getsockname(), timeout=DEADLINE_S) as connection:  # after all others
             connection.sendall(LAST)
         thread.join(DEADLINE_S)
         assert callers.pop() == LAST

@@ -27,7 +27,7 @@ def undocumented(pids: Iterable[int], *, played: Mapping[int, str] | None = None
     found = []
     for one in sorted(listening_sockets(pids), key=str):
         words = (played or {}).get(one.pid) or command_line(one.pid)
-        is_warm = "warm_start.serve()" in words  # a fork has its server's command line, so its address must do
+        is_warm = "warm_start.serve()" in words  # a fork has its server's command line, so only its address is checked
         if not any(
             (is_warm or _matches(words, programs)) and _matches(one.address, places) for programs, places in rows
         ):

@@ -44,7 +44,7 @@ class Fault:
         else:
             element = self._draw.choice(weight[one].flatten().nonzero().flatten().tolist())  # padding is 0
             bits = weight[one].view(-1).view(torch.int16)
-            bits[element * weight.itemsize // 2] ^= 1  # the lowest of its bits
+            bits[element * weight.itemsize // 2] ^= 1  # its lowest bit
             self._name([one])
 
     def _weight(self, worker: Any) -> torch.Tensor:
@@ -63,7 +63,7 @@ def routed(worker: Any) -> list[Any]:
 
 
 def repacked(weight: torch.Tensor, isa: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A packed square matrix, changed."""
+    """Return a packed square matrix with a change to its plain form."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     from rl_rollout.engines.vllm.mixtures import _places

@@ -92,7 +92,7 @@ def _mutated_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def run_cases(name: str, format_: Format, *, cases: int, seed: int) -> None:
-    """Read a number of mutations; stop at, and keep, a file that is neither read nor refused with one of our errors.
+    """Read mutated files; keep the first that is neither read nor refused with one of our errors, and stop there.
 
     Raises:
         AssertionError: Names the case's file.
@@ -125,5 +125,5 @@ def _hang(_: int, __: FrameType | None) -> None:
 
 
 def watch() -> None:
-    """Raise CaseTooLongError after a time limit."""
+    """Raise HangError when a case exceeds its processor time."""
     signal.signal(signal.SIGPROF, _hang)

@@ -78,7 +78,7 @@ class FlatStore(AbstractFileSystem):
 
     def rm_file(self, path):
         self._begin("rm_file")
-        self.objects.pop(path, None)  # as S3 does, it says nothing when there was none
+        self.objects.pop(path, None)  # like S3, without an error for a missing object
 
     def rm(self, path, recursive=False, maxdepth=None):
         self._begin("rm")

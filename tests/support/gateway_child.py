@@ -46,11 +46,11 @@ def gateway_child(*, num_sessions: int = 2, files: int = 256, **options: Any) ->
     )
     try:
         assert process.stdout is not None
-        told = next(line for line in process.stdout if line.startswith("{"))  # the log goes there too
+        told = next(line for line in process.stdout if line.startswith("{"))  # the log is on standard output too
         yield GatewayChild(process, json.loads(told))
         assert process.poll() is None, "the gateway has ended"
     finally:
-        process.communicate(timeout=60)  # its input ends, and so does it
+        process.communicate(timeout=60)  # closes its input, which ends it
 
 
 async def serve(given: dict[str, Any]) -> None:

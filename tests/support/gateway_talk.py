@@ -8,7 +8,7 @@ from chat_model import TOOLS
 
 
 def plain_client() -> httpx.AsyncClient:
-    """Client without TLS, whose certificates take time to load."""
+    """Return a client that does not load TLS certificates, because that is slow."""
     return httpx.AsyncClient(timeout=50, verify=False)
 
 

@@ -41,7 +41,7 @@ class InventedRun:
     is_finished: bool = True
 
     def write(self, folder: Path, *, texts: Sequence[str] = ()) -> None:
-        """Write all files; the same run has the same bytes.
+        """Write all files; equal runs have equal bytes.
 
         Args:
             folder: Folder of the run; created if missing.

@@ -10,7 +10,7 @@ import time
 from mcp.server.mcpserver import MCPServer
 from mcp_types import CallToolResult
 
-OUTPUT = os.dup(1)  # the server takes its own away from its tools
+OUTPUT = os.dup(1)  # the server hides its standard output from its tools
 server = MCPServer("calculator")
 
 

@@ -17,26 +17,26 @@ DIGITS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedRun:
-    """A run in which a policy over 32 tokens learns; the engine draws, and the learner computes the logprobs again.
+    """A run that trains a policy over 32 tokens; the engine samples them, and the learner recomputes their logprobs.
 
     Attributes:
-        steps: Of the run.
-        trajectories: Of each step.
-        tokens: Of a response.
-        seed: Other seeds give other policies.
-        learning_rate: Of the learner: how far a step moves a logit towards its state's right token.
-        old: Versions that rollouts are behind at most, which they say; drawn for each trajectory.
-        lag: Versions that the engine's weights are behind without saying so.
-        is_frozen: The engine never takes new weights, and says that it did.
-        stuck_version: The engine never takes newer weights than this, and says so.
-        top_p: Of the engine's sampling.
-        top_k: Of the engine's sampling; 0 keeps all.
-        temperature: Of the engine; the learner's is 1.
-        template: Standard deviation by which another prompt changes logits of the first token; it halves with each.
-        is_bfloat16: The engine's logits are rounded to eight bits.
-        noise: Standard deviation of the engine's logits from the learner's, from float32's order of sums.
-        swapped: Share of the tokens that other experts compute, so that their logits differ by 2.
-        wrong: Standard deviation of a part of the weights that the engine never loaded.
+        steps: Steps of the run.
+        trajectories: Trajectories per step.
+        tokens: Tokens per response.
+        seed: Seed of the policy and of all samples.
+        learning_rate: Step size of the learner, which moves logits towards each state's right token.
+        old: Maximum staleness of the rollouts, in reported versions; drawn for each trajectory.
+        lag: Versions by which the engine's weights are older than it reports.
+        is_frozen: The engine keeps its first weights, but reports new versions.
+        stuck_version: The engine loads no weights newer than this version, and reports it correctly.
+        top_p: Top-p of the engine's sampling.
+        top_k: Top-k of the engine's sampling; 0 keeps all tokens.
+        temperature: Temperature of the engine; the learner's is 1.
+        template: Standard deviation by which a different prompt shifts the first token's logits; halves per token.
+        is_bfloat16: The engine rounds its logits to eight significant bits.
+        noise: Standard deviation of the engine's logits from the learner's, as from the order of float32 sums.
+        swapped: Share of tokens computed by other experts, which changes their logits by a standard deviation of 2.
+        wrong: Standard deviation of a constant error in the engine's weights, as from a part that it never loaded.
     """
 
     steps: int = 30
@@ -58,7 +58,7 @@ class MismatchedRun:
     wrong: float = 0.0
 
     def rows(self, *, has_policy_logprobs: bool = True) -> Iterator[RolloutRow]:
-        """The trajectories, as a trainer writes them."""
+        """Yield the trajectories as a trainer writes them."""
         random = np.random.default_rng(self.seed)
         history = [self._first_weights(random)]
         missing = random.normal(0.0, self.wrong, history[0].shape) if self.wrong else 0.0
@@ -113,7 +113,7 @@ class MismatchedRun:
 
 
 def _learned(weights: Floats, right: NDArray[np.int64], rate: float) -> Floats:
-    """A step towards each state's right token, as a policy gradient makes it."""
+    """Return the weights after a policy-gradient step towards each state's right token."""
     probs = np.exp(weights - weights.max(axis=1, keepdims=True))
     probs /= probs.sum(axis=1, keepdims=True)
     learned: Floats = weights + rate * (np.eye(NUM_TOKENS)[right] - probs)
@@ -128,7 +128,7 @@ def _log_softmax(logits: Floats) -> Floats:
 
 
 def _bfloat16(values: Floats) -> Floats:
-    """Rounded to the nearest number of eight significant bits."""
+    """Round to eight significant bits."""
     fraction, exponent = np.frexp(values)
     rounded: Floats = np.ldexp(np.round(fraction * 256.0) / 256.0, exponent)
     return rounded

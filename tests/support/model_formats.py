@@ -67,7 +67,7 @@ def trainer_state(folder: Path) -> Format:
 
 
 def learner_header(folder: Path) -> Format:
-    """learner.json, and the config.json beside it that tells how the models differ."""
+    """learner.json, checked against the policy's config.json."""
     from rl_distill.architecture.policy_config import parse_policy_config
     from rl_distill.checkpoints.checkpoint import read_header
 
@@ -168,7 +168,7 @@ def _tensors(folder: Path) -> Path:
 
 
 def safetensors_header(folder: Path) -> Format:
-    """The header of a safetensors file, as ours reads it."""
+    """The header of a safetensors file, read by our own reader."""
     from rl_core.files import read_safetensors_header
 
     return Format(_tensors(folder), lambda: read_safetensors_header(folder / "model.safetensors"))
@@ -219,7 +219,7 @@ def torch_dist_chunk(folder: Path) -> Format:
 
 
 def vocabulary(folder: Path) -> Format:
-    """tokenizer.json, as vocabularies are compared."""
+    """tokenizer.json, read for the comparison of vocabularies."""
     from rl_distill.teacher.vocabulary import read_vocabulary
 
     return Format(_tokenizer(folder), lambda: read_vocabulary(folder))

@@ -43,7 +43,7 @@ def insist(call, *arguments, **options):
 
 
 def produce(queue):
-    """Claim prompts and put their sessions; every third put is large enough for a slot."""
+    """Claim prompts and put their sessions; the rows of every third prompt are large enough for a slot."""
     while True:
         claim = insist(queue.claim, prompts=3, deadline_s=DEADLINE_S, claim_s=DEADLINE_S)
         for prompt, sessions in zip(claim.prompts, claim.sessions, strict=True):
@@ -53,11 +53,11 @@ def produce(queue):
                 try:
                     insist(queue.put, prompt.uid, session, [row], deadline_s=DEADLINE_S)
                 except (AlreadySettledError, DataError):
-                    continue  # another producer was faster, after this one was taken for dead
+                    continue  # this claim expired, and another producer was faster
 
 
 def consume(queue, task):
-    """Lease, check, add a column if the task does, and ack or, in every other turn, finish; print what was acked."""
+    """Lease and check rows, add the task's column, ack or finish them, and print their prompts."""
     for turn in itertools.count():
         try:
             lease = insist(queue.lease, task, groups=4, deadline_s=DEADLINE_S, lease_s=DEADLINE_S, allow_fewer=True)
@@ -80,7 +80,7 @@ def consume(queue, task):
             else:
                 insist(queue.ack, lease, given)
         except (OutdatedLeaseError, DataError):
-            continue  # somebody else has it, or had it
+            continue  # the lease expired, and another consumer has it or had it
         say("acked " + " ".join(prompt.uid for prompt in lease.prompts))
 
 

@@ -26,7 +26,7 @@ DEADLINE_S = 60.0
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """Puts or leases on its own node."""
+    """A client of the queue that puts or leases on its own node."""
 
     def put(self, queue, uids):
         for uid in uids:
@@ -43,7 +43,7 @@ def say(*words):
 
 
 def start_cluster(folder):
-    ray._private.utils.write_ray_address = lambda *args, **kwargs: None  # else it leaves a file for everybody
+    ray._private.utils.write_ray_address = lambda *args, **kwargs: None  # it would write a shared file
     base = {
         "node_ip_address": "127.0.0.1",
         "num_cpus": 2,
@@ -74,8 +74,8 @@ def main():
         queue.put("p2", 0, [make_trajectory("p2", 0, num_response_tokens=LONG)])
         queue.put("p3", 0, [make_trajectory("p3", 0)])
         say("leased", ray.get(consumer.lease.remote(queue, 5.0), timeout=DEADLINE_S))
-        kill(nodes[0])  # which owns p0's and p1's rows
-        kill(nodes[1])  # which has leased them
+        kill(nodes[0])  # owns the rows of p0 and p1
+        kill(nodes[1])  # holds their lease
         acked = []
 
         def consume():

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 
-from ray_nodes import DEADLINE_S, kill, ray, say, start_cluster  # first: it tells Ray how to authenticate
+from ray_nodes import DEADLINE_S, kill, ray, say, start_cluster  # first, because it sets Ray's authentication
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartPolicy, RoleSpec, open_cluster
 from rl_core.cluster.processes.guard import is_running

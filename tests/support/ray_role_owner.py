@@ -16,7 +16,7 @@ def processes_with(token):
         raise ValueError(f"this is no token: {token!r}")
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended
+        with contextlib.suppress(OSError):  # the process has ended
             if f"RAY_AUTH_TOKEN={token}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 found.append(int(process.name))
     return [pid for pid in found if pid != os.getpid()]

@@ -27,7 +27,7 @@ class Held:
     """
 
     def __init__(self, token: int, **options: Any) -> None:
-        """Say this token."""
+        """Make an engine that responds with this token."""
         self.has_died = False
         self._token = token
         self._asked: list[asyncio.Future[Sequence[int]]] = []
@@ -50,7 +50,7 @@ class Held:
                 future.set_result([self._token])
 
     def die(self) -> None:
-        """Fail all running responses, and serve no more."""
+        """Fail all running responses and all later requests."""
         self.has_died = True
         for future in self._asked:
             if not future.done():

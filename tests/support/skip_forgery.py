@@ -81,7 +81,7 @@ class Forgery:
         }
 
     def records(self) -> Any:
-        """Key of the groups that `make_entry` stored."""
+        """Return the records of the groups that `make_entry` stores."""
         return json.loads(dict(iter_arrays(make_groups()))["records"].tobytes())
 
     def put_records(self, content: Any) -> None:

@@ -29,7 +29,7 @@ def make_prompts_of(groups: Sequence[GroupResult]) -> list[Prompt]:
 
 
 def assert_same_groups(found: Sequence[GroupResult], expected: Sequence[GroupResult]) -> None:
-    """Return True if every field of every record has equal bits and type; a failed group's exception is ignored."""
+    """Check that every field of every record has equal bits and type; a failed group's exception is ignored."""
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         _assert_same_prompt(a.prompt, b.prompt)
@@ -70,7 +70,7 @@ def _assert_same_bits(a: np.ndarray, b: np.ndarray, name: str) -> None:
 
 
 def _text(value: object) -> str:
-    """Compare JSON strictly: 1 differs from 1.0 and True, and NaN equals NaN."""
+    """Return JSON for a strict comparison: 1 differs from 1.0 and True, and NaN equals NaN."""
     return json.dumps(value)
 
 

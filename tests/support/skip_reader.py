@@ -26,10 +26,10 @@ EXPECTED = {
     "object.__delattr__",
     "builtins.id",
     "sys._getframe",
-    "socket.__new__",  # the pipe of the event loop on which zarr runs; nothing is connected
+    "socket.__new__",  # the self-pipe of zarr's event loop; it connects to nothing
     "sys.set_asyncgen_hook_finalizer",
     "sys.set_asyncgen_hook_firstiter",
-    *(("sys.settrace",) if "coverage" in sys.modules else ()),  # `nox -s coverage` begins in each thread
+    *(("sys.settrace",) if "coverage" in sys.modules else ()),  # coverage starts in each thread
 }
 
 

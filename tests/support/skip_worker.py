@@ -109,7 +109,7 @@ def answer(number: int) -> None:
 
 def main() -> None:
     """Fork for each line; `wait PID` waits for a child and prints its status."""
-    with tempfile.TemporaryDirectory() as folder:  # whatever zarr starts, it has started before the first fork
+    with tempfile.TemporaryDirectory() as folder:  # starts zarr's threads before the first fork
         store = EntryStore(folder)
         write(store, KEY, 1, replace=False)
         read(store, KEY)

@@ -1,4 +1,4 @@
-"""A training run small enough for tests: a model of 20,000 parameters, problems, a reward that moves, settings."""
+"""A training run for tests: a model of 20,000 parameters, problems, settings, and a reward that training improves."""
 
 import importlib
 import shutil

@@ -12,10 +12,10 @@ from rl_core.testing import wait_until
 
 
 def wandb_attempts(folder: Path) -> list[Path]:
-    """Return the folders of a run's attempts after wandb's own process has written all, which `finish` does not await.
+    """Wait until wandb's process has written a run's attempts, which `finish` does not await, and return their folders.
 
     Raises:
-        TimeoutError: An attempt was not finished in time; on a busy machine this takes seconds.
+        TimeoutError: wandb has not written an attempt after 60 s.
     """
     import wandb
 
@@ -31,7 +31,7 @@ def _is_finished(attempt: Path) -> bool:
 
     try:
         return any(record.HasField("exit") for record in wandb_records(attempt))
-    except (DecodeError, ValueError):  # there is no file yet, or the half of a record
+    except (DecodeError, ValueError):  # no file yet, or half a record
         return False
 
 

@@ -83,7 +83,7 @@ class TrainProcess:
         self._terminal.close()
 
     def resize_terminal(self, columns: int) -> None:
-        """Change the width of its terminal before it draws next."""
+        """Change the width of its terminal."""
         assert self._terminal is not None
         self._terminal.resize(columns)
 
@@ -141,8 +141,8 @@ class TrainProcess:
         self._process.wait()
 
     def leftovers(self) -> list[str]:
-        """Return its processes that outlive it, with their commands; dying processes get a moment to end."""
-        end = monotonic() + DEADLINE_S  # Ray's agents look now and then for their raylet; roles may take 10 s to end
+        """Wait for its processes to end; return those left at the deadline, with their commands."""
+        end = monotonic() + DEADLINE_S  # Ray's agents poll for their raylet; roles may take 10 s to end
         while (left := marked_processes(self._mark)) and monotonic() < end:
             signal.sigtimedwait([], TICK_S)
         return [f"{pid} {command_of(pid)}" for pid in left]
@@ -182,7 +182,7 @@ class Terminal:
         self._thread.join(DEADLINE_S)
 
     def _copy(self, output: Path) -> None:
-        with output.open("ab", buffering=0) as file, contextlib.suppress(OSError):  # the last who had it has closed it
+        with output.open("ab", buffering=0) as file, contextlib.suppress(OSError):  # the other end is closed
             while not self._is_closed.is_set():
                 if select.select([self._ours], [], [], TICK_S)[0]:
                     file.write(os.read(self._ours, 1 << 16))

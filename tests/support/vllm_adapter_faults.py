@@ -75,7 +75,7 @@ class Fault:
         self.named = self.name
 
     def slots(self, worker: Any, name: str) -> torch.Tensor:
-        """[slots, ...] of the live tensor of this name."""
+        """Return the live tensor with this name, for all slots: [slots, ...]."""
         part = worker.worker._adapter_slot._parts[module_of(name)]
         found: torch.Tensor = part.slots()[name.endswith(LORA_B)]
         return found
@@ -157,7 +157,7 @@ def of_another_layer(fault: Fault) -> None:
 
 
 def not_zeroed(fault: Fault) -> None:
-    """k and v share a matrix with q, and only q has an adapter."""
+    """Corrupt k or v, which share q's matrix, when only q has an adapter."""
     fault.tensors = fault.served.adapter(fault.version, kinds=("q_proj", "down_proj"))
     layer, kind = fault.draw.randrange(2), fault.draw.choice(["k_proj", "v_proj"])
     module = f"model.layers.{layer}.self_attn.{kind}"

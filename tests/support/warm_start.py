@@ -214,9 +214,9 @@ def serve() -> None:
     connection.set_inheritable(False)
     libc = ctypes.PyDLL(None)
     libc.getenv.restype = ctypes.c_void_p
-    marks = {name: libc.getenv(name.encode()) for name in MARKS}  # where /proc/PID/environ reads them
+    marks = {name: libc.getenv(name.encode()) for name in MARKS}  # addresses that /proc/PID/environ reads
     for name in PRELOADED:
-        with suppress(ModuleNotFoundError):  # a package tested alone
+        with suppress(ModuleNotFoundError):  # when a package is tested alone
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -229,7 +229,7 @@ def serve() -> None:
         ours, connection = socket.socketpair()
         if os.fork():
             break
-        ours.close()  # this is the server of that child
+        ours.close()  # this process becomes the child's server
         for descriptor in request.received:
             os.close(descriptor)
     connection.close()
@@ -243,7 +243,7 @@ def _next_child(connection: socket.socket, libc: ctypes.PyDLL) -> Request:
     while True:
         header, received, _, _ = socket.recv_fds(connection, 8, 64)
         if not header:
-            os._exit(0)  # whoever asked is gone
+            os._exit(0)  # the caller has ended
         content = b""
         while len(content) < int.from_bytes(header, "big"):
             content += connection.recv(1 << 20)
@@ -256,11 +256,11 @@ def _next_child(connection: socket.socket, libc: ctypes.PyDLL) -> Request:
 
 
 def _fork_sibling(libc: ctypes.PyDLL) -> int:
-    """Like `os.fork`, but the child's parent is this process's parent."""
-    thread_id = ctypes.c_void_p()  # where the C library keeps the main thread's number, which fork(2) would renew
+    """Fork like `os.fork`, but as a child of this process's parent."""
+    thread_id = ctypes.c_void_p()  # where the C library keeps the main thread's id, which fork(2) would update
     libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(thread_id), 0, 0, 0)
     flags = CLONE_PARENT | signal.SIGCHLD | ((CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID) if thread_id else 0)
-    x86 = platform.machine() == "x86_64"  # other machines take the last two the other way round
+    x86 = platform.machine() == "x86_64"  # other architectures swap the last two arguments
     last = (thread_id, None) if x86 else (None, thread_id)
     api = ctypes.pythonapi
     api.PyOS_BeforeFork()
@@ -275,14 +275,14 @@ def _fork_sibling(libc: ctypes.PyDLL) -> int:
 
 
 def _moved(descriptor: int, *, above: int) -> int:
-    """The same open file under a larger number, which the request does not use."""
+    """Move a descriptor to a larger number, which the request does not use."""
     high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above + 1)
     os.close(descriptor)
     return high
 
 
 def _become(request: Request, marks: Mapping[str, int]) -> None:
-    """Set up what a new process would have, and run the program."""
+    """Set up the state of a new process, and run the program."""
     if request.has_session:
         os.setsid()
     moved = [_moved(one, above=max(request.descriptors)) for one in request.received]
@@ -295,7 +295,7 @@ def _become(request: Request, marks: Mapping[str, int]) -> None:
     os.environ.update(request.environment)
     for name, room in MARKS.items():
         ctypes.memmove(marks[name], request.environment.get(name, "").encode().ljust(room, b"\0"), room)
-    if file := os.environ.get("RL_TEST_STARTS"):  # as every interpreter of our environments does when it starts
+    if file := os.environ.get("RL_TEST_STARTS"):  # like every interpreter of our environments at its start
         with Path(file).open("ab") as starts:
             starts.write(b".")
     warnings._processoptions(filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")))  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ class ClusterConformance(CallChecks, StartChecks, PoolChecks, CloseChecks, Stack
 class RemoteClusterConformance(
     ClusterConformance, BorderChecks, EndChecks, DeathChecks, RestartChecks, BlockedStackChecks
 ):
-    """The same, plus checks that need processes that can die, print, restart or be interrupted.
+    """`ClusterConformance` with checks for separate processes, which can die, print, restart or be interrupted.
 
     pytest runs it for each subclass that selects a cluster:
 

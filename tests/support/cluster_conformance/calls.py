@@ -1,4 +1,4 @@
-"""Checks of calls: to one role, to all, each with its own, and as they finish."""
+"""Checks of calls: to one role, to all, with separate arguments, and in the order in which they finish."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from rl_core.testing.queue_checks import refuses
 
 
 class CallChecks(ClusterChecks):
-    """A role is called alike wherever it lives."""
+    """Calls work alike in every placement."""
 
     def test_plain_and_async_methods_are_called_alike(self) -> None:
         role = self.group[1]

@@ -1,4 +1,4 @@
-"""What every check of a cluster stands on."""
+"""The base of all checks of a cluster."""
 
 import asyncio
 import tempfile
@@ -22,7 +22,7 @@ NOTICED_S = 60.0
 
 
 class ClusterChecks:
-    """A group of three roles for all checks that leave it as it was, and clusters of their own for the others."""
+    """Provides a group of three roles for checks that leave it unchanged, and separate clusters for the others."""
 
     shared: Cluster
     group: RoleGroup
@@ -31,12 +31,12 @@ class ClusterChecks:
 
     @classmethod
     def make_options(cls, **changes: Any) -> ClusterOptions:
-        """The options of the cluster under test; the one method that a placement's test class writes."""
+        """Return the options of the tested cluster; the only method that a placement's test class must define."""
         raise NotImplementedError
 
     @classmethod
     def setup_class(cls) -> None:
-        """Called by pytest before the first check."""
+        """Start the shared group before the first check."""
         cls._loop = asyncio.new_event_loop()
         cls._folder = tempfile.TemporaryDirectory(prefix="cluster-checks-")
         cls.shared = open_cluster(cls.make_options())
@@ -44,7 +44,7 @@ class ClusterChecks:
 
     @classmethod
     def teardown_class(cls) -> None:
-        """Called by pytest after the last check."""
+        """Close the shared group after the last check, and check that its processes have ended."""
         pids = [role.pid for role in cls.group]
         cls._loop.run_until_complete(cls.shared.close())
         cls._loop.close()
@@ -53,7 +53,7 @@ class ClusterChecks:
             assert not any(is_running(pid) for pid in pids), "processes of closed roles are left"
 
     def setup_method(self) -> None:
-        """Called by pytest before each check."""
+        """Create a folder for each check."""
         self.folder = Path(tempfile.mkdtemp(dir=self._folder.name))
 
     def run(self, work: Awaitable[Result], *, deadline_s: float = START_S) -> Result:
@@ -61,7 +61,7 @@ class ClusterChecks:
         return self._loop.run_until_complete(asyncio.wait_for(work, deadline_s))
 
     def with_cluster(self, use: Callable[[Cluster], Awaitable[Result]], **changes: Any) -> Result:
-        """Run something with a cluster of its own, which is closed after it."""
+        """Run something with a separate cluster, and close it afterwards."""
 
         async def run() -> Result:
             async with open_cluster(self.make_options(**changes)) as cluster:
@@ -71,7 +71,7 @@ class ClusterChecks:
 
 
 def echo(**changes: Any) -> RoleSpec:
-    """The spec of an echo role; changes that the spec does not know are arguments of the factory."""
+    """Return the spec of an echo role; changes without a field in the spec become the factory's arguments."""
     known = {"name", "factory", "rank", "environment", "cpus", "gpus", "restart"} & set(changes)
     fields = {name: changes.pop(name) for name in known}
     return RoleSpec(**{"name": "echo", "factory": ECHO, **fields}, kwargs=changes)
@@ -79,7 +79,7 @@ def echo(**changes: Any) -> RoleSpec:
 
 @contextmanager
 def within(limit_s: float) -> Iterator[None]:
-    """Expect that something takes no longer."""
+    """Check that the block takes no longer than the limit."""
     began_at = time.monotonic()
     yield
     took_s = time.monotonic() - began_at
@@ -88,7 +88,7 @@ def within(limit_s: float) -> Iterator[None]:
 
 @contextmanager
 def catches(kind: type[BaseException]) -> Iterator[list[Any]]:
-    """Expect an error, and give it in a list."""
+    """Check that the block raises an error, and yield a list that receives it."""
     caught: list[Any] = []
     try:
         yield caught
@@ -98,5 +98,5 @@ def catches(kind: type[BaseException]) -> Iterator[list[Any]]:
 
 
 async def until(condition: Callable[[], bool], what: str, *, deadline_s: float = 20.0) -> None:
-    """Wait for a condition while the event loop goes on."""
+    """Wait for a condition without blocking the event loop."""
     await asyncio.to_thread(wait_until, condition, what, deadline_s=deadline_s)

@@ -47,7 +47,7 @@ class DeathChecks(ClusterChecks):
             assert not role.is_alive
             assert [(died.rank, told is error) for died, told in heard] == [(3, True)]
             await until(lambda: not any(map(is_running, children)), "its children to end")
-            assert await role.wait_death()  # also when it was long ago
+            assert await role.wait_death()  # also for an earlier death
 
         self.with_cluster(use)
 
@@ -101,7 +101,7 @@ class RestartChecks(ClusterChecks):
             os.kill(pids[1], signal.SIGKILL)
             with refuses(RoleDiedError, "echo[1]", "restart 1 of 1", "call again"):
                 await lost
-            assert await group.call(1, "wait_until_open") == 1  # waits for the restart, and the hook has opened it
+            assert await group.call(1, "wait_until_open") == 1  # waits for the restart, whose hook opens it
             place = await group.call(1, "place")
             assert (group[1].incarnation, place.incarnation, group[0].incarnation) == (2, 2, 1)
             assert group[0].pid == pids[0]
@@ -149,7 +149,7 @@ class RestartChecks(ClusterChecks):
             with refuses(RoleDiedError, "echo[1]", "during its start"):
                 await cluster.start_group(echo(flag=flag, restart=restart), size=2, deadline_s=START_S)
             slow = RestartPolicy(max_restarts=1, backoff_s=60.0)
-            with refuses(RoleDiedError, "echo[1]", "during its start"):  # not that there was no time for more
+            with refuses(RoleDiedError, "echo[1]", "during its start"):  # instead of a missed deadline
                 await cluster.start_group(echo(flag=flag, restart=slow), size=2, deadline_s=START_S / 2)
 
         self.with_cluster(use)
@@ -175,7 +175,7 @@ class RestartChecks(ClusterChecks):
             lost = asyncio.ensure_future(role.call("wait_forever"))
             await role.call("greet", "you")
             os.kill(role.pid, signal.SIGSTOP)
-            with within(START_S):  # Ray takes its time to kill what is stopped
+            with within(START_S):  # Ray kills stopped processes slowly
                 await role.fail("did not answer, and was killed")
             with refuses(RoleDiedError, "did not answer, and was killed"):
                 await lost

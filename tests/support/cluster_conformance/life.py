@@ -23,7 +23,7 @@ class StartChecks(ClusterChecks):
 
         async def use(cluster: Cluster) -> None:
             words = ["slow[", "was not ready"]
-            if self.make_options().kind != "ray":  # which may not even have a process by then
+            if self.make_options().kind != "ray":  # Ray may have no process by then
                 words += ["slow[1]", f"{SLOWLY} was still running", "Raise the deadline"]
             with refuses(DeadlineError, *words):
                 await cluster.start_group(spec, size=2, deadline_s=3.0)
@@ -86,7 +86,7 @@ class PoolChecks(ClusterChecks):
         async def use(cluster: Cluster) -> None:
             most = ResourcePool(name="most", size=1, cpus=1.75)
             held = [await cluster.start(echo(cpus=0.01), pool=most, deadline_s=START_S)]
-            while True:  # until all that there is, is held
+            while True:  # until all CPUs are held
                 rest = ResourcePool(name=f"rest{len(held)}", size=1, cpus=1.75)
                 try:
                     held.append(await cluster.start(echo(cpus=0.01), pool=rest, deadline_s=0.5))
@@ -136,7 +136,7 @@ class CloseChecks(ClusterChecks):
             if self.make_options().kind == "inline":
                 with refuses(RuntimeError, "close failed"):
                     await cluster.close()
-            await cluster.close()  # elsewhere it is in the role's output
+            await cluster.close()  # in other placements, the error is in the role's output
             assert not good.is_alive
             with refuses(NotReadyError, "the cluster is closed"):
                 await cluster.start(bad, deadline_s=START_S)

@@ -41,7 +41,7 @@ def _refuse() -> NoReturn:
 
 
 class EchoRole:
-    """Does what a check requests."""
+    """A role that does what a check requests."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class EchoRole:
         Args:
             greeting: Text before a name.
             context: The cluster's context.
-            close_file: Gets "closed" when the role is closed, and a suffix with its rank.
-            start_error: Error to raise instead.
+            close_file: File that gets "closed" when the role closes; its suffix becomes the rank.
+            start_error: Text of an error to raise at the start.
             flag: File that makes the role die if it contains "die", the rank, and optionally the incarnation.
         """
         if start_error:
@@ -74,11 +74,11 @@ class EchoRole:
         self.seen: list[Any] = []
 
     def greet(self, name: str, *, mark: str = "!") -> str:
-        """A plain method."""
+        """Greet from a plain method."""
         return f"{self.greeting} {name}{mark}"
 
     async def greet_async(self, name: str) -> str:
-        """An async one."""
+        """Greet from an async method."""
         await asyncio.sleep(0)
         return f"{self.greeting} {name}"
 
@@ -87,7 +87,7 @@ class EchoRole:
         return self.context
 
     def see(self, value: Any) -> None:
-        """Keep a value."""
+        """Record a value."""
         self.seen.append(value)
 
     def seen_values(self) -> list[Any]:
@@ -105,7 +105,7 @@ class EchoRole:
         return number
 
     def echo(self, value: Any) -> Any:
-        """Give it back."""
+        """Return the value."""
         return value
 
     def named(_self, **given: Any) -> dict[str, Any]:
@@ -113,15 +113,15 @@ class EchoRole:
         return given
 
     def unreadable(self) -> Unreadable:
-        """A result that cannot be read."""
+        """Return a result that cannot be unpickled."""
         return Unreadable()
 
     def unpicklable(self) -> Any:
-        """A result that cannot be sent."""
+        """Return a result that cannot be pickled."""
         return threading.Lock()
 
     def pid(self) -> int:
-        """Where it lives."""
+        """Return the id of the role's process."""
         return os.getpid()
 
     def umask(self) -> int:
@@ -131,7 +131,7 @@ class EchoRole:
         return mask
 
     def environment(self, name: str) -> str | None:
-        """A variable."""
+        """Return an environment variable."""
         return os.environ.get(name)
 
     async def wait_until_open(self) -> int:
@@ -174,7 +174,7 @@ class EchoRole:
             time.sleep(3600)
 
     def hold_interpreter(self, started: Path) -> None:
-        """Block all threads for ever: C code that waits for a lock that it holds itself."""
+        """Block all threads for ever, in C code that waits for a lock it already holds."""
         libc = ctypes.PyDLL(None)
         mutex = ctypes.create_string_buffer(256)
         libc.pthread_mutex_init(mutex, None)
@@ -200,7 +200,7 @@ class EchoRole:
     def start_child(self, *, own_session: bool) -> int:
         """Start a process that does not end by itself, in its own session or with an empty environment."""
         command = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]
-        environment: dict[str, str] | None = None if own_session else {}  # as of programs that write over it
+        environment: dict[str, str] | None = None if own_session else {}  # like programs that overwrite theirs
         return subprocess.Popen(command, start_new_session=own_session, env=environment).pid
 
     def fork_sleeper(self) -> int:
@@ -224,17 +224,17 @@ class EchoRole:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def close(self) -> None:
-        """Say that it was closed."""
+        """Write "closed" to the file."""
         if self.close_file is not None:
             path = self.close_file.with_suffix(f".{self.context.rank}")
             path.write_text("closed")
 
 
 class AsyncEchoRole(EchoRole):
-    """The same, closed by an async method."""
+    """An `EchoRole` with an async close method."""
 
     async def close(self) -> None:  # type: ignore[override]
-        """Say that it was closed."""
+        """Write "closed" to the file."""
         await asyncio.sleep(0)
         super().close()
 
@@ -248,7 +248,7 @@ class BadCloseRole:
 
 
 async def make_slowly(*, context: RoleContext, hangs_on: int = -1) -> EchoRole:
-    """An async factory."""
+    """Create a role asynchronously; hang on the given rank."""
     if context.rank == hangs_on:
         await asyncio.Event().wait()
     await asyncio.sleep(0)

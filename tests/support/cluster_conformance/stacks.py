@@ -51,7 +51,7 @@ class StackChecks(ClusterChecks):
 
 
 class BlockedStackChecks(ClusterChecks):
-    """So does the stack of a role that cannot process calls."""
+    """The stack of a role that cannot process calls shows where it is blocked."""
 
     def test_a_role_in_a_plain_method_says_where(self) -> None:
         async def use(cluster: Cluster) -> None:
@@ -88,7 +88,7 @@ class BlockedStackChecks(ClusterChecks):
             assert (is_silent(well), is_silent(stopped)) == (False, True)
             for word in ("echo[1]", "has not answered since", "did not answer a signal", "is stopped by a signal"):
                 assert word in stopped, f"the text lacks {word!r}: {stopped}"
-            assert await group.call(1, "greet", "you") == "hello you!"  # late answers and signals harm nobody
+            assert await group.call(1, "greet", "you") == "hello you!"  # late answers and signals have no effect
             assert "in greet" not in (await group.stacks(deadline_s=LONG_S))[1]
 
         self.with_cluster(use)

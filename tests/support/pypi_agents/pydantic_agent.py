@@ -18,7 +18,7 @@ def add(left: int, right: int) -> int:
 
 
 async def main() -> None:
-    """Two runs of one conversation; the second is streamed."""
+    """Run twice in one conversation; stream the second run."""
     first = await agent.run(sys.argv[2])
     async with agent.run_stream("Sure?", message_history=first.all_messages()) as stream:
         sys.stdout.write(f"{first.output} {await stream.get_output()}")
