@@ -59,8 +59,8 @@ def test_four_ranks_train_as_one(
 def test_two_engines_and_two_ranks_train_as_one_of_each(
     kind: str, tiny_run: TinyRun, alone: TinyRun, tmp_path: Path
 ) -> None:
-    run = copy_tiny_run(tiny_run, tmp_path)
     """Each rank sends its own weights to both engines."""
+    run = copy_tiny_run(tiny_run, tmp_path)
     settings = {"rollout__placement": kind, "replicas__count": 2, "cluster__kind": kind, "parallel__ranks": 2}
     settings |= {"parallel__tensor": 2, "weights__transport": "direct"}
     shares = {"cluster__cpus_per_rank": 0.1, "replicas__cpus": 0.1} if kind == "ray" else {}

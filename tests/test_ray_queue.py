@@ -48,7 +48,7 @@ def put_long(queue, uid, *, session=0):
     queue.put(uid, session, [make_trajectory(uid, session, num_response_tokens=LONG)], deadline_s=DEADLINE_S)
 
 
-def storages_of(queue, ray):
+def storage_of(queue, ray):
     """Return the actor that owns this node's rows."""
     node = ray.get_runtime_context().get_node_id()
     return ray.get(queue._server.storage.remote(node), timeout=DEADLINE_S)[0]
@@ -137,7 +137,7 @@ def test_rows_of_a_killed_storage_are_generated_again(ray, queue_on):
     queue.issue(make_prompts(2), num_sessions=1)
     put_long(queue, "p0")
     queue.put("p1", 0, [make_trajectory("p1", 0)])  # small rows stay in the server
-    kill_actor_process(ray, storages_of(queue, ray))
+    kill_actor_process(ray, storage_of(queue, ray))
 
     def lost():
         lease = queue.lease(
@@ -160,7 +160,7 @@ def test_with_a_journal_rows_of_a_killed_storage_come_from_their_files(ray, queu
     queue = queue_on(directory=tmp_path)
     queue.issue(make_prompts(1), num_sessions=1)
     put_long(queue, "p0")
-    kill_actor_process(ray, storages_of(queue, ray))
+    kill_actor_process(ray, storage_of(queue, ray))
     lease = queue.lease("train", groups=1, deadline_s=DEADLINE_S)
     assert lease.batch.ragged("input_ids").lengths.tolist() == [LONG + 2]
     queue.ack(lease)

@@ -2,8 +2,8 @@
 
     python tests/recordings/record.py [NAME ...] [--steps N] [--runs FOLDER]
 
-Each run trains with real vLLM and real Megatron (about two minutes on two cores), in a folder of `--runs`; what health
-and doctor read of it is then written small to tests/recordings/NAME. It needs the examples' prepared folders
+Each run trains with real vLLM and real Megatron (about two minutes on two cores), in a folder of `--runs`. The
+parts that health and doctor read are then written to tests/recordings/NAME, reduced in size. It needs the examples' prepared folders
 (`nox -s train` and examples/distillation/run.py make them).
 """
 

@@ -46,7 +46,7 @@ NOT_OBJECTIVES = ("teacher_", "distill/", "validation", "correction_metric/rollo
 """Distillation and validation have separate tests; rl-metrics computes the extremes of log_ppl_diff."""
 
 LONE_SESSION = ("grpo", "dr_grpo", "rloo", "opo")
-"""The golden advantage of a lone session is its reward, while others are centered. Here it is 0: nothing to compare with."""
+"""The golden advantage of a lone session is its reward, while others are centered. Here it is 0."""
 
 OWN_AGGREGATION = ("sapo", "geo_mean")
 """The golden values of these always aggregate by seq-mean-token-mean; here the setting decides."""
