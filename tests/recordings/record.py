@@ -2,9 +2,9 @@
 
     python tests/recordings/record.py [NAME ...] [--steps N] [--runs FOLDER]
 
-Each run trains with real vLLM and real Megatron (about two minutes on two cores), in a folder of `--runs`. The
-parts that health and doctor read are then written to tests/recordings/NAME, reduced in size. It needs the examples' prepared folders
-(`nox -s train` and examples/distillation/run.py make them).
+Each run trains with real vLLM and real Megatron (about two minutes on two cores), in a folder of `--runs`. The parts
+that health and doctor read are then written to tests/recordings/NAME, reduced in size. It needs the examples' prepared
+folders (`nox -s train` and examples/distillation/run.py make them).
 """
 
 import argparse
