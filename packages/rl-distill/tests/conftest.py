@@ -186,7 +186,7 @@ class Started:
                 cluster=ClusterOptions(kind="process"),
                 num_threads=1,
                 deadline_s=120.0,
-                call_deadline_s=60.0,
+                call_deadline_s=180.0,
             )
         self._ranks.rearrange(parallel)
         return self._ranks
