@@ -159,7 +159,7 @@ def test_nobody_at_the_address_is_said_so() -> None:
 
 
 def test_an_engine_whose_workers_do_not_come_is_given_up(transport: BroadcastTransport) -> None:
-    impatient = BroadcastTransport(bucket_bytes=128, deadline_s=0.5)
+    impatient = BroadcastTransport(bucket_bytes=128, deadline_s=1.5)
     update = impatient.pack(TENSORS, version=1, tied={})
     BroadcastReceiver(num_workers=2).announce(update)
     assert_arrived(Receiver().take(update), update)  # the sender serves another engine in the meantime
