@@ -75,7 +75,7 @@ def check(session: nox.Session, chosen: Sequence[Project], projects: dict[str, P
     found = {one.name: mistakes_of(one, projects, ROOT) + need_mistakes(one, names, projects, ROOT) for one in chosen}
     mistakes = [f"{name}: {line}" for name, lines in found.items() for line in lines]
     if mistakes:
-        session.error("not ready for a release:\n  " + "\n  ".join(mistakes))
+        session.error(("not ready for a release:\n  " + "\n  ".join(mistakes)).removesuffix("."))  # nox adds one
     session.log(f"Versions, changelogs and bounds are right: {', '.join(f'{p.name} {p.version}' for p in chosen)}.")
 
 
