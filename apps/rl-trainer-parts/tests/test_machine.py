@@ -23,7 +23,9 @@ from rl_trainer_parts.machine.readings import (
     memory_limits,
     read_machine,
 )
-from rl_trainer_parts.settings.sources import build_settings
+from rl_trainer_parts.rollouts import engines
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import build_settings, load_settings
 
 GB = 10**9
 H100 = ("NVIDIA H100", 84 * GB, 85 * GB)
@@ -408,3 +410,14 @@ def test_what_children_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert readings._ask("gpus", deadline_s=60) == says
     (tmp_path / "query.py").write_text("import threading; threading.Event().wait()")
     assert readings._ask("gpus", deadline_s=0.2) == {"error": "no answer within 0.2 s"}
+
+
+@pytest.mark.parametrize(("words", "gpus"), [([], 2.0), (["--replicas.gpus=0.5"], 0.5), (["--replicas.count=1"], 0.0)])
+def test_a_replica_reserves_a_gpu_for_each_of_its_workers(
+    words: list[str], gpus: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "visible_gpus", lambda: ("0", "1", "2", "3"))
+    given = ["--policy.path=policy", "--prompts.train=train.jsonl", "--rollout.placement=process"]
+    given += ["--replicas.count=2", "--engine.tensor_parallel_size=2", *words]
+    settings = load_settings(None, given, {}, kind=Settings)
+    assert engines.gpus_per_replica(settings) == gpus

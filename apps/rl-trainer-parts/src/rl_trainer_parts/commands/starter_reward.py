@@ -10,4 +10,4 @@ NUMBER = re.compile(r"-?\d+")
 def reward(given: RewardInput) -> float:
     """Score one response; `given.columns` is the whole row of the data file."""
     numbers = NUMBER.findall(given.response_text)
-    return float(bool(numbers) and numbers[-1] == given.ground_truth)
+    return float(bool(numbers) and numbers[-1] == str(given.ground_truth))

@@ -111,7 +111,7 @@ def gpus_per_replica(settings: Settings) -> float:
     if replicas.gpus is not None:
         return replicas.gpus
     has_choice = placement == "ray" or (placement == "process" and replicas.count > 1)
-    return 1.0 if has_choice and visible_gpus() else 0.0
+    return float(settings.engine.tensor_parallel_size) if has_choice and visible_gpus() else 0.0
 
 
 def longest_trajectory(settings: Settings) -> int:
