@@ -55,11 +55,19 @@ def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
             "the prompts are plain text and reach the model unchanged, although its tokenizer has a chat template; "
             'prompts.plain_prompts = "chat" turns each into a user message'
         )
+    if settings.prompts.template_options and not _has_messages(inputs):
+        yield "prompts.template_options has no effect without prompts in the form of messages"
     if not end_token_ids(settings.policy.path):
         yield (
             f"{settings.policy.path} names no end token, so every response continues until it is truncated; set "
             "eos_token_id in its generation_config.json to the token that ends a turn in its chat template"
         )
+
+
+def _has_messages(inputs: Inputs) -> bool:
+    """True if a chat template formats any prompt."""
+    splits = (inputs.train, inputs.validation, inputs.test)
+    return any(prompt.messages for split in splits if split is not None for prompt in split)
 
 
 def read_inputs(settings: Settings) -> Inputs:
