@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from rl_core.errors import SettingsError
 from rl_trainer_parts.commands import check_machine as command
+from rl_trainer_parts.machine import needs as needs_module
 from rl_trainer_parts.machine import query, readings
 from rl_trainer_parts.machine.judging import ANY_RUN, Check, judge_machine
 from rl_trainer_parts.machine.needs import Needs, needs_of
@@ -322,6 +324,20 @@ def test_needs_by_hand(tmp_path: Path) -> None:
     assert "ray" in joined.libraries
     gone = needs(policy={"path": tmp_path / "nowhere"})
     assert gone.model_problems[0].startswith(f"policy.path: {tmp_path / 'nowhere'} does not exist")
+
+
+def test_the_engine_is_asked_about_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "policy").mkdir()
+    for name, text in (("config.json", json.dumps(MODEL)), ("tokenizer.json", "{}"), ("model.safetensors", "")):
+        (tmp_path / "policy" / name).write_text(text)
+
+    def refuse(settings: Settings) -> None:
+        raise SettingsError(f"rollout.engine = {settings.rollout.engine!r}: head_dim must be one of 64")
+
+    monkeypatch.setattr(needs_module, "check_engines", refuse)
+    values = {"policy": {"path": tmp_path / "policy"}, "prompts": {"train": "x"}, "reward": {"function": "exact_match"}}
+    (problem,) = needs_of(build_settings(values)).model_problems
+    assert "head_dim must be one of 64" in problem
 
 
 def test_limits_of_both_kinds_of_control_groups(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rl_trainer_parts.checks.algorithm import aggregation_notes
 from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
@@ -87,6 +88,34 @@ def test_roles_and_memory(policy: Path) -> None:
     assert "vllm, float16" in changed
     assert "frozen copy of the policy (KL coefficient 0.01)" in changed
     assert "in a process of its own" in changed
+
+
+def test_the_objective(policy: Path) -> None:
+    plain = describe_plan(plan_settings(policy), COUNTS)
+    assert "  policy     advantage grpo; loss ppo_clip, clip 0.2 below and 0.2 above\n" in plain
+    assert "against the logprobs of the engine\n" in plain
+    assert "  average    token-mean\n  KL         none\n" in plain
+    chosen = {"policy_loss": "gspo", "clip_high": 0.001, "aggregation": "seq-mean-token-mean", "kl_coefficient": 0.1}
+    settings = plan_settings(
+        policy,
+        algorithm={**chosen, "kl_target": 0.02, "old_logprobs": "recompute"},
+        correction={"weights": "token", "reject": {"token_k3": 0.1}},
+    )
+    text = describe_plan(settings, COUNTS)
+    assert "loss gspo, clip 0.0003 below and 0.001 above\n" in text
+    assert "against the logprobs of the learner before the update\n" in text
+    assert "  KL         k3 in the loss, coefficient 0.1, adapted to 0.02 nats a token\n" in text
+    assert "  correction weights per token, at most 2\n  rejection  by token_k3\n" in text
+    assert "clip" not in describe_plan(plan_settings(policy, algorithm={"policy_loss": "gpg"}), COUNTS)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "geo_mean"])
+def test_a_loss_of_whole_responses_averages_over_responses(policy: Path, loss: str) -> None:
+    (note,) = aggregation_notes(plan_settings(policy, algorithm={"policy_loss": loss}))
+    assert 'algorithm.aggregation = "token-mean" weights longer responses more' in note
+    as_in_paper = {"policy_loss": loss, "aggregation": "seq-mean-token-mean"}
+    assert list(aggregation_notes(plan_settings(policy, algorithm=as_in_paper))) == []
+    assert list(aggregation_notes(plan_settings(policy))) == []
 
 
 def test_ranks_and_critic(policy: Path) -> None:

@@ -75,6 +75,20 @@ def test_texts_become_values(name: str, text: str, value: object) -> None:
     assert parse_text(name, text) == value
 
 
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        ("steps=4", "--trainer.steps=4"),
+        ("trainer.steps=4", "--trainer.steps=4"),
+        ("group_size=8", "--rollout.group_size=8"),
+        ("stepz=4", "--stepz=4"),
+    ],
+)
+def test_a_bare_name_is_written_out(file: Path, word: str, written: str) -> None:
+    with pytest.raises(SettingsError, match=rf"unexpected argument '{word}'; write {written}\.$"):
+        load_settings(file, [word], {})
+
+
 def test_all_mistakes_are_told_at_once(file: Path) -> None:
     file.write_text(REQUIRED + "[trainer]\nsteps = true\n[trainr]\nsteps = 5\n[replicas]\ncount = 'many'\n")
     environment = {"RL__RUN__SEEED": "1", "RL__RUN__SEED": "one"}

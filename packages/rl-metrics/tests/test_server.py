@@ -2,6 +2,7 @@ import http.client
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from invented_runs import InventedRun
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.testing import wait_until
+from rl_metrics.cli import main
 from rl_metrics.report import server as serving
 from rl_metrics.report.packing import unpack
 from rl_metrics.report.server import ReportServer
@@ -159,3 +161,10 @@ def test_the_command_can_wait_for_a_run(tmp_path):
 def test_ctrl_c_ends_the_command_while_it_waits(tmp_path):
     with command(tmp_path / "run", "--wait") as process:
         assert process.stdout.readline().startswith("waiting for")
+
+
+def test_a_port_in_use_names_the_option(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(folder), "--port", str(port)]) == 2
+    assert f"port {port} is in use. Choose another --port, or leave it out for a free one." in capsys.readouterr().err

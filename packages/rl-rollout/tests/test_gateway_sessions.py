@@ -236,6 +236,9 @@ def test_the_owner_opens_rewards_and_finishes_sessions_over_http():
             opened = (await client.post("/sessions", json=asked, headers=owner)).json()
             agent = {"x-api-key": opened["key"]}
             assert (await client.post("/v1/chat/completions", json=BODY, headers=agent)).status_code == 200
+            for wrong, hint in (("/chat/completions", 'must end in "/v1"'), ("/v1/v1/messages", "must not end in")):
+                missing = await client.post(wrong, json=BODY, headers=agent)
+                assert (missing.status_code, hint in missing.json()["error"]["message"]) == (404, True)
             path = f"/sessions/{opened['id']}"
             assert (await client.get(path, headers=agent)).status_code == 401
             assert (await client.get("/sessions/session-0", headers=owner)).status_code == 404
