@@ -231,7 +231,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "distillation.max_loss": other(0.5, TEACHER),
     "distillation.min_logprob": other(-2.0, TEACHER),
     "distillation.other_tokenizer": other("align", TEACHER, {"distillation.teachers.t.model": "{folder}/stranger"}),
-    "distillation.texts": other("text", distillation__loss="nll", distillation__texts="level"),
+    "distillation.texts": other("text", distillation__loss="nll", distillation__texts="kind"),
     "distillation.cache": other("{folder}/runs/scores", TEACHER),
     "distillation.deadline_s": other(1800.0, TEACHER),
     "distillation.start_deadline_s": other(450.0, TEACHER),
