@@ -1,6 +1,13 @@
-"""Metrics of a rollouter's engines."""
+"""Metrics of a rollouter's engines and sessions."""
+
+from dataclasses import replace
+
+import numpy as np
 
 from rl_async_trainer.roles.rollouter import window_metrics
+from rl_core import Prompt
+from rl_core.testing import make_trajectory
+from rl_rollout import GroupResult, SessionResult
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.rollouter.window import RolloutWindow
 
@@ -24,3 +31,14 @@ def test_restarts_of_engines_are_summed_over_them() -> None:
     started, died = [load(0, 0), load(1, 0)], [load(0, 2), load(1, 1)]
     for before, after, restarts in (([], started, 0), (started, died, 3), (died, died, 3)):
         assert window_metrics(RolloutWindow(loads=before), after, elapsed_s=1.0)[RESTARTS] == restarts
+
+
+def test_tool_calls_of_the_sessions_are_counted() -> None:
+    window = RolloutWindow()
+    for uid, calls in (("p0", {"ok": 2}), ("p1", {"malformed_call": 2})):
+        row = replace(make_trajectory(uid, 0, reward=0.0), extras={"tool_calls": calls})
+        session = SessionResult(trajectories=(row,))
+        prompt = Prompt(uid=uid, input_ids=np.array([1], np.int32))
+        window.add(GroupResult(prompt=prompt, sessions=(session,)), took_s=1.0, is_refused=False, is_replayed=False)
+    metrics = window_metrics(window, [], elapsed_s=1.0)
+    assert (metrics["tools/calls/ok"], metrics["tools/calls/malformed_call"], metrics["tools/ok_ratio"]) == (2, 2, 0.5)

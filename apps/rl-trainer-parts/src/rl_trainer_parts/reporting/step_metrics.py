@@ -18,6 +18,7 @@ from rl_metrics.reductions import (
     summarize_gateway,
     summarize_mismatch,
     summarize_speed,
+    summarize_tool_calls,
 )
 from rl_rollout import GroupResult
 from rl_trainer_parts.settings.schema import Settings
@@ -79,7 +80,7 @@ def record_distributions(batch: Batch, recorder: Recorder) -> None:
 
 
 def summarize_sessions(groups: Sequence[GroupResult]) -> dict[str, float]:
-    """Audit findings of the groups' sessions, and the gateway's counts."""
+    """Audit findings of the groups' sessions, and the counts of the gateway and of tool calls."""
     told = [one.trajectories[-1].extras for group in groups for one in group.sessions if one.trajectories]
     rescored = [group.rescored for group in groups]
     metrics = {
@@ -88,6 +89,7 @@ def summarize_sessions(groups: Sequence[GroupResult]) -> dict[str, float]:
         "rollout/rescored_sessions": float(sum(one.num_sessions for one in rescored)),
         "rollout/rescored_skipped": float(sum(one.num_skipped for one in rescored)),
         **summarize_gateway(extras.get("gateway") for extras in told),
+        **summarize_tool_calls(extras.get("tool_calls") for extras in told),
     }
     if num_tokens := sum(one.num_tokens for one in rescored):
         metrics["rollout/rescored_diff_mean"] = sum(one.sum_diff for one in rescored) / num_tokens

@@ -1,7 +1,7 @@
 """Inputs that a run reads before models load: tokenizer, prompts, reward."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,17 +49,28 @@ class Inputs:
 
 
 def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
-    """Warnings about plain text sent to a chat model, and about responses that cannot end."""
+    """Warnings about plain text sent to a chat model, hidden tools, and responses that cannot end."""
     if not inputs.train[0].messages and inputs.tokenizer.has_chat_template:
         yield (
             "the prompts are plain text and reach the model unchanged, although its tokenizer has a chat template; "
             'prompts.plain_prompts = "chat" turns each into a user message'
+        )
+    if settings.rollout.loop == "tools" and (not inputs.train[0].messages or _has_plain_turns(settings)):
+        yield (
+            "no chat template shows the model its tools, because "
+            + ('turns.kind is "plain"' if _has_plain_turns(settings) else "the prompts are plain text")
+            + "; the prompts themselves must describe them"
         )
     if not end_token_ids(settings.policy.path):
         yield (
             f"{settings.policy.path} names no end token, so every response continues until it is truncated; set "
             "eos_token_id in its generation_config.json to the token that ends a turn in its chat template"
         )
+
+
+def _has_plain_turns(settings: Settings) -> bool:
+    turns = settings.rollout.loop_options.get("turns")
+    return isinstance(turns, Mapping) and turns.get("kind") == "plain"
 
 
 def read_inputs(settings: Settings) -> Inputs:

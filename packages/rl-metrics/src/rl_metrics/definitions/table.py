@@ -286,6 +286,14 @@ ROLLOUT = (
     one("agent_loop/slowest/num_preempted", "times", "Preemptions of the slowest trajectory."),
     one("agent_loop/slowest/prompt_length", "tokens", "Prompt length of the slowest trajectory."),
     one("agent_loop/slowest/response_length", "tokens", "Response length of the slowest trajectory."),
+    one(
+        "tools/calls/{outcome}",
+        "calls",
+        "Tool calls of the loop `tools` by outcome: ok, truncated, or an error that the model reads, such as "
+        "malformed_call, unknown_tool, bad_arguments or timed_out.",
+        reduction="sum",
+    ),
+    one("tools/ok_ratio", "1", "Share of tool calls that returned a result, ok or truncated."),
 )
 
 WEIGHTS = (

@@ -15,6 +15,7 @@ from rl_metrics.reductions.rollouts import (
     summarize_rewards,
     summarize_speed,
     summarize_timings,
+    summarize_tool_calls,
 )
 from rl_metrics.reductions.speed import model_flops_utilization, per_token_times
 
@@ -37,5 +38,6 @@ __all__ = [
     "summarize_speed",
     "summarize_staleness",
     "summarize_timings",
+    "summarize_tool_calls",
     "timing_distributions",
 ]
