@@ -50,7 +50,9 @@ def failures(suite: Suite, processor: str) -> Iterator[str]:
     log = LOGS / (re.sub(r"\W+", "-", f"processors-{suite.name}-{processor}") + ".txt")
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [suite.python, "-m", "pytest", "-q", *suite.words]
-    env = {**os.environ, **TEST_ENV, **PROCESSORS[processor]}
+    others = {name for names in PROCESSORS.values() for name in names}
+    env = {name: value for name, value in os.environ.items() if name not in others}
+    env |= {**TEST_ENV, **PROCESSORS[processor]}
     with log.open("wb") as output:
         status = subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=output, check=False).returncode
     lines = re.findall(r"^(?:FAILED|ERROR) .*", log.read_text(errors="replace"), flags=re.MULTILINE)
