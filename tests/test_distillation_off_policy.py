@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from distillation_runs import as_toml, make_teacher
+from rounding import rounding_bound
 from tiny_run import (
     PROMPTS_PER_STEP,
     TinyRun,
@@ -109,7 +110,9 @@ def test_rollouts_that_were_scored_before_need_no_teacher_and_torn_scores_do(
         has_started = bool(list((one.run_folder / "logs").glob("teachers/*")))
         assert has_started is (name != "replayed")
         losses.append([row[MARK + "loss"] for row in steps_of(one)])
-    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-6)
+    assert losses[0] == losses[1]
+    # The teacher scores the torn group beside others; a token's terms are at most a few probabilities and logprobs.
+    assert losses[2] == pytest.approx(losses[0], rel=0, abs=rounding_bound(4.0))
     assert "teacher_scores_set_aside" in capfd.readouterr().err
     assert len(list((tmp_path / "scores").glob("*/broken/scores-*"))) == 1
 
