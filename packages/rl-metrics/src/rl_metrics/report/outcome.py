@@ -28,6 +28,9 @@ STATES = {
 }
 """State of a run by the newest of these events; "open" while it runs, and after a kill."""
 
+TESTED = ("accuracy", "mean_reward", "score")
+"""What the test set may have measured; see `headline_name`."""
+
 MAX_WINDOW = 10
 """Maximum number of steps averaged for the first or last value of training; also at most a quarter of all steps."""
 
@@ -124,7 +127,10 @@ def _figures(history: History) -> list[Figure]:
         _figure(history, score, "the training reward"),
         _figure(history, "sft/loss", "the cross entropy", is_up_better=False),
         *(_figure(history, name, _validation_label(name), is_validation=True) for name in validated[:MAX_VALIDATIONS]),
-        _figure(history, "test/accuracy", "the mean reward on the test set", is_validation=True),
+        *(
+            _figure(history, f"test/{name}", f"the test set's {name.replace('_', ' ')}", is_validation=True)
+            for name in TESTED
+        ),
     ]
     if not any(found):
         losses = [name for name in history.values if name.rpartition("/")[2] == "loss"]
