@@ -11,7 +11,7 @@ from rl_core.errors import CheckpointError
 from rl_distill.checkpoints import CheckpointStore, Saved
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import ConsoleTracker, Ending
-from rl_trainer_parts.learning.distillation import learns_from_rewards
+from rl_trainer_parts.learning.distillation import method_title
 from rl_trainer_parts.reporting.failed_sessions import EVENT, told
 from rl_trainer_parts.reporting.health import watch_health
 from rl_trainer_parts.reporting.trackers import make_trackers
@@ -135,7 +135,7 @@ class RunLifecycle:
     def begins(self, state: RunState) -> None:
         """Report what is trained, and from which step."""
         self._has_begun = True
-        title = self._settings.algorithm.advantage.upper() if learns_from_rewards(self._settings) else "Distillation"
+        title = method_title(self._settings)
         self.console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
 
     def _say_stopping(self) -> None:
