@@ -271,7 +271,7 @@ def generation(**changed):
 def test_the_worst_generations_have_a_line_each_and_so_has_a_right_one(plain):
     samples = [
         *(generation(score=1.0, output=f"right {index}") for index in range(10)),
-        generation(score=0.0, ground_truth="2", output="3"),
+        generation(score=0.0, ground_truth={"is": [2, True]}, output="3"),
         generation(score=-1.0, input="i" * 1000, output="o" * 1000, ground_truth="g" * 1000),
         *(generation(score=0.0, output=f"wrong {index}") for index in range(7)),
         generation(score=math.nan, output="y" * 100, failure="no verdict: " + "z" * 1000),
@@ -285,7 +285,7 @@ def test_the_worst_generations_have_a_line_each_and_so_has_a_right_one(plain):
         "validation at step 40: 20 samples, 10 wrong; all are in generations.jsonl",
         f"  failed: 1 + 1 -> {cut('y')}  no verdict: {'z' * 46} ... {'z' * 57}",
         f"  wrong: {cut('i')} -> {cut('o')}  expected {cut('g')}",
-        "  wrong: 1 + 1 -> 3  expected 2",
+        '  wrong: 1 + 1 -> 3  expected {"is": [2, true]}',
         "  right: 1 + 1 -> right 0",
     ]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import number_or_nan
@@ -34,7 +35,7 @@ class Dumped:
     response: str
     reward: float = math.nan
     components: Mapping[str, float] = field(default_factory=dict)
-    ground_truth: str | None = None
+    ground_truth: Json = None
     source: str = "default"
 
     @property

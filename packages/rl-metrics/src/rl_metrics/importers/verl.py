@@ -198,7 +198,7 @@ def _dumped(file: Path) -> list[Dumped]:
             response=row["output"],
             reward=number_or_nan(row.get("score")),
             components=numbers(row, without=NOT_COMPONENTS),
-            ground_truth=None if row.get("gts") is None else str(row["gts"]),
+            ground_truth=row.get("gts"),
             source=row["data_source"] if _is_text(row.get("data_source")) else "default",
         )
         for row in itertools.islice(rows, MAX_ROWS)
