@@ -36,8 +36,8 @@ def runs(inputs: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     found = {name: copy_tiny_run(inputs, tmp_path_factory.mktemp(name)) for name in ("trainer", "engines", "learner")}
     assert train_here(found["trainer"], metrics__probes=COUNT, trainer__steps=STEPS, **NAMED) == 0
     for name in ("engines", "learner"):
-        settings = {"metrics__probes": COUNT, "trainer__steps": STEPS, "schedule__validate_on": name, **NAMED, **ON_POLICY}
-        assert train_async_here(found[name], **settings) == 0
+        settings = {"metrics__probes": COUNT, "trainer__steps": STEPS, "schedule__validate_on": name, **ON_POLICY}
+        assert train_async_here(found[name], **settings, **NAMED) == 0
     return found
 
 
