@@ -28,7 +28,7 @@ def packed(tables, folder):
 def test_by_hand(tmp_path):
     tables = [
         table(10, sample("b", score=0.5, components={"acc": 0.5})),
-        table(0, sample("a", failure="boom", ground_truth="2"), name="test/generations"),
+        table(0, sample("a", failure="boom", ground_truth=[2, None]), name="test/generations"),
     ]
     header, index, chunks = packed(tables, tmp_path)
     assert header["names"] == {"table": ["test/generations", "validation/generations"], "problem": ["a", "b"]}
@@ -39,7 +39,7 @@ def test_by_hand(tmp_path):
     np.testing.assert_array_equal(index["score"], [math.nan, 0.5])
     assert chunks == [
         [
-            ["1+1=", "2", "2", "a", "trainer", "boom", [3, 4], {}],
+            ["1+1=", "2", "[2, null]", "a", "trainer", "boom", [3, 4], {}],
             ["1+1=", "2", None, "b", "trainer", None, [3, 4], {"acc": 0.5}],
         ]
     ]

@@ -153,7 +153,7 @@ class TrainingRun:
             say=self._say,
             on_generations=self._lifecycle.trackers.log_generations,
             progress=lambda what: self._watchdog.progress(what),
-            probes=TokenProbes(folder / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes),
+            probes=TokenProbes.of_run(settings, folder, self._inputs.tokenizer),
         )
         rollouts = RolloutWriter(folder / "rollouts.jsonl", self._inputs.tokenizer)
         stack.callback(rollouts.close)

@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 
-from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter import policy_scores
 from rl_rollout.skip import EntryKey
@@ -14,9 +13,10 @@ from rl_trainer_parts.rollouts.evaluation import (
     answer_problems,
     chosen_problems,
     draw_samples,
+    measured,
     summarize_answers,
     validation_sampling,
-    with_accuracies,
+    with_results,
 )
 from rl_trainer_parts.run.checkpoints import TrainerState
 
@@ -25,10 +25,8 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
     """Evaluate on the validation prompts, and on the test prompts if requested.
 
     Returns:
-        The state with `validation_accuracy_{first,last}` and `test_accuracy_{first,last}` in its results, and the
-        metrics.
+        The state with results such as `validation_accuracy_first` and `test_mean_reward_last`, and the metrics.
     """
-    results = dict(state.results)
     metrics: dict[str, float] = {}
     started = time.perf_counter()
     for split, prompts in (("validation", parts.inputs.validation), ("test", parts.inputs.test if with_test else None)):
@@ -43,12 +41,11 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
                 what=what,
                 deadline_s=parts.settings.rollout.deadline_s,
             )
-        accuracy = headline(found)
-        results = with_accuracies(results, {split: accuracy})
         if split == "validation":
             metrics |= found
-        elif accuracy is not None:
-            metrics["test/accuracy"] = accuracy
+        else:
+            metrics |= {f"test/{name}": value for name, value in measured(parts.settings, found).items()}
+    results = with_results(parts.settings, state.results, metrics)
     if metrics:
         metrics["timing_s/testing"] = time.perf_counter() - started
     return replace(state, results=results), metrics

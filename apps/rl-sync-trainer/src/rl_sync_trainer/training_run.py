@@ -154,9 +154,7 @@ class TrainingRun:
             log_generations=self._lifecycle.trackers.log_generations,
             save_checkpoint=lambda state: self._save(state, learners),
             rollouts=rollouts,
-            probes=TokenProbes(
-                self._folder.path / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes
-            ),
+            probes=TokenProbes.of_run(settings, self._folder.path, self._inputs.tokenizer),
             memory=make_memory_watch(settings, "trainer", say=self._say),
             phase=self._console.phase,
         )

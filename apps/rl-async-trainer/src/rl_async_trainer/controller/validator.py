@@ -18,13 +18,18 @@ from rl_core import Prompt
 from rl_core.cluster import RoleRestartedError, Wait
 from rl_core.data import NO_VERSION, IntArray
 from rl_metrics.run_files import GenerationSample
-from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.answers import Answer
-from rl_trainer_parts.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
+from rl_trainer_parts.rollouts.evaluation import (
+    chosen_problems,
+    draw_samples,
+    measured,
+    summarize_answers,
+    with_results,
+)
 from rl_trainer_parts.rollouts.inputs import Inputs
 
 OnGenerations = Callable[[int, str, Sequence[GenerationSample]], None]
@@ -105,8 +110,8 @@ class Validator:
                     metrics |= found
                     with self._asking(f"token probes of step {step}", is_beside=is_beside):
                         await self._probes.ask(partial(_scores, whom, step), answers, step=step)
-                elif (accuracy := headline(found)) is not None:
-                    metrics["test/accuracy"] = accuracy
+                else:
+                    metrics |= {f"test/{name}": value for name, value in measured(self._settings, found).items()}
         if metrics:
             metrics["timing_s/testing"] = time.perf_counter() - started
         return metrics
@@ -154,11 +159,9 @@ class Validator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.failed.cancel()
 
-    @staticmethod
-    def noted(state: AsyncState, step: int, metrics: Mapping[str, float]) -> AsyncState:
+    def noted(self, state: AsyncState, step: int, metrics: Mapping[str, float]) -> AsyncState:
         """A run's state with a validation's results."""
-        accuracies = {"validation": headline(metrics), "test": metrics.get("test/accuracy")}
-        results = with_accuracies(state.results, accuracies)
+        results = with_results(self._settings, state.results, metrics)
         return replace(state, results=results, validated=max(step, state.validated))
 
     def _batches(self, step: int, *, with_test: bool) -> Iterator[list[ValidationBatch]]:

@@ -34,7 +34,8 @@ def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: fl
         step_s: Duration of the step in seconds.
     """
     num_tokens = len(batch.ragged("input_ids").values)
-    if "reward" not in batch:  # texts, which have no reward
+    has_rewards = "reward" in batch
+    if not has_rewards:
         batch = batch.with_columns({"reward": np.full(len(batch), np.nan, dtype=np.float32)})
     sampled_by = None if settings.distillation.texts is not None else version
     values: dict[str, float] = {
@@ -42,6 +43,8 @@ def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: fl
         **summarize_speed(num_tokens=num_tokens, num_trajectories=len(batch), step_s=step_s),
         "training/policy_version": version + 1,
     }
+    if not has_rewards:  # stored texts, which nothing scores: none is missing
+        del values["rollout/unscored_trajectories"]
     if "old_logprobs" in batch:
         values |= summarize_mismatch(batch)
     if "token_rewards" in batch:

@@ -10,6 +10,7 @@ from rl_rollout.engines import RolloutEngine, ScriptedEngine, end_token_ids, voc
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
 from rl_trainer_parts.commands.plan import PromptCounts
+from rl_trainer_parts.reporting.token_probes import named_tokens
 from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.schema import Settings
 
@@ -82,6 +83,7 @@ def read_inputs(settings: Settings) -> Inputs:
     """
     tokenizer = read_tokenizer(settings)
     check_vocabulary(settings, tokenizer)
+    named_tokens(settings, tokenizer)
     options = PromptOptions(
         max_tokens=settings.prompts.max_tokens,
         overlong=settings.prompts.overlong,

@@ -11,7 +11,7 @@ from rl_core.errors import CheckpointError
 from rl_distill.checkpoints import CheckpointStore, Saved
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import ConsoleTracker, Ending
-from rl_trainer_parts.learning.distillation import learns_from_rewards
+from rl_trainer_parts.learning.distillation import method_title
 from rl_trainer_parts.reporting.failed_sessions import EVENT, told
 from rl_trainer_parts.reporting.health import watch_health
 from rl_trainer_parts.reporting.trackers import make_trackers
@@ -19,9 +19,6 @@ from rl_trainer_parts.run.checkpoints import RunState
 from rl_trainer_parts.run.folder import RunFolder
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
-
-ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
-"""Built-in rewards whose mean is an accuracy."""
 
 
 class RunLifecycle:
@@ -138,7 +135,7 @@ class RunLifecycle:
     def begins(self, state: RunState) -> None:
         """Report what is trained, and from which step."""
         self._has_begun = True
-        title = self._settings.algorithm.advantage.upper() if learns_from_rewards(self._settings) else "Distillation"
+        title = method_title(self._settings)
         self.console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
 
     def _say_stopping(self) -> None:
@@ -170,11 +167,7 @@ class RunLifecycle:
         summary = self._summary("finished", state)
         file = self._folder.write_summary(summary)
         self.events.write("run_finished", **summary)
-        shown = {
-            _shown_name(name, self._settings): value
-            for name, value in summary.items()
-            if value is not None and name != "status"
-        }
+        shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
         self.console.summary(
             "run finished",
             {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()},
@@ -190,18 +183,9 @@ class RunLifecycle:
             "wall_s": round(self.wall_s, 2),
             "steps_wall_s": round(state.steps_wall_s, 2),
             "samples_per_s": round(state.num_samples / state.steps_wall_s, 2) if state.steps_wall_s else 0.0,
-            "validation_accuracy_first": state.results.get("validation_accuracy_first"),
-            "validation_accuracy_last": state.results.get("validation_accuracy_last"),
-            "test_accuracy_first": state.results.get("test_accuracy_first"),
-            "test_accuracy_last": state.results.get("test_accuracy_last"),
+            **state.results,
             "num_samples": state.num_samples,
             "policy_version": state.policy_version,
             "seed": self._settings.run.seed,
             "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
         }
-
-
-def _shown_name(name: str, settings: Settings) -> str:
-    """Label of a result: a mean of rewards is an accuracy if they are 0 or 1 by definition."""
-    is_accuracy = settings.reward.function in ZERO_OR_ONE
-    return name if is_accuracy else name.replace("_accuracy_", "_mean_reward_")

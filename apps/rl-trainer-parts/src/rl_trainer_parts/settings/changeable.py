@@ -23,8 +23,8 @@ CHANGEABLE_BY_SECTION = {
     "learner": ("num_threads",),
     "lora": ("serving",),
     "metrics": (
-        *("console", "strict", "log_val_generations", "log_rollouts", "log_rollout_tokens", "probes", "peak_tflops"),
-        *("details_every", "replay_rows", "report", "report_every", "trace_memory", "trackers"),
+        *("console", "strict", "log_val_generations", "log_rollouts", "log_rollout_tokens", "probes", "probe_tokens"),
+        *("peak_tflops", "details_every", "replay_rows", "report", "report_every", "trace_memory", "trackers"),
         *("wandb_project", "mlflow_uri", "mlflow_experiment"),
     ),
     "health": ("enabled", "every", "pause_on", "thresholds", "off"),

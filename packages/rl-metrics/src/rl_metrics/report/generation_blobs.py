@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_metrics.report.blobs import BlobSink
 from rl_metrics.report.packing import Kind, pack
+from rl_metrics.run_files.json_lines import json_text
 from rl_metrics.trackers.jsonl import GenerationTable
 
 CHUNK_SAMPLES = 256
@@ -47,7 +48,7 @@ def pack_generations(tables: Sequence[GenerationTable], sink: BlobSink) -> str:
         values = (_near(table.step), table_code, problem, sample.score, version, sample.failure is not None)
         for column, value in zip(index.values(), values, strict=True):
             column.append(value)
-        texts.append([sample.input, sample.output, sample.ground_truth, sample.prompt_uid, sample.source,
+        texts.append([sample.input, sample.output, json_text(sample.ground_truth), sample.prompt_uid, sample.source,
                       sample.failure, list(sample.policy_version), dict(sample.components)])  # fmt: skip
         num_characters += len(sample.input) + len(sample.output) + len(sample.failure or "")
         if len(texts) >= CHUNK_SAMPLES or num_characters >= CHUNK_CHARACTERS or place == len(kept) - 1:

@@ -28,6 +28,12 @@ STATES = {
 }
 """State of a run by the newest of these events; "open" while it runs, and after a kill."""
 
+TESTED = ("accuracy", "mean_reward", "score")
+"""What the test set may have measured; see `headline_name`."""
+
+IMITATION = "nll"
+"""Distillation loss that imitates stored texts, without a teacher."""
+
 MAX_WINDOW = 10
 """Maximum number of steps averaged for the first or last value of training; also at most a quarter of all steps."""
 
@@ -104,7 +110,7 @@ def describe_outcome(run: RunRecord) -> dict[str, Any]:
     """Return the outcome as JSON values; unknown ones are omitted, None or NaN."""
     settings = dict(flat_settings(run.settings))
     with np.errstate(all="ignore"):  # values may be near the largest float
-        figures = _figures(run.history)
+        figures = _figures(run.history, is_imitation=settings.get("distillation.loss") == IMITATION)
         state, sentence = _verdict(run, figures, planned=settings.get("trainer.steps", ""))
         return {
             "sentence": sentence,
@@ -115,16 +121,20 @@ def describe_outcome(run: RunRecord) -> dict[str, Any]:
         }
 
 
-def _figures(history: History) -> list[Figure]:
+def _figures(history: History, *, is_imitation: bool) -> list[Figure]:
     """Return the training's figures first, then those of validations and the test."""
+    distilled = "the cross entropy of the texts" if is_imitation else "the divergence from the teacher"
     score = next((name for name in SCORE if name in history.values), SCORE[0])
     validated = [name for name in history.values if HEADLINE.fullmatch(name)]
     found = [
-        _figure(history, "actor/distillation/loss", "the divergence from the teacher", is_up_better=False),
+        _figure(history, "actor/distillation/loss", distilled, is_up_better=False),
         _figure(history, score, "the training reward"),
         _figure(history, "sft/loss", "the cross entropy", is_up_better=False),
         *(_figure(history, name, _validation_label(name), is_validation=True) for name in validated[:MAX_VALIDATIONS]),
-        _figure(history, "test/accuracy", "the mean reward on the test set", is_validation=True),
+        *(
+            _figure(history, f"test/{name}", f"the test set's {name.replace('_', ' ')}", is_validation=True)
+            for name in TESTED
+        ),
     ]
     if not any(found):
         losses = [name for name in history.values if name.rpartition("/")[2] == "loss"]
@@ -243,6 +253,9 @@ def _method(settings: Mapping[str, Any], flat: Mapping[str, str]) -> str:
     rewarded = flat.get("algorithm.advantage", "").upper().replace("_", " ")
     if rewarded and (loss := flat.get("algorithm.policy_loss")):
         rewarded += f", loss {loss}"
+    texts = flat.get("distillation.texts")
+    if flat.get("distillation.loss") == IMITATION and texts:
+        return f"supervised, imitates the texts of the column {texts}"
     if not isinstance(teachers, Mapping) or not teachers:
         return rewarded
     distilled = f"distillation from {', '.join(teachers)}, loss {flat.get('distillation.loss', 'unknown')}"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rl_metrics.report.blobs import BlobSink
 from rl_metrics.report.packing import Kind, pack
+from rl_metrics.run_files.json_lines import as_plain
 from rl_metrics.run_files.rollout_log import FLOAT_COLUMNS, RolloutRow
 
 CHUNK_ROWS = 512
@@ -92,7 +93,8 @@ class _Chunk:
     def add(self, row: RolloutRow) -> None:
         self.texts.append(
             [
-                *(row.prompt, row.response, row.ground_truth, row.prompt_uid, row.session, row.output, row.time),
+                *(row.prompt, row.response, as_plain(row.ground_truth)),
+                *(row.prompt_uid, row.session, row.output, row.time),
                 *(row.failure, dict(row.components), dict(row.timings), dict(row.extras), row.turns),
             ]
         )

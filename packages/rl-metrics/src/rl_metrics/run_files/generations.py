@@ -25,7 +25,7 @@ class GenerationSample:
         input: The prompt as text.
         output: The response as text, with the answers of tools.
         score: Its reward; NaN without one.
-        ground_truth: Expected answer; None without one.
+        ground_truth: Expected answer as the prompt gives it; None without one.
         policy_version: Oldest and newest version of its tokens; the engine's version, twice, without tokens.
         source: Process that reported it, such as "rollouter".
         failure: Why its session failed; None if it did not.
@@ -36,7 +36,7 @@ class GenerationSample:
     input: str
     output: str
     score: float = math.nan
-    ground_truth: str | None = None
+    ground_truth: Json = None
     policy_version: tuple[int, int]
     source: str
     failure: str | None = None
@@ -60,8 +60,8 @@ class GenerationSample:
         versions, components = row.get("policy_version"), row.get("components")
         is_whole = (
             all(isinstance(row.get(name), str) for name in ("prompt_uid", "input", "output", "source"))
-            and all(name in row and isinstance(row[name], str | None) for name in ("ground_truth", "failure"))
-            and "score" in row
+            and {"ground_truth", "failure", "score"} <= row.keys()
+            and isinstance(row["failure"], str | None)
             and _is_number(row["score"])
             and isinstance(versions, Sequence)
             and [type(version) for version in versions] == [int, int]
