@@ -1,15 +1,20 @@
 """What names of verl and TRL lead to."""
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from rl_distill.objectives import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.other_names import LISTS, Meaning, listed_names, meaning_of, table
 from rl_trainer_parts.settings.suggestions import OF_ASYNC, suggest
 
 KNOWN = list(setting_fields())
 ALL = {*KNOWN, *(one for setting in setting_fields().values() for one in setting.entry_fields())}
+GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "from-verl.md").read_text()
+ASYNC = ("schedule.max_staleness", "schedule.sync_every", "schedule.partial_rollout", "schedule.validate_on")
 LISTED = [(library, name) for library in LISTS for name in listed_names(library)]
 
 
@@ -121,3 +126,32 @@ def test_what_is_missing_is_said_with_the_reason() -> None:
 )
 def test_other_words_get_no_suggestion(name: str) -> None:
     assert suggest(name, KNOWN) == ""
+
+
+def _rows(heading: str) -> Iterator[list[list[str]]]:
+    """The names in the cells of each row of the table below a line of the guide."""
+    for line in GUIDE.partition(f"\n{heading}")[2].partition("\n|---")[2].partition("\n\n")[0].splitlines()[1:]:
+        yield [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:-1]]
+
+
+def test_the_guide_has_the_settings_of_the_table() -> None:
+    pairs = [(name, row[2][0]) for row in _rows("## Settings") for name in (*row[0], *row[1])]
+    assert len(pairs) > 75
+    assert [(name, ours) for name, ours in pairs if f"'{ours}'" not in suggest(name, [*KNOWN, *ASYNC])] == []
+    assert {name for name, _ in pairs} <= {name for _, name in LISTED}
+
+
+@pytest.mark.parametrize(
+    ("heading", "known", "missing"),
+    [
+        ("| verl's `adv_estimator`", set(ADVANTAGES.names()) - {"remax"}, {"remax", "optimal_token_baseline"}),
+        ("| verl's `loss_mode`", set(POLICY_LOSSES.names()), {"dro"}),
+        ("| verl's `loss_agg_mode`", set(AGGREGATIONS.names()), {"token-sum"}),
+    ],
+)
+def test_the_guide_has_every_algorithm(heading: str, known: set[str], missing: set[str]) -> None:
+    rows = list(_rows(heading))
+    theirs = {name for row in rows for name in row[0]}
+    assert known - theirs <= {"ppo_clip", "dr_grpo"}  # verl's vanilla, and grpo without its deviation
+    assert missing <= theirs - known
+    assert known <= {name for row in rows for name in (*row[0], *row[1])}

@@ -1,8 +1,5 @@
 """Suggestions for unknown settings."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 from rl_trainer_parts.settings.fields import setting_fields
@@ -76,15 +73,3 @@ def test_names_of_verl_and_trl_lead_to_ours_whatever_their_section(name: str, su
 
 def test_resuming_is_an_option() -> None:
     assert suggest("trainer.resume_mode", KNOWN) == suggest("resume_from_checkpoint", KNOWN)
-
-
-def test_the_guide_for_users_of_verl_names_the_settings_that_are_suggested() -> None:
-    guide = Path(__file__).parents[3] / "docs" / "guides" / "from-verl.md"
-    rows = [line.split("|")[1:4] for line in guide.read_text().splitlines() if line.count("|") == 4]
-    pairs = [
-        (name, re.findall(r"`([^`]+)`", row[2])[0])
-        for row in rows
-        for name in re.findall(r"`([^`]+)`", "|".join(row[:2]))
-    ]
-    assert len(pairs) > 40
-    assert [(name, ours) for name, ours in pairs if f"'{ours}'" not in suggest(name, KNOWN) and name != ours] == []

@@ -68,8 +68,8 @@ def meanings(name: str) -> list[Meaning]:
     """
     for library in LISTS:
         is_full = name in full_names(library) or _is_filled_in(name, library)
-        if is_full and (found := meaning_of(name, library)):
-            return [dataclasses.replace(found, name=name)]
+        if is_full and (meaning := meaning_of(name, library)):
+            return [dataclasses.replace(meaning, name=name)]
     found_by: dict[tuple[str, ...], Meaning] = {}
     for library, full in _ending_with(name):
         row = meaning_of(full, library)
