@@ -41,6 +41,12 @@ def test_flags_and_sections_of_the_other_trainer_are_known() -> None:
     assert "max_staleness" in suggest("schedule.max_stalness", [*KNOWN, "schedule.max_staleness"])
 
 
+def test_an_entry_of_a_table_leads_to_its_own_settings_and_to_others() -> None:
+    entry = ["distillation.teachers.large.model", "distillation.teachers.large.dtype"]
+    assert suggest("distillation.teachers.large.model_path", entry) == f" Did you mean {entry[0]!r}?"
+    assert suggest("distillation.teachers.large.topk", entry) == " Did you mean 'distillation.top_k'?"
+
+
 @pytest.mark.parametrize("name", ["router_aux_loss_coef", "moe_z_loss_coeff", "moe_router_bias_update_rate"])
 def test_losses_of_a_router_are_refused_with_the_reason(name: str) -> None:
     assert suggest(f"learner.{name}", KNOWN).startswith(" The learners add no router loss and do not change the")

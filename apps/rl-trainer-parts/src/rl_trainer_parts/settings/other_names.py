@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 from rl_core.files import parse_toml
 
@@ -80,9 +80,22 @@ def meanings(name: str) -> list[Meaning]:
     return found if len(found) <= MAX_MEANINGS else []
 
 
+def value_hint(setting: str, value: str) -> str:
+    """A hint for verl's value of one of our settings; empty if verl has no such value."""
+    ours = _document()["values"].get(setting, {}).get(value)
+    if ours is None:
+        return ""
+    return f" Did you mean {ours!r}, verl's {value!r}?" if ours else f" verl's {value!r} is missing here."
+
+
+@functools.cache
+def _document() -> dict[str, Any]:
+    return parse_toml(_asset("names.toml"), where="names.toml")
+
+
 def _rows() -> Iterator[Meaning]:
-    for library, kinds in parse_toml(_asset("names.toml"), where="names.toml").items():
-        for kind, rows in kinds.items():
+    for library in LISTS:
+        for kind, rows in _document()[library].items():
             for name, text in rows.items():
                 ours, _, note = text.partition(": ") if kind == "settings" else ("", "", text)
                 settings = tuple(one.strip() for one in ours.split(",") if one)

@@ -90,9 +90,9 @@ def _explained(found: Sequence[Meaning], name: str, names: Sequence[str]) -> str
         return f"{missing} {first.note}".rstrip()
     settings = list(dict.fromkeys(_filled_in(one, name) for row in found for one in row.settings))
     note = first.note if len(found) == 1 else ""
-    if settings[0].startswith("--") or all(one in names or ".teachers." in one for one in settings):
-        return _question(settings, note)
-    return f" In rl-async-trainer, {settings[0]} does this{f' ({note})' if note else ''}."
+    if settings[0].partition(".")[0] in OF_ASYNC and settings[0] not in names:
+        return f" In rl-async-trainer, {settings[0]} does this{f' ({note})' if note else ''}."
+    return _question(settings, note)
 
 
 def _filled_in(setting: str, name: str) -> str:
