@@ -96,6 +96,7 @@ def _says(hint: str, meaning: Meaning | None, name: str) -> bool:
         ("log_val_generations", "metrics.log_val_generations"),
         ("lr", "learner.learning_rate critic.learning_rate"),
         ("critic.lr", "critic.learning_rate"),
+        ("num-generations", "rollout.group_size"),
         ("+actor_rollout_ref.actor.optim.lr", "learner.learning_rate"),
     ],
 )

@@ -38,9 +38,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
         known: Names of all settings, in the order of use.
     """
     names = list(known)
-    name = name.lstrip("+~")
-    section, _, ending = name.rpartition(".")
     flags = difflib.get_close_matches(name, FLAGS, n=1, cutoff=LIKE_NAME)
+    name = name.lstrip("+~")  # Hydra's
+    name = name if "." in name else name.replace("-", "_")  # as TRL's command line allows
+    section, _, ending = name.rpartition(".")
     if flags:
         return f" Did you mean --{flags[0]}?"
     if section in OF_ASYNC and not any(one.startswith(f"{section}.") for one in names):
