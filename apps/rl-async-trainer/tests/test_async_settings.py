@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from rl_async_trainer.settings import AsyncSettings
+from rl_trainer_parts.settings.fields import setting_fields
+from rl_trainer_parts.settings.other_names import table
 from rl_trainer_parts.settings.sources import build_settings
 
 
@@ -27,3 +29,11 @@ def test_where_an_update_moves_away_from_the_policy_that_sampled(tmp_path: Path,
     }
     settings = build_settings(given | sections, kind=AsyncSettings)
     assert settings.zero_metrics == (() if expected else ("actor/ppo_kl", "rollout_corr/kl"))
+
+
+def test_every_counterpart_of_a_setting_of_verl_is_a_setting_of_this_trainer():
+    known = {
+        name for setting in setting_fields(AsyncSettings).values() for name in (setting.name, *setting.entry_fields())
+    }
+    named = {one for row in table() for one in row.settings if not one.startswith("--")}
+    assert named <= known

@@ -16,6 +16,7 @@ from rl_distill.objectives import (
 )
 from rl_trainer_parts.learning.distillation import learns_from_rewards
 from rl_trainer_parts.learning.objective import gdpo_components, make_policy_objective
+from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings
 
 Named = tuple[str, str, list[str]]
@@ -46,7 +47,8 @@ def unknown_names(named: Iterable[Named]) -> Iterator[str]:
     """Problems of unknown names."""
     for name, found, known in named:
         if found not in known:
-            yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{nearest_name(found, known)}"
+            hint = value_hint(name, found) or nearest_name(found, known)
+            yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{hint}"
 
 
 def algorithm_problems(settings: Settings) -> Iterator[str]:
