@@ -156,5 +156,5 @@ def test_the_gap_between_training_and_validation_is_narrower_at_the_end():
 def test_causes_name_the_kl_the_learning_rate_and_the_validation_data():
     rules = {rule.name: rule for rule in GUIDE}
     tried = " ".join(cause.advice for cause in rules["overfitting"].causes)
-    assert "learning rate" in tried and "algorithm.kl_coefficient" in tried
+    assert all(name in tried for name in ("learning rate", "algorithm.kl_coefficient"))
     assert any("ground truths" in cause.text for cause in rules["validation_fell"].causes)
