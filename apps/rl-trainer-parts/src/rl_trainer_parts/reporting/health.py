@@ -153,7 +153,9 @@ class HealthWatch:
     def _judge(self) -> Verdict:
         newest = self._events.newest
         reasons = [newest[name] for name in {rule.reasons for rule in self._rules} if name in newest]
-        verdict = judge(self._history.history(), rules=self._rules, events=reasons, family=self._family)
+        history = self._history.history()
+        is_over = int(history.steps[-1]) >= self._last_step
+        verdict = judge(history, rules=self._rules, events=reasons, family=self._family, is_over=is_over)
         self._write(verdict)
         self._is_judged = True
         self._tell(verdict)

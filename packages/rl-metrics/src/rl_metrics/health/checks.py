@@ -74,13 +74,68 @@ def zero(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     return Measured(values=values, is_wrong=values <= limits["max"])
 
 
+def cancels(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """Find running medians of two columns whose sum is within `max` of 0, the second within `each` of 0."""
+    first, second = (running_median(column, window) for column in columns)
+    is_true = (np.abs(first + second) <= limits["max"]) & (np.abs(second) <= limits["each"])
+    return Measured(values=second, is_wrong=is_true)
+
+
+def grown(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """Find a running median above `times` its start, which is the median of the first five values above 0."""
+    values = running_median(columns[0], window)
+    start = _start_above_0(columns[0])
+    is_wrong = values > (limits["times"] * start if start else math.inf)
+    return Measured(values=values, is_wrong=is_wrong, before=start)
+
+
+def within_bounds(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """Find a spread that has grown by at most `times` the growth that the mean explains, between the same bounds.
+
+    Columns are the spread, and the mean, minimum and maximum of the values. Values of 0 and 1 with the mean p, in few
+    draws, have a spread of about p * (1 - p). It grows while rare successes become usual, and that is no instability.
+    """
+    spread, mean, low, high = columns
+    lowest, highest = np.minimum.accumulate(low), np.maximum.accumulate(high)
+    explained = running_median((mean - lowest) * (highest - mean), window)
+    start, explained_start = _start_above_0(spread), _start_above_0(explained)
+    is_wider = highest - lowest > WIDER * _start_above_0(highest - lowest)
+    largest = limits["times"] * start * np.maximum(_ratio(explained, np.full_like(explained, explained_start)), 1.0)
+    return Measured(values=spread, is_wrong=(running_median(spread, window) <= largest) & ~is_wider, before=start)
+
+
+WIDER = 1.5
+"""Growth of the range of values that counts as new bounds."""
+
+
+def _start_above_0(column: Floats) -> float:
+    """Return the median of the first five values above 0; 0 without one."""
+    above = column[column > 0][:SHORT]
+    return float(np.median(above)) if len(above) else 0.0
+
+
+def run_mean(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """Find a mean over all steps so far below `min` or above `max`."""
+    del window
+    values = np.cumsum(columns[0]) / np.arange(1, len(columns[0]) + 1)
+    return Measured(values=values, is_wrong=_outside(values, limits))
+
+
+def rise_within(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """Find a value of the window that is more than `by` above the median of the ten before, the first three aside."""
+    rise = columns[0] - np.concatenate([columns[0][:1], running_median(columns[0], JUMP_BASE)[:-1]])
+    rise[:FIRST_JUMP] = 0.0
+    values = _running(np.max, rise, window)
+    return Measured(values=values, is_wrong=values > limits["by"])
+
+
 def fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find a running median below its earlier best by more than the share `max`, and by more than `by`.
 
     The share is relative to the best value, or to the gain from the start if that is larger. With `errors`, both
     medians get a margin of that many standard errors, so that the maximum of noise does not count as a gain. A second
     column holds the upper ends of the values' intervals; the medians must then differ by more than their intervals.
-    With `held`, that many consecutive values must have fallen.
+    With `held`, that many consecutive values must have fallen, as `_held` describes.
     """
     smooth = running_median(columns[0], window)
     best = np.maximum.accumulate(smooth)
@@ -92,7 +147,7 @@ def fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
         margin = limits.get("errors", 0.0) * _median_errors(columns[0], window)
     is_beyond_noise = np.maximum.accumulate(smooth - margin) > smooth + margin
     is_wrong = (values > limits["max"]) & (best - smooth > limits.get("by", 0.0)) & is_beyond_noise
-    return Measured(values=values, is_wrong=_held(is_wrong, limits), before=float(best[-1]))
+    return Measured(values=values, is_wrong=_held(is_wrong, values, limits), before=float(best[-1]))
 
 
 def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -202,7 +257,7 @@ def gap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 
     The columns may be sampled differently, so more than half of the gap must have arisen since the start. The gap must
     also exceed `errors` standard errors. An optional third column holds the upper ends of the second one's intervals,
-    which replace its standard errors. With `held`, that many consecutive values must be apart.
+    which replace its standard errors. With `held`, that many consecutive values must be apart, as `_held` describes.
     """
     first, second = (running_median(column, window) for column in columns[:2])
     errors = limits.get("errors", 0.0)
@@ -213,7 +268,8 @@ def gap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     grown = apart - apart[min(window, len(apart)) - 1]
     noise = np.hypot(errors * _median_errors(columns[0], window), of_second)
     is_wrong = (apart > limits["max"] * np.abs(first) + noise) & (grown > np.maximum(noise, apart / 2))
-    return Measured(values=_ratio(apart, np.abs(first)), is_wrong=_held(is_wrong, limits), before=float(first[-1]))
+    values = _ratio(apart, np.abs(first))
+    return Measured(values=values, is_wrong=_held(is_wrong, values, limits), before=float(first[-1]))
 
 
 def lost(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -231,8 +287,22 @@ def lost(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 KINDS: dict[str, CheckKind] = {
     kind.__name__: kind
     for kind in (
-        *(level, part_level, mean_level, highest, zero, fall, no_rise, risen, near_top, rises, grows),
-        *(jumps, leap, shrunk, sudden_fall, gap, lost),
+        *(
+            level,
+            part_level,
+            mean_level,
+            run_mean,
+            highest,
+            zero,
+            cancels,
+            fall,
+            no_rise,
+            risen,
+            near_top,
+            rises,
+            grows,
+        ),
+        *(jumps, leap, grown, within_bounds, rise_within, shrunk, sudden_fall, gap, lost),
     )
 }
 """Kinds by the name that rules use."""
@@ -326,8 +396,22 @@ def _running(reduce: Callable[..., Floats], column: Floats, window: int) -> Floa
     return np.concatenate([start, np.asarray(reduce(sliding_window_view(column, window), axis=-1), dtype=np.float64)])
 
 
-def _held(is_wrong: NDArray[np.bool_], limits: Limits) -> NDArray[np.bool_]:
-    return _running(np.min, is_wrong.astype(np.float64), int(limits.get("held", 1))) > 0
+def _held(is_wrong: NDArray[np.bool_], values: Floats, limits: Limits) -> NDArray[np.bool_]:
+    """Return where `held` values in a row are wrong.
+
+    Below `sure` values, all but the first are enough, but at least two, and the newest must not be on its way back: it
+    has most of the worst one's value.
+    """
+    held = int(limits.get("held", 1))
+    has_held = _running(np.min, is_wrong.astype(np.float64), held) > 0
+    for n in range(1, min(int(limits.get("sure", 0)), len(values) + 1)):
+        row = slice(max(n - held, 1), n)
+        has_held[n - 1] = n > 2 and bool(is_wrong[row].all()) and values[n - 1] >= STILL * values[row].max()
+    return has_held
+
+
+STILL = 0.9
+"""Minimum share of the worst value at which the newest of a few counts as no recovery."""
 
 
 def _outside(values: Floats, limits: Limits) -> NDArray[np.bool_]:

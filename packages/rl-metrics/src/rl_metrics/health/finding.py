@@ -79,6 +79,7 @@ class Check:
         title: Short description of the check.
         status: Result of the check.
         reading: Values of the metrics, such as "0.012 nats over the last 10 steps", or why they are unknown.
+        applies: Whether the rule can be judged for what the run learns from and records, with enough steps.
     """
 
     rule: str
@@ -86,6 +87,7 @@ class Check:
     title: str
     status: Status
     reading: str
+    applies: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from rl_metrics.health.finding import Verdict
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.judging import judge
 from rl_metrics.health.rules import Rule, require_rules, with_thresholds, without
+from rl_metrics.run_files.events import BEGUN, ENDED
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.run_files.run_record import RunRecord
 
@@ -21,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 
 def judge_run(run: RunRecord, *, thresholds: Mapping[str, float] | None = None, off: Collection[str] = ()) -> Verdict:
-    """Judge a recorded run's health at its newest step.
+    """Judge a recorded run's health at its newest step, which is its last unless its events say otherwise.
 
     Args:
         run: Record of the run; `[health]` of its settings applies.
@@ -33,7 +34,9 @@ def judge_run(run: RunRecord, *, thresholds: Mapping[str, float] | None = None, 
         OSError: A file cannot be read.
     """
     rules = without(with_thresholds(own_rules(run.settings), thresholds or {}), off)
-    verdict = judge(run.history, rules=rules, events=run.events, family=family_of(run.history.values, run.settings))
+    family = family_of(run.history.values, run.settings)
+    is_over = run.is_finished or not any(event["event"] in (*BEGUN, *ENDED) for event in run.events)
+    verdict = judge(run.history, rules=rules, events=run.events, family=family, is_over=is_over)
     if not run.is_imported:
         return verdict
     findings = (replace(finding, advice=tuple(map(without_measuring, finding.advice))) for finding in verdict.findings)

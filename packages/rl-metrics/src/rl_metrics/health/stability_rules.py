@@ -1,6 +1,6 @@
 """Stability rules: sound training data, and agreement of engine and learner."""
 
-from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, THUMB
+from rl_metrics.definitions.entries import BY_DESIGN, GRAD_NORM, GRAD_NORM_MEAN, GUIDE, THUMB
 from rl_metrics.health.common_rules import (
     BROKEN,
     CUT_SHORT,
@@ -22,7 +22,7 @@ from rl_metrics.health.common_rules import (
     WITHOUT_SPREAD,
 )
 from rl_metrics.health.families import GRADIENT_ALONE, REWARDED
-from rl_metrics.health.rules import Cause, Rule, Threshold, condition
+from rl_metrics.health.rules import Cause, Rule, Threshold, condition, from_band
 
 OF_TRAJECTORIES = "{metric}: {value:share} of the trajectories (at most {max:share} is healthy)"
 REACHED = "{metric} reached {value} in a step"
@@ -33,8 +33,20 @@ STABILITY = (
         side="stability",
         title="gradient norm below 1",
         what="The gradients stay large.",
-        conditions=(condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)"),),
-        thresholds=(Threshold("max", 1.0, "running median", GUIDE),),
+        conditions=(
+            condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)", max="max"),
+            condition(
+                "run_mean",
+                "actor/grad_norm",
+                says="{metric} is {value} on average over the run (at most {max} is healthy)",
+                well="{value} on average over the run",
+                max="mean_max",
+            ),
+        ),
+        thresholds=(
+            *from_band(GRAD_NORM, "running median"),
+            *from_band(GRAD_NORM_MEAN, "mean over the run", prefix="mean_"),
+        ),
         min_steps=20,
         unless=(SOLVED, IMPROVES, HAS_GAINED),
         families=GRADIENT_ALONE,
@@ -190,6 +202,38 @@ STABILITY = (
                 "prompts are too easy or too hard",
                 "choose prompts that are sometimes solved, or refill groups (refill.filter)",
             ),
+        ),
+    ),
+    Rule(
+        name="reward_spread",
+        side="stability",
+        title="the spread of rewards does not grow",
+        what="The rewards within groups spread more and more: training becomes unstable.",
+        conditions=(
+            condition(
+                "grown",
+                "rollout/group_reward_std",
+                says="{metric} is at {value}, up from {before} ({times} times as much is too much)",
+            ),
+        ),
+        thresholds=(Threshold("times", 3.0, "running median over the median at the start", THUMB),),
+        unless=(
+            condition(
+                "within_bounds",
+                "rollout/group_reward_std",
+                "critic/score/mean",
+                "critic/score/min",
+                "critic/score/max",
+                says="so much spread belongs to this mean of rewards between the same bounds",
+                times=3.0,
+            ),
+        ),
+        families=REWARDED,
+        causes=(
+            RANDOM,
+            TOO_FAST,
+            Cause("a part of the reward has no bounds", "look at reward/*, and bound or scale that part"),
+            Cause("some prompts are solved and others are not", "look at distribution/reward and the report's groups"),
         ),
     ),
     Rule(

@@ -49,7 +49,8 @@ MAX_REASON = 300
 BY_PROBLEMS = "Wilson's interval over the problems of those steps; all responses to one problem count as one"
 BY_STEPS = "Student's t over the means of those steps"
 BY_RECORD = "as recorded, from a bootstrap over validation problems (1,000 draws)"
-BY_NOTHING = "none, because neither an interval nor the number of problems was recorded"
+BY_NOTHING = "none, because none was recorded with the validation"
+BY_FEW = "none, because each end needs three steps, which it has in a run of twelve"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +94,24 @@ class Figure:
     change: Interval
     still: int
 
+    @property
+    def direction(self) -> int:
+        """1 if it rose, -1 if it fell, 0 if that is not clear."""
+        if not self.change.is_known or self.change.contains(0.0):
+            return 0
+        return 1 if self.change.low > 0 else -1
+
     def in_words(self) -> str:
-        """Return the change in words, such as "the training reward rose from 0.5 to 0.8"."""
+        """Return the change in words, such as "the training reward rose from 0.5 to 0.8", if it is more than chance."""
         now = f"{self.last.value:.3g}"
         if self.first is None:
             return f"{self.label} is {now} at step {self.last.steps[1]}"
         before = f"{self.first.value:.3g}"
         if before == now:
             return f"{self.label} stayed at {now}"
-        if self.change.is_known and self.change.contains(0.0):
+        if not self.change.is_known:
+            return f"{self.label} went from {before} to {now} (without an interval, it may be chance)"
+        if self.change.contains(0.0):
             return f"{self.label} did not clearly change ({before} to {now})"
         return f"{self.label} {'rose' if self.last.value > self.first.value else 'fell'} from {before} to {now}"
 
@@ -157,8 +167,9 @@ def _figure(
     if not len(rows):
         return None
     width = 1 if is_validation else max(1, min(MAX_WINDOW, len(rows) // 4))
-    first = _estimate(history, name, rows[:width]) if len(rows) > 1 else None
-    last = _estimate(history, name, rows[-width:])
+    without = BY_NOTHING if is_validation else BY_FEW
+    first = _estimate(history, name, rows[:width], without=without) if len(rows) > 1 else None
+    last = _estimate(history, name, rows[-width:], without=without)
     z = mann_kendall_z(values[rows[-min(TREND_STEPS, max(1, len(rows) // 2)) :]])
     return Figure(
         label=label,
@@ -172,8 +183,8 @@ def _figure(
     )
 
 
-def _estimate(history: History, name: str, rows: NDArray[np.intp]) -> Estimate:
-    """Return the mean over rows of the history."""
+def _estimate(history: History, name: str, rows: NDArray[np.intp], *, without: str) -> Estimate:
+    """Return the mean over rows of the history; `without` says why there is no interval, if there is none."""
     values, groups, low, high, least, most = (
         _column(history, column)[rows]
         for column in (
@@ -186,7 +197,7 @@ def _estimate(history: History, name: str, rows: NDArray[np.intp]) -> Estimate:
         interval, how = wilson(float(values.mean()), float(groups.sum())), BY_PROBLEMS
     elif not interval.is_known:
         interval = mean_of_draws(values)
-        how = BY_STEPS if interval.is_known else BY_NOTHING
+        how = BY_STEPS if interval.is_known else without
     steps = history.steps[rows]
     return Estimate(value=float(values.mean()), steps=(int(steps[0]), int(steps[-1])), interval=interval, how=how)
 
@@ -219,15 +230,17 @@ def _verdict(run: RunRecord, figures: Sequence[Figure], *, planned: str) -> tupl
 
 
 def _what_changed(figures: Sequence[Figure], *, steps: str) -> str:
-    """Describe the changes of the first validation and of the training."""
+    """Describe the changes of the first validation, of those that moved otherwise, and of the training."""
     moved = [one for one in figures if one.first is not None]
     if not figures:
         return f"no reward, loss or validation was recorded{steps}"
     if not moved:
         return f"{figures[0].in_words()}, and one value does not show whether it learns"
     validated = [one for one in (*moved, *figures) if one.is_validation]
-    telling = [*validated[:1], *[one for one in moved if not one.is_validation][:1]]
-    return " and ".join(one.in_words() for one in telling) + steps
+    others = [one for one in moved if one.is_validation and one.direction != validated[0].direction]
+    telling = [*validated[:1], *others, *[one for one in moved if not one.is_validation][:1]]
+    *before, last = [one.in_words() for one in telling]
+    return f"{', '.join(before)} and {last}{steps}" if before else last + steps
 
 
 def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str]]:
