@@ -73,6 +73,7 @@ async def start_roles(
     *,
     folder: Path,
     canary_sequences: Sequence[IntArray],
+    prompts_digest: str,
     factories: Mapping[str, str],
 ) -> Roles:
     """Start every role's process; their models load later, on request.
@@ -86,7 +87,14 @@ async def start_roles(
     )
     common: dict[str, Any] = {"settings": settings, "queue": queue}
     specs = [
-        _spec(ROLLOUTER, factories["rollouter"], roles.rollouter_restarts, log_directory=logs, **common),
+        _spec(
+            ROLLOUTER,
+            factories["rollouter"],
+            roles.rollouter_restarts,
+            log_directory=logs,
+            prompts_digest=prompts_digest,
+            **common,
+        ),
         _spec(
             LEARNER,
             factories["learner"],
