@@ -102,7 +102,7 @@ def test_repeat_neither_stores_later_steps_nor_takes_those_that_lack_an_entry(tm
 @pytest.mark.parametrize("steps", ["all", "100-", "1-3,7-"])
 def test_repeat_without_an_end_is_refused_with_what_to_set(steps):
     (problem,) = SkipOptions(action="repeat", steps=steps).problems()
-    assert problem.endswith(f"found steps = {steps!r}. Set steps = \"1-3\" to repeat the first three.")
+    assert problem.endswith(f'found steps = {steps!r}. Set steps = "1-3" to repeat the first three.')
 
 
 def test_repeat_last_takes_the_entry_that_was_made_last_and_its_own_where_there_is_one(tmp_path):

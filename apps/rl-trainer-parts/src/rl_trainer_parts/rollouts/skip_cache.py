@@ -2,6 +2,8 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeVar
 
 from rl_core import Prompt
 from rl_core.data import Json
@@ -24,6 +26,8 @@ from rl_rollout.skip import (
 )
 from rl_trainer_parts.rollouts.setup import sampling_params
 from rl_trainer_parts.settings.schema import Settings
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 class SkipCacheReplay:
@@ -90,6 +94,15 @@ class SkipCacheReplay:
             tools=rollout.tool_schemas,
             versions={**common.versions, "engine": self._engine},
         )
+
+
+def with_absolute_cache(settings: SettingsT) -> SettingsT:
+    """Return settings whose skip cache has an absolute path, so that roles with other working directories share it."""
+    directory = settings.skip.directory
+    if not settings.skip.enabled or "://" in directory:
+        return settings
+    skip = replace(settings.skip, directory=str(Path(directory).expanduser().absolute()))
+    return settings.model_copy(update={"skip": skip})
 
 
 def groupwise_cache(
