@@ -15,9 +15,10 @@ from rl_async_trainer.liveness.control_socket import ControlSocket
 from rl_async_trainer.liveness.hang_evidence import HangEvidence, controller_waits
 from rl_async_trainer.liveness.live_answers import answer_meanwhile
 from rl_async_trainer.liveness.watchdog import Watchdog
+from rl_async_trainer.schedule.places import Places
 from rl_async_trainer.schedule.record import ScheduleRecord, read_history
 from rl_async_trainer.schedule.replay import issue_replayed, read_plan
-from rl_async_trainer.schedule.restoring import restore_schedule
+from rl_async_trainer.schedule.restoring import restore_places, restore_schedule
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
@@ -143,6 +144,9 @@ class TrainingRun:
         stack.callback(record.close)
         supply = PromptSupply(PromptSource(self._inputs.train, seed=settings.run.seed))
         scheduler = restore_schedule(settings.schedule_options, self._state, queue, supply, history, plan=plan)
+        places = (
+            restore_places(settings.schedule_options, queue.ledger(), history) if plan is None else Places(plan.places)
+        )
         if plan is not None:
             issue_replayed(plan, scheduler, queue, supply, group_size=settings.rollout.group_size)
         record.write("resumed", step=self._state.step)
@@ -176,6 +180,7 @@ class TrainingRun:
             queue=queue,
             scheduler=scheduler,
             supply=supply,
+            places=places,
             record=record,
             validator=validator,
             evidence=evidence,
@@ -195,6 +200,7 @@ class TrainingRun:
                 queue,
                 folder=self._folder.path,
                 canary_sequences=canary_sequences(settings, self._inputs.train),
+                prompts_digest=self._inputs.train.fingerprint,
                 factories=self._factories,
             )
         stack.push_async_callback(roles.cluster.close)

@@ -253,10 +253,18 @@ def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str
         ("data", settings.get("prompts.train")),
         ("reward", settings.get("reward.function")),
         ("a step", f"{prompts} prompts, {group} responses each" if prompts and group else ""),
+        ("rollouts", _replayed(run.history, settings)),
         ("training", f"asynchronous, staleness at most {staleness}" if staleness else "synchronous" if prompts else ""),
         ("imported from", next((str(one.get("trainer")) for one in run.events if one["event"] == "run_imported"), "")),
     )
     return [(name, value) for name, value in known if value]
+
+
+def _replayed(history: History, settings: Mapping[str, str]) -> str:
+    """Return how many steps trained on rollouts from a skip cache; empty if none did."""
+    num_steps = int((_column(history, "rollout/replayed") > 0).sum())
+    source = settings.get("skip.directory", "a skip cache")
+    return f"{num_steps} of {len(history.steps)} steps replayed from {source}" if num_steps else ""
 
 
 def _method(settings: Mapping[str, Any], flat: Mapping[str, str]) -> str:

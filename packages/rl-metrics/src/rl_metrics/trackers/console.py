@@ -61,6 +61,7 @@ READINGS = (
     Reading(label="reward", names=("critic/rewards/mean", "critic/score/mean")),
     Reading(label="kl", names=("actor/kl_loss", "actor/reference_kl", "actor/ppo_kl", "rollout_corr/kl"), format=".2g"),
     Reading(label="entropy", names=("actor/entropy",)),
+    Reading(label="replayed", names=("rollout/replayed",), format=".0%"),
     Reading(label="speed", names=("perf/throughput", "sft/throughput"), format=",.0f", unit=" tok/s"),
     Reading(label="step time", names=("perf/time_per_step",), format=".3g", unit=" s", is_extra=True),
     Reading(label="grad norm", names=("actor/grad_norm", "sft/grad_norm"), format=".3g", is_extra=True),
