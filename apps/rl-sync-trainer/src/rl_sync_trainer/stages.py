@@ -7,12 +7,14 @@ from functools import partial
 
 from rl_core import Batch, Prompt
 from rl_core.errors import DeadlineError
+from rl_core.gpus import gpu_use_of
 from rl_core.weights import PublishReport, retry_proof
 from rl_core.weights.ipc import IpcTransport
 from rl_metrics.reductions import (
     Recorder,
     memory_metrics,
     summarize_components,
+    summarize_gpus,
     summarize_timings,
     timing_distributions,
 )
@@ -300,6 +302,13 @@ def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> No
     """Record some of a step's trajectories."""
     if parts.rollouts is not None:
         parts.rollouts.write(draft_rollouts(parts.settings, batch, step=step, version=version))
+
+
+async def record_gpus(parts: Parts, recorder: Recorder) -> None:
+    """Record the use of the GPUs of learner, engine and teachers since the last step; nothing on CPUs."""
+    recorder.record_all(summarize_gpus("perf", parts.learners.gpu_use()))
+    recorder.record_all(summarize_gpus("engine", await gpu_use_of(parts.engine)))
+    recorder.record_all(summarize_gpus("teacher", await gpu_use_of(parts.teachers)))
 
 
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, version: int, step_s: float) -> None:

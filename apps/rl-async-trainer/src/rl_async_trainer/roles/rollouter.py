@@ -11,10 +11,12 @@ from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
+from rl_core.gpus import gpu_use_of
 from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate
 from rl_metrics.reductions import (
     Recorder,
     summarize_components,
+    summarize_gpus,
     summarize_processing_times,
     summarize_timings,
     timing_distributions,
@@ -117,6 +119,7 @@ class Rollouter(BaseRollouter):
         """
         window, loads = self.take_window()
         metrics = window_metrics(window, loads, elapsed_s=max(time.monotonic() - window.began, 1e-9))
+        metrics |= summarize_gpus("engine", await gpu_use_of(self.engine))
         failed = FailedSessions.among(answers_of(window.groups, source="rollouter"))
         failed.tell(window.say, step=step, during="training")
         metrics["rollout/failed_rewards"] = float(failed.num_rewards)
