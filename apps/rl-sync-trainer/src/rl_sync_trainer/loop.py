@@ -6,7 +6,7 @@ from dataclasses import replace
 from rl_metrics.reductions import Recorder
 from rl_sync_trainer.assemble import Parts
 from rl_sync_trainer.evaluation import evaluate
-from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine, write_rollouts
+from rl_sync_trainer.stages import collect_step, publish, record_gpus, record_step, rest_engine, write_rollouts
 from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.speeds import with_speeds
 from rl_trainer_parts.rollouts.setup import TRAIN
@@ -71,6 +71,7 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     parts.queue.forget_finished()
     with recorder.timer("dump_rollout_generations"):
         write_rollouts(parts, trained, step=state.step + 1, version=state.policy_version)
+    await record_gpus(parts, recorder)
     step_s = time.perf_counter() - started
     record_step(parts, recorder, trained, step=state.step + 1, version=state.policy_version, step_s=step_s)
     parts.log_histograms(state.step + 1, recorder.histograms())

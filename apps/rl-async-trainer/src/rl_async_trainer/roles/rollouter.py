@@ -11,9 +11,11 @@ from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
+from rl_core.gpus import gpu_use_of
 from rl_metrics.reductions import (
     Recorder,
     summarize_components,
+    summarize_gpus,
     summarize_processing_times,
     summarize_timings,
     timing_distributions,
@@ -22,7 +24,12 @@ from rl_rollout.engines import EngineLoad, ReplicatedEngine, RolloutEngine
 from rl_rollout.rollouter import Refusals, RollouterOptions, RolloutWindow
 from rl_rollout.rollouter import Rollouter as BaseRollouter
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
-from rl_trainer_parts.reporting.step_metrics import make_memory_watch, slowest_session, summarize_sessions
+from rl_trainer_parts.reporting.step_metrics import (
+    make_memory_watch,
+    reward_times,
+    slowest_session,
+    summarize_sessions,
+)
 from rl_trainer_parts.rollouts.answers import Answer, answers_of
 from rl_trainer_parts.rollouts.engines import make_engine, make_replica, replica_pool, start_within
 from rl_trainer_parts.rollouts.evaluation import answer_problems
@@ -117,13 +124,14 @@ class Rollouter(BaseRollouter):
         """
         window, loads = self.take_window()
         metrics = window_metrics(window, loads, elapsed_s=max(time.monotonic() - window.began, 1e-9))
+        metrics |= summarize_gpus("engine", await gpu_use_of(self.engine))
         failed = FailedSessions.among(answers_of(window.groups, source="rollouter"))
         failed.tell(window.say, step=step, during="training")
         metrics["rollout/failed_rewards"] = float(failed.num_rewards)
-        if window.trajectories:
-            window.say("slowest_session", **slowest_session(window.trajectories))
+        if window.timed:
+            window.say("slowest_session", **slowest_session(window.timed))
         recorder = Recorder()
-        for name, values in timing_distributions([one.timings for one in window.trajectories]).items():
+        for name, values in timing_distributions([one.timings for one in window.timed]).items():
             recorder.record_values(name, values)
         histograms = {name: one.to_json() for name, one in recorder.histograms().items()}
         if self._memory is not None:
@@ -184,12 +192,9 @@ def window_metrics(window: RolloutWindow, loads: Sequence[EngineLoad], *, elapse
     if window.num_replayed:
         metrics["rollout/replayed"] = window.num_replayed / len(window.took_s)
     if window.trajectories:
-        timings = [trajectory.timings for trajectory in window.trajectories]
-        metrics |= summarize_timings(window.trajectories)
         metrics |= summarize_components([trajectory.reward_components for trajectory in window.trajectories])
-        metrics["timing_s/reward"] = sum(timing.reward_s for timing in timings) / len(timings)
-        metrics["timing_s/reward_wait"] = sum(timing.reward_wait_s for timing in timings) / len(timings)
         metrics |= summarize_processing_times(window.took_s)
+    metrics |= summarize_timings(window.timed) | reward_times([one.timings for one in window.timed])
     before = {load.index: load for load in window.loads}
 
     def added(name: str) -> float:

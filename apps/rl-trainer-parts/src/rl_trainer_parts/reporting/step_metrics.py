@@ -1,5 +1,6 @@
 """Metrics of a step's batch and sessions, in both trainers."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_core import Batch
-from rl_core.data import Trajectory
+from rl_core.data import Timings, Trajectory
 from rl_metrics.reductions import (
     MemoryWatch,
     Recorder,
@@ -98,6 +99,16 @@ def summarize_sessions(groups: Sequence[GroupResult]) -> dict[str, float]:
         metrics["rollout/rescored_diff_mean"] = sum(one.sum_diff for one in rescored) / num_tokens
         metrics["rollout/rescored_diff_max"] = max(one.max_diff for one in rescored)
     return metrics
+
+
+def reward_times(timings: Sequence[Timings]) -> dict[str, float]:
+    """Mean seconds of a session's reward, and of the wait for it; empty without a session."""
+    if not timings:
+        return {}
+    return {
+        "timing_s/reward": math.fsum(one.reward_s for one in timings) / len(timings),
+        "timing_s/reward_wait": math.fsum(one.reward_wait_s for one in timings) / len(timings),
+    }
 
 
 def slowest_session(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

@@ -286,7 +286,7 @@ ROLLOUT = (
         for name, unit, meaning in (
             ("generate_sequences", "s", "Generation time of a trajectory"),
             ("tool_calls", "s", "Tool time of a trajectory"),
-            ("compute_score", "s", "Reward time of a trajectory"),
+            ("compute_score", "s", "Reward time of a trajectory, including those whose reward failed"),
             ("num_preempted", "times", "Preemptions of a trajectory's requests in the engine"),
         )
         for metric in spread(f"agent_loop/{name}", unit=unit, meaning=meaning, over="trajectory")
