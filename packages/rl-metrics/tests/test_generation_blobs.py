@@ -79,6 +79,8 @@ def test_hostile_ones_come_back(tmp_path):
                policy_version=(-(10**400), 10**400)) for text in texts
     ]  # fmt: skip
     header, index, (rows,) = packed([table(10**400, *strange, name=texts[0])], tmp_path)
-    assert header["names"] == {"table": [texts[0]], "problem": texts}
+    assert (header["names"]["table"], header["names"]["problem"]) == ([texts[0]], texts)
+    assert header["names"]["failure"] == ["", *texts]
+    assert header["parts"] == texts
     assert [row[:6] for row in rows] == [[text] * 6 for text in texts]
     assert index["step"].tolist() == index["version"].tolist() == [2**31 - 1] * 4
