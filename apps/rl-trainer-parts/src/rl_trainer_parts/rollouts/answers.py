@@ -109,6 +109,8 @@ def _sample(answer: Answer, given: str, output: str) -> GenerationSample:
         source=answer.source,
         failure=answer.failure,
         components=dict(answer.components),
+        data_source=answer.prompt.data_source,
+        finish=answer.trajectory.finish_reason,
     )
 
 

@@ -133,6 +133,8 @@ def as_samples(step: int, dumped: Sequence[Dumped], *, trainer: str) -> list[Gen
             policy_version=(step, step),
             source=trainer,
             components=one.components,
+            data_source=one.source,
+            finish="unknown",
         )
         for one in dumped
     ]

@@ -30,6 +30,8 @@ class GenerationSample:
         source: Process that reported it, such as "rollouter".
         failure: Why its session failed; None if it did not.
         components: Parts of the reward by name.
+        data_source: Data source of the prompt.
+        finish: Why the response ended: "stop", "length", "abort".
     """
 
     prompt_uid: str
@@ -41,6 +43,8 @@ class GenerationSample:
     source: str
     failure: str | None = None
     components: Mapping[str, float] = field(default_factory=dict)
+    data_source: str = "default"
+    finish: str = "stop"
 
     def to_json(self) -> dict[str, Json]:
         """Return the sample as JSON values, to send to another process; numbers that are not finite are null."""
@@ -62,6 +66,7 @@ class GenerationSample:
             all(isinstance(row.get(name), str) for name in ("prompt_uid", "input", "output", "source"))
             and {"ground_truth", "failure", "score"} <= row.keys()
             and isinstance(row["failure"], str | None)
+            and all(isinstance(row.get(name, ""), str) for name in LATER_FIELDS)
             and _is_number(row["score"])
             and isinstance(versions, Sequence)
             and [type(version) for version in versions] == [int, int]
@@ -78,10 +83,13 @@ class GenerationSample:
             score=_number(row["score"]),
             policy_version=(versions[0], versions[1]),
             components={name: _number(value) for name, value in components.items()},
+            **{name: row[name] for name in LATER_FIELDS if name in row},
         )
 
 
 FIELDS = tuple(one.name for one in fields(GenerationSample))
+LATER_FIELDS = ("data_source", "finish")
+"""Fields that older files lack."""
 
 
 def draw_generations(
