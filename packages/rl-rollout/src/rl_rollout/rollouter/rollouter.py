@@ -305,8 +305,7 @@ class Rollouter:
         """Settle a stored group, or generate it. Stored groups are settled in the order of their places."""
         found = await stored.find(one.place, one.prompt.uid)
         if found is None:
-            (group,) = await run([one.prompt])
-            await self._settle(group, one)
+            await self._settle((await run([one.prompt]))[0], one)
             return
         async with self._replaying:
             await self._settle(found, one, is_replayed=True)
@@ -321,15 +320,15 @@ class Rollouter:
         if self.refusals is not None and (reason := self.refusals.reason(group)) is not None:
             refused = refusal(self.refusals.name, reason)
         if self.stored is not None:
-            is_refused = reason is not None
-            await self.stored.settled(dispatch.place, group, is_refused=is_refused, is_replayed=is_replayed)
+            await self.stored.settled(dispatch.place, group, is_refused=bool(refused), is_replayed=is_replayed)
         missing = frozenset(dispatch.sessions)
         with self.waiting(f"put group {uid}", on="queue"):
             await asyncio.to_thread(settle, self._queue, [group], put=self._put, only=missing, refused=refused)
         self._window.add(group, took_s=took_s, is_refused=reason is not None, is_replayed=is_replayed)
         event = await self._event_of(group, reason, missing)
-        oldest = None if is_replayed else event.oldest  # a replayed group is as new as its replay
-        event = replace(event, took_s=took_s, started=version, oldest=oldest)
+        event = replace(event, took_s=took_s, started=version)
+        if is_replayed:
+            event = replace(event, oldest=None)  # the schedule takes it as new
         self._running.pop(uid, None)
         await self._tell([event])
         self._refuse_to_fail_for_ever(group)
