@@ -76,6 +76,7 @@ def train_two_steps(run: TinyRun, **settings: Any) -> list[dict[str, float]]:
     assert [row.step for row in rows] == [1, 2]
     for row in rows:
         assert [name for name, value in row.metrics.items() if not math.isfinite(value)] == []
+        assert row.metrics["queue/rows"] == 0  # all acked
         assert row.metrics.items() >= figures("perf").items() | figures("engine").items()
     distributions = read_histograms(run.run_folder / "histograms.jsonl")
     assert [row.step for row in distributions] == [1, 2]

@@ -43,6 +43,7 @@ def test_a_short_run_emits_every_metric_that_needs_no_cause(tmp_path: Path) -> N
     assert all((row["fully_async/queue/bytes"] > 0) == (row["fully_async/queue/rows"] > 0) for row in rows)
     assert any(row["memory/queue_gb"] > 0 for row in rows)
     assert rows[0]["memory/controller_gb"] > 0
+    assert {row["queue/rows"] == row["fully_async/queue/rows"] for row in rows} == {True}
     histograms = read_histograms(run.run_folder / "histograms.jsonl")
     assert [row.step for row in histograms] == list(range(1, STEPS + 1))
     assert any("distribution/generate_s" in row.histograms for row in histograms), "of steps in which some were made"
