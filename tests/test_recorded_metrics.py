@@ -23,29 +23,26 @@ IN_TESTS = {
     "training/rollout_*": "test_algorithms.py",  # recomputed logprobs
     "rollout_corr/*": "test_algorithms.py",
     "distribution/*": "test_algorithms.py",
-    "perf/mfu/*": "test_algorithms.py",
     "perf/max_memory_*": "test_algorithms.py",  # a fake GPU
     "perf/memory_total_gb": "test_algorithms.py",
     "perf/gpu_utilization": "test_algorithms.py",
+    "gateway/*": "test_agent_runs.py",
     "engine/*": "test_async_run_metrics.py",
     "fully_async/*": "test_async_run_metrics.py",
     "perf/*_tokens_per_s": "test_async_run_metrics.py",
     "timing_s/wait_rollouts": "test_async_run_metrics.py",
     "queue/*": "test_async_run_metrics.py",
     "validation/policy_version/*": "test_async_validation.py",
-    "perf/computed_tokens": "test_algorithms.py",
-    "perf/saved_*": "test_algorithms.py",
-    "weights/size_gb": "test_algorithms.py",
+    "weights/size_gb": "test_lora_runs.py",
     "rollout/failed_rewards": "test_failed_sessions.py",
     "rollout/rescored_*": "test_algorithms.py",
-    "rollout/num_rounds": "test_algorithms.py",  # refill
+    "rollout/num_rounds": "test_skip_run.py",  # refill
     "rollout/refused_groups": "test_algorithms.py",
     "rollout/made_up_groups": "test_algorithms.py",
-    "rollout/replayed": "test_skip_run.py",
+    "rollout/replayed": "test_async_replay.py",
     "timing_s/load_rollouts": "test_skip_run.py",
     "timing_s/replayed_gen": "test_skip_run.py",
-    "timing_s/save_checkpoint": "test_resume.py",
-    "nonfinite/*": "test_algorithms.py",
+    "timing_s/save_checkpoint": "test_async_kills.py",
 }
 """Metrics that need other settings or faults than the recorded runs', and a test whose runs record them."""
 
@@ -55,7 +52,10 @@ REASONS = {
     "sft/*": "for scripts of supervised training; the trainers record distillation.texts as actor/*",
     "reward/{component}/*": "needs a reward with components: rl_metrics.reductions.summarize_components",
     "tools/*": "needs tools: rl_metrics.reductions.summarize_tool_calls in both trainers",
-    "gateway/*": "needs an agent behind the gateway: rl_metrics.reductions.summarize_gateway in both trainers",
+    "perf/mfu/*": "needs metrics.peak_tflops: test_speeds.py of rl-trainer-parts",
+    "perf/computed_tokens": "needs rows that share prefixes: test_shared_prefixes.py of rl-distill",
+    "perf/saved_*": "needs rows that share prefixes: test_shared_prefixes.py of rl-distill",
+    "nonfinite/{metric}": "needs values that are not finite: the Recorder's tests in rl-metrics",
     "router/*": "needs a mixture of experts: RankModel and rl_trainer_parts.learning.replay",
     "timing_s/replay_mismatch": "needs a mixture of experts: rl_trainer_parts.learning.replay",
     "val-core/*": "needs several samples of a problem: rl_metrics.validation in both trainers",

@@ -7,9 +7,7 @@ from unittest.mock import patch
 from rl_core.gpus import GpuUse, meter
 
 GIB = 2**30
-USE = GpuUse(
-    max_memory_allocated_gb=20.0, max_memory_reserved_gb=24.0, memory_total_gb=80.0, gpu_utilization=0.5
-)
+USE = GpuUse(max_memory_allocated_gb=20.0, max_memory_reserved_gb=24.0, memory_total_gb=80.0, gpu_utilization=0.5)
 """Use of the fake GPU in every step."""
 
 

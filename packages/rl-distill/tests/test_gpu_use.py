@@ -28,7 +28,7 @@ def test_a_rank_reports_its_gpu() -> None:
     from rl_distill.megatron.ranks import LearnerRanks
 
     ranks = LearnerRanks.__new__(LearnerRanks)
-    both: Any = lambda method: [[USE], [USE]] if method == "gpu_use" else None  # noqa: E731
+    both: Any = lambda method: [[USE], [USE]] if method == "gpu_use" else None
     ranks.call_all = both  # type: ignore[method-assign]
     assert ranks.gpu_use() == [USE, USE]
 
