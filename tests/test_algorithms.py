@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gpu import fake_gpu, figures
 from tiny_run import REWARDS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run, train_here
 
 from rl_metrics.trackers.jsonl import read_histograms, read_metrics
@@ -69,11 +70,14 @@ def run(tiny_run: TinyRun, tmp_path: Path) -> TinyRun:
 
 def train_two_steps(run: TinyRun, **settings: Any) -> list[dict[str, float]]:
     """Return the metrics of two steps. The run is strict: an undefined metric fails it."""
-    assert train_here(run, trainer__steps=2, trainer__validate_first=False, **settings) == 0
+    with fake_gpu():
+        assert train_here(run, trainer__steps=2, trainer__validate_first=False, **settings) == 0
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2]
     for row in rows:
         assert [name for name, value in row.metrics.items() if not math.isfinite(value)] == []
+        assert row.metrics["queue/rows"] == 0  # all acked
+        assert row.metrics.items() >= figures("perf").items() | figures("engine").items()
     distributions = read_histograms(run.run_folder / "histograms.jsonl")
     assert [row.step for row in distributions] == [1, 2]
     for row in distributions:

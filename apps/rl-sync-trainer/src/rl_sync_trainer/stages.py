@@ -316,6 +316,7 @@ def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, ve
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
     if has_distributions(parts.settings, step):
         record_distributions(batch, recorder)
+    recorder.record_all({f"queue/{name}": value for name, value in parts.queue.stats().items()})
     recorder.record_all(memory_metrics())
     if parts.memory is not None:
         recorder.record_all(parts.memory.step(step))

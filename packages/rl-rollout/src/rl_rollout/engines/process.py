@@ -48,7 +48,7 @@ from rl_rollout.engines.streaming import HostedStreams, generate_streamed
 T = TypeVar("T")
 
 OF_THIS_LIFE = ("sees", "update_weights", "more_tokens", "gpu_use")
-"""Calls that do not wait for a restart: `on_restart` sends newer weights than theirs, and streams and figures are lost."""
+"""Calls that do not wait for a restart: `on_restart` sends newer weights than theirs, and the rest is lost."""
 
 
 @settings_record
