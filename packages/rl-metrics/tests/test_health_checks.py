@@ -8,17 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rl_metrics.health.checks import KINDS, running_median
+from rl_metrics.health.checks import KINDS
 
 
 def measured(kind, *columns, window, **limits):
     found = KINDS[kind](tuple(np.array(column, dtype=np.float64) for column in columns), limits, window)
     return found.values.tolist(), found.is_wrong.tolist()
-
-
-def test_the_running_median_begins_with_what_there_is():
-    assert running_median(np.array([4.0, 2.0, 9.0, 1.0, 1.0]), 3).tolist() == [4.0, 3.0, 4.0, 2.0, 1.0]
-    assert running_median(np.array([4.0, 2.0]), 5).tolist() == [4.0, 3.0]
 
 
 def test_level():

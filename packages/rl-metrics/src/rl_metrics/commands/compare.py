@@ -150,7 +150,8 @@ def _table(differences: Iterable[Difference], *, title: str, width: int) -> Tabl
 
 
 def _cells(one: Difference, *, digits: int = 4) -> tuple[str, ...]:
-    interval = f"{one.interval.low:+.{digits}g} to {one.interval.high:+.{digits}g}" if one.interval.is_known else "unknown"
+    low, high = f"{one.interval.low:+.{digits}g}", f"{one.interval.high:+.{digits}g}"
+    interval = f"{low} to {high}" if one.interval.is_known else "unknown"
     return (
         "*" if one.is_clear else "",
         plain_text(one.metric, limit=MAX_NAME),

@@ -5,17 +5,15 @@ step, and whether the value is wrong. Windows end at the judged step.
 """
 
 import math
-from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from rl_metrics.comparison.trends import mann_kendall_z, theil_sen
+from rl_metrics.health.running import Floats, median_errors, ratio, running, running_median
 
-Floats = NDArray[np.float64]
 Limits = Mapping[str, float]
 
 SIGNIFICANT_Z = 2.576
@@ -57,20 +55,20 @@ def part_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Meas
 
 def mean_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find a running mean below `min` or above `max`; for shares of time, which may alternate between steps."""
-    values = _running(np.mean, quotient(columns), window)
+    values = running(np.mean, quotient(columns), window)
     return Measured(values=values, is_wrong=_outside(values, limits))
 
 
 def highest(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find any value of the window above `max`; for proofs and counts that must not exceed it."""
-    values = _running(np.max, columns[0], window)
+    values = running(np.max, columns[0], window)
     return Measured(values=values, is_wrong=_outside(values, limits))
 
 
 def zero(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find a window in which all values of all columns are within `max` of 0."""
     largest = np.max([np.abs(column) for column in columns], axis=0)
-    values = _running(np.max, largest, window)
+    values = running(np.max, largest, window)
     return Measured(values=values, is_wrong=values <= limits["max"])
 
 
@@ -100,7 +98,7 @@ def within_bounds(columns: tuple[Floats, ...], limits: Limits, window: int) -> M
     explained = running_median((mean - lowest) * (highest - mean), window)
     start, explained_start = _start_above_0(spread), _start_above_0(explained)
     is_wider = highest - lowest > WIDER * _start_above_0(highest - lowest)
-    largest = limits["times"] * start * np.maximum(_ratio(explained, np.full_like(explained, explained_start)), 1.0)
+    largest = limits["times"] * start * np.maximum(ratio(explained, np.full_like(explained, explained_start)), 1.0)
     return Measured(values=spread, is_wrong=(running_median(spread, window) <= largest) & ~is_wider, before=start)
 
 
@@ -125,7 +123,7 @@ def rise_within(columns: tuple[Floats, ...], limits: Limits, window: int) -> Mea
     """Find a value of the window that is more than `by` above the median of the ten before, the first three aside."""
     rise = columns[0] - np.concatenate([columns[0][:1], running_median(columns[0], JUMP_BASE)[:-1]])
     rise[:FIRST_JUMP] = 0.0
-    values = _running(np.max, rise, window)
+    values = running(np.max, rise, window)
     return Measured(values=values, is_wrong=values > limits["by"])
 
 
@@ -140,11 +138,11 @@ def fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     smooth = running_median(columns[0], window)
     best = np.maximum.accumulate(smooth)
     scale = np.maximum(np.abs(best), best - smooth[0])
-    values = _ratio(best - smooth, scale)
+    values = ratio(best - smooth, scale)
     if len(columns) > 1:
         margin = running_median(columns[1] - columns[0], window) / math.sqrt(2)  # the margin of two independent values
     else:
-        margin = limits.get("errors", 0.0) * _median_errors(columns[0], window)
+        margin = limits.get("errors", 0.0) * median_errors(columns[0], window)
     is_beyond_noise = np.maximum.accumulate(smooth - margin) > smooth + margin
     is_wrong = (values > limits["max"]) & (best - smooth > limits.get("by", 0.0)) & is_beyond_noise
     return Measured(values=values, is_wrong=_held(is_wrong, values, limits), before=float(best[-1]))
@@ -161,7 +159,7 @@ def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measure
     start = float(smooth[begun])
     best = np.maximum.accumulate(np.concatenate([np.full(begun, start), smooth[begun:]]))
     top = np.maximum.accumulate(columns[1]) if len(columns) > 1 else np.zeros_like(smooth)
-    values = _ratio(best - start, np.maximum(top - start, abs(start)))
+    values = ratio(best - start, np.maximum(top - start, abs(start)))
     is_wrong = values < limits["min"]
     is_wrong[:window] = True
     return Measured(values=values, is_wrong=is_wrong, before=start)
@@ -172,7 +170,7 @@ def risen(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     smooth = running_median(columns[0], window)
     start = float(smooth[min(window, len(smooth)) - 1])
     top = np.maximum.accumulate(columns[1]) if len(columns) > 1 else np.zeros_like(smooth)
-    values = _ratio(smooth - start, np.maximum(top - start, abs(start)))
+    values = ratio(smooth - start, np.maximum(top - start, abs(start)))
     return Measured(values=values, is_wrong=values >= limits["min"], before=start)
 
 
@@ -191,7 +189,7 @@ def near_top(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measur
     else:
         top = np.maximum.accumulate(smooth)
         has_come = (top > smooth[0]) & (top - smooth[0] >= np.abs(top) / 2)
-    values = 1.0 - _ratio(top - smooth, np.maximum(np.abs(top), top - lowest))
+    values = 1.0 - ratio(top - smooth, np.maximum(np.abs(top), top - lowest))
     return Measured(values=values, is_wrong=(values >= limits["min"]) & has_come)
 
 
@@ -218,7 +216,7 @@ def jumps(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     before = np.concatenate([column[:1], running_median(column, JUMP_BASE)[:-1]])
     is_jump = (column > limits["times"] * before) & (column > limits.get("least", 0.0))
     is_jump[:FIRST_JUMP] = False
-    values = _running(np.sum, is_jump.astype(np.float64), window)
+    values = running(np.sum, is_jump.astype(np.float64), window)
     return Measured(values=values, is_wrong=values > limits["count"], before=float(before[-1]))
 
 
@@ -235,7 +233,7 @@ def shrunk(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured
     """Find a running median below the share `min` of the start, and below `below`."""
     smooth = running_median(columns[0], window)
     start = float(np.median(columns[0][: min(SHORT, len(smooth))]))
-    values = _ratio(smooth, np.full_like(smooth, start))
+    values = ratio(smooth, np.full_like(smooth, start))
     is_wrong = (values < limits["min"]) & (smooth < limits.get("below", math.inf)) & (start > 0)
     return Measured(values=values, is_wrong=is_wrong, before=start)
 
@@ -246,9 +244,9 @@ def sudden_fall(columns: tuple[Floats, ...], limits: Limits, window: int) -> Mea
     share = np.ones_like(smooth)
     if len(smooth) > SHORT + 2:  # only medians of three values
         before = smooth[2:-SHORT]
-        fallen = _ratio(smooth[SHORT + 2 :], before)
+        fallen = ratio(smooth[SHORT + 2 :], before)
         share[SHORT + 2 :] = np.where(before >= limits.get("least", 0.0), fallen, 1.0)
-    values = _running(np.min, share, window)
+    values = running(np.min, share, window)
     return Measured(values=values, is_wrong=values < limits["min"])
 
 
@@ -261,14 +259,14 @@ def gap(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """
     first, second = (running_median(column, window) for column in columns[:2])
     errors = limits.get("errors", 0.0)
-    of_second = errors * _median_errors(columns[1], window)
+    of_second = errors * median_errors(columns[1], window)
     if len(columns) > 2:
         of_second = running_median(columns[2] - columns[1], window)
     apart = first - second
     grown = apart - apart[min(window, len(apart)) - 1]
-    noise = np.hypot(errors * _median_errors(columns[0], window), of_second)
+    noise = np.hypot(errors * median_errors(columns[0], window), of_second)
     is_wrong = (apart > limits["max"] * np.abs(first) + noise) & (grown > np.maximum(noise, apart / 2))
-    values = _ratio(apart, np.abs(first))
+    values = ratio(apart, np.abs(first))
     return Measured(values=values, is_wrong=_held(is_wrong, values, limits), before=float(first[-1]))
 
 
@@ -332,37 +330,9 @@ def num_lost(column: Floats) -> int:
     return len(column) - 1 - int(finite[-1])
 
 
-def running_median(column: Floats, window: int) -> Floats:
-    """Return the [n] median of the last `window` values at each step; of fewer at the start."""
-    window = max(1, min(window, len(column)))
-    ordered: list[float] = []
-    start = []
-    for value in column[: window - 1].tolist():
-        insort(ordered, value)
-        start.append((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
-    return np.concatenate([start, np.median(sliding_window_view(column, window), axis=-1)])
-
-
-def _median_errors(column: Floats, window: int) -> Floats:
-    """Return [n] standard errors of the running median, from differences of adjacent values, which ignore trends."""
-    if len(column) < 3:
-        return np.zeros(len(column))
-    steps = np.diff(column)
-    spread = MAD_OF_A_DIFFERENCE * float(np.median(np.abs(steps - np.median(steps))))
-    errors: Floats = MEDIAN_ERROR * spread / np.sqrt(np.minimum(np.arange(1, len(column) + 1), window))
-    return errors
-
-
-MAD_OF_A_DIFFERENCE = 1.4826 / math.sqrt(2)
-"""Factor from the median absolute deviation of differences to the standard deviation of normal values."""
-
-MEDIAN_ERROR = math.sqrt(math.pi / 2)
-"""Ratio of a median's standard error to that of a mean."""
-
-
 def quotient(columns: tuple[Floats, ...]) -> Floats:
     """Return the [n] first column over the second; the first alone without a second."""
-    return _ratio(columns[0], columns[1]) if len(columns) > 1 else columns[0]
+    return ratio(columns[0], columns[1]) if len(columns) > 1 else columns[0]
 
 
 def _trend(column: Floats, limits: Limits, window: int, *, is_steady: bool) -> Measured:
@@ -370,7 +340,7 @@ def _trend(column: Floats, limits: Limits, window: int, *, is_steady: bool) -> M
     thinned = newest[:: max(1, math.ceil(len(newest) / MAX_TREND_POINTS))]
     growth = _slope(thinned) * (len(thinned) - 1)
     start = float(np.median(newest[: max(1, len(newest) // 5)]))
-    share = float(_ratio(np.array([growth]), np.array([abs(start)]))[0])
+    share = float(ratio(np.array([growth]), np.array([abs(start)]))[0])
     is_wrong = mann_kendall_z(thinned) > SIGNIFICANT_Z and share > limits["max"] and growth > limits.get("by", 0)
     if is_wrong and is_steady:
         half = len(thinned) // 2
@@ -390,12 +360,6 @@ def _slope(column: Floats) -> float:
     return theil_sen(np.arange(len(column), dtype=np.float64), column)
 
 
-def _running(reduce: Callable[..., Floats], column: Floats, window: int) -> Floats:
-    window = max(1, min(window, len(column)))
-    start = np.array([reduce(column[: n + 1]) for n in range(window - 1)], dtype=np.float64)
-    return np.concatenate([start, np.asarray(reduce(sliding_window_view(column, window), axis=-1), dtype=np.float64)])
-
-
 def _held(is_wrong: NDArray[np.bool_], values: Floats, limits: Limits) -> NDArray[np.bool_]:
     """Return where `held` values in a row are wrong.
 
@@ -403,7 +367,7 @@ def _held(is_wrong: NDArray[np.bool_], values: Floats, limits: Limits) -> NDArra
     has most of the worst one's value.
     """
     held = int(limits.get("held", 1))
-    has_held = _running(np.min, is_wrong.astype(np.float64), held) > 0
+    has_held = running(np.min, is_wrong.astype(np.float64), held) > 0
     for n in range(1, min(int(limits.get("sure", 0)), len(values) + 1)):
         row = slice(max(n - held, 1), n)
         has_held[n - 1] = n > 2 and bool(is_wrong[row].all()) and values[n - 1] >= STILL * values[row].max()
@@ -416,13 +380,3 @@ STILL = 0.9
 
 def _outside(values: Floats, limits: Limits) -> NDArray[np.bool_]:
     return (values < limits.get("min", -math.inf)) | (values > limits.get("max", math.inf))
-
-
-def _ratio(over: Floats, under: Floats) -> Floats:
-    """Return [n] quotients; 0 if both are 0."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return np.nan_to_num(over / under, nan=0.0, posinf=FAR, neginf=-FAR)
-
-
-FAR = 1e300
-"""Value in place of a quotient that is not finite."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.health.checks import KINDS, WITH_GAPS, Floats, Measured, num_lost
+from rl_metrics.health.checks import KINDS, WITH_GAPS, Measured, num_lost
 from rl_metrics.health.finding import Evidence
 from rl_metrics.health.rules import Condition, Rule, is_pattern, pattern_of
+from rl_metrics.health.running import Floats
 from rl_metrics.run_files.history import History
 
 MAX_POINTS = 4000

@@ -102,7 +102,7 @@ def stability(history: History, verdict: Verdict, *, family: Family = "policy_gr
     rows = []
     for label, names, healthy_mean, healthy_last, rules in ENTRIES:
         metric = next((name for name in names if name in history.values), None)
-        known = np.flatnonzero(np.isfinite(history.values[metric])) if metric else []
+        known = np.flatnonzero(np.isfinite(history.values[metric] if metric else np.zeros(0)))
         if metric is None or not len(known):
             continue
         values = history.values[metric][known]
