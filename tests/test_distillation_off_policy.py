@@ -59,7 +59,6 @@ def teacher(run: TinyRun, **options: Any) -> str:
 def with_teacher(run: TinyRun, **options: Any) -> dict[str, Any]:
     return {
         "distillation__teachers": teacher(run),
-        "distillation__default_teacher": "big",
         "distillation__top_k": 8,
         "trainer__steps": STEPS,
         **QUIET,

@@ -19,6 +19,12 @@ def test_prompts_go_by_data_source_and_the_rest_to_the_default() -> None:
     assert found == ["a", "a", "b", "b"]
 
 
+def test_a_single_teacher_without_sources_scores_every_prompt() -> None:
+    router = TeacherRouter(make_options({"only": []}))
+    assert [router.teacher_of(make_prompt("p", source)) for source in ("math", "law")] == ["only", "only"]
+    assert problems({"only": []}, [make_prompt("p0", "math"), make_prompt("p1", "law")]) == []
+
+
 def test_prompts_go_by_any_column_as_python_writes_its_values() -> None:
     router = TeacherRouter(make_options({"easy": ["1"], "hard": ["2"], "yes": ["True"]}, route_by="level"))
     assert [router.teacher_of(make_prompt("p", level=level)) for level in (1, "2", True)] == ["easy", "hard", "yes"]
@@ -42,7 +48,7 @@ def test_a_prompt_without_one_value_in_the_column_is_named(columns: dict[str, An
     [
         ({"a": ["math"], "b": ["math"]}, {}, r"teachers.a and distillation.teachers.b both score 'math'"),
         ({"a": ["math", "math"]}, {}, r"teachers.a.data_sources has 'math' twice"),
-        ({"a": []}, {}, r"teachers.a scores nothing: set its data_sources, or .*default_teacher = 'a'"),
+        ({"a": [], "b": ["math"]}, {}, r"teachers.a scores nothing: set its data_sources, or .*default_teacher = 'a'"),
         ({"a": ["math"]}, {"default_teacher": "b"}, r"default_teacher = 'b' is not a teacher; teachers: 'a'"),
     ],
 )

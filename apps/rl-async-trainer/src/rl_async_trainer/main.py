@@ -113,6 +113,7 @@ def train(words: list[str]) -> int:
             from rl_async_trainer.plan import describe_async_plan
             from rl_async_trainer.schedule.replay import read_plan
             from rl_async_trainer.settings import schedule_problems
+            from rl_async_trainer.unused import ASYNC_UNUSED
             from rl_trainer_parts.commands.train import train_checked
 
         async def launch(
@@ -135,6 +136,7 @@ def train(words: list[str]) -> int:
             describe=describe_async_plan,
             launch=launch,
             also_refused=problems,
+            also_unused=ASYNC_UNUSED,
         )
 
 

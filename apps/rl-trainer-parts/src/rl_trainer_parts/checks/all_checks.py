@@ -227,6 +227,11 @@ def _parallel(settings: Settings) -> Iterator[str]:
         yield (
             f'parallel.ranks = {parallel.ranks} needs policy.learner = "megatron"; found {settings.policy.learner!r}.'
         )
+    elif cluster.kind != "inline" and settings.policy.learner != "megatron":
+        yield (
+            f'cluster.kind = "{cluster.kind}" needs policy.learner = "megatron"; found {settings.policy.learner!r}, '
+            'which trains in the process of the trainer or of its role. Set cluster.kind = "inline".'
+        )
     if parallel.ranks > 1 and cluster.kind == "inline":
         yield (
             f'parallel.ranks = {parallel.ranks} needs separate processes: set cluster.kind to "process" or '

@@ -49,14 +49,18 @@ def check_loop(settings: Settings, tokenizer: PromptTokenizer) -> list[str]:
         SettingsError: An option is wrong, or a server does not start.
         MissingExtraError: The loop needs a library that is not installed.
     """
-    loop = resolve_loop(settings.rollout.loop, settings.rollout.loop_options)
+    rollout = settings.rollout
     is_elsewhere = settings.cluster.ray_address is not None and settings.placements.get("roles.kind") == "ray"
     try:
-        check = None if is_elsewhere else getattr(loop, "check", None)
-        return [] if check is None else asyncio.run(check(tokenizer))
-    finally:
-        if hasattr(loop, "close"):
-            loop.close()
+        loop = resolve_loop(rollout.loop, rollout.loop_options)
+        try:
+            check = None if is_elsewhere else getattr(loop, "check", None)
+            return [] if check is None else asyncio.run(check(tokenizer))
+        finally:
+            if hasattr(loop, "close"):
+                loop.close()
+    except SettingsError as error:
+        raise SettingsError(f"rollout.loop = {rollout.loop!r} with rollout.loop_options: {error}") from error
 
 
 def _served(settings: Settings) -> Iterator[tuple[str, str, Path, Any]]:

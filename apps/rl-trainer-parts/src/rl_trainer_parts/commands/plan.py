@@ -158,7 +158,7 @@ def _teachers(settings: Settings) -> Iterator[str]:
         yield f"  teacher    {name}: {teacher.engine}, {teacher.dtype}, {where}{ranks}{aside}"
         sources = [repr(source) for source in teacher.data_sources]
         parts = [f"{chosen.route_by} {', '.join(sources)}"] if sources else []
-        parts += ["all others" if sources else "all prompts"] if name == chosen.default_teacher else []
+        parts += ["all others" if sources else "all prompts"] if name == chosen.fallback else []
         yield f"{INDENT}{teacher.model}, for {' and '.join(parts)}"
     yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {_beside(chosen)}"
     if chosen.texts is not None:

@@ -10,6 +10,7 @@ from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.engines import check_engines, check_loop
 from rl_trainer_parts.checks.this_machine import machine_problems
 from rl_trainer_parts.checks.trainable import trainable_problems
+from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs, what_to_look_at
@@ -28,6 +29,7 @@ def train_checked(
     describe: Callable[[Chosen, PromptCounts, Sequence[str]], str],
     launch: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
     also_refused: Iterable[str] = (),
+    also_unused: Iterable[Unused] = (),
 ) -> int:
     """Train, or print the plan; return the exit status.
 
@@ -39,6 +41,7 @@ def train_checked(
         describe: Returns the plan as text, given the agent loop's lines.
         launch: Trains in a folder that this process has locked; returns the exit status.
         also_refused: Further problems, from settings that only this trainer has.
+        also_unused: Rules about settings that only this trainer has.
 
     Raises:
         SettingsError: A setting is impossible, or the folder is in use.
@@ -52,7 +55,7 @@ def train_checked(
         loop_lines = check_loop(settings, inputs.tokenizer)
         check_engines(settings)
         settings = choose_products(settings, resume=resume)
-    for note in what_to_look_at(settings, inputs):
+    for note in (*what_to_look_at(settings, inputs), *unused_settings(settings, also_unused)):
         console.say(f"note: {note}")
     if dry_run:
         for problem in lacking:

@@ -62,6 +62,8 @@ def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
             + ('turns.kind is "plain"' if _has_plain_turns(settings) else "the prompts are plain text")
             + "; the prompts themselves must describe them"
         )
+    if settings.prompts.template_options and not _has_messages(inputs):
+        yield "prompts.template_options has no effect without prompts in the form of messages"
     if not end_token_ids(settings.policy.path):
         yield (
             f"{settings.policy.path} names no end token, so every response continues until it is truncated; set "
@@ -72,6 +74,12 @@ def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
 def _has_plain_turns(settings: Settings) -> bool:
     turns = settings.rollout.loop_options.get("turns")
     return isinstance(turns, Mapping) and turns.get("kind") == "plain"
+
+
+def _has_messages(inputs: Inputs) -> bool:
+    """True if a chat template formats any prompt."""
+    splits = (inputs.train, inputs.validation, inputs.test)
+    return any(prompt.messages for split in splits if split is not None for prompt in split)
 
 
 def read_inputs(settings: Settings) -> Inputs:

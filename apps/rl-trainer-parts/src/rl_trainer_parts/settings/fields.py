@@ -1,6 +1,7 @@
 """Every setting by name, with type, default and meaning, for error messages and `--help`."""
 
 import dataclasses
+import functools
 import inspect
 import re
 import shutil
@@ -67,7 +68,8 @@ class SettingField:
         return {} if kind is None else {one.name: one for one in fields_of(kind, f"{self.name}.{entry}")}
 
 
-def setting_fields(kind: type[Settings] = Settings) -> dict[str, SettingField]:
+@functools.cache
+def setting_fields(kind: type[Settings] = Settings) -> Mapping[str, SettingField]:
     """Every setting by name, in the order of schema.py; settings of table entries are in `entry_fields`."""
     return {
         setting.name: setting

@@ -104,7 +104,8 @@ class DistillationOptions:
 
     Attributes:
         teachers: One table per teacher, `[distillation.teachers.NAME]`, with the options below.
-        default_teacher: Teacher for values of route_by that no other teacher scores.
+        default_teacher: Teacher for values of route_by that no other teacher scores. Without one, a single teacher
+            without data_sources scores every prompt.
         route_by: Column of the prompts that selects the teacher: "data_source" or any other.
         loss: "forward_kl", "reverse_kl" and "js" compare distributions. "k1", "abs", "k2" and "k3" compare only the
             sampled token. "uld" compares sorted probabilities, for teachers with another vocabulary. "nll" imitates
@@ -148,6 +149,13 @@ class DistillationOptions:
     cache: Path | None = None
     deadline_s: float = 3600.0
     start_deadline_s: float = 900.0
+
+    @property
+    def fallback(self) -> str | None:
+        """Teacher of all values that no teacher lists: the default one, or the only one if it lists none."""
+        if self.default_teacher is None and len(self.teachers) == 1:
+            return next((name for name, teacher in self.teachers.items() if not teacher.data_sources), None)
+        return self.default_teacher
 
     @property
     def is_on(self) -> bool:

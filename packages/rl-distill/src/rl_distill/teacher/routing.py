@@ -54,7 +54,7 @@ class TeacherRouter:
             DataError: No teacher has the prompt's value.
         """
         value = self.value_of(prompt)
-        name = self._teachers.get(value, self._options.default_teacher)
+        name = self._teachers.get(value, self._options.fallback)
         if name is None:
             raise DataError(
                 f"no teacher scores prompt {prompt.uid!r}, whose {self._options.route_by} is {value!r}; "
@@ -76,7 +76,7 @@ class TeacherRouter:
         except DataError as error:
             yield str(error)
             return
-        route_by, default = self._options.route_by, self._options.default_teacher
+        route_by, default = self._options.route_by, self._options.fallback
         unknown = [value for value in counts if value not in self._teachers]
         if unknown and default is None:
             yield (
@@ -115,7 +115,7 @@ def route_problems(options: DistillationOptions) -> Iterator[str]:
         doubled = sorted(source for source, count in Counter(teacher.data_sources).items() if count > 1)
         if doubled:
             yield f"distillation.teachers.{name}.data_sources has {_listed(doubled)} twice."
-        if not teacher.data_sources and name != options.default_teacher:
+        if not teacher.data_sources and name != options.fallback:
             yield (
                 f"distillation.teachers.{name} scores nothing: set its data_sources, or distillation.default_teacher "
                 f"= {name!r}."

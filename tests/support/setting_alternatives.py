@@ -1,0 +1,310 @@
+"""Another value of every setting, and the settings beside which it acts: the table that the walk over settings reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other:
+    """Another value of a setting.
+
+    Attributes:
+        value: The value.
+        beside: Settings of both runs that are compared.
+        says: What a refusal says in place of the setting's name.
+        has_run: Both find another run in their folder.
+        is_supervised: Both run as from a shell, with children that are killed at once.
+    """
+
+    value: Any
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    says: str = ""
+    has_run: bool = False
+    is_supervised: bool = False
+
+
+CRITIC = {"algorithm.advantage": "gae"}
+KL = {"algorithm.kl_coefficient": 0.1}
+PROCESS = {"rollout.placement": "process"}
+RANKS = {"cluster.kind": "process"}
+TWO_RANKS = {**RANKS, "parallel.ranks": 2}
+FOUR_RANKS = {**RANKS, "parallel.ranks": 4, "parallel.pipeline": 2, "parallel.tensor": 2}
+TENSOR = {**TWO_RANKS, "parallel.tensor": 2}
+RAY_RANKS = {"cluster.kind": "ray"}
+NETWORK = {**PROCESS, "weights.transport": "tcp"}
+LORA = {"lora.rank": 2}
+SKIP = {"skip.enabled": True, "skip.directory": "{folder}/runs/cache"}
+REFILL = {"refill.filter": "reward_spread"}
+RETRY = {"reward.on_failure": "retry"}
+CORRECTED = {"algorithm.old_logprobs": "recompute", "correction.weights": "token"}
+TEACHER = {"distillation.teachers.t.model": "{folder}/teacher", "distillation.top_k": 4}
+TEACHERS = {
+    **TEACHER,
+    "distillation.default_teacher": "t",
+    "distillation.teachers.u.model": "{folder}/teacher",
+    "distillation.teachers.u.data_sources": ["of_0"],
+}
+TWO_TEACHERS = {
+    **TEACHER,
+    "distillation.default_teacher": "u",
+    "distillation.teachers.t.data_sources": ["of_0"],
+    "distillation.teachers.u.model": "{folder}/policy",
+}
+MEGATRON = {**TEACHER, "distillation.teachers.t.engine": "megatron"}
+ROLES = {"roles.kind": "process"}
+ROLES_OF_TEACHERS = {**ROLES, **TEACHER}
+MIXTURE = {"policy.path": "{folder}/mixture"}
+TWO_STEPS = {"trainer.steps": 2}
+CONSTANT = {"reward.function": "{folder}/reward.py:constant", "trainer.steps": 7, "health.every": 1}
+PARTS = '[{ function = "{folder}/reward.py:reward", weight = 1.0 }]'
+
+
+def other(value: Any, *contexts: Mapping[str, Any], **beside: Any) -> Other:
+    """Return another value; `trainer__steps=2` is a setting of both runs."""
+    chosen = {name: one for context in contexts for name, one in context.items()}
+    return Other(value=value, beside=chosen | {name.replace("__", "."): one for name, one in beside.items()})
+
+
+ALTERNATIVES: Mapping[str, Other] = {
+    "run.name": other("another"),
+    "run.directory": other("{folder}/runs/below"),
+    "run.seed": other(1),
+    "run.if_exists": Other(value="archive", has_run=True),
+    "run.readable_by": other("group"),
+    "policy.path": other("{folder}/teacher"),
+    "policy.learner": other("torch"),
+    "prompts.train": other("{folder}/test.jsonl"),
+    "prompts.validation": other("{folder}/test.jsonl"),
+    "prompts.test": other("{folder}/validation.jsonl"),
+    "prompts.max_tokens": other(3),
+    "prompts.overlong": other("drop", prompts__train="{folder}/uneven.jsonl"),
+    "prompts.plain_prompts": other("chat", prompts__max_tokens=32),
+    "prompts.requires_ground_truth": other(False, prompts__train="{folder}/unanswered.jsonl"),
+    "prompts.template_options": other('{ suffix = "+" }', prompts__plain_prompts="chat", prompts__max_tokens=32),
+    "prompts.validation_limit": other(1),
+    "prompts.validation_samples": other(2, prompts__validation_temperature=0.7),
+    "prompts.validation_temperature": other(0.5),
+    "reward.function": other("exact_match"),
+    "reward.options": other("{ scale = 0.5 }", reward__function="{folder}/reward.py:scaled"),
+    "reward.parts": other(PARTS.replace("1.0", "0.5"), reward__function="", reward__parts=PARTS),
+    "reward.timeout_s": other(5.0),
+    "reward.max_concurrency": other(3),
+    "reward.max_calls_per_s": other(1000.0),
+    "reward.on_failure": other("zero"),
+    "reward.retries": other(3, RETRY),
+    "reward.backoff_s": other(0.25, RETRY),
+    "reward.retry_on": other('["raised"]', RETRY),
+    "rollout.engine": other("transformers"),
+    "rollout.placement": other("process"),
+    "rollout.loop": other("tools"),
+    "rollout.loop_options": other("{ x = 1 }"),
+    "rollout.audit_share": other(0.0),
+    "rollout.rescored_share": other(1.0),
+    "rollout.sleep": other(True),
+    "rollout.sleep_keeps_weights": Other(value=False, beside={"rollout.sleep": True}, says="rollout.sleep and"),
+    "rollout.prompts_per_step": other(1),
+    "rollout.group_size": other(3),
+    "rollout.max_response_tokens": other(2),
+    "rollout.temperature": other(0.5),
+    "rollout.top_p": other(0.5),
+    "rollout.top_k": other(3),
+    "rollout.deadline_s": other(1800.0),
+    "rollout.start_deadline_s": other(450.0),
+    "trainer.steps": other(2),
+    "trainer.minibatches": other(2),
+    "trainer.epochs": other(2),
+    "trainer.max_skipped_updates": other(4),
+    "trainer.offload": other(True),
+    "trainer.validate_every": other(2, TWO_STEPS),
+    "trainer.validate_first": other(False),
+    "trainer.checkpoint_every": other(2, TWO_STEPS),
+    "trainer.keep_checkpoints": other(1, TWO_STEPS),
+    "trainer.background_checkpoints": other(False),
+    "trainer.canary_prompts": other(1),
+    "trainer.proof_tolerance": other(0.5),
+    "learner.learning_rate": other(2e-6),
+    "learner.warmup_steps": other(1),
+    "learner.decay_steps": other(5),
+    "learner.decay": other("cosine", learner__decay_steps=5),
+    "learner.min_learning_rate": other(1e-7, learner__decay_steps=5),
+    "learner.betas": other([0.8, 0.9]),
+    "learner.eps": other(1e-7),
+    "learner.weight_decay": other(0.1),
+    "learner.clip_grad": other(0.5),
+    "learner.micro_batch_tokens": other(64),
+    "learner.shared_prefix_tokens": other(0),
+    "learner.products": other("onednn"),
+    "learner.dtype": other("bfloat16"),
+    "learner.recompute": other("full"),
+    "learner.recompute_modules": other(["mlp"], learner__recompute="selective"),
+    "learner.kernels": other("plain"),
+    "learner.overlap_grad_reduce": other(True, TWO_RANKS),
+    "learner.overlap_param_gather": other(
+        True, TWO_RANKS, learner__overlap_grad_reduce=True, parallel__distributed_optimizer=True
+    ),
+    "learner.offload_optimizer": other(True),
+    "learner.num_threads": other(1),
+    "learner.seed": other(1),
+    "lora.rank": other(2),
+    "lora.alpha": other(3.0, LORA),
+    "lora.rslora": other(True, LORA),
+    "lora.dropout": other(0.5, LORA),
+    "lora.target_modules": other(["q_proj"], LORA),
+    "lora.serving": other("merged", LORA),
+    "lora.path": other("{folder}/policy", LORA),
+    "algorithm.advantage": other("rloo", rollout__group_size=4),
+    "algorithm.advantage_options": other("{ eps = 0.5 }", rollout__group_size=4),
+    "algorithm.session_rule": other("last_only", rollout__loop="two_parts"),
+    "algorithm.policy_loss": other("cispo"),
+    "algorithm.policy_loss_options": other("{ dual_clip = 1.01 }"),
+    "algorithm.clip_low": other(0.1),
+    "algorithm.clip_high": other(0.1),
+    "algorithm.aggregation": other("seq-mean-token-mean"),
+    "algorithm.kl_in": other("reward", KL),
+    "algorithm.kl_coefficient": other(0.1),
+    "algorithm.kl_estimator": other("k1", KL),
+    "algorithm.kl_target": other(0.01, KL, TWO_STEPS),
+    "algorithm.kl_horizon": other(10, KL, TWO_STEPS, algorithm__kl_target=0.01),
+    "algorithm.entropy_coefficient": other(0.1),
+    "algorithm.old_logprobs": other("recompute"),
+    "engine.dtype": other("bfloat16"),
+    "engine.tensor_parallel_size": other(2),
+    "engine.max_model_len": other(32),
+    "engine.max_num_seqs": other(4),
+    "engine.max_num_batched_tokens": other(64),
+    "engine.kv_cache_gib": other(0.5),
+    "engine.gpu_memory_utilization": other(0.5),
+    "engine.block_size": other(16),
+    "engine.enable_prefix_caching": other(False),
+    "engine.enforce_eager": other(False),
+    "engine.can_sleep": other(True),
+    "engine.max_top_k": other(5),
+    "engine.capture_experts": other(False),
+    "engine.max_lora_rank": other(2),
+    "engine.lora_target_modules": other(["q_proj"]),
+    "engine.num_threads": other(1),
+    "engine.seed": other(1),
+    "metrics.console": other("json"),
+    "metrics.strict": Other(value=True, says="'actor/made_up' is not defined"),
+    "metrics.log_val_generations": other(1),
+    "metrics.log_rollouts": other(1),
+    "metrics.log_rollout_tokens": other(1),
+    "metrics.probes": other(1),
+    "metrics.details_every": other(0),
+    "metrics.replay_rows": other(0, MIXTURE),
+    "metrics.report": other(False),
+    "metrics.report_every": other(1),
+    "metrics.trace_memory": other(True),
+    "metrics.peak_tflops": other(1.0),
+    "metrics.trackers": other(["tensorboard"]),
+    "metrics.wandb_project": other("mine", {"metrics.trackers": ["wandb"]}),
+    "metrics.mlflow_uri": other("sqlite:///x.db", {"metrics.trackers": ["mlflow"]}),
+    "metrics.mlflow_experiment": other("mine", {"metrics.trackers": ["mlflow"]}),
+    "health.enabled": other(False),
+    "health.every": other(5, {**CONSTANT, "health.every": 7}, health__thresholds="{ 'reward_zero.max' = 2.0 }"),
+    "health.pause_on": other(["critical"], CONSTANT, health__thresholds="{ 'reward_zero.max' = 2.0 }"),
+    "health.thresholds": other("{ 'reward_zero.max' = 2.0 }", CONSTANT),
+    "health.off": other(["reward_zero"], CONSTANT, health__thresholds="{ 'reward_zero.max' = 2.0 }"),
+    "critic.path": other("{folder}/teacher", CRITIC),
+    "critic.learning_rate": other(1e-4, CRITIC),
+    "critic.warmup_steps": other(1, CRITIC),
+    "critic.clip_grad": other(0.5, CRITIC),
+    "critic.value_clip": other(0.1, CRITIC),
+    "critic.head_start_steps": other(1, CRITIC),
+    "correction.weights": other("token", algorithm__old_logprobs="recompute"),
+    "correction.cap": other(1.0001, CORRECTED),
+    "correction.floor": other(0.9999, CORRECTED),
+    "correction.reject": other("{ token_k1 = [0.99, 1.01] }", algorithm__old_logprobs="recompute"),
+    "distillation.teachers": other("{}", TEACHER),
+    "distillation.default_teacher": other("u", TEACHERS),
+    "distillation.route_by": other("level", TEACHERS),
+    "distillation.loss": other("reverse_kl", TEACHER),
+    "distillation.distribution": other("full", MEGATRON),
+    "distillation.top_k": other(3, TEACHER),
+    "distillation.tail": other("drop", TEACHER),
+    "distillation.beta": other(0.25, TEACHER, distillation__loss="js"),
+    "distillation.used_as": other("reward", TEACHER, distillation__loss="k1"),
+    "distillation.coefficient": other(0.5, TEACHER),
+    "distillation.use_task_rewards": other(True, TEACHER),
+    "distillation.temperature": other(0.5, MEGATRON),
+    "distillation.max_loss": other(0.5, TEACHER),
+    "distillation.min_logprob": other(-2.0, TEACHER),
+    "distillation.other_tokenizer": other("align", TEACHER, {"distillation.teachers.t.model": "{folder}/stranger"}),
+    "distillation.texts": other("text", distillation__loss="nll", distillation__texts="level"),
+    "distillation.cache": other("{folder}/runs/scores", TEACHER),
+    "distillation.deadline_s": other(1800.0, TEACHER),
+    "distillation.start_deadline_s": other(450.0, TEACHER),
+    "refill.filter": other("reward_spread"),
+    "refill.max_rounds": other(1, REFILL, reward__function="{folder}/reward.py:constant"),
+    "skip.enabled": other(True, skip__directory="{folder}/runs/cache"),
+    "skip.directory": other("{folder}/runs/other-cache", SKIP),
+    "skip.steps": other("2", SKIP, TWO_STEPS),
+    "skip.action": Other(value="repeat_last", beside={**SKIP, **TWO_STEPS}, says="was never issued"),
+    "skip.on_mismatch": other("regenerate", SKIP, TWO_STEPS, run__seed=1),
+    "skip.on_broken": other("error", SKIP),
+    "skip.rewards": other("again", SKIP),
+    "skip.max_bytes": other(1, SKIP),
+    "skip.compress": other(False, SKIP),
+    "skip.validation": other(True, SKIP),
+    "replicas.count": other(2, PROCESS),
+    "replicas.cpus": other(0.5, PROCESS),
+    "replicas.gpus": other(1.0, PROCESS),
+    "replicas.restarts": other(4, PROCESS),
+    "parallel.ranks": other(2, RANKS),
+    "parallel.tensor": other(2, TWO_RANKS),
+    "parallel.pipeline": other(2, TWO_RANKS),
+    "parallel.virtual_pipeline": other(2, TWO_RANKS, parallel__pipeline=2, policy__path="{folder}/deep"),
+    "parallel.context": other(2, TWO_RANKS),
+    "parallel.expert": other(2, TWO_RANKS, MIXTURE),
+    "parallel.expert_tensor": other(1, TENSOR, MIXTURE, parallel__sequence=True),
+    "parallel.sequence": other(True, TENSOR),
+    "parallel.distributed_optimizer": other(True, TWO_RANKS),
+    "cluster.kind": other("process"),
+    "cluster.cpus_per_rank": other(0.5, RANKS),
+    "cluster.gpus_per_rank": other(1.0, RANKS),
+    "cluster.ray_address": other("host:6379", RAY_RANKS, cluster__gpus_per_rank=0),
+    "cluster.start_deadline_s": other(300.0, RANKS),
+    "cluster.call_deadline_s": other(300.0, RANKS),
+    "weights.transport": other("tcp", PROCESS),
+    "weights.host": other("127.0.0.2", NETWORK),
+    "weights.bucket_mib": other(16, NETWORK),
+    "weights.deadline_s": other(30.0, NETWORK),
+    "schedule.max_staleness": other(1),
+    "schedule.sync_every": other(2, TWO_STEPS),
+    "schedule.partial_rollout": other(False, TWO_STEPS),
+    "schedule.max_inflight_groups": other(2),
+    "schedule.validate_on": other("learner"),
+    "schedule.validation_batch": other(1),
+    "roles.kind": other("process"),
+    "roles.rollouter_restarts": other(6, ROLES),
+    "roles.learner_restarts": other(6, ROLES),
+    "roles.controller_restarts": Other(value=1, beside=ROLES, is_supervised=True),
+    "roles.teacher_restarts": other(6, ROLES_OF_TEACHERS),
+    "roles.start_deadline_s": other(450.0),
+    "roles.heartbeat_deadline_s": other(150.0, ROLES),
+    "roles.hang_deadline_s": other(1000.0),
+    "roles.on_hang": other("report", reward__function="{folder}/reward.py:hanging", roles__hang_deadline_s=0.3),
+    "distillation.teachers.NAME.resources.gpus": Other(value=1.0, beside=TEACHER, says="reserves 1 x 0 CPUs and 1 GPU"),
+    **{
+        f"distillation.teachers.NAME.{name}": other(value, context)
+        for name, value, context in (
+            ("model", "{folder}/policy", TEACHER),
+            ("engine", "megatron", TEACHER),
+            ("replicas", 2, TEACHER),
+            ("resources", "{ cpus = 0.5 }", TEACHER),
+            ("resources.cpus", 0.5, TEACHER),
+            ("data_sources", ["of_1"], TWO_TEACHERS),
+            ("placement", "ray", TEACHER),
+            ("dtype", "bfloat16", TEACHER),
+            ("max_model_len", 40, TEACHER),
+            ("tensor", 2, MEGATRON),
+            ("max_batch_tokens", 64, TEACHER),
+            ("num_threads", 1, TEACHER),
+            ("kv_cache_gib", 0.5, TEACHER),
+            ("gpu_memory_utilization", 0.5, TEACHER),
+            ("sleep", False, TEACHER),
+            ("restarts", 4, TEACHER),
+        )
+    },
+}
