@@ -1,6 +1,7 @@
 """Validation and test between steps."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rl_metrics.validation import headline
@@ -21,8 +22,13 @@ from rl_trainer_parts.rollouts.evaluation import (
 from rl_trainer_parts.run.checkpoints import TrainerState
 
 
-async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tuple[TrainerState, dict[str, float]]:
-    """Evaluate on the validation prompts, and on the test prompts if requested.
+TESTING = "timing_s/testing"
+
+
+async def evaluate(
+    parts: Parts, state: TrainerState, *, splits: Sequence[str]
+) -> tuple[TrainerState, dict[str, float]]:
+    """Evaluate on the prompts of each split, "validation" or "test", that the run has.
 
     Returns:
         The state with `validation_accuracy_{first,last}` and `test_accuracy_{first,last}` in its results, and the
@@ -31,7 +37,8 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
     results = dict(state.results)
     metrics: dict[str, float] = {}
     started = time.perf_counter()
-    for split, prompts in (("validation", parts.inputs.validation), ("test", parts.inputs.test if with_test else None)):
+    for split in splits:
+        prompts = {"validation": parts.inputs.validation, "test": parts.inputs.test}[split]
         if prompts is None:
             continue
         what = f"{split} of step {state.step}"
@@ -50,7 +57,7 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
         elif accuracy is not None:
             metrics["test/accuracy"] = accuracy
     if metrics:
-        metrics["timing_s/testing"] = time.perf_counter() - started
+        metrics[TESTING] = time.perf_counter() - started
     return replace(state, results=results), metrics
 
 

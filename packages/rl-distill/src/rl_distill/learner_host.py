@@ -116,7 +116,7 @@ class LearnerHost:
         self._doing = self._since("the order to start", on=options.caller)
         self._is_closing = False
 
-    async def save(self, step: int, state: Mapping[str, Json], *, also_keep: Sequence[int] = ()) -> None:
+    async def save(self, step: int, state: Mapping[str, Json], also_keep: Sequence[int] = ()) -> None:
         """Start a checkpoint of the learners and this state; `saved` returns it once it is complete.
 
         Args:

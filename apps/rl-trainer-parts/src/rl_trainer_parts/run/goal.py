@@ -56,9 +56,9 @@ class Goal:
         """A validation of this step has started; its checkpoint is kept until the result is known."""
         self._pending.add(step)
 
-    def went_back(self, step: int) -> None:
-        """Later steps are trained again; their unfinished validations are abandoned."""
-        self._pending = {one for one in self._pending if one <= step}
+    def went_back(self) -> None:
+        """The learner died; unfinished validations are abandoned or started again."""
+        self._pending.clear()
 
     def needs_checkpoint(self, step: int) -> bool:
         """Whether this step's checkpoint must be saved because its validation is, or may become, the best."""

@@ -63,6 +63,12 @@ VALIDATION = (
     ),
     one("val-aux/{source}/num_prompts", "prompts", "Validation prompts of the source.", reduction="sum"),
     one("val-aux/{source}/num_responses", "responses", "Validation responses of the source.", reduction="sum"),
+    one(
+        "validation/is_exact",
+        "bool",
+        "1 if exactly the step's weights sampled every token of the validation, so that the step's checkpoint can be the "
+        "best.",
+    ),
     one("validation/policy_version/min", "versions", "Oldest version of a validation's tokens.", reduction="min"),
     one("validation/policy_version/max", "versions", "Newest version of a validation's tokens.", reduction="max"),
 )
