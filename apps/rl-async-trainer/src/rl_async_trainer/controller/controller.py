@@ -54,6 +54,8 @@ class Controller:
         self._goal = parts.lifecycle.goal
         self._changed = asyncio.Condition()
         self._was_restored = False
+        self._holds_versions = False  # while the engines answer a validation with the version of a checkpoint
+        self._has_held = False
         self._in_step = asyncio.Lock()
         self._metrics = StepMetrics()
         self._learner = LearnerLink(
@@ -308,6 +310,7 @@ class Controller:
         version = scheduler.options.version_after(scheduler.num_steps)
         if (scheduler.num_steps % every == 0 or is_last) and version >= scheduler.served_version:
             if is_last or self._settings.schedule_options.is_on_policy:
+                await self._parts.validator.wait()
                 self._rollouts.hold()
                 await self._weights.pack_and_wait(version)
                 is_due = is_last or self._is_due(self._settings.trainer.validate_every)
@@ -315,9 +318,10 @@ class Controller:
                 metrics = await self._validate(*splits) if is_due else {}
                 await self._rollouts.let_feed()
                 return metrics
-            if self._settings.trainer.keep_best and self._settings.schedule.validate_on == "engines":
-                await self._parts.validator.wait()  # its answers must be of one version, which a checkpoint has
-            await self._weights.pack(version)
+            if self._holds_versions:
+                self._has_held = True
+            else:
+                await self._weights.pack(version)
         return {}
 
     async def _finish(self) -> None:
@@ -351,8 +355,9 @@ class Controller:
         """Start evaluating the current policy while training continues."""
         await self._parts.validator.wait()  # one at a time, because each may hold a copy of the weights
         await self._hold_weights(self.state.step)
-        if self._parts.validator.can_be_exact(self.state.step):
+        if self._settings.trainer.keep_best and self._parts.validator.can_be_exact(self.state.step):
             self._goal.begun(self.state.step)
+            self._holds_versions = self._settings.schedule.validate_on == "engines"
         self._parts.validator.begin(
             self.state.step,
             self._rollouter,
@@ -366,11 +371,16 @@ class Controller:
             version = self._scheduler.options.version_after(step)
             await self._learner.hold(step, version, self._learner.course())
 
-    def _has_validated(self, step: int, metrics: dict[str, float]) -> None:
-        """A background validation has finished."""
+    async def _has_validated(self, step: int, metrics: dict[str, float]) -> None:
+        """A background validation has finished; the newest weights are published if it held them back."""
         self._note_validation(step, metrics)
         self._trackers.log_late(step, metrics)
         self._parts.progress(f"validation of step {step}")
+        async with self._changed:
+            was_held = self._holds_versions and self._has_held
+            self._holds_versions = self._has_held = False
+            if was_held:
+                self._weights.lost()
 
     def _note_validation(self, step: int, metrics: dict[str, float]) -> None:
         self._goal.noted(step, metrics)

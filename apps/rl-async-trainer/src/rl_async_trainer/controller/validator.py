@@ -28,7 +28,7 @@ from rl_trainer_parts.rollouts.evaluation import chosen_problems, draw_samples, 
 from rl_trainer_parts.rollouts.inputs import Inputs
 
 OnGenerations = Callable[[int, str, Sequence[GenerationSample]], None]
-OnValidated = Callable[[int, dict[str, float]], None]
+OnValidated = Callable[[int, dict[str, float]], Awaitable[None]]
 
 
 Answerer = RollouterLink | LearnerLink
@@ -129,7 +129,7 @@ class Validator:
         async def work() -> None:
             try:
                 await until_ready()
-                on_validated(step, await self.run(step, engines, learner, splits=("validation",), is_beside=True))
+                await on_validated(step, await self.run(step, engines, learner, splits=("validation",), is_beside=True))
             except RoleRestartedError:
                 return
             except Exception as error:

@@ -56,7 +56,7 @@ class WeightPublisher:
         return self._is_packing or (self._packed is not None and self._packed[0].is_live)
 
     def lost(self) -> None:
-        """The engines have lost their weights, or cannot get the missed ones; `changed` is held."""
+        """The engines have lost or missed weights and need the newest ones; `changed` is held."""
         self._is_wanted = True
         self._changed.notify_all()
 
