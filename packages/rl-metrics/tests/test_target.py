@@ -21,7 +21,9 @@ LENGTH = "val-aux/math/length/mean@1"
 
 
 def validations(*values, exact=()):
-    return [Validated(step=10 * number, value=value, is_exact=number not in exact) for number, value in enumerate(values)]
+    return [
+        Validated(step=10 * number, value=value, is_exact=number not in exact) for number, value in enumerate(values)
+    ]
 
 
 def test_the_main_metric_is_the_mean_over_sources():

@@ -21,7 +21,6 @@ from rl_trainer_parts.rollouts.evaluation import (
 )
 from rl_trainer_parts.run.checkpoints import TrainerState
 
-
 TESTING = "timing_s/testing"
 
 

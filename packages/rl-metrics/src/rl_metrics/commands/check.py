@@ -71,6 +71,8 @@ def _verdict_lines(verdict: Verdict, *, name: str) -> Iterator[str]:
     """Yield the lines of the checklist by side, then those of the findings."""
     known = sum(check.status != "unknown" for check in verdict.checks)
     yield f"{name}: {verdict.status} at step {verdict.step} ({known} of {len(verdict.checks)} checks had enough data)"
+    if verdict.target is not None:
+        yield verdict.target.text
     width = max((len(check.rule) for check in verdict.checks), default=0)
     for side, title in SIDE_TITLES.items():
         checks = [check for check in verdict.checks if check.side == side]

@@ -10,9 +10,12 @@ from rl_metrics.health.evaluate_rules import Look, Looker
 from rl_metrics.health.families import FAMILY_TEXTS, Family, family_of
 from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
+from rl_metrics.health.plateau_rule import with_target
 from rl_metrics.health.rules import Cause, Rule, with_thresholds
+from rl_metrics.health.target_verdict import judge_target
 from rl_metrics.run_files.events import BEGUN
 from rl_metrics.run_files.history import History
+from rl_metrics.targets.target import TargetOptions
 
 WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
 MAX_ERROR_CHARS = 300
@@ -28,6 +31,7 @@ def judge(
     thresholds: Mapping[str, float] | None = None,
     events: Iterable[Mapping[str, Any]] = (),
     family: Family | None = None,
+    target: TargetOptions | None = None,
 ) -> Verdict:
     """Judge a run's health at its newest step.
 
@@ -37,14 +41,19 @@ def judge(
         thresholds: Overrides by rule and threshold, such as `{"kl_high.max": 0.05}`.
         events: Events of the run, in order.
         family: Family of the run; None infers it from the names of the metrics.
+        target: What validation should reach; None has no target.
 
     Raises:
         SettingsError: A threshold does not exist.
     """
     if thresholds:
         rules = with_thresholds(rules, thresholds)
+    target = target or TargetOptions()
     with np.errstate(all="ignore"):  # values may be near the largest float
-        return _judged(history, rules, _of_this_attempt(events), family or family_of(history.values, {}))
+        aim = judge_target(history, target)
+        rules = with_target(rules, target, aim)
+        verdict = _judged(history, rules, _of_this_attempt(events), family or family_of(history.values, {}))
+    return replace(verdict, target=aim)
 
 
 def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]], family: Family) -> Verdict:
