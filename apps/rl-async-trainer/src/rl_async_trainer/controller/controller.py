@@ -310,7 +310,8 @@ class Controller:
         version = scheduler.options.version_after(scheduler.num_steps)
         if (scheduler.num_steps % every == 0 or is_last) and version >= scheduler.served_version:
             if is_last or self._settings.schedule_options.is_on_policy:
-                await self._parts.validator.wait()
+                if self._holds_versions:
+                    await self._parts.validator.wait()
                 self._rollouts.hold()
                 await self._weights.pack_and_wait(version)
                 is_due = is_last or self._is_due(self._settings.trainer.validate_every)
