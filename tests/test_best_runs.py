@@ -73,7 +73,7 @@ def test_a_synchronous_run_ends_when_validation_says_so_and_keeps_the_best(
     assert (found["steps"], found["best_step"], found["target_reached_at_step"]) == (3, 3, 3)
     assert "trainer.target" in found["stopped_by"]
     assert kept(run) == ["step_3"]
-    starts = run.train_words("--best", "--dry-run", **{"run__name": "next", "policy__path": run.run_folder})
+    starts = run.train_words("--best", "--dry-run", run__name="next", policy__path=run.run_folder)
     from rl_sync_trainer.main import main
 
     assert main(starts) == 0
