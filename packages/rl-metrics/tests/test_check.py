@@ -29,7 +29,7 @@ def run(tmp_path):
 def test_a_healthy_run(run, capsys):
     assert main(["check", str(run(**{"actor/ppo_kl": 0.01}))]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("arithmetic: ok at step 20 (1 of 38 checks had enough data)\n\nTask: ")
+    assert out.startswith("arithmetic: ok at step 20 (1 of 39 checks had enough data)\n\nTask: ")
     assert "ok        kl_high" in out
     assert "actor/ppo_kl 0.01 over the last 5 steps" in out
 
@@ -113,7 +113,7 @@ def test_the_guide_page_is_up_to_date(capsys):
 
 def test_what_cannot_be_judged_is_no_success(run, capsys):
     assert main(["check", str(run(**{"foreign/name": 1.0}))]) == 2
-    assert capsys.readouterr().out.startswith("arithmetic: unknown at step 20 (0 of 38 checks had enough data)\n")
+    assert capsys.readouterr().out.startswith("arithmetic: unknown at step 20 (0 of 39 checks had enough data)\n")
 
 
 def test_tokens_that_train_on_other_experts_than_were_sampled_are_found(run, capsys):

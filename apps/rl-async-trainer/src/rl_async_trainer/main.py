@@ -31,9 +31,9 @@ USAGE = """usage: rl-async-trainer COMMAND ...
   check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
       Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
   train SETTINGS.toml [--resume] [--dry-run] [--best] [--replay RUN] [--section.name=value ...]
-      Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits;
-      --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one; --best
-      starts from the best checkpoint of the run in policy.path.
+      Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
+      --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one.
+      --best starts from the best checkpoint of the run in policy.path.
   train --help [SECTION]
       Explain every setting, or those of one section.
   validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]

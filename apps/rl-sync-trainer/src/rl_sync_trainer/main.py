@@ -26,7 +26,7 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
   check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
       Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
   train SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]
-      Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits;
+      Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
       --best starts from the best checkpoint of the run in policy.path.
   train --help [SECTION]
       Explain every setting, or those of one section.

@@ -66,8 +66,7 @@ VALIDATION = (
     one(
         "validation/is_exact",
         "bool",
-        "1 if exactly the step's weights sampled every token of the validation, so that the step's checkpoint can be the "
-        "best.",
+        "1 if the step's own weights sampled every token of the validation, so that its checkpoint can be the best.",
     ),
     one("validation/policy_version/min", "versions", "Oldest version of a validation's tokens.", reduction="min"),
     one("validation/policy_version/max", "versions", "Newest version of a validation's tokens.", reduction="max"),

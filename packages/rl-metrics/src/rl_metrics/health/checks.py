@@ -122,11 +122,11 @@ def stuck(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     smooth = sign * running_median(columns[0], SHORT if len(columns) > 1 else 1)
     best = np.maximum.accumulate(smooth)
     before = np.concatenate([np.full(min(window, len(best)), np.nan), best[:-window]])
-    if len(columns) > 1:
+    if len(columns) > 1 and "share" in limits:
         lowest, top = np.minimum.accumulate(smooth), np.maximum.accumulate(columns[1])
         is_low = best - lowest < limits["share"] * (top - lowest)
     else:
-        is_low = best < sign * limits["below"]
+        is_low = best < sign * limits.get("below", math.inf)
     is_wrong = (best - before <= limits["gain"] * np.abs(before)) & is_low
     return Measured(values=sign * best, is_wrong=is_wrong, before=float(sign * before[-1]))
 

@@ -23,6 +23,12 @@ NO_GAIN = "{metric} has gained nothing over its earlier best of {before} in {win
 ACCURACY = "val-core/*/acc/mean@#"
 
 
+HAS_RISEN = condition(
+    "risen", SCORE, BEST_SCORE, window=10, says="the reward rose before", can_do_with_one=True, min=0.1
+)
+"""The reward rose before it got stuck; `reward_flat` finds one that never rose."""
+
+
 def _of_validation(name: str, *, sign: float = 1.0, below: float | str = "below") -> Condition:
     return condition("stuck", name, says=NO_GAIN, window=5, below=below, gain="gain", sign=sign)
 
@@ -42,6 +48,7 @@ PLATEAU = Rule(
             "than {share:share} of the way to the highest reward",
             window=40,
             min_steps=60,
+            needs=(HAS_RISEN,),
             share="share",
             gain="gain",
         ),
