@@ -14,7 +14,10 @@ from rl_trainer_parts.run.checkpoints import TrainerState
 
 
 async def train(parts: Parts, state: TrainerState) -> TrainerState:
-    """Train until the last step, or until validation ends the run; it can resume from every state passed to `parts.on_state`."""
+    """Train until the last step, or until validation ends the run.
+
+    The run can resume from every state passed to `parts.on_state`.
+    """
     settings = parts.settings.trainer
     with parts.phase("sending the policy to the engine", is_brief=True):
         await publish(parts, state.policy_version)
