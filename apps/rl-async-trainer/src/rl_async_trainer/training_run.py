@@ -92,13 +92,12 @@ class TrainingRun:
         if checkpoint is not None:
             self._state = read_run_state(checkpoint, AsyncState)
             self._lifecycle.resumes(checkpoint, self._state)
+            if self._state.validated >= self._state.step and self._lifecycle.says_done(self._state):
+                return
         with console.phase("opening the queue", is_brief=True):
             queue = open_queue(settings, self._folder.path)
         stack.callback(queue.close)
         parts = await self._controls(stack, stop, queue)
-        if parts.scheduler.is_done and self._state.validated >= self._state.step:
-            console.say(f"all {self._state.step} steps are done; to continue, raise trainer.steps")
-            return
         controller = Controller(parts, self._state)
         engine, num_parameters = await stop.run(
             controller.start(checkpoint),

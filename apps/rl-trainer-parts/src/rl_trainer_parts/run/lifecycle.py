@@ -17,6 +17,7 @@ from rl_trainer_parts.reporting.health import watch_health
 from rl_trainer_parts.reporting.trackers import make_trackers
 from rl_trainer_parts.run.checkpoints import RunState
 from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.goal import Goal
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
 
@@ -29,6 +30,7 @@ class RunLifecycle:
         events: Logs everything.
         trackers: Receive the metrics.
         store: The run's checkpoints.
+        goal: The run's validations, and what they decide.
         ending: The run's end in the trackers' terms.
         is_ending: True when training has finished.
     """
@@ -59,6 +61,7 @@ class RunLifecycle:
         self._has_begun = False
         self.events = EventLog(folder.path / "events.jsonl")
         self.trackers = make_trackers(settings, folder.path, console, ending=lambda: self.ending)
+        self.goal = Goal(settings.trainer)
         self.store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=on_saved)
 
     async def launch(
@@ -131,6 +134,19 @@ class RunLifecycle:
         self.console.say(f"resuming from {checkpoint}")
         self.events.write("run_resumed", checkpoint=str(checkpoint))
         self._earlier_wall_s = state.wall_s
+        self.goal.restore(self._folder.path, state.step)
+
+    def says_done(self, state: RunState) -> bool:
+        """Whether a resumed run has nothing left to train; if so, report why and how to continue."""
+        reason = self.goal.stop_reason
+        if state.step >= self._settings.trainer.steps:
+            self.console.say(f"all {state.step} steps are done; to continue, raise trainer.steps")
+        elif reason is not None:
+            setting = reason.partition(":")[0]
+            self.console.say(f"the run has ended at step {state.step}. {reason}; to continue, change {setting}")
+        else:
+            return False
+        return True
 
     def begins(self, state: RunState) -> None:
         """Report what is trained, and from which step."""
@@ -164,7 +180,8 @@ class RunLifecycle:
     def _finished(self, state: RunState) -> int:
         """The last step is finished."""
         self.ending = "finished"
-        summary = self._summary("finished", state)
+        reason = self.goal.stop_reason if state.step < self._settings.trainer.steps else None
+        summary = self._summary("finished", state) | ({} if reason is None else {"stopped_by": reason})
         file = self._folder.write_summary(summary)
         self.events.write("run_finished", **summary)
         shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
@@ -188,4 +205,12 @@ class RunLifecycle:
             "policy_version": state.policy_version,
             "seed": self._settings.run.seed,
             "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
+            **self._best(),
         }
+
+    def _best(self) -> dict[str, Any]:
+        """What validation says about the run, and the best checkpoint."""
+        best = self.goal.best
+        if best is None or best.step not in self.store.steps():
+            return self.goal.summary()
+        return {**self.goal.summary(), "best_checkpoint": str(self._folder.checkpoints / f"step_{best.step}")}

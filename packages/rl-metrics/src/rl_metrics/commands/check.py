@@ -82,6 +82,8 @@ def _verdict_lines(verdict: Verdict, rows: Sequence[StabilityRow], *, name: str,
     rest = len(verdict.checks) - len(due)
     hidden = f"; {rest} do not apply{'' if is_all else ', see --all'}" if rest else ""
     yield f"{name}: {verdict.status} at step {verdict.step} ({known} of {len(due)} checks had enough data{hidden})"
+    if verdict.target is not None:
+        yield verdict.target.text
     shown = verdict.checks if is_all else due
     width = max((len(check.rule) for check in shown), default=0)
     for side, title in SIDE_TITLES.items():

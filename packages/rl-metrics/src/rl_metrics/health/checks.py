@@ -165,6 +165,25 @@ def no_rise(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measure
     return Measured(values=values, is_wrong=is_wrong, before=start)
 
 
+def stuck(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """Find a best running median that gained at most the share `gain` in the window, and is below `below`.
+
+    With a second column, the maximum of each step, it must instead have gone less than `share` of the way from the
+    lowest value to the highest maximum. `sign` = -1 looks for values that should fall.
+    """
+    sign = limits.get("sign", 1.0)
+    smooth = sign * running_median(columns[0], SHORT if len(columns) > 1 else 1)
+    best = np.maximum.accumulate(smooth)
+    before = np.concatenate([np.full(min(window, len(best)), np.nan), best[:-window]])
+    if len(columns) > 1 and "share" in limits:
+        lowest, top = np.minimum.accumulate(smooth), np.maximum.accumulate(columns[1])
+        is_low = best - lowest < limits["share"] * (top - lowest)
+    else:
+        is_low = best < sign * limits.get("below", math.inf)
+    is_wrong = (best - before <= limits["gain"] * np.abs(before)) & is_low
+    return Measured(values=sign * best, is_wrong=is_wrong, before=float(sign * before[-1]))
+
+
 def risen(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find a running median above the start by at least the share `min`; columns as in `no_rise`."""
     smooth = running_median(columns[0], window)
@@ -285,22 +304,8 @@ def lost(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 KINDS: dict[str, CheckKind] = {
     kind.__name__: kind
     for kind in (
-        *(
-            level,
-            part_level,
-            mean_level,
-            run_mean,
-            highest,
-            zero,
-            cancels,
-            fall,
-            no_rise,
-            risen,
-            near_top,
-            rises,
-            grows,
-        ),
-        *(jumps, leap, grown, within_bounds, rise_within, shrunk, sudden_fall, gap, lost),
+        *(level, part_level, mean_level, run_mean, highest, zero, cancels, fall, no_rise, stuck, risen),
+        *(near_top, rises, grows, jumps, leap, grown, within_bounds, rise_within, shrunk, sudden_fall, gap, lost),
     )
 }
 """Kinds by the name that rules use."""

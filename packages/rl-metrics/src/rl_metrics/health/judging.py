@@ -10,9 +10,12 @@ from rl_metrics.health.evaluate_rules import Look, Looker
 from rl_metrics.health.families import FAMILY_TEXTS, Family, family_of
 from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
+from rl_metrics.health.plateau_rule import with_target
 from rl_metrics.health.rules import Cause, Condition, Rule, with_thresholds
+from rl_metrics.health.target_verdict import judge_target
 from rl_metrics.run_files.events import BEGUN
 from rl_metrics.run_files.history import History
+from rl_metrics.targets.target import TargetOptions
 
 WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
 MAX_ERROR_CHARS = 300
@@ -29,6 +32,7 @@ def judge(
     events: Iterable[Mapping[str, Any]] = (),
     family: Family | None = None,
     is_over: bool = False,
+    target: TargetOptions | None = None,
 ) -> Verdict:
     """Judge a run's health at its newest step.
 
@@ -39,16 +43,21 @@ def judge(
         events: Events of the run, in order.
         family: Family of the run; None infers it from the names of the metrics.
         is_over: Whether the newest step is the last; some thresholds are for the end of a run only.
+        target: What validation should reach; None has no target.
 
     Raises:
         SettingsError: A threshold does not exist.
     """
     if thresholds:
         rules = with_thresholds(rules, thresholds)
+    target = target or TargetOptions()
     with np.errstate(all="ignore"):  # values may be near the largest float
+        aim = judge_target(history, target)
         looker = Looker(history, is_over=is_over)
         newest = int(history.steps[-1]) if len(history.steps) else 0
-        return _judged(looker, rules, _of_this_attempt(events), family or family_of(history.values, {}), newest)
+        reports, family = _of_this_attempt(events), family or family_of(history.values, {})
+        verdict = _judged(looker, with_target(rules, target, aim), reports, family, newest)
+    return replace(verdict, target=aim)
 
 
 def _judged(

@@ -37,6 +37,7 @@ function showVerdicts(runs) {
       runs.length > 1 ? make("strong", {}, `${header.name} `) : null,
       state === "failed" ? `${ended}; ${health}. ` : `${health}; ${ended}. `,
       hangs ? make("span", { class: "failure" }, snippet(hangs, 300), " ") : null,
+      verdict.target ? make("span", {}, snippet(`T${verdict.target.text.slice(1)}. `, 300)) : null,
       make("span", { class: "muted" }, snippet(inShort(verdict.findings), 300)),
     );
   });
