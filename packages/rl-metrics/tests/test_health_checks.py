@@ -161,7 +161,7 @@ def test_gap():
     assert measured("gap", [0.5, 0.9], [0.5, 0.5], [0.75, 0.75], window=1, max=0.2)[1] == [False, False]
 
 
-LIMITS = {"min": 0.1, "max": 0.5, "by": 0.01, "times": 2.0, "count": 0.0, "least": 0.0, "below": 1.0}
+LIMITS = {"min": 0.1, "max": 0.5, "by": 0.01, "times": 2.0, "count": 0.0, "least": 0.0, "below": 1.0, "gain": 0.05}
 COLUMNS = st.integers(1, 40).flatmap(
     lambda n: st.tuples(*[arrays(np.float64, n, elements=st.floats(allow_nan=False, allow_infinity=False))] * 2)
 )
