@@ -131,11 +131,11 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
     [
         ({"rollout.top_p": 1.5}, "rollout.top_p must be above 0 and at most 1; found 1.5."),
         (
-            {"trainer.target": {"value": 0.5}},
+            {"trainer.target": {"value": 0.5}, "prompts.validation": None},
             "trainer.target needs prompts.validation, whose results it judges. Set it, or leave trainer.target out.",
         ),
         (
-            {"trainer.stop_when_no_better": 3},
+            {"trainer.stop_when_no_better": 3, "prompts.validation": None},
             "trainer.stop_when_no_better needs prompts.validation, whose results it judges. Set it, or leave "
             "trainer.stop_when_no_better out.",
         ),
