@@ -306,9 +306,9 @@ class Rollouter:
         found = await stored.find(one.place, one.prompt.uid)
         if found is None:
             await self._settle((await run([one.prompt]))[0], one)
-            return
-        async with self._replaying:
-            await self._settle(found, one, is_replayed=True)
+        else:
+            async with self._replaying:
+                await self._settle(found, one, is_replayed=True)
 
     async def _settle(self, group: GroupResult, dispatch: Dispatch, *, is_replayed: bool = False) -> None:
         """Put a group into the queue, and report its outcome."""
@@ -326,9 +326,8 @@ class Rollouter:
             await asyncio.to_thread(settle, self._queue, [group], put=self._put, only=missing, refused=refused)
         self._window.add(group, took_s=took_s, is_refused=reason is not None, is_replayed=is_replayed)
         event = await self._event_of(group, reason, missing)
-        event = replace(event, took_s=took_s, started=version)
-        if is_replayed:
-            event = replace(event, oldest=None)  # the schedule takes it as new
+        oldest = None if is_replayed else event.oldest  # the schedule takes a replayed group as new
+        event = replace(event, took_s=took_s, started=version, oldest=oldest)
         self._running.pop(uid, None)
         await self._tell([event])
         self._refuse_to_fail_for_ever(group)
