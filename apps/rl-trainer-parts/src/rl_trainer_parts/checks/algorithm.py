@@ -14,7 +14,7 @@ from rl_distill.objectives import (
     rejection_limits,
     try_advantage,
 )
-from rl_trainer_parts.learning.distillation import learns_from_rewards
+from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.objective import gdpo_components, make_policy_objective
 from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings
@@ -97,6 +97,22 @@ def _policy_loss(settings: Settings) -> Iterator[str]:
         make_policy_objective(settings)
     except SettingsError as error:
         yield f"algorithm.policy_loss = {algorithm.policy_loss!r}: {error}"
+
+
+PER_RESPONSE = {"gspo": "arXiv:2507.18071", "geo_mean": "arXiv:2507.20673"}
+"""Policy losses of whole responses, whose papers average over responses, with the paper."""
+
+
+def aggregation_notes(settings: Settings) -> Iterator[str]:
+    """Notes about a loss of whole responses whose average weights responses by their length."""
+    algorithm = settings.algorithm
+    paper = PER_RESPONSE.get(algorithm.policy_loss)
+    if paper is not None and has_policy_gradient(settings) and algorithm.aggregation != "seq-mean-token-mean":
+        yield (
+            f"algorithm.policy_loss = {algorithm.policy_loss!r} is a loss of whole responses, but algorithm.aggregation "
+            f'= "{algorithm.aggregation}" weights longer responses more; the paper ({paper}) averages over responses: '
+            '"seq-mean-token-mean"'
+        )
 
 
 def _kl(settings: Settings) -> Iterator[str]:

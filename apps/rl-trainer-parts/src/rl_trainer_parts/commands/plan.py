@@ -20,6 +20,7 @@ from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
 from rl_trainer_parts.commands.adapter_plan import describe_adapter
 from rl_trainer_parts.commands.amounts import counted, size_text
+from rl_trainer_parts.commands.objective_plan import describe_objective
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
@@ -78,7 +79,9 @@ def describe_plan(
     """
     roles = _roles(settings, loop_lines, inline_engine, inline_rank)
     adapter = describe_adapter(settings, _config(settings.policy.path))
-    return "\n".join([*roles, *adapter, *_arithmetic(settings, counts), *_memory(settings), *_files(settings)])
+    objective = describe_objective(settings)
+    rest = (*_arithmetic(settings, counts), *_memory(settings), *_files(settings))
+    return "\n".join([*roles, *adapter, *objective, *rest])
 
 
 def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, inline_rank: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from rl_metrics.trackers import ConsoleTracker
+from rl_trainer_parts.checks.algorithm import aggregation_notes
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.engines import check_engines, check_loop
@@ -55,7 +56,8 @@ def train_checked(
         loop_lines = check_loop(settings, inputs.tokenizer)
         check_engines(settings)
         settings = choose_products(settings, resume=resume)
-    for note in (*what_to_look_at(settings, inputs), *unused_settings(settings, also_unused)):
+    notes = (*what_to_look_at(settings, inputs), *aggregation_notes(settings))
+    for note in (*notes, *unused_settings(settings, also_unused)):
         console.say(f"note: {note}")
     if dry_run:
         for problem in lacking:

@@ -1,6 +1,9 @@
 """Build the learner's objective from the settings."""
 
+from inspect import signature
+
 from rl_distill.objectives import (
+    POLICY_LOSSES,
     AdaptiveKL,
     DistillationObjective,
     PolicyObjective,
@@ -45,6 +48,17 @@ def make_policy_objective(settings: Settings) -> PolicyObjective:
             kl_estimator=algorithm.kl_estimator,
             entropy_coefficient=algorithm.entropy_coefficient,
         )
+    )
+
+
+def clip_range(settings: Settings) -> tuple[float | None, float | None]:
+    """Lower and upper clip range in effect; None where the loss has none."""
+    algorithm = settings.algorithm
+    known = signature(POLICY_LOSSES.get(algorithm.policy_loss)).parameters
+    low, high = (known[name].default if name in known else None for name in ("clip_low", "clip_high"))
+    return (
+        low if algorithm.clip_low is None else algorithm.clip_low,
+        high if algorithm.clip_high is None else algorithm.clip_high,
     )
 
 

@@ -1,11 +1,13 @@
 """Compute a run's needs from its settings and its models' configurations."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_distill import LoraOptions, adapter_size, count_parameters, parse_policy_config, rank_memory, read_policy_config
+from rl_trainer_parts.checks.engines import check_engines
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.rollouts.engines import gpus_per_replica
@@ -72,9 +74,20 @@ def needs_of(settings: Settings) -> Needs:
     if uses_ray and settings.cluster.ray_address is not None:
         return replace(needs, ray_address=settings.cluster.ray_address)
     try:
+        needs = replace(needs, model_problems=tuple(_engine_problems(settings)))
         return _sizes(settings, needs)
     except (SettingsError, DataError) as error:
         return replace(needs, model_problems=(f"policy.path: {error}",))
+
+
+def _engine_problems(settings: Settings) -> Iterator[str]:
+    """What the installed engines do not support of the models, such as a size of attention heads."""
+    try:
+        check_engines(settings)
+    except SettingsError as error:
+        yield from str(error).splitlines()
+    except MissingExtraError:  # listed among the libraries
+        return
 
 
 def _libraries(settings: Settings, *, uses_ray: bool) -> frozenset[str]:

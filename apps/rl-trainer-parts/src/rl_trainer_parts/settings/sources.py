@@ -215,7 +215,7 @@ def _from_arguments(arguments: Sequence[str], kind: type[Settings], wrong: list[
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            hint = f"write --{argument}" if "=" in argument else "the form of a setting is --section.name=value"
+            hint = _written_out(argument, kind) if "=" in argument else "the form of a setting is --section.name=value"
             wrong.append(f"unexpected argument {argument!r}; {hint}.")
             continue
         name, equals, text = argument[2:].partition("=")
@@ -228,6 +228,14 @@ def _from_arguments(arguments: Sequence[str], kind: type[Settings], wrong: list[
         elif is_known:
             wrong.append(f"--{name} needs a value: --{name}=VALUE.")
     return found
+
+
+def _written_out(argument: str, kind: type[Settings]) -> str:
+    """How to write `steps=4`: with the section of the first setting with this name."""
+    name, _, value = argument.partition("=")
+    known = setting_fields(kind)
+    whole = name if name in known else next((one for one in known if one.rpartition(".")[2] == name), name)
+    return f"write --{whole}={value}"
 
 
 def parse_text(name: str, text: str, kind: type[Settings] = Settings) -> Any:

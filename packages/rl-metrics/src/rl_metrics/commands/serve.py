@@ -1,6 +1,7 @@
 """`rl-metrics serve`: serve a page of runs that updates while they write."""
 
 import argparse
+import errno
 import time
 from pathlib import Path
 
@@ -35,6 +36,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         server = ReportServer(arguments.runs, port=arguments.port, max_trajectories=arguments.max_trajectories)
     except OverflowError as error:  # no such port
         return refuse(str(error))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return refuse(f"port {arguments.port} is in use. Choose another --port, or leave it out for a free one.")
     try:
         say(f"{server.url}  (Ctrl-C stops)")
         server.wait()

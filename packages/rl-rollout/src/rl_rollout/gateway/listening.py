@@ -1,6 +1,7 @@
 """An HTTP/1.1 server that slow clients cannot block: connections are limited in number and in waiting time."""
 
 import asyncio
+import errno
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -77,7 +78,9 @@ class Listener:
         try:
             self._socket = self._socket or socket.create_server((host, port), backlog=BACKLOG)
         except (OSError, OverflowError) as error:
-            raise SettingsError(f"the gateway cannot listen on {host}:{port}: {error}.") from error
+            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            advice = " Choose another port (`--port` of rl-rollout serve), or 0 for a free one." if is_taken else ""
+            raise SettingsError(f"the gateway cannot listen on {host}:{port}: {error}.{advice}") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio omits it
 
     async def start(self) -> int:

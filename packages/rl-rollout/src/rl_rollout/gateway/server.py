@@ -296,10 +296,20 @@ class Gateway:
         return {**card, "type": "model", "display_name": self.options.model, "max_model_len": length}
 
 
+WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses", "/models")
+"""Paths that OpenAI's clients request if their base URL lacks "/v1"."""
+
+
 async def _no_route(request: Request, error: Exception) -> Response:
     """Return the error for an unknown path."""
     status = error.status_code if isinstance(error, HTTPException) else 404
-    refused = RefusedError(f"unknown route: {request.method} {request.url.path[:200]}.", kind="not_found_error")
+    path = request.url.path
+    said = f"unknown route: {request.method} {path[:200]}."
+    if path.startswith(WITHOUT_VERSION):
+        said += ' The base URL of OpenAI\'s clients must end in "/v1".'
+    elif path.startswith("/v1/v1/"):
+        said += ' The base URL of Anthropic\'s clients must not end in "/v1".'
+    refused = RefusedError(said, kind="not_found_error")
     return JSONResponse(refused.as_openai(), status_code=status)
 
 
