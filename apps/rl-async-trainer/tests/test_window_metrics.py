@@ -46,7 +46,7 @@ def test_tool_calls_of_the_sessions_are_counted() -> None:
         prompt = Prompt(uid=uid, input_ids=np.array([1], np.int32))
         window.add(GroupResult(prompt=prompt, sessions=(session,)), took_s=1.0, is_refused=False, is_replayed=False)
     metrics = window_metrics(window, [], elapsed_s=1.0)
-    assert (metrics["tools/calls/ok"], metrics["tools/calls/malformed_call"], metrics["tools/ok_ratio"]) == (2, 2, 0.5)
+    assert (metrics["tools/calls/ok"], metrics["tools/calls/malformed_call"], metrics["tools/ok_share"]) == (2, 2, 0.5)
 
 
 def test_a_reward_that_timed_out_counts_in_the_times_although_its_session_is_dropped() -> None:

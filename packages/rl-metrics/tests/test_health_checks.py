@@ -202,7 +202,17 @@ def test_few_validations_have_to_stay_below_all_but_the_first():
     assert has_fallen(0.7, 0.7, 0.7, 0.2, 0.2, 0.4)
 
 
-LIMITS = {"min": 0.1, "max": 0.5, "by": 0.01, "times": 2.0, "count": 0.0, "least": 0.0, "below": 1.0, "each": 1.0, "gain": 0.05}
+LIMITS = {
+    "min": 0.1,
+    "max": 0.5,
+    "by": 0.01,
+    "times": 2.0,
+    "count": 0.0,
+    "least": 0.0,
+    "below": 1.0,
+    "each": 1.0,
+    "gain": 0.05,
+}
 COLUMNS = st.integers(1, 40).flatmap(
     lambda n: st.tuples(*[arrays(np.float64, n, elements=st.floats(allow_nan=False, allow_infinity=False))] * 4)
 )

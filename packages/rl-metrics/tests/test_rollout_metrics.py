@@ -229,7 +229,7 @@ def test_spread_of_nothing_is_nothing():
 def test_tool_calls_are_counted_by_outcome_with_zeros_for_the_curves():
     found = summarize_tool_calls([{"ok": 3, "truncated": 1}, {"malformed_call": 2, "timed_out": 2}, {}, None])
     counts = {"ok": 3, "truncated": 1, "malformed_call": 2, "timed_out": 2}
-    assert found == {f"tools/calls/{name}": number for name, number in counts.items()} | {"tools/ok_ratio": 0.5}
+    assert found == {f"tools/calls/{name}": number for name, number in counts.items()} | {"tools/ok_share": 0.5}
     assert all(DEFINITIONS.find(name) is not None for name in found)
     assert summarize_tool_calls([{}]) == {"tools/calls/ok": 0, "tools/calls/malformed_call": 0}
     assert summarize_tool_calls([None, "ok"]) == {}

@@ -109,7 +109,7 @@ def aggregation_notes(settings: Settings) -> Iterator[str]:
     paper = PER_RESPONSE.get(algorithm.policy_loss)
     if paper is not None and has_policy_gradient(settings) and algorithm.aggregation != "seq-mean-token-mean":
         yield (
-            f"algorithm.policy_loss = {algorithm.policy_loss!r} is a loss of whole responses, but algorithm.aggregation "
+            f"algorithm.policy_loss = {algorithm.policy_loss!r} is a loss of responses, but algorithm.aggregation "
             f'= "{algorithm.aggregation}" weights longer responses more; the paper ({paper}) averages over responses: '
             '"seq-mean-token-mean"'
         )

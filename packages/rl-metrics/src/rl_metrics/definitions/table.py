@@ -306,7 +306,7 @@ ROLLOUT = (
         "malformed_call, unknown_tool, bad_arguments or timed_out.",
         reduction="sum",
     ),
-    one("tools/ok_ratio", "1", "Share of tool calls that returned a result, ok or truncated."),
+    one("tools/ok_share", "1", "Share of tool calls that returned a result, ok or truncated."),
 )
 
 WEIGHTS = (

@@ -157,7 +157,7 @@ def summarize_tool_calls(sessions: Iterable[Any]) -> dict[str, float]:
         counts.update({outcome: number for outcome, number in one.items() if isinstance(number, int)})
     metrics = {f"tools/calls/{outcome}": float(number) for outcome, number in sorted(counts.items())}
     if num_calls := counts.total():
-        metrics["tools/ok_ratio"] = (counts["ok"] + counts["truncated"]) / num_calls
+        metrics["tools/ok_share"] = (counts["ok"] + counts["truncated"]) / num_calls
     return metrics
 
 
