@@ -38,6 +38,7 @@ from tooling.environments import (
     wheels_environment,
     workspace,
 )
+from tooling.processors import Suite, run_on_processors
 from tooling.projects import read_projects
 from tooling.pythons import HERE, PYTHONS, how_to_get, needed_python, other_pythons
 from tooling.release import DIST, build, release_projects, try_from_index
@@ -59,6 +60,13 @@ WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_loops_verifiers.py",
 )
 """Tests of packages that need undeclared dependencies, such as vLLM; `unit` leaves them out."""
+WORKSPACE_SUITES = (
+    "tests",
+    "examples",
+    *WORKSPACE_TESTS,
+    *(f"{project}/tests" for project in PROJECTS if project.startswith("apps/")),
+)
+"""What `tests` runs in the workspace's environment; `unit` covers the packages."""
 AGENTS_TESTS = "packages/rl-rollout/tests/test_gateway_agents.py"
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -116,8 +124,6 @@ def tests(session: nox.Session) -> None:
                 ensure(session, DOCS)
             run_pytest(session, workspace(session), *session.posargs)
         return
-    apps = [f"{project}/tests" for project in PROJECTS if project.startswith("apps/")]  # `unit` covers packages
-    suites = ["tests", "examples", *WORKSPACE_TESTS, *apps]
     session.log("All tests, and in parallel the checks (lint, types, unit, wheels): 25 minutes on two cores.")
     with summary(session):
         beside = Job("checks", ())
@@ -127,7 +133,7 @@ def tests(session: nox.Session) -> None:
             ensure(session, DOCS)
             failure = None
             try:
-                run_pytest(session, workspace(session), *TWO_WORKERS, *suites)
+                run_pytest(session, workspace(session), *TWO_WORKERS, *WORKSPACE_SUITES)
             except CommandFailed as error:
                 failure = error
             session.log(f"Waiting for the checks, which write to {LOGS.relative_to(ROOT)}.")
@@ -335,7 +341,13 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Run the long fault and fuzz tests: `nox -s soak -- transfer --seed 7`; a random seed is printed."""
+    """Run the long fault and fuzz tests: `nox -s soak -- transfer --seed 7`; a random seed is printed.
+
+    `nox -s soak -- processors` runs all other tests with the instructions of older processors; name suites to choose.
+    """
+    if session.posargs[:1] == ["processors"]:
+        processors(session, session.posargs[1:])
+        return
     parser = argparse.ArgumentParser(prog="nox -s soak --")
     parser.add_argument("-k", dest="name", help="part of a test's name, as in pytest (default: all)")
     parser.add_argument("name", nargs="?", default=argparse.SUPPRESS, help="the same as -k")
@@ -350,6 +362,25 @@ def soak(session: nox.Session) -> None:
     with summary(session):
         folders = ("packages", "apps", "tests")
         run_pytest(session, workspace(session), "-m", "soak", *chosen, *seeds, *limits, *rest, *folders)
+
+
+def processors(session: nox.Session, words: list[str]) -> None:
+    """Run the packages' unit tests and the workspace's tests as older processors; other words go to pytest."""
+    names = [*PACKAGES, "workspace"]
+    chosen = [name for name in names if name in words] or names
+    rest = tuple(word for word in words if word not in names)
+    suites = []
+    for name in chosen:
+        if name == "workspace":
+            ensure(session, TOOLS)
+            ensure(session, DOCS)
+            chromium(session)
+            suites.append(Suite(name, workspace(session), (*TWO_WORKERS, *WORKSPACE_SUITES, *rest)))
+        else:
+            python = ensure(session, unit_environment(name))
+            suites.append(Suite(name, python, (f"packages/{name}/tests", "-k", "not vllm", *rest)))
+    with summary(session):
+        run_on_processors(session, suites)
 
 
 @nox.session

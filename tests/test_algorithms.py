@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gpu import fake_gpu, figures
 from tiny_run import REWARDS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run, train_here
 
 from rl_metrics.trackers.jsonl import read_histograms, read_metrics
@@ -69,11 +70,14 @@ def run(tiny_run: TinyRun, tmp_path: Path) -> TinyRun:
 
 def train_two_steps(run: TinyRun, **settings: Any) -> list[dict[str, float]]:
     """Return the metrics of two steps. The run is strict: an undefined metric fails it."""
-    assert train_here(run, trainer__steps=2, trainer__validate_first=False, **settings) == 0
+    with fake_gpu():
+        assert train_here(run, trainer__steps=2, trainer__validate_first=False, **settings) == 0
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2]
     for row in rows:
         assert [name for name, value in row.metrics.items() if not math.isfinite(value)] == []
+        assert row.metrics["queue/rows"] == 0  # all acked
+        assert row.metrics.items() >= figures("perf").items() | figures("engine").items()
     distributions = read_histograms(run.run_folder / "histograms.jsonl")
     assert [row.step for row in distributions] == [1, 2]
     for row in distributions:
@@ -139,20 +143,29 @@ def test_an_adapted_kl_coefficient_goes_on_where_the_run_stopped(tiny_run: TinyR
         assert resumed[name] == pytest.approx(second[name], rel=1e-6), name
 
 
-def test_components_of_the_reward_reach_gdpo(run: TinyRun) -> None:
+def test_components_of_the_rewards_parts_reach_gdpo_and_acc_stays_the_main_metric(run: TinyRun) -> None:
     reward = run.folder / "two_parts.py"
     reward.write_text(
         "def reward(given):\n"
         "    length = sum(given.response_ids.tolist())\n"
-        "    return {'reward': float(length % 2), 'parity': float(length % 2), 'length': 0.01 * length}\n"
+        "    return {'reward': float(length % 2), 'acc': float(length % 2), 'length': 0.01 * length}\n"
+        "def penalty(given):\n"
+        "    return -10.0\n"
     )
-    first, _ = train_two_steps(
+    first, last = train_two_steps(
         run,
-        reward__function=f"{reward}:reward",
+        reward__function="",
+        reward__parts=f"[{{function='{reward}:reward', name='task'}}, {{function='{reward}:penalty'}}]",
         algorithm__advantage="gdpo",
-        algorithm__advantage_options="{weights = {parity = 1.0, length = 2.0}}",
+        algorithm__advantage_options="{weights = {acc = 1.0, 'task/length' = 2.0}}",
     )
     assert first["critic/advantages/max"] > 0 > first["critic/advantages/min"]
+    assert first["reward/task/length/mean"] > 0 > first["reward/penalty/mean"]
+    assert first["critic/rewards/mean"] == pytest.approx(first["reward/acc/mean"] - 10)
+    summary = json.loads((run.run_folder / "summary.json").read_text())
+    assert last["val-aux/arithmetic/reward/mean@1"] < -5 < 0 <= last["val-core/arithmetic/acc/mean@1"]
+    assert summary["validation_accuracy_last"] == last["val-core/arithmetic/acc/mean@1"]
+    assert summary["test_accuracy_last"] == last["test/accuracy"] >= 0
 
 
 def test_a_component_that_the_reward_does_not_give_is_named(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,10 +208,10 @@ def test_the_same_weights_validate_as_they_did_in_the_run(run: TinyRun, capsys: 
     for policy in (run.run_folder, run.folder / "exported"):
         assert main(["validate", str(run.settings_file), "--policy", str(policy), "--metrics.console=off"]) == 0
         said = dict(line.split(" ") for line in capsys.readouterr().out.splitlines()[1:])
-        assert float(said["validation_accuracy"]) == pytest.approx(
+        assert float(said["validation_mean_reward"]) == pytest.approx(
             row.metrics["val-core/arithmetic/reward/mean@1"], abs=1e-4
         )
-        assert float(said["test_accuracy"]) == pytest.approx(row.metrics["test/accuracy"], abs=1e-4)
+        assert float(said["test_mean_reward"]) == pytest.approx(row.metrics["test/mean_reward"], abs=1e-4)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_at_once(

@@ -22,6 +22,7 @@ ON_POLICY = {"schedule__max_staleness": 0, "schedule__sync_every": 1}
 STEPS = 4
 VALIDATED = [0, 2, 4]
 COUNT = 3
+NAMED = {"metrics__probe_tokens": '[";"]'}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +34,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 def runs(inputs: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyRun]:
     """Train the same run with validation by the synchronous trainer, the engines and the learner."""
     found = {name: copy_tiny_run(inputs, tmp_path_factory.mktemp(name)) for name in ("trainer", "engines", "learner")}
-    assert train_here(found["trainer"], metrics__probes=COUNT, trainer__steps=STEPS) == 0
+    assert train_here(found["trainer"], metrics__probes=COUNT, trainer__steps=STEPS, **NAMED) == 0
     for name in ("engines", "learner"):
         settings = {"metrics__probes": COUNT, "trainer__steps": STEPS, "schedule__validate_on": name, **ON_POLICY}
-        assert train_async_here(found[name], **settings) == 0
+        assert train_async_here(found[name], **settings, **NAMED) == 0
     return found
 
 
@@ -59,7 +60,10 @@ def test_the_same_tokens_get_the_same_answers_as_in_the_synchronous_trainer(
     run, sync = runs[validate_on], runs["trainer"]
     assert [(step, version) for step, version, _ in by_validation(sync)] == [(step, step) for step in VALIDATED]
     assert by_validation(run) == by_validation(sync)
-    assert {len(tokens) for _, _, tokens in by_validation(run)} == {COUNT}
+    for _, _, tokens in by_validation(run):
+        named = [text for name, _, text in tokens if "=" in name]
+        assert len(tokens) == COUNT + len(named)
+        assert {*named} == {";"}
     for row, expected in zip(probes_of(run), probes_of(sync), strict=True):
         assert (row.prompt, row.response) == (expected.prompt, expected.response)
         assert row.logprob == pytest.approx(expected.logprob, abs=1e-4)
@@ -82,7 +86,7 @@ def test_probes_change_nothing_of_a_run(inputs: TinyRun, runs: dict[str, TinyRun
 
 def test_a_resumed_run_asks_about_the_same_tokens(inputs: TinyRun, runs: dict[str, TinyRun], tmp_path: Path) -> None:
     run = copy_tiny_run(inputs, tmp_path)
-    settings = {"metrics__probes": COUNT, **ON_POLICY}
+    settings = {"metrics__probes": COUNT, **NAMED, **ON_POLICY}
     assert train_async_here(run, trainer__steps=2, **settings) == 0
     assert train_async_here(run, "--resume", trainer__steps=STEPS, **settings) == 0
     assert by_validation(run) == by_validation(runs["engines"])

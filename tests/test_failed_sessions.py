@@ -11,7 +11,7 @@ from rl_metrics.health.run_verdict import judge_run
 from rl_metrics.run_files.events import read_events
 from rl_metrics.run_files.rollout_log import read_rollouts
 from rl_metrics.run_files.run_record import open_run
-from rl_metrics.trackers.jsonl import MetricRow, read_metrics
+from rl_metrics.trackers.jsonl import MetricRow, read_histograms, read_metrics
 
 REWARD = """
 from rl_rollout.rewards import quick
@@ -71,6 +71,8 @@ def test_failed_sessions_are_counted_left_out_and_told_with_their_reason(
     assert all(REASON in str(row.failure) and row.response and math.isnan(row.reward) for row in failed)
     (finding,) = [one for one in judge_run(open_run(run.run_folder)).findings if one.rule == "failed_rewards"]
     assert any(REASON in one.text for one in finding.evidence)
+    for row in read_histograms(run.run_folder / "histograms.jsonl"):  # the time of a failed reward counts too
+        assert row.histograms["distribution/reward_s"].count == REWARDS_PER_STEP
     assert "failed_rewards" in (run.run_folder / "health.json").read_text()
     assert REASON in (run.run_folder / "health.json").read_text()
 

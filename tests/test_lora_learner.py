@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
+from rounding import rounding_bound
 from torch import Tensor
 
 from rl_core import Batch, Ragged, RowKey
@@ -156,9 +157,9 @@ def check(learner: MegatronLearner, case: Case, folder: Path) -> None:
     """Check that logprobs, gradients and three steps equal peft's; Adam's first moment gives the gradient of step 1."""
     found = learner.logprobs(batch())
     expected = np.concatenate([np.concatenate([[0.0], row.numpy()]) for row in case.logprobs])
-    np.testing.assert_allclose(found.values, expected, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(found.values, expected, rtol=0, atol=rounding_bound(1.0))
     step = learner.train_step(batch(), supervised_objective)
-    assert step.loss == pytest.approx(-float(torch.cat(case.logprobs).mean()), rel=1e-6)
+    assert step.loss == pytest.approx(-float(torch.cat(case.logprobs).mean()), rel=rounding_bound(1.0))
     norm = torch.stack([gradient.norm() for gradient in case.gradients.values()]).norm()
     assert step.grad_norm == pytest.approx(float(norm), rel=1e-5)
     learner.save(folder)

@@ -253,6 +253,20 @@ def test_hostile_text_is_text(page, runs, place):
     page.wait("document.querySelectorAll('tbody tr').length > 5")
 
 
+def test_mistakes_of_validations_are_grouped_like_those_of_training(page, runs):
+    tables = open_run(runs / "first").generations
+    wrong = [(table.step, one.prompt_uid) for table in tables for one in table.samples if one.score < 0.5]
+    show(page, runs / "one.html", "view=worst&of=validation&group=source")
+    cells = page.wait("[...document.querySelectorAll('tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
+    assert [row[:2] for row in cells] == [["default", str(len(wrong))]]
+    page.run("location.hash = 'view=worst&of=validation&group=problem'")
+    page.wait(f"document.querySelectorAll('tbody tr').length === {len({uid for _, uid in wrong})}")
+    page.run("location.hash = 'view=worst&of=validation&group=part'")
+    page.wait("document.querySelector('tbody a')?.textContent === 'acc'")
+    page.run("document.querySelector('tbody a').click()")
+    page.wait(f"document.getElementById('found')?.textContent === '{len(wrong)} samples'")
+
+
 def test_worst_cases_lead_to_their_trajectories(page, runs):
     rows = rows_of(runs / "first")
     show(page, runs / "one.html", "view=worst&group=source")

@@ -42,10 +42,36 @@ def test_trls_reward_leaves_out_what_fails(example):
     def reward(given):
         return 1.0 / len(given.response_ids) + (given.ground_truth or 0)
 
-    scored = asyncio.run(module.trl_reward(reward)(completions=["ab", "", "a"], completion_ids=[[3, 4], [], [3]]))
-    assert scored == [0.5, None, 1.0]
-    with_truth = module.trl_reward(reward)(completions=["a"], completion_ids=[[3]], ground_truth=[2])
-    assert asyncio.run(with_truth) == [3.0]
+    def score(**given):
+        return asyncio.run(module.trl_reward(reward)(**given))
+
+    ids = [[3, 4], [], [3]]
+    assert score(prompts=["p"] * 3, completions=["ab", "", "a"], completion_ids=ids) == [0.5, None, 1.0]
+    assert score(prompts=["p"], completions=["a"], completion_ids=[[3]], ground_truth=[2]) == [3.0]
+
+
+def test_trls_reward_reads_messages_and_columns(example):
+    def reward(given):
+        (question,) = given.messages
+        return float((question["content"], given.response_text, given.columns["level"]) == ("1+2?", "3", 5))
+
+    (prompt,) = [[{"role": "user", "content": "1+2?"}]]
+    said = [{"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": "4"}]
+    completions = [
+        [{"role": "assistant", "content": "3"}],
+        [*said, {"role": "assistant", "content": [{"type": "text", "text": "3"}]}],
+        [{"role": "assistant", "content": None}],
+    ]
+    scored = example("trl_objectives").trl_reward(reward)(
+        prompts=[prompt] * 3,
+        completions=completions,
+        completion_ids=[[3]] * 3,
+        level=[5] * 3,
+        trainer_state=object(),  # TRL passes these too
+        log_metric=print,
+        log_extra=print,
+    )
+    assert asyncio.run(scored) == [1.0, 1.0, 0.0]
 
 
 class StubTrainer:

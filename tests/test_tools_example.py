@@ -96,5 +96,6 @@ def test_the_policy_learns_to_ask_the_calculator(
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1
     for row in rows[1:]:
         assert row["agent_loop/tool_calls/max"] > 0
+        assert row["tools/calls/ok"] > 0
         assert row["rollout/failed_sessions"] == row["rollout/audit_failures"] == 0
         assert row["rollout/audited_sessions"] == row["rollout/num_trajectories"] == 256

@@ -43,10 +43,10 @@ AVERAGED = (
     "steps",
     "wall_s",
     "samples_per_s",
-    "validation_accuracy_first",
-    "validation_accuracy_last",
-    "test_accuracy_first",
-    "test_accuracy_last",
+    "validation_mean_reward_first",
+    "validation_mean_reward_last",
+    "test_mean_reward_first",
+    "test_mean_reward_last",
 )
 
 
@@ -142,7 +142,7 @@ def row(label: str, summary: Mapping[str, Any]) -> str:
     """Return one line of the table."""
     return (
         f"{label:>5} {summary['steps']:>6.0f} {summary['wall_s']:>7.1f} {summary['samples_per_s']:>10.1f} "
-        f"{summary['test_accuracy_first']:>12.3f} {summary['test_accuracy_last']:>11.3f}"
+        f"{summary['test_mean_reward_first']:>12.3f} {summary['test_mean_reward_last']:>11.3f}"
     )
 
 

@@ -15,26 +15,48 @@ from rewards import digit_share
 from rl_distill.objectives import PolicyTokens, compute_policy_loss
 from rl_rollout import RewardInput, RewardScorer
 
+Messages = Sequence[Mapping[str, Any]]
 TrlReward = Callable[..., Awaitable[list[float | None]]]
 
 
 def trl_reward(function: Callable[[RewardInput], Any]) -> TrlReward:
-    """Wrap one of our rewards as a TRL reward function, with its time-out and checks; TRL leaves out failed rewards."""
+    """Wrap one of our rewards as a TRL reward function, with its time-out and checks; TRL leaves out failed rewards.
+
+    Prompts and completions may be text or messages. The reward judges the last message of a completion, and finds the
+    other columns of the data set in `given.columns`, `ground_truth` also in `given.ground_truth`.
+    """
     scorer = RewardScorer(function)
 
     async def reward(
-        completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
+        prompts: Sequence[str | Messages],
+        completions: Sequence[str | Messages],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
     ) -> list[float | None]:
-        truths = columns.get("ground_truth", [None] * len(completions))
-        given = [
-            RewardInput(
-                prompt_uid=str(row), response_text=text, response_ids=np.array(ids, np.int32), ground_truth=truth
+        by_name = {name: values for name, values in columns.items() if isinstance(values, list)}
+        given = []
+        for row, (prompt, completion, ids) in enumerate(zip(prompts, completions, completion_ids, strict=True)):
+            own = {name: values[row] for name, values in by_name.items()} | {"prompt": prompt}
+            given.append(
+                RewardInput(
+                    prompt_uid=str(row),
+                    response_text=completion if isinstance(completion, str) else text_of(completion[-1]["content"]),
+                    response_ids=np.array(ids, np.int32),
+                    messages=() if isinstance(prompt, str) else tuple(prompt),
+                    ground_truth=own.get("ground_truth"),
+                    columns=own,
+                )
             )
-            for row, (text, ids, truth) in enumerate(zip(completions, completion_ids, truths, strict=True))
-        ]
         return [None if one.result is None else one.result.reward for one in await scorer.score(given)]
 
     return reward
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the text of a message, whose content may be a list of parts."""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content or ())
 
 
 def loss_in_trl(policy_loss: str, *, aggregation: str, **options: Any) -> Callable[..., torch.Tensor]:

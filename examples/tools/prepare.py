@@ -88,11 +88,11 @@ def write_prompts(file: Path, problems: list[task.Problem]) -> None:
 
 
 def make_tokenizer() -> Any:
-    """Return a tokenizer with one token per character, and three for the fixed parts of a call."""
+    """Return a tokenizer with one token per character, one for the tools, and three for the fixed parts of a call."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    parts = [task.CALL, task.BETWEEN, task.CLOSE]
+    parts = [task.TOOLS, task.CALL, task.BETWEEN, task.CLOSE]
     tokens = [task.PAD_TOKEN, task.END_TOKEN, *parts, *task.CHARACTERS]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=task.PAD_TOKEN))
@@ -181,7 +181,8 @@ def demonstration(tokenizer: Any, problem: task.Problem, *, asks: bool) -> "Traj
         parts = [(f"{problem.call}<eos>", True), (f"[{problem.answer}]", False), (f"{problem.answer}<eos>", True)]
     else:
         parts = [(f"{problem.hasty_answer}<eos>", True)]
-    encoded = [(tokenizer(text)["input_ids"], trained) for text, trained in [(f"{problem.question}=", False), *parts]]
+    shown = f"{task.TOOLS}{problem.question}="
+    encoded = [(tokenizer(text)["input_ids"], trained) for text, trained in [(shown, False), *parts]]
     tokens = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in encoded])
     return Trajectory(
         prompt_uid=problem.question,

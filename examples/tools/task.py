@@ -8,10 +8,13 @@ NUM_VALIDATION = 256
 NUM_TEST = 256
 PAD_TOKEN = "<pad>"
 END_TOKEN = "<eos>"
+TOOLS = "multiply:"
+"""The tools, as the chat template shows them before the question: one token."""
 CALL, BETWEEN, CLOSE = '<tool_call>{"name": "multiply", "arguments": {"left": ', ', "right": ', "}}</tool_call>"
 """A call in the Hermes format: three tokens around its numbers."""
 CHARACTERS = "0123456789*=[]"
 CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}:{% endfor %}"
     "{% for message in messages %}"
     "{% if message.role == 'user' %}{{ message.content }}="
     "{% elif message.role == 'tool' %}[{{ message.content }}]"

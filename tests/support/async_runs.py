@@ -16,6 +16,7 @@ ASYNC_ONLY = (
     "rollout/made_up_groups",
     "rollout/refused_groups",
     "validation/policy_version",
+    "validation/is_exact",
 )
 """Metrics that a synchronous run lacks, or whose sums have another order."""
 

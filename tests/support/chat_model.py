@@ -27,6 +27,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds."
 
 # Like Qwen3's: drops the thinking of earlier turns, adds an empty one to the last, and shows results as user turns.
 THINKING = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
     "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"

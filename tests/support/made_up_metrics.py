@@ -26,6 +26,7 @@ def healthy(steps=STEPS):
         "rollout/failed_sessions": np.zeros(steps),
         "critic/advantages/max": np.full(steps, 2.5),
         "critic/advantages/min": np.full(steps, -2.5),
+        "critic/advantages/mean": 0.3 - 0.28 * learnt,
         "actor/entropy": 0.25 - 0.17 * learnt,
         "actor/pg_loss": -0.3 + 0.28 * learnt,
         "actor/ppo_kl": np.full(steps, 0.001),

@@ -48,7 +48,9 @@ class Trace:
 
     def add(self, what: str, *values: Any, **named: Any) -> None:
         """Record one fact."""
-        self.entries.append(" ".join([what, *(str(plain(value)) for value in values), str(plain(named)) if named else ""]))
+        self.entries.append(
+            " ".join([what, *(str(plain(value)) for value in values), str(plain(named)) if named else ""])
+        )
 
 
 def scores_of(ids: IntArray) -> FloatArray:

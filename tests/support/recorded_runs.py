@@ -21,7 +21,9 @@ from recorded_fakes import Trace
 
 from rl_rollout.loops import LOOPS
 
-MEASURED = re.compile(r"tim(e|ing)|_s\b|_s/|per_s|perf/|memory|idle|busy|wall|slowest|took|agent_loop/.*/|queue|size_gb|size_bytes")
+MEASURED = re.compile(
+    r"tim(e|ing)|_s\b|_s/|per_s|perf/|memory|idle|busy|wall|slowest|took|agent_loop/.*/|queue|size_gb|size_bytes"
+)
 """Names of values that differ between equal runs."""
 
 CONSTRUCTED = (
@@ -141,7 +143,11 @@ def _recording(trace: Trace) -> Iterator[None]:
             return type(kind.__name__, (kind,), {"trace": trace})
 
         engines = {name: type("Engine", (fakes.FakeEngine,), {"trace": trace, "name": name}) for name in _ENGINES}
-        for module in ("rl_trainer_parts.rollouts.engines", "rl_rollout.engines.process", "rl_trainer_parts.checks.engines"):
+        for module in (
+            "rl_trainer_parts.rollouts.engines",
+            "rl_rollout.engines.process",
+            "rl_trainer_parts.checks.engines",
+        ):
             patch(f"{module}:engine_class", engines.__getitem__)
         patch("rl_async_trainer.roles.learner_validation:engine_class", engines.__getitem__)
         for module in ("rl_rollout.engines.process", "rl_core.cluster.blocking", "rl_async_trainer.assemble"):

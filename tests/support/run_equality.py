@@ -53,7 +53,7 @@ def summary(run: TinyRun) -> dict[str, float]:
     return {
         name: value
         for name, value in found.items()
-        if name not in ("wall_s", "steps_wall_s", "samples_per_s", "checkpoint")
+        if name not in ("wall_s", "steps_wall_s", "samples_per_s", "checkpoint", "best_checkpoint")
     }
 
 

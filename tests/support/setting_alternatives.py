@@ -1,4 +1,4 @@
-"""Another value of every setting, and the settings beside which it acts: the table that the walk over settings reads."""
+"""Another value of every setting, with the settings beside which it acts. The walk over settings reads this table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

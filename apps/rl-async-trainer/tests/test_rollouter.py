@@ -59,7 +59,7 @@ def told(folder: Path, queue: InProcessQueue, sessions: Sequence[SessionResult])
     """Return the rollouter's event for a generated group; it puts only the sessions that the queue lacks."""
     rollouter = Rollouter(settings_in(folder), queue)
     (unsettled,) = queue.unsettled()
-    dispatch = Dispatch(prompt=PROMPT, order=0, sessions=tuple(unsettled.sessions))
+    dispatch = Dispatch(prompt=PROMPT, place=0, sessions=tuple(unsettled.sessions))
 
     async def settle() -> GroupEvent:
         await rollouter._settle(GroupResult(prompt=PROMPT, sessions=tuple(sessions)), dispatch)

@@ -10,6 +10,7 @@ import pytest
 
 from rl_async_trainer.controller.rollouts import Rollouts
 from rl_async_trainer.controller.step_metrics import StepMetrics
+from rl_async_trainer.schedule.places import Places
 from rl_async_trainer.schedule.record import FILE, ScheduleRecord
 from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
 from rl_core import InProcessQueue, TaskSpec
@@ -61,6 +62,7 @@ class Side:
             queue=self.queue,
             scheduler=self.scheduler,
             supply=SimpleNamespace(done=lambda uids: None),
+            places=Places({}),
             record=self.record,
             progress=lambda what: None,
             say=lambda event, **fields: self.events.append((event, fields)),

@@ -1,12 +1,16 @@
 """The supervisor: its messages and events when the run's process is killed repeatedly."""
 
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from rl_async_trainer.liveness.control_socket import ask_run
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.supervisor import supervise
+from rl_core.errors import NotReadyError
 from rl_metrics.run_files.events import read_events
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -51,6 +55,37 @@ def test_a_run_that_is_killed_too_often_has_failed(tmp_path: Path, monkeypatch: 
     )
     assert not (folder / "summary.json").exists()
     assert (folder / "settings.toml").read_text().endswith("--resume"), "it was started again"
+
+
+ASKING = """
+import json, os, signal, sys
+from pathlib import Path
+from rl_async_trainer.liveness.control_socket import ask_run
+from rl_core.errors import NotReadyError
+folder = Path(sys.argv[2])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "settings.toml").write_text("new")
+(folder / "control.json").write_text(json.dumps({"socket": str(folder / "gone")}))
+if "--resume" not in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    ask_run(folder, {"do": "status"}, deadline_s=60.0)
+except NotReadyError as error:
+    (folder / "said").write_text(str(error))
+"""
+
+
+def test_the_status_of_a_run_that_restarts_does_not_advise_to_resume_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "asking.py").write_text(ASKING)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    settings = settings_in(tmp_path / "runs")
+    assert supervise([str(settings.run_folder)], settings, module="asking") == 0
+    said = (settings.run_folder / "said").read_text()
+    assert f"its supervisor (process {os.getpid()}) is restarting it" in said
+    with pytest.raises(NotReadyError, match="Continue it with `train --resume`"):
+        ask_run(settings.run_folder, {"do": "status"}, deadline_s=60.0)
 
 
 def test_a_folder_that_the_run_did_not_come_to_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from fake_gpu import USE, figures
 
 from rl_async_trainer.roles import teachers as teacher_host
 from rl_async_trainer.roles.teachers import TeacherHost
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import InProcessQueue, TaskSpec
+from rl_core.gpus import GpuUse
 from rl_distill.teacher.step_report import ServiceReport, TeacherReport
 
 SPEED = "perf/teacher_tokens_per_s"
@@ -24,6 +26,10 @@ class ScriptedService:
 
     async def start(self) -> None:
         """Start nothing."""
+
+    async def gpu_use(self) -> list[GpuUse]:
+        """Return the fake GPU."""
+        return [USE]
 
     def take_report(self) -> ServiceReport:
         """Return the report of both teachers."""
@@ -54,3 +60,4 @@ def test_the_tokens_of_all_teachers_are_told_by_the_second(tmp_path: Path, monke
     assert first[SPEED] >= 6000 / took_s
     assert first["teacher/math/tokens_per_s"] == 3000
     assert second[SPEED] == 0
+    assert second.items() >= figures("teacher").items()

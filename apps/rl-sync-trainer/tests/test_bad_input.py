@@ -87,8 +87,8 @@ NAMES = {
         says=("unknown setting 'trainer.step'", "environment variable RL__TRAINER__STEP", "'trainer.steps'?"),
     ),
     "without its section": Mistake(
-        settings={"learning_rate": 0.1},
-        says=("unknown setting 'learning_rate'", "mean 'learner.learning_rate' or 'critic.learning_rate'?"),
+        settings={"clip_grad": 0.1},
+        says=("unknown setting 'clip_grad'", "mean 'learner.clip_grad' or 'critic.clip_grad'?"),
     ),
     "misspelt section": Mistake(
         spoil=in_file("[trainer]", "[trainr]"), says=("unknown setting 'trainr.steps'", "Did you mean 'trainer.steps'?")

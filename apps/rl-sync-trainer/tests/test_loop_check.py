@@ -22,8 +22,13 @@ def dry_run(run: TinyRun, options: str, loop: str = "tools") -> int:
 
 def test_the_plan_names_servers_and_their_tools(tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     server = f'calculator = {{command = {CALCULATOR}, tools = ["add", "fail"]}}'
-    assert dry_run(tiny_run, f"{PLAIN}, mcp_servers = {{{server}}}") == 0
-    assert "loop tools\n             MCP server calculator: add, fail\n" in capsys.readouterr().out
+    file = tiny_run.folder / "my_tools.py"
+    file.write_text('def shout(text: str) -> str:\n    """Return it in capitals."""\n    return text.upper()\n')
+    assert dry_run(tiny_run, f'{PLAIN}, tools = ["{file}:shout"], mcp_servers = {{{server}}}') == 0
+    said = capsys.readouterr()
+    assert "loop tools\n             tools shout\n             MCP server calculator: add, fail\n" in said.out
+    shown = 'note: no chat template shows the model its tools, because turns.kind is "plain"'
+    assert " ".join((said.out + said.err).split()).count(shown) == 1
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,23 @@ def test_advantages(name: str) -> None:
         assert found == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("algorithm.policy_loss", "vanilla", "Did you mean 'ppo_clip', verl's 'vanilla'?"),
+        ("algorithm.policy_loss", "dro", "verl's 'dro' is missing here."),
+        ("algorithm.aggregation", "token-sum", "verl's 'token-sum' is missing here."),
+        ("algorithm.advantage", "optimal_token_baseline", "verl's 'optimal_token_baseline' is missing here."),
+        ("algorithm.kl_estimator", "low_var_kl", "Did you mean 'k3', verl's 'low_var_kl'?"),
+        ("rollout.engine", "sglang", "verl's 'sglang' is missing here."),
+        ("algorithm.aggregation", "token-meen", "Did you mean 'token-mean'?"),
+    ],
+)
+def test_values_of_verl_lead_to_ours(name: str, value: str, hint: str) -> None:
+    (line,) = problems({name: value})
+    assert line.endswith(f". {hint}")
+
+
 def test_gdpo_with_named_components() -> None:
     changes = {"algorithm.advantage": "gdpo", "algorithm.advantage_options": {"weights": {"style": 1.0, "acc": 2.0}}}
     assert problems(changes) == []

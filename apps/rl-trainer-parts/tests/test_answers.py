@@ -14,7 +14,7 @@ from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_trainer_parts.rollouts.answers import answers_of, first_answers, generation_samples, prediction_in
 
-PROMPT = Prompt(uid="p", input_ids=np.asarray([1, 2], dtype=np.int32), ground_truth=95)
+PROMPT = Prompt(uid="p", input_ids=np.asarray([1, 2], dtype=np.int32), ground_truth={"value": 95, "is_whole": True})
 FAILED = SessionResult(failure="the engine fell")
 
 
@@ -85,7 +85,7 @@ def test_the_first_answer_to_each_problem_is_shown() -> None:
     assert first_answers(answers) == [answers[0], answers[2]]
     shown, failed = generation_samples(first_answers(answers), Numbers())  # type: ignore[arg-type]
     assert (shown.prompt_uid, shown.input, shown.output, shown.score) == ("p", "1 2", "0 0 0", 0.5)
-    assert (shown.ground_truth, shown.policy_version, shown.source) == ("95", (3, 4), "rollouter")
+    assert (shown.ground_truth, shown.policy_version, shown.source) == (PROMPT.ground_truth, (3, 4), "rollouter")
     assert (shown.components, shown.failure) == ({"acc": 0.0}, None)
     assert (failed.prompt_uid, failed.output, failed.failure) == ("q", "", "the engine fell")
     assert failed.policy_version == (NO_VERSION, NO_VERSION)

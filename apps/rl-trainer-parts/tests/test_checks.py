@@ -130,6 +130,15 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
     ("changes", "says"),
     [
         ({"rollout.top_p": 1.5}, "rollout.top_p must be above 0 and at most 1; found 1.5."),
+        (
+            {"trainer.target": {"value": 0.5}, "prompts.validation": None},
+            "trainer.target needs prompts.validation, whose results it judges. Set it, or leave trainer.target out.",
+        ),
+        (
+            {"trainer.stop_when_no_better": 3, "prompts.validation": None},
+            "trainer.stop_when_no_better needs prompts.validation, whose results it judges. Set it, or leave "
+            "trainer.stop_when_no_better out.",
+        ),
         ({"learner.dtype": "float16"}, "learner.dtype must be one of 'float32', 'bfloat16'; found 'float16'."),
         (
             {"rollout.prompts_per_step": 10, "trainer.minibatches": 4},

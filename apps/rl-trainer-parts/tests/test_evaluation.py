@@ -16,7 +16,13 @@ from rl_rollout.loops.single_turn import SingleTurnLoop
 from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.rollout import GroupResult, Rollout
 from rl_trainer_parts.rollouts.answers import Answer
-from rl_trainer_parts.rollouts.evaluation import answer_problems, summarize_answers, validation_sampling
+from rl_trainer_parts.rollouts.evaluation import (
+    answer_problems,
+    measured,
+    summarize_answers,
+    validation_sampling,
+    with_results,
+)
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -79,6 +85,29 @@ def test_components_count_where_they_are() -> None:
     assert metrics["val-core/sums/acc/mean@1"] == 1.0
     assert metrics["val-aux/sums/reward/mean@1"] == 1.0
     assert not any("maj@" in name for name in metrics)
+
+
+def test_a_component_called_reward_does_not_replace_the_reward() -> None:
+    one = answer("a", -9.0)
+    one = replace(one, trajectory=replace(one.trajectory, reward_components={"reward": 1.0}))
+    metrics = summarize_answers([one])
+    assert metrics["val-core/sums/reward/mean@1"] == -9.0
+    assert metrics["val-aux/sums/reward/reward/mean@1"] == 1.0
+
+
+def test_a_result_is_named_after_what_was_measured() -> None:
+    settings = settings_with()
+    judged, bonus = ({f"val-core/sums/{name}/mean@1": 0.5, "test/score": 0.25} for name in ("acc", "reward"))
+    assert measured(settings, judged) == {"accuracy": 0.5}
+    assert measured(settings, bonus) == {"mean_reward": 0.5}
+    matched = replace(settings.reward, function="exact_match")
+    assert measured(settings.model_copy(update={"reward": matched}), bonus) == {"accuracy": 0.5}
+    assert with_results(settings, {"test_score_first": 0.0}, bonus) == {
+        "validation_mean_reward_first": 0.5,
+        "validation_mean_reward_last": 0.5,
+        "test_score_first": 0.0,
+        "test_score_last": 0.25,
+    }
 
 
 def test_the_settings_say_how_problems_are_answered() -> None:

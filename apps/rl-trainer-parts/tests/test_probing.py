@@ -9,11 +9,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from rl_core import Prompt, Trajectory
-from rl_core.errors import EngineError
+from rl_core.errors import EngineError, SettingsError
 from rl_rollout.engines.protocol import EngineTraits, TokenScores
 from rl_rollout.rollouter.served_policy import PolicyScores, policy_scores
-from rl_trainer_parts.reporting.token_probes import MAX_TOKENS, TokenProbes
+from rl_trainer_parts.reporting.token_probes import MAX_TOKENS, TokenProbes, named_tokens
 from rl_trainer_parts.rollouts.answers import Answer
+from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.sources import build_settings
 
 PROMPT = (7, 8)
 
@@ -24,6 +26,12 @@ class Letters:
     def decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]:
         assert not skip_special_tokens
         return ["".join(chr(96 + int(token)) for token in sequence) for sequence in sequences]
+
+    def encode(self, texts: Any, *, add_special_tokens: bool) -> list[list[int]]:
+        assert not add_special_tokens
+        return [[ord(letter) - 96 for letter in text] for text in texts]
+
+    num_token_ids = 27
 
 
 class Engine:
@@ -120,6 +128,37 @@ def test_a_resumed_run_goes_on_with_the_same_tokens(path):
     engine.asked.clear()
     ask(TokenProbes(path, Letters(), count=1), engine, answer("other", 3, 4), step=5)  # type: ignore[arg-type]
     assert engine.asked == [[[7, 8, 1]]]
+
+
+def test_named_tokens_are_probed_where_they_are_or_as_the_first_token(path):
+    engine = Engine()
+    answers = [answer("p", 1, 3, 3), answer("q", 5), answer("r", 3), answer("s", 3)]
+    ask(TokenProbes(path, Letters(), count=0, named=[3, 9]), engine, *answers)  # type: ignore[arg-type]
+    found = [(row["probe"], row["prompt"], row["response"], row["token"]) for row in lines(path)]
+    assert found == [("p/1=3", "gh", "ac", "c"), ("r/0=3", "gh", "c", "c"), ("p/0=9", "gh", "i", "i")]
+    assert engine.asked == [[[7, 8, 1, 3], [7, 8, 3], [7, 8, 9]]]
+    ask(TokenProbes(path, Letters(), count=1, named=[5, 9]), engine, answer("q", 4, 5), step=5)  # type: ignore[arg-type]
+    assert engine.asked[-1] == [[7, 8, 4], [7, 8, 9], [7, 8, 4, 5]], "9 as before, 5 anew, and one uncertain token"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ab", r"'ab' is 2 tokens: 'a' \(1\), 'b' \(2\)\. Name one of them"),
+        ("", "'' is 0 tokens: none"),
+        (27, "ids must be from 0 to 26 in this tokenizer; found 27"),
+    ],
+)
+def test_what_names_no_token_is_refused(name, message):
+    with pytest.raises(SettingsError, match=message):
+        named_tokens(settings_naming(name), Letters())  # type: ignore[arg-type]
+    assert named_tokens(settings_naming("c", 0), Letters()) == [3, 0]  # type: ignore[arg-type]
+
+
+def settings_naming(*tokens: str | int) -> Settings:
+    return build_settings(
+        {"policy": {"path": "p"}, "prompts": {"train": "t.jsonl"}, "metrics": {"probe_tokens": list(tokens)}}
+    )
 
 
 def test_what_cannot_be_probed_is_left_out(path):

@@ -24,7 +24,11 @@ from rl_trainer_parts.reporting.rollout_rows import (
 from rl_trainer_parts.settings.metrics import MetricSettings
 
 PROMPT = Prompt(
-    uid="p0-e1", input_ids=np.asarray([7, 8], dtype=np.int32), data_source="sums", ground_truth=95, columns={}
+    uid="p0-e1",
+    input_ids=np.asarray([7, 8], dtype=np.int32),
+    data_source="sums",
+    ground_truth=[95, {"is_whole": True}],
+    columns={},
 )
 
 
@@ -83,7 +87,12 @@ def test_a_row_says_all_of_a_trajectory(tmp_path):
     writer.close()
     [row] = read_rollouts(tmp_path / "rollouts.jsonl")
     assert (row.step, row.prompt_uid, row.session, row.output, row.policy_version) == (3, "p0-e1", 4, 0, 5)
-    assert (row.source, row.ground_truth, row.reward, row.components) == ("sums", "95", 1.0, {"acc": 1.0})
+    assert (row.source, row.ground_truth, row.reward, row.components) == (
+        "sums",
+        [95, {"is_whole": True}],
+        1.0,
+        {"acc": 1.0},
+    )
     assert (row.prompt, row.response, row.tokens, row.finish) == ("gh", "ab", ("a", "b"), "length")
     assert row.extras == {"turns": 1}
     assert row.timings == {"generate_s": 0.5, "tools_s": 0.25, "reward_s": 0.125, "preemptions": 1.0}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import rounding_bound
 
 from rl_core.errors import ShapeError
 from rl_core.weights.digests import digest_tensors, probe_tensor, probe_vector, tensor_crc32c
@@ -13,21 +14,21 @@ from rl_core.weights.update import Canary
 def test_the_probe_vector_is_fixed():
     expected = [np.sin(12.9898), np.sin(2 * 12.9898), np.sin(3 * 12.9898)]
     assert probe_vector(3).tolist() == pytest.approx(expected, abs=1e-7)
-    assert probe_vector(5)[:3].tolist() == probe_vector(3).tolist()
+    assert probe_vector(5)[:3].tolist() == pytest.approx(probe_vector(3).tolist(), abs=rounding_bound(1.0, roundings=2))
     assert probe_vector(3).dtype == torch.float32
 
 
 def test_a_matrix_is_probed_by_what_it_does_to_the_vector():
     a, b = probe_vector(2).tolist()
     matrix = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 3.0]])
-    assert probe_tensor(matrix).tolist() == pytest.approx([a, b, 2 * a + 3 * b], abs=1e-6)
+    assert probe_tensor(matrix).tolist() == pytest.approx([a, b, 2 * a + 3 * b], abs=rounding_bound(5.0, roundings=3))
 
 
 def test_experts_are_probed_one_after_the_other():
     experts = torch.arange(12, dtype=torch.float32).reshape(2, 3, 2)
     expected = np.concatenate([probe_tensor(expert) for expert in experts])
     assert probe_tensor(experts).shape == (6,)
-    np.testing.assert_allclose(probe_tensor(experts), expected, rtol=1e-6)
+    np.testing.assert_allclose(probe_tensor(experts), expected, rtol=0, atol=rounding_bound(10.0 + 11.0, roundings=3))
 
 
 def test_a_vector_is_its_own_probe_and_a_copy():

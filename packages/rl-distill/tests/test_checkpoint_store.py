@@ -380,3 +380,11 @@ def test_durable_writes_replace_the_whole_file(tmp_path: Path) -> None:
     write_durably(file, b"short")
     assert file.read_bytes() == b"short"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_chosen_steps_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    for step, also_keep in ((1, []), (2, [1]), (3, [1]), (4, [3, 9]), (5, [])):
+        store.begin(step, {"step": step}, write_learner, also_keep=also_keep)
+        store.wait()
+        assert store.steps() == sorted({step, *also_keep} - {9})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from rounding import rounding_bound
 from torch import Tensor
 
 from rl_distill.megatron import setup
@@ -153,7 +154,7 @@ def test_a_fused_step_is_a_plain_one(
 
     for _ in range(2):
         expected, found = (learner.train_step(batch, supervised_objective) for learner in (plain, fused))
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.loss == pytest.approx(expected.loss, rel=rounding_bound(1.0))
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     assert {"swiglu", "_rotate", "_statistics"} <= set(traced)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rounding import rounding_bound
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -71,7 +72,7 @@ def test_three_steps_are_the_references(
 ):
     policy_dir = request.getfixturevalue(policy)
     learners = [kind(policy_dir, OPTIONS) for kind in (MegatronLearner, TorchLearner)]
-    for step, tolerance in ((1, 1e-6), (2, 1e-5), (3, 1e-5)):
+    for step, tolerance in ((1, rounding_bound(1.0)), (2, 1e-5), (3, 1e-5)):  # the loss's terms add up to less than 1
         batch = make_batch(LENGTHS, seed=step)
         found, expected = (
             learner.train_step(batch, policy_gradient, temperature=0.8, with_entropy=with_entropy)
@@ -123,12 +124,13 @@ def test_a_step_does_not_depend_on_the_micro_batches(
     expected = whole.train_step(batch, supervised_objective)
     found = cut.train_step(batch, supervised_objective)
 
-    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
-    assert found.metrics == pytest.approx(expected.metrics, rel=1e-6)
+    assert found.loss == pytest.approx(expected.loss, rel=rounding_bound(1.0))
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=rounding_bound(1.0))
+    assert found.metrics == pytest.approx(expected.metrics, rel=rounding_bound(1.0))
     moments = [saved_tensors(learner, tmp_path / name, "exp_avg") for learner, name in ((whole, "whole"), (cut, "cut"))]
     for name, moment in moments[0].items():
-        torch.testing.assert_close(moments[1][name], moment, rtol=1e-4, atol=1e-8)
+        bound = rounding_bound(float(moment.abs().max()))
+        torch.testing.assert_close(moments[1][name], moment, rtol=0, atol=bound)
 
 
 def test_logits_in_chunks_change_nothing(tied_policy: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch):
@@ -138,8 +140,8 @@ def test_logits_in_chunks_change_nothing(tied_policy: Path, make_batch: MakeBatc
 
     found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, policy_gradient, with_entropy=True)
 
-    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+    assert found.loss == pytest.approx(expected.loss, rel=rounding_bound(1.0))
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=rounding_bound(1.0))
 
 
 def test_recomputed_layers_see_the_same_pack(tied_policy: Path, make_batch: MakeBatch):
@@ -149,7 +151,7 @@ def test_recomputed_layers_see_the_same_pack(tied_policy: Path, make_batch: Make
 
     found = MegatronLearner(tied_policy, replace(options, recompute="full")).train_step(batch, supervised_objective)
 
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=rounding_bound(1.0))
 
 
 def test_supervised_learning_learns_a_batch(tied_policy: Path, make_batch: MakeBatch):

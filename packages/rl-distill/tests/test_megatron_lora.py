@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rounding import rounding_bound
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -246,7 +247,8 @@ def test_the_base_stays_and_is_the_reference(layout: str, adapted_of: Callable[[
     weights, adapter = learner.export_weights(), learner.export_adapter()
     unscaled = {n.removeprefix(PEFT_PREFIX): t / (LORA.scaling if "lora_B" in n else 1.0) for n, t in adapter.items()}
     for name, tensor in {**base, **merged(base, unscaled)}.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-7)
+        bound = rounding_bound(float(tensor.abs().max()), roundings=8)
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=bound)
     assert all(torch.equal(base[name], tensor) for name, tensor in learner.export_base().items())
 
 
@@ -275,8 +277,10 @@ def test_some_matrices_of_some_layers(
         for ranks in (None, two_ranks.in_layout(LAYOUTS[layout]))
     ]
     for _ in range(2):
-        expected, found = (learner.train_step(adapted.batch, policy_gradient) for learner in learners)
-        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        expected, found = (
+            learner.train_step(adapted.batch, policy_gradient, with_entropy=True) for learner in learners
+        )
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)  # the entropy does not cancel
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     weights = {name: tensor.clone() for name, tensor in learners[0].export_base().items()}
     adapter = {name: adapted.adapter[name] for name in kept}

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from offered_weights import OfferedTo, assert_offered
+from rounding import rounding_bound
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -103,6 +104,13 @@ def squared_error(values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor
     return ((values - micro.columns["advantages"]).square() * micro.columns["loss_weights"]).sum(), {}
 
 
+def size_of_loss(learner: MegatronLearner, batch: Batch) -> float:
+    """Return the sum of the absolute values that `policy_gradient` adds up; most of them cancel in the loss."""
+    probabilities = np.exp(learner.logprobs(batch).values)
+    columns = (batch.ragged(name).values for name in ("advantages", "loss_weights"))
+    return float(np.abs(np.prod([probabilities, *columns], axis=0)).sum())
+
+
 @pytest.fixture(scope="session")
 def four_layers(policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return policy_writer(tmp_path_factory.mktemp("four-layers"), num_hidden_layers=4)
@@ -140,11 +148,16 @@ def check_parity(
     for num_prompts in (None, 3):
         batch = make_batch(LENGTHS, num_prompts=num_prompts)
         np.testing.assert_allclose(together.logprobs(batch).values, alone.logprobs(batch).values, rtol=0, atol=5e-6)
-    steps = zip(three_steps(together, make_batch), three_steps(alone, make_batch), (1e-6, 1e-5, 1e-5), strict=True)
+    steps = zip(
+        three_steps(together, make_batch),
+        three_steps(alone, make_batch),
+        (rounding_bound(1.0), 1e-5, 1e-5),
+        strict=True,
+    )
     for found, expected, tolerance in steps:
         assert found.loss == pytest.approx(expected.loss, rel=tolerance, abs=tolerance)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
-        assert found.metrics == pytest.approx(expected.metrics)
+        assert found.metrics == pytest.approx(expected.metrics, rel=tolerance)
         assert found.step == expected.step
         is_shared = found.step != 2
         assert (found.computed_tokens < sum(LENGTHS)) is is_shared
@@ -262,7 +275,7 @@ def test_a_critic_over_ranks_is_one(layout: str, four_ranks: Started, four_layer
     alone = MegatronCritic(four_layers, NOT_SHARING)
     ranks = four_ranks.in_layout(FOUR[layout])
     together = MegatronCritic(four_layers, SHARING, ranks=ranks)
-    for step, tolerance in ((1, 1e-6), (2, 1e-5), (3, 1e-5)):
+    for step, tolerance in ((1, rounding_bound(1.0)), (2, 1e-5), (3, 1e-5)):
         batch = make_batch(LENGTHS, seed=step, num_prompts=NUM_PROMPTS[step])
         found, expected = (critic.train_step(batch, squared_error) for critic in (together, alone))
         assert found.loss == pytest.approx(expected.loss, rel=tolerance)
@@ -289,14 +302,16 @@ def test_models_share_ranks_and_a_reference_stays(two_ranks: Started, four_layer
 def test_a_step_over_ranks_does_not_depend_on_the_budget(
     budget: int, two_ranks: Started, four_layers: Path, make_batch: MakeBatch
 ):
-    expected = MegatronLearner(four_layers, OPTIONS).train_step(make_batch(LENGTHS), policy_gradient)
+    alone = MegatronLearner(four_layers, OPTIONS)
+    bound = rounding_bound(size_of_loss(alone, make_batch(LENGTHS)))
+    expected = alone.train_step(make_batch(LENGTHS), policy_gradient)
     ranks = two_ranks.in_layout(TWO["PP2 interleaved"])
     learner = MegatronLearner(four_layers, replace(OPTIONS, micro_batch_tokens=budget), ranks=ranks)
 
     found = learner.train_step(make_batch(LENGTHS), policy_gradient)
 
-    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+    assert found.loss == pytest.approx(expected.loss, rel=0, abs=bound)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=rounding_bound(1.0))
 
 
 def test_a_rank_whose_tokens_are_all_padding_learns_the_same(
@@ -325,8 +340,8 @@ def test_one_row_is_enough_for_four_ranks(four_ranks: Started, four_layers: Path
 
     found = MegatronLearner(four_layers, OPTIONS, ranks=ranks).train_step(batch, policy_gradient)
 
-    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+    assert found.loss == pytest.approx(expected.loss, rel=rounding_bound(1.0))
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=rounding_bound(1.0))
 
 
 MOVES = [("TP2", "one"), ("TP2", "PP2"), ("TP2", "DP2 distributed optimizer"), ("DP2 distributed optimizer", "TP2")]
@@ -375,6 +390,7 @@ def check_moves(
     for number in (1, 2):
         step(learner, number)
     pending = learner.save(tmp_path / "saved", in_background=True)
+    size = size_of_loss(learner, make_batch(LENGTHS, seed=3))
     expected = [step(learner, number) for number in (3, 4)]
     pending.wait()
     last = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
@@ -387,7 +403,7 @@ def check_moves(
         assert found.step == wanted.step
         if layouts[0] == layouts[1]:
             assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
-        assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert found.loss == pytest.approx(wanted.loss, rel=0, abs=2 * rounding_bound(size))
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
     for name, tensor in resumed.export_weights().items():
         torch.testing.assert_close(tensor, last[name], rtol=0, atol=2e-5)
@@ -435,7 +451,7 @@ def test_a_critic_of_a_mixture_learns_over_ranks_and_is_transformers(
     ranks = two_ranks.in_layout(layout)
     alone = MegatronCritic(four_layers_of_experts, NOT_SHARING)
     together = MegatronCritic(four_layers_of_experts, SHARING, ranks=ranks)
-    for step, tolerance in ((1, 1e-6), (2, 1e-5), (3, 1e-5)):
+    for step, tolerance in ((1, rounding_bound(1.0)), (2, 1e-5), (3, 1e-5)):
         batch = make_batch(LENGTHS, seed=step, num_prompts=NUM_PROMPTS[step])
         expected, found = (
             alone.train_step(batch, squared_error),
@@ -483,9 +499,10 @@ def check_replay(started: Started, layout: str, policy: Path, batch: Batch) -> N
     np.testing.assert_allclose(together.logprobs(batch).values, expected, rtol=0, atol=5e-6)
     plain = batch.only(batch.names - {"routed_experts"})
     assert float(np.abs(expected - alone.logprobs(plain).values).max()) > 1e-2
+    bound = rounding_bound(size_of_loss(alone, batch))
     found, wanted = (learner.train_step(batch, policy_gradient) for learner in (together, alone))
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-6, abs=1e-8)
-    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+    assert found.loss == pytest.approx(wanted.loss, rel=0, abs=bound)
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=rounding_bound(1.0))
 
 
 @pytest.mark.parametrize(("architecture", "num_experts", "top_k", "layout"), [
@@ -561,7 +578,7 @@ def test_replayed_rows_are_counted_alike_over_ranks(
         for of, recompute in ((ranks, "full"), (None, "none"))
     )
 
-    assert found == pytest.approx(wanted, rel=1e-6)
+    assert found == pytest.approx(wanted, rel=rounding_bound(1.0))
     assert 0.5 < found["router/rerouted_share"] < 1.0
     num_tokens = sum(LENGTHS) - len(LENGTHS)
     if options is NOT_SHARING:
@@ -588,4 +605,6 @@ def test_a_step_that_is_not_finite_is_skipped_by_every_rank(
     assert learner.step == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.export_weights().items())
     alone = MegatronLearner(four_layers, OPTIONS).train_step(batch, policy_gradient)
-    assert learner.train_step(batch, policy_gradient).grad_norm == pytest.approx(alone.grad_norm, rel=1e-6)
+    assert learner.train_step(batch, policy_gradient).grad_norm == pytest.approx(
+        alone.grad_norm, rel=rounding_bound(1.0)
+    )

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from rounding import rounding_bound
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -65,7 +66,7 @@ def test_gradients_of_experts_are_those_of_transformers(routed_policy: Path, mak
 
     result = learner.train_step(batch, supervised_objective)
 
-    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert result.loss == pytest.approx(loss.item(), rel=rounding_bound(1.0))
     assert result.grad_norm == pytest.approx(float(expected), rel=1e-5)
 
 

@@ -29,7 +29,9 @@ def run(tmp_path):
 def test_a_healthy_run(run, capsys):
     assert main(["check", str(run(**{"actor/ppo_kl": 0.01}))]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("arithmetic: ok at step 20 (1 of 38 checks had enough data)\n\nTask: ")
+    assert out.startswith(
+        f"arithmetic: ok at step 20 (1 of 1 checks had enough data; {len(GUIDE) - 1} do not apply, see --all)\n\nConv"
+    )
     assert "ok        kl_high" in out
     assert "actor/ppo_kl 0.01 over the last 5 steps" in out
 
@@ -43,11 +45,56 @@ def test_a_finding_is_told_with_evidence_causes_and_advice(run, capsys):
     assert "  cause 1:  learning rate too high\n     try:    divide the learning rate by three\n" in out
 
 
+def test_what_does_not_apply_is_shown_with_all(run, capsys):
+    folder = run(**{"actor/ppo_kl": 0.0})
+    assert main(["check", str(folder)]) == 2
+    assert "kl_high" not in capsys.readouterr().out
+    assert main(["check", str(folder), "--all"]) == 2
+    shown = capsys.readouterr().out
+    assert "?         kl_high" in shown
+    assert "with one update a batch every ratio is 1" in shown
+    assert all(rule.name in shown for rule in GUIDE)
+
+
+def test_the_table_of_stability(run, capsys):
+    folder = run(**{"actor/pg_loss": 0.02, "actor/grad_norm": 0.9, "actor/entropy": 0.3})
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["actor/entropy"] = 0.7
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["check", str(folder)]) == 1
+    table = capsys.readouterr().out.partition("Stability: mean over all steps")[2].splitlines()[1:5]
+    assert [line.split() for line in table] == [
+        ["metric", "mean", "healthy", "newest", "healthy", "source", "of", "the", "range"],
+        ["ok", "actor/pg_loss", "0.02", "-0.05", "to", "0.05", "0.02", "-0.05", "to", "0.05", "evaluation", "guide"],
+        [
+            "accepted",
+            "actor/entropy",
+            "0.32",
+            "-",
+            "0.7",
+            "0.2",
+            "to",
+            "0.5",
+            "evaluation",
+            "guide,",
+            "late",
+            "in",
+            "a",
+            "run",
+        ],
+        ["outside", "actor/grad_norm", "0.9", "at", "most", "0.8", "0.9", "at", "most", "1", "evaluation", "guide"],
+    ]
+    assert main(["check", str(folder), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)["stability"]
+    assert [(row["metric"], row["mark"]) for row in told][-1] == ("actor/grad_norm", "outside")
+    assert told[1]["mean"] == pytest.approx(0.32)
+
+
 def test_the_least_severity_that_fails(run):
     folder = run(**{"actor/grad_norm": 2.0})  # a warning
     assert main(["check", str(folder)]) == 1
     assert main(["check", str(folder), "--fail-on", "critical"]) == 0
-    assert main(["check", str(folder), "--set", "grad_norm.max=2.5"]) == 0
+    assert main(["check", str(folder), "--set", "grad_norm.max=2.5", "--set", "grad_norm.mean_max=2.5"]) == 0
     assert main(["check", str(folder), "--off", "grad_norm"]) == 0
 
 
@@ -96,7 +143,7 @@ def test_hostile_names_do_not_reach_the_terminal(run, capsys):
 def test_the_rules_are_listed(capsys):
     assert main(["rules"]) == 0
     out = capsys.readouterr().out
-    assert "kl_high.max = 0.03: running median, nats (evaluation guide)" in out
+    assert "kl_high.max = 0.03: running median, nats; k1 may be negative (evaluation guide, which" in out
     assert main(["rules", "--json"]) == 0
     assert [rule["name"] for rule in json.loads(capsys.readouterr().out)] == [rule.name for rule in GUIDE]
 
@@ -113,7 +160,9 @@ def test_the_guide_page_is_up_to_date(capsys):
 
 def test_what_cannot_be_judged_is_no_success(run, capsys):
     assert main(["check", str(run(**{"foreign/name": 1.0}))]) == 2
-    assert capsys.readouterr().out.startswith("arithmetic: unknown at step 20 (0 of 38 checks had enough data)\n")
+    assert capsys.readouterr().out.startswith(
+        f"arithmetic: unknown at step 20 (0 of 0 checks had enough data; {len(GUIDE)} do not apply, see --all)\n"
+    )
 
 
 def test_tokens_that_train_on_other_experts_than_were_sampled_are_found(run, capsys):

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -188,7 +189,7 @@ def test_the_command(tmp_path, capsys):
     shared = {"actor/entropy": list(noise(0, 30)), SCRIPT: [1.0] * 30}
     a = write(tmp_path / "a", {**shared, "actor/lr": [1.0] * 30})
     b = write(tmp_path / "b,1", {**shared, "actor/lr": [2.0] * 30, "actor/loss": [0.0] * 30})
-    assert main(["compare", a, b]) == 0
+    assert main(["compare", a, b, "--all"]) == 0
     said = capsys.readouterr().out
     assert "1 of 3 metrics differ clearly" in said
     assert "only in B: actor/loss" in said
@@ -203,9 +204,29 @@ def test_the_command(tmp_path, capsys):
     assert (document["a"], document["only_b"]) == ([a], ["actor/loss"])
 
 
+def test_the_verdict_comes_first_and_the_rest_behind_an_option(tmp_path, capsys):
+    def metrics(side):
+        made = {f"actor/made_{number}": list(noise(100 * side + number, 30)) for number in range(30)}
+        return made | {"critic/score/mean": list(noise(1, 30) * 0.01 + side), "actor/lr": [1.0 + side] * 30}
+
+    a, b = (write(tmp_path / name, metrics(side)) for side, name in enumerate("ab"))
+    assert main(["compare", a, b]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "A: a"
+    assert lines[2].endswith("about one in twenty does.")
+    assert re.fullmatch(r"critic/score/mean: A \S+, B \S+: B is clearly higher", lines[3])
+    assert len(lines) < 25
+    assert max(len(line) for line in lines[4:]) <= 80
+    assert any(line.startswith("actor/lr ") for line in lines)
+    assert "more metrics: --all shows them by chapter" in lines[-1]
+    assert main(["compare", a, b, "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"actor/made_{number} " in shown for number in range(30))
+
+
 def test_the_command_with_several_seeds(tmp_path, capsys):
     runs = [write(tmp_path / name, {"actor/lr": [value] * 3}) for name, value in (("a", 1), ("b", 2), ("c", 9))]
-    assert main(["compare", ",".join(runs[:2]), ",".join([runs[2]] * 2)]) == 0
+    assert main(["compare", ",".join(runs[:2]), ",".join([runs[2]] * 2), "--all"]) == 0
     said = capsys.readouterr().out
     assert "A: a, b\nB: c (1), c (2)\n" in said
     assert "2 and 2 runs" in said

@@ -1,9 +1,11 @@
-"""The console line on the machine's load, from a fake /proc and nvidia-smi."""
+"""The console line on the machine's load, from a fake /proc and driver."""
 
 import os
 
 import pytest
 
+from rl_core.gpus import DriverReading
+from rl_metrics.trackers import console_resources
 from rl_metrics.trackers.console_resources import ResourceWatch
 
 MEMINFO = "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 4194304 kB\n"
@@ -19,23 +21,21 @@ def proc(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """Return a function that makes a fake nvidia-smi from a shell script."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
+class FakeDriver:
+    """A driver with these cards: percent busy, and GiB used and in total."""
 
-    def make(script):
-        program = folder / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
+    def __init__(self, *cards):
+        self._cards = cards
 
-    return make
+    def read_all(self):
+        return [
+            DriverReading(utilization=busy / 100, used_bytes=used * 2**30, total_bytes=total * 2**30)
+            for busy, used, total in self._cards
+        ]
 
 
 def test_processors_and_memory(proc, monkeypatch):
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(console_resources, "open_driver", lambda: None)
     watch = ResourceWatch(proc=proc)
     assert watch.look() == "memory 4.0/8.0 GiB (run 1.0)"
     (proc / "stat").write_text("cpu  190 0 100 710 100 0 0 0 0 0\n")
@@ -43,21 +43,14 @@ def test_processors_and_memory(proc, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "text"),
+    ("driver", "text"),
     [
-        ("87, 40960, 81920", "GPU 87 %, 40.0/80 GiB"),
-        ("100, 1024, 81920\n50, 1024, 81920", "2 GPUs 75 %, 2.0/160 GiB"),
+        (FakeDriver((87, 40, 80)), "  GPU 87 %, 40.0/80 GiB"),
+        (FakeDriver((100, 1, 80), (50, 1, 80)), "  2 GPUs 75 %, 2.0/160 GiB"),
+        (FakeDriver(), ""),
+        (None, ""),
     ],
 )
-def test_gpus(proc, nvidia_smi, rows, text):
-    nvidia_smi(f"echo '{rows}'")
-    assert ResourceWatch(proc=proc).look().endswith(text)
-
-
-@pytest.mark.parametrize("script", ["exit 9", "echo 'No devices were found'", "echo '[N/A], [N/A], [N/A]'", "true"])
-def test_a_driver_that_does_not_tell_is_not_asked_again(proc, nvidia_smi, script):
-    nvidia_smi(script)
-    watch = ResourceWatch(proc=proc)
-    assert "GPU" not in watch.look()
-    nvidia_smi("echo '1, 1, 1'")
-    assert "GPU" not in watch.look()
+def test_gpus(proc, monkeypatch, driver, text):
+    monkeypatch.setattr(console_resources, "open_driver", lambda: driver)
+    assert ResourceWatch(proc=proc).look() == "memory 4.0/8.0 GiB (run 1.0)" + text

@@ -27,19 +27,28 @@ def packed(tables, folder):
 
 def test_by_hand(tmp_path):
     tables = [
-        table(10, sample("b", score=0.5, components={"acc": 0.5})),
-        table(0, sample("a", failure="boom", ground_truth="2"), name="test/generations"),
+        table(10, sample("b", score=0.5, components={"acc": 0.5}, data_source="sums", finish="length")),
+        table(0, sample("a", failure="boom", ground_truth=[2, None]), name="test/generations"),
     ]
     header, index, chunks = packed(tables, tmp_path)
-    assert header["names"] == {"table": ["test/generations", "validation/generations"], "problem": ["a", "b"]}
+    assert header["names"] == {
+        "table": ["test/generations", "validation/generations"],
+        "problem": ["a", "b"],
+        "source": ["default", "sums"],
+        "finish": ["stop", "length"],
+        "failure": ["", "boom"],
+    }
+    assert (header["parts"], header["prompts"]) == (["acc"], ["1+1=", "1+1="])
+    np.testing.assert_array_equal(index.pop("part0"), [math.nan, 0.5])
     assert header["recorded"] == 2
     assert {name: values.tolist() for name, values in index.items() if name != "score"} == {
-        "step": [0, 10], "table": [0, 1], "problem": [0, 1], "version": [4, 4], "failed": [1, 0],
+        "step": [0, 10], "table": [0, 1], "problem": [0, 1], "version": [4, 4], "source": [0, 1], "finish": [0, 1],
+        "failure": [1, 0],
     }  # fmt: skip
     np.testing.assert_array_equal(index["score"], [math.nan, 0.5])
     assert chunks == [
         [
-            ["1+1=", "2", "2", "a", "trainer", "boom", [3, 4], {}],
+            ["1+1=", "2", "[2, null]", "a", "trainer", "boom", [3, 4], {}],
             ["1+1=", "2", None, "b", "trainer", None, [3, 4], {"acc": 0.5}],
         ]
     ]
@@ -70,6 +79,8 @@ def test_hostile_ones_come_back(tmp_path):
                policy_version=(-(10**400), 10**400)) for text in texts
     ]  # fmt: skip
     header, index, (rows,) = packed([table(10**400, *strange, name=texts[0])], tmp_path)
-    assert header["names"] == {"table": [texts[0]], "problem": texts}
+    assert (header["names"]["table"], header["names"]["problem"]) == ([texts[0]], texts)
+    assert header["names"]["failure"] == ["", *texts]
+    assert header["parts"] == texts
     assert [row[:6] for row in rows] == [[text] * 6 for text in texts]
     assert index["step"].tolist() == index["version"].tolist() == [2**31 - 1] * 4

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, SettingsError
-from rl_metrics.run_files.generations import GenerationSample, draw_generations
+from rl_metrics.run_files.generations import LATER_FIELDS, GenerationSample, draw_generations
 
 
 def sample(name="a", **changed):
@@ -32,7 +32,7 @@ SAMPLES = st.builds(
     input=st.sampled_from(["", "1 + 1", "2 + 2", "\ud800"]),
     output=st.text(max_size=2),
     score=st.floats(),
-    ground_truth=st.none() | st.just("2"),
+    ground_truth=st.none() | st.just("2") | st.just({"cases": [["1", 2.5]], "is_fast": True}),
     policy_version=st.tuples(st.integers(0, 2), st.integers(2, 4)),
     source=st.sampled_from(["rollouter", "learner"]),
     failure=st.none() | st.just("timeout"),
@@ -130,7 +130,6 @@ def test_numbers_that_are_not_finite_are_null_in_json():
         ("output", ["x"]),
         ("score", "1"),
         ("score", True),
-        ("ground_truth", 2),
         ("policy_version", [1]),
         ("policy_version", [1, 2.5]),
         ("policy_version", None),
@@ -138,6 +137,7 @@ def test_numbers_that_are_not_finite_are_null_in_json():
         ("failure", 0),
         ("components", {"acc": "high"}),
         ("components", []),
+        ("finish", None),
     ],
 )
 def test_broken_samples_are_refused(name, value):
@@ -145,12 +145,17 @@ def test_broken_samples_are_refused(name, value):
         GenerationSample.from_json({**sample().to_json(), name: value})
 
 
-@pytest.mark.parametrize("name", list(sample().to_json()))
+@pytest.mark.parametrize("name", [name for name in sample().to_json() if name not in LATER_FIELDS])
 def test_samples_with_missing_fields_are_refused(name):
     row = sample().to_json()
     del row[name]
     with pytest.raises(DataError, match=name):
         GenerationSample.from_json(row)
+
+
+def test_samples_of_older_files_have_a_source_and_finish():
+    row = {name: value for name, value in sample().to_json().items() if name not in LATER_FIELDS}
+    assert GenerationSample.from_json(row) == sample()
 
 
 @given(st.permutations(range(45)), st.integers(7, 45))

@@ -8,17 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rl_metrics.health.checks import KINDS, running_median
+from rl_metrics.health.checks import KINDS
 
 
 def measured(kind, *columns, window, **limits):
     found = KINDS[kind](tuple(np.array(column, dtype=np.float64) for column in columns), limits, window)
     return found.values.tolist(), found.is_wrong.tolist()
-
-
-def test_the_running_median_begins_with_what_there_is():
-    assert running_median(np.array([4.0, 2.0, 9.0, 1.0, 1.0]), 3).tolist() == [4.0, 3.0, 4.0, 2.0, 1.0]
-    assert running_median(np.array([4.0, 2.0]), 5).tolist() == [4.0, 3.0]
 
 
 def test_level():
@@ -161,9 +156,65 @@ def test_gap():
     assert measured("gap", [0.5, 0.9], [0.5, 0.5], [0.75, 0.75], window=1, max=0.2)[1] == [False, False]
 
 
-LIMITS = {"min": 0.1, "max": 0.5, "by": 0.01, "times": 2.0, "count": 0.0, "least": 0.0, "below": 1.0}
+def test_cancels_and_the_mean_over_the_run():
+    assert measured("cancels", [-0.3, -0.2], [0.3, 0.1], window=1, max=0.05, each=0.5)[1] == [True, False]
+    assert measured("cancels", [-0.7], [0.7], window=1, max=0.05, each=0.5)[1] == [False]
+    values, is_wrong = measured("run_mean", [0.6, 1.2, 0.9], window=1, max=0.8)
+    assert values == pytest.approx([0.6, 0.9, 0.9])
+    assert is_wrong == [False, True, True]
+
+
+def test_a_rise_within_a_step():
+    values, is_wrong = measured("rise_within", [-0.1] * 8 + [0.5, -0.1, -0.1], window=2, by=0.5)
+    assert values[7:] == pytest.approx([0.0, 0.6, 0.6, 0.0])
+    assert is_wrong[7:] == [False, True, True, False]
+    assert not any(measured("rise_within", [5.0, 0.0, 0.0, 0.4], window=4, by=0.5)[1])  # the start does not count
+
+
+def test_growth_over_the_first_values_above_0():
+    spread = [0.0, 0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.4]
+    values, is_wrong = measured("grown", spread, window=1, times=3.0)
+    assert values[-1] == 0.4
+    assert is_wrong == [False] * 7 + [True]
+    assert not any(measured("grown", [0.0] * 4, window=1, times=3.0)[1])
+
+
+def test_a_spread_within_the_bounds_of_its_values():
+    def is_explained(spread, mean, high):
+        zeros = [0.0] * len(spread)
+        return measured("within_bounds", spread, mean, zeros, high, window=1, times=3.0)[1][-1]
+
+    rare, usual = [0.01] * 5 + [0.4], [0.3] * 5 + [0.6]
+    assert is_explained([0.02] * 5 + [0.46], rare, [1.0] * 6)  # successes were rare, and became usual
+    assert not is_explained([0.05] * 5 + [0.3], usual, [1.0] * 6)
+    assert not is_explained([0.02] * 5 + [0.46], rare, [1.0] * 5 + [10.0])  # the values have new bounds
+
+
+def test_few_validations_have_to_stay_below_all_but_the_first():
+    def has_fallen(*validations):
+        return measured("fall", validations, window=1, max=0.2, held=3.0, sure=6.0)[1][-1]
+
+    assert not has_fallen(0.7, 0.4)
+    assert has_fallen(0.7, 0.4, 0.4)
+    assert not has_fallen(0.7, 0.65, 0.4)
+    assert has_fallen(0.7, 0.5, 0.45, 0.4)
+    assert not has_fallen(0.7, 0.2, 0.2, 0.4)  # on its way back
+    assert has_fallen(0.7, 0.7, 0.7, 0.2, 0.2, 0.4)
+
+
+LIMITS = {
+    "min": 0.1,
+    "max": 0.5,
+    "by": 0.01,
+    "times": 2.0,
+    "count": 0.0,
+    "least": 0.0,
+    "below": 1.0,
+    "each": 1.0,
+    "gain": 0.05,
+}
 COLUMNS = st.integers(1, 40).flatmap(
-    lambda n: st.tuples(*[arrays(np.float64, n, elements=st.floats(allow_nan=False, allow_infinity=False))] * 2)
+    lambda n: st.tuples(*[arrays(np.float64, n, elements=st.floats(allow_nan=False, allow_infinity=False))] * 4)
 )
 
 
@@ -171,6 +222,6 @@ COLUMNS = st.integers(1, 40).flatmap(
 @given(columns=COLUMNS, window=st.integers(1, 60))
 def test_any_finite_columns_give_as_many_values(kind, columns, window):
     with np.errstate(all="ignore"):
-        found = KINDS[kind](columns, LIMITS, window)
+        found = KINDS[kind](columns if kind == "within_bounds" else columns[:2], LIMITS, window)
     assert found.values.shape == found.is_wrong.shape == columns[0].shape
     assert not np.isnan(found.values).any()

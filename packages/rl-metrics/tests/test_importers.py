@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.cli import main
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.importers import naming, verl
+from rl_metrics.importers import dumped, naming, verl
 from rl_metrics.importers.naming import translation
 from rl_metrics.importers.run_writer import RunWriter
 from rl_metrics.importers.trl import import_trl
@@ -292,7 +292,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, lines):
 
 
 def test_of_a_dump_so_many_are_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(verl, "MAX_ROWS", 4)
+    monkeypatch.setattr(dumped, "MAX_ROWS", 4)
     assert import_verl([], tmp_path / "run", rollouts=VERL / "rollouts").num_rollouts == 8
 
 

@@ -108,7 +108,11 @@ def test_each_way_to_end(tmp_path, events, said):
             "The training reward is 0.5 at step 1, and one value does not show whether it learns.",
         ),
         ([{"a": 1.0}], (), "No reward, loss or validation was recorded in 1 step."),
-        ([{"other/loss": value} for value in (3.0, 2.0, 2.0, 1.0)], (), "The loss fell from 3 to 1 in 4 steps."),
+        (
+            [{"other/loss": value} for value in (3.0, 2.0, 2.0, 1.0)],
+            (),
+            "The loss went from 3 to 1 (without an interval, it may be chance) in 4 steps.",
+        ),
         (
             [*rising(8), {VALIDATION: 0.4}],
             FINISHED,
@@ -121,13 +125,21 @@ def test_what_little_was_recorded_is_said(tmp_path, rows, events, said):
     assert outcome_of(tmp_path, rows, events=events)["sentence"] == said
 
 
+def test_an_imitation_of_texts_has_no_teacher(tmp_path):
+    settings = SETTINGS + '[distillation]\nloss = "nll"\ntexts = "solution"\n'
+    found = outcome_of(tmp_path, [{"actor/distillation/loss": 1.0 / step} for step in (1, 2)], settings=settings)
+    assert ("method", "supervised, imitates the texts of the column solution") in found["trained"]
+    assert found["sentence"] == "The cross entropy of the texts fell from 1 to 0.5 in 2 of 20 steps."
+
+
 def test_a_distillation(tmp_path):
     settings = SETTINGS + '[distillation]\nloss = "reverse_kl"\n[distillation.teachers.adder]\nmodel = "big"\n'
     rows = [{"actor/distillation/loss": 1.0 / step, VALIDATION: 0.1 * step} for step in range(1, 9)]
     found = outcome_of(tmp_path, rows, events=FINISHED, settings=settings)
     assert ("method", "distillation from adder, loss reverse_kl") in found["trained"]
     assert found["sentence"].startswith(
-        "Validation on math (acc) rose from 0.1 to 0.8 and the divergence from the teacher fell"
+        "Validation on math (acc) went from 0.1 to 0.8 (without an interval, it may be chance) and the divergence from "
+        "the teacher went from 0.75"
     )
     divergence = found["figures"][0]
     assert not divergence["is_up_better"]
@@ -152,6 +164,29 @@ def test_rewards_beyond_0_and_1_have_an_interval_of_their_steps(tmp_path):
     assert reward["last"]["how"].startswith("Student's t")
     low, high = reward["first"]["interval"]["low"], reward["first"]["interval"]["high"]
     assert (low, high) == pytest.approx((11 - 4.3027 / math.sqrt(3), 11 + 4.3027 / math.sqrt(3)), rel=1e-3)
+
+
+def test_few_steps_claim_no_rise_and_say_why_there_is_no_interval(tmp_path):
+    rows = [{SCORE: value, **BOUNDED, "critic/score/min": -1.0} for value in (0.219, 0.2, 0.25)]
+    found = outcome_of(tmp_path, rows)
+    assert found["sentence"] == (
+        "The training reward went from 0.219 to 0.25 (without an interval, it may be chance) in 3 steps."
+    )
+    assert found["figures"][0]["last"]["how"] == (
+        "none, because each end needs three steps, which it has in a run of twelve"
+    )
+
+
+def test_a_source_that_fell_is_not_hidden_by_one_that_rose(tmp_path):
+    def measured(source, value):
+        name = f"val-core/{source}/acc/mean@1"
+        return {name: value, f"{name}/ci_low": value - 0.02, f"{name}/ci_high": value + 0.02}
+
+    rows = [measured("a", 0.3) | measured("b", 0.8) | measured("c", 0.1), measured("a", 0.5) | measured("b", 0.6)]
+    rows[1] |= measured("c", 0.3)
+    assert outcome_of(tmp_path, rows)["sentence"] == (
+        "Validation on a (acc) rose from 0.3 to 0.5 and validation on b (acc) fell from 0.8 to 0.6 in 2 steps."
+    )
 
 
 def test_times_without_a_summary(tmp_path):

@@ -15,7 +15,7 @@ from rl_metrics.trackers.output_thread import CAPACITY_BYTES, OutputThread, unhu
 
 PROGRAM = """
 from rl_metrics.trackers.console import ConsoleTracker
-tracker = ConsoleTracker(min_interval_s=0)
+tracker = ConsoleTracker()
 tracker.begin("GRPO", total_steps=3)
 for step in (1, 2, 3):
     tracker.log(step, {"critic/score/mean": 0.5})

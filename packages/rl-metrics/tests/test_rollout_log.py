@@ -19,7 +19,7 @@ ROW = RolloutRow(
     source="arithmetic",
     prompt="37+58=",
     response="95",
-    ground_truth="95",
+    ground_truth={"value": 95, "steps": ["9", None]},
     reward=1.0,
     components={"acc": 1.0, "format": math.nan},
     timings={"generate_s": 0.5, "preemptions": 1.0},

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import FLOAT64, rounding_bound
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -20,6 +21,7 @@ from rl_metrics.reductions.rollouts import (
     summarize_rewards,
     summarize_speed,
     summarize_timings,
+    summarize_tool_calls,
 )
 
 
@@ -131,7 +133,9 @@ def test_advantages_count_trained_tokens_only():
     trained = [2, 3, 4, 7, 12, 13, 14, 15, 16]
     assert metrics["critic/advantages/max"] == 16.0
     assert metrics["critic/advantages/min"] == 2.0
-    assert metrics["critic/advantages/mean"] == pytest.approx(sum(trained) / 9, rel=1e-15)
+    assert metrics["critic/advantages/mean"] == pytest.approx(
+        sum(trained) / 9, rel=rounding_bound(1.0, roundings=10, epsilon=FLOAT64)
+    )
 
 
 def test_a_batch_without_rows():
@@ -220,3 +224,12 @@ def test_speed():
 
 def test_spread_of_nothing_is_nothing():
     assert spread("x", np.empty(0)) == {}
+
+
+def test_tool_calls_are_counted_by_outcome_with_zeros_for_the_curves():
+    found = summarize_tool_calls([{"ok": 3, "truncated": 1}, {"malformed_call": 2, "timed_out": 2}, {}, None])
+    counts = {"ok": 3, "truncated": 1, "malformed_call": 2, "timed_out": 2}
+    assert found == {f"tools/calls/{name}": number for name, number in counts.items()} | {"tools/ok_share": 0.5}
+    assert all(DEFINITIONS.find(name) is not None for name in found)
+    assert summarize_tool_calls([{}]) == {"tools/calls/ok": 0, "tools/calls/malformed_call": 0}
+    assert summarize_tool_calls([None, "ok"]) == {}

@@ -46,7 +46,7 @@ def test_scalars_stand_at_the_trainers_steps(tmp_path):
 def test_generations_are_a_table_at_their_step(tmp_path):
     tracker = TensorBoardTracker(tmp_path)
     samples = [
-        sample(score=0.5, ground_truth="2"),
+        sample(score=0.5, ground_truth=2),
         sample(prompt_uid="p2", policy_version=(2, 4), source="learner", failure="timeout"),
     ]
     tracker.log_generations(40, "val/generations", samples)

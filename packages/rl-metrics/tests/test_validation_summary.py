@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError, ShapeError
 from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.validation.bootstrap import Bootstrap
-from rl_metrics.validation.summary import ValidationResponses, headline, response_table, summarize_validation
+from rl_metrics.validation.summary import (
+    ValidationResponses,
+    headline,
+    headline_name,
+    response_table,
+    summarize_validation,
+)
 
 GOLDEN = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
 NAN = float("nan")
@@ -251,6 +257,15 @@ def test_uids_and_sources_that_are_no_text_are_refused(column, other, kind):
 def test_variables_that_are_no_numbers_are_refused(values):
     with pytest.raises(DataError, match="variable 'acc' must have a number for each response"):
         summarize(["p", "q"], ["a", "a"], acc=values)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [(["acc", "acc"], "accuracy"), (["reward", "reward"], "mean_reward"), (["acc", "reward"], "score")],
+)
+def test_the_name_of_the_headline_follows_what_it_measures(variables, name):
+    metrics = {f"val-core/org/s{i}/{variable}/mean@4": 0.5 for i, variable in enumerate(variables)}
+    assert headline_name(metrics | {"val-aux/org/s0/length/mean@4": 3.0}) == name
 
 
 def test_the_headline_is_no_interval():

@@ -102,7 +102,7 @@ def test_generations_are_a_table_at_their_step(tmp_path):
             input="1+1",
             output="<b>\n2",
             score=1.0,
-            ground_truth="2",
+            ground_truth=["2"],
             policy_version=(3, 4),
             source="rollouter",
             components={"acc": 1.0},
@@ -122,7 +122,7 @@ def test_generations_are_a_table_at_their_step(tmp_path):
     table = json.loads((attempt / "files" / row["val/generations|path"]).read_text())
     assert table["columns"] == list(COLUMNS)
     assert table["data"] == [
-        [8, "p1", "1+1", "<b>\n2", 1.0, "2", 3, 4, "rollouter", None, '{"acc": 1.0}'],
+        [8, "p1", "1+1", "<b>\n2", 1.0, '["2"]', 3, 4, "rollouter", None, '{"acc": 1.0}'],
         [8, "p2", "2+2", "", None, None, 4, 4, "learner", "timeout", "{}"],
     ]
 

@@ -212,6 +212,10 @@ def test_draws_leave_the_global_generator_alone(vllm_engine: VLLMEngine) -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_workers_on_a_cpu_have_no_gpu_to_report(vllm_engine: VLLMEngine) -> None:
+    assert asyncio.run(vllm_engine.gpu_use()) == []
+
+
 def test_a_dense_model_has_no_experts_to_tell(vllm_engine: VLLMEngine) -> None:
     (sample,) = generate(vllm_engine)
     assert sample.routed_experts is None

@@ -278,7 +278,7 @@ ENDS = []
             None,
             r"agent 'own_agents.py:raises' raised KeyError: 'board' \(own_agents.py, line 15",
         ),
-        ("gives_no_number", None, "reward = 'good'"),
+        ("gives_no_number", None, "agent 'own_agents.py:gives_no_number' returned reward = 'good'"),
     ],
 )
 def test_a_function_is_an_agent_too(tmp_path, name, reward, failure):

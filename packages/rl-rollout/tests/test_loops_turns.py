@@ -10,6 +10,7 @@ from rl_rollout.loops.turns import ChatTurns, PlainTurns, Reply, TurnFormat, joi
 
 # Modeled on gpt-oss: one call per message, with a separate end token; results name the tool.
 HARMONY = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
     "{% for m in messages %}{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls "
     "and messages[loop.index0 - 1].role != 'tool' %}{{ raise_exception('a result without a call') }}{% endif %}"
     "<|start|>functions.{{ m.name }} to=assistant<|message|>{{ m.content | tojson }}<|end|>"
@@ -25,11 +26,13 @@ HARMONY_SPECIAL = (
 )  # fmt: skip
 # Modeled on DeepSeek: a call's arguments must be a string.
 TEXT_ARGUMENTS = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NO_CALLS = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
@@ -146,6 +149,21 @@ def test_control_tokens_in_a_reply_are_broken_up():
 def test_a_template_that_cannot_join_turns_is_refused_with_its_fault(template, message):
     with pytest.raises(SettingsError, match=rf"(?s)the chat template cannot join turns: .*{message}.*turns\.kind"):
         ChatTurns(make_tokenizer(template), role="tool")
+
+
+def test_a_template_that_hides_a_tool_is_refused_by_the_tools_name():
+    hides_all = CHATML.replace("{{ t.function.name }}: {{ t.function.description }}", "")
+    shows_first = CHATML.replace("for t in tools", "for t in tools[:1]")
+    other = {"type": "function", "function": {"name": "multiply", "description": "", "parameters": {"type": "object"}}}
+    for template, tools, hidden in (
+        (hides_all, TOOLS, "add"),
+        (hides_all.replace("{% if tools %}", "{% if false %}"), [*TOOLS, other], "add, multiply"),
+        (shows_first, [*TOOLS, other], "multiply"),
+        (CHATML.replace("{% if tools %}", "add {% if false %}"), TOOLS, "add"),  # the word stands there anyway
+    ):
+        for role in ("tool", "user"):  # the gateway uses "user" until a turn has calls
+            with pytest.raises(SettingsError, match=rf"does not show the model the tools {hidden}\. .*turns\.kind"):
+                ChatTurns(make_tokenizer(template), role=role, tools=tools)
 
 
 def test_no_template_and_unknown_stop_tokens_are_refused():

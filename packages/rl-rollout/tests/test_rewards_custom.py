@@ -1,7 +1,7 @@
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_rollout.rewards import exact_match, resolve_reward
+from rl_rollout.rewards import RewardScorer, exact_match, resolve_reward
 from rl_rollout.rewards.registry import check_callable
 
 
@@ -18,6 +18,11 @@ def reward_file(tmp_path):
         "def length_reward(given): return len(given.response_text)\n"
         "def two(a, b): return 0.0\n"
         "def none(): return 0.0\n"
+        "def trl(completions, **kwargs): return [1.0 for _ in completions]\n"
+        "def trl_prompts(prompts, completions): return [1.0 for _ in completions]\n"
+        "class Trl:\n"
+        "    def __call__(self, completions): return [1.0 for _ in completions]\n"
+        "def verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
         "judge = Judge()\n"
     )
     return path
@@ -44,15 +49,24 @@ def test_files_of_one_name_do_not_mix(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lenght_reward", r"has no 'lenght_reward'; it has .*two\. Did you mean 'length_reward'\?"),
+        ("lenght_reward", r"has no 'lenght_reward'; it has .*verl\. Did you mean 'length_reward'\?"),
         ("LIMIT", "must be callable; found int"),
         ("two", r"needs the option 'b'\. A reward takes one RewardInput, `def reward\(given\)"),
+        ("trl", r"found the parameters completions, kwargs. It is written for TRL, .* return theirs\(completions=\["),
+        ("trl_prompts", r"found the parameters prompts, completions. It is written for TRL"),
+        ("Trl", r"found the parameters completions. It is written for TRL"),
+        ("verl", r"found the parameters data_source, solution_str, ground_truth, extra_info. It is written for verl"),
         ("none", r"must take one argument, a RewardInput; found \(\)"),
     ],
 )
 def test_what_is_not_a_reward_function_is_refused(reward_file, name, message):
     with pytest.raises(SettingsError, match=message):
         resolve_reward(f"{reward_file}:{name}")
+
+
+def test_a_function_that_python_gives_is_checked_like_one_that_settings_name():
+    with pytest.raises(SettingsError, match="It is written for verl"):
+        RewardScorer(lambda data_source, solution_str, ground_truth: 1.0)
 
 
 def test_missing_files_and_malformed_references(tmp_path):

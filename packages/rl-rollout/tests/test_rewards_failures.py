@@ -103,8 +103,8 @@ def test_what_is_awaitable_or_yields_is_named_and_warns_nobody():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         (coroutine,) = score(lambda _given: a_coroutine(), "a")
-        (async_generator,) = score(yields_later, "a")
-        (generator,) = score(yields, "a")
+        (async_generator,) = score(lambda given: yields_later(given), "a")
+        (generator,) = score(lambda given: yields(given), "a")
     assert "returned a coroutine that nothing awaits; make the function an `async def`" in coroutine.failure
     assert "returned an async generator: it uses `yield`" in async_generator.failure
     assert "returned a generator: it uses `yield`" in generator.failure

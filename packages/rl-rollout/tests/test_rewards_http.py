@@ -153,7 +153,10 @@ def test_retry_after_is_heeded(service):
         ((400, {}, b"no such task"), "answered with status 400: 'no such task'"),
         ((302, {"Location": "/else"}, b""), "answered with status 302"),
         ((200, {}, b"<html>"), "answered with invalid JSON: '<html>'"),
-        ((200, {}, b'{"score": 1}'), r"answered without 'reward'; it has \['score'\]"),
+        (
+            (200, {}, b'{"score": 1}'),
+            r"answered without 'reward'; it has \['score'\]. Answer with a number, or as in {",
+        ),
         ((200, {}, b'{"reward": 1, "components": [1]}'), "must return components and extras as objects"),
         ((200, {}, b"[" * 100_000), "invalid JSON"),
         ((200, {}, b"1" * (1 << 19)), "more than 262144 bytes"),

@@ -33,6 +33,7 @@ def reward_file(tmp_path):
         "        self.strict = strict\n"
         "    def __call__(self, given): return {'reward': 2.0, 'strict': self.strict}\n"
         "    def close(self): Judge.is_closed = True\n"
+        "def judged(given): return {'reward': 3.0, 'acc': 1.0}\n"
         "def fails(given): raise OSError('disk')\n"
         "def yields(given): yield 1.0\n"
     )
@@ -136,6 +137,16 @@ def test_parts_are_added_with_their_weights_and_components_kept(reward_file):
     assert scored.result.reward == 2.0 * 1.0 + 0.5 * 2.0 + 1.0 * -0.5
     assert scored.result.components == {"exact_match": 1.0, "Judge": 2.0, "Judge/strict": 1.0, "length": -0.5}
     scorer.close()
+
+
+@pytest.mark.parametrize("own_acc", [False, True])
+def test_the_first_part_with_acc_gives_it_to_the_whole_unless_a_part_has_that_name(reward_file, own_acc):
+    last = RewardPart(function="exact_match", name="acc" if own_acc else "match")
+    parts = (RewardPart(function="overlong", options={"max_tokens": 4, "buffer_tokens": 2}, name="length"),)
+    parts += (RewardPart(function=f"{reward_file}:judged", name="judge"), last)
+    scored = score(build_scorer(RewardOptions(parts=parts)), "18", ground_truth="19")
+    assert scored.result.components["judge/acc"] == 1.0
+    assert scored.result.components["acc"] == (0.0 if own_acc else 1.0)
 
 
 def failing(reward_file, part_on_failure, **options):

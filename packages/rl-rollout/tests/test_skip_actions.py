@@ -74,28 +74,35 @@ def test_steps_that_are_not_selected_run_normally_and_are_not_stored(tmp_path, s
     assert runs.sources(range(1, 5)) == expected
 
 
-def test_repeat_takes_stored_steps_in_turn_and_a_new_start_changes_nothing(tmp_path):
-    first = Runs(tmp_path)
-    first.sources(range(1, 4))
-    runs = Runs(tmp_path, action="repeat")
-    expected = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
-    assert runs.sources(range(1, 7)) == expected[:6]
+def test_repeat_stores_its_range_and_every_later_step_replays_it_in_order(tmp_path):
+    runs = Runs(tmp_path, action="repeat", steps="1-3")
+    assert runs.sources(range(1, 6)) == [None, None, None, 1, 2]
     runs.start()
-    assert runs.sources(range(5, 11)) == expected[4:]
-    assert runs.generated == []
-
-
-def test_repeat_takes_turns_among_the_selected_steps_alone(tmp_path):
-    Runs(tmp_path, steps="1,3").sources(range(1, 4))
-    runs = Runs(tmp_path, action="repeat", steps=[4, 6, 8, 10, 12])
-    assert runs.sources(range(4, 13)) == [1, None, 3, None, 1, None, 3, None, 1]
-
-
-def test_repeat_of_nothing_generates_and_stores_the_first_step_alone(tmp_path):
-    runs = Runs(tmp_path, action="repeat", steps="3-")
-    assert runs.sources(range(1, 7)) == [None, None, None, 3, 3, 3]
+    assert runs.sources(range(6, 12)) == [3, 1, 2, 3, 1, 2], "a resumed run takes the next one"
+    runs.start()
+    assert runs.sources(range(1, 8)) == [1, 2, 3, 1, 2, 3, 1], "the range is stored from the start"
     assert runs.generated == [1, 2, 3]
-    assert [key.step for key in _keys(tmp_path)] == [3]
+    assert [key.step for key in _keys(tmp_path)] == [1, 2, 3]
+
+
+def test_repeat_ignores_entries_outside_its_range(tmp_path):
+    Runs(tmp_path).sources(range(1, 7))
+    runs = Runs(tmp_path, action="repeat", steps="2,4")
+    assert runs.sources(range(1, 9)) == [None, 2, None, 4, 2, 4, 2, 4]
+    assert runs.generated == [1, 3]
+
+
+def test_repeat_neither_stores_later_steps_nor_takes_those_that_lack_an_entry(tmp_path):
+    runs = Runs(tmp_path, action="repeat", steps="1-2")
+    assert runs.sources([3, 4]) == [None, None]
+    assert _keys(tmp_path) == []
+    assert runs.sources([2, 3, 4]) == [None, 2, 2]
+
+
+@pytest.mark.parametrize("steps", ["all", "100-", "1-3,7-"])
+def test_repeat_without_an_end_is_refused_with_what_to_set(steps):
+    (problem,) = SkipOptions(action="repeat", steps=steps).problems()
+    assert problem.endswith(f'found steps = {steps!r}. Set steps = "1-3" to repeat the first three.')
 
 
 def test_repeat_last_takes_the_entry_that_was_made_last_and_its_own_where_there_is_one(tmp_path):
@@ -110,7 +117,7 @@ def test_repeat_last_takes_the_entry_that_was_made_last_and_its_own_where_there_
 
 def test_a_replay_of_another_step_keeps_its_prompts_under_uids_of_its_own(tmp_path):
     Runs(tmp_path).step(1)
-    runs = Runs(tmp_path, action="repeat")
+    runs = Runs(tmp_path, action="repeat", steps=1)
     uids = [group.prompt.uid for step in (2, 3) for group in runs.step(step).groups]
     assert uids == ["p0-r2", "p1-r2", "p0-r3", "p1-r3"]
     (stored,) = {tuple(group.prompt.ground_truth for group in runs.step(step).groups) for step in (1, 2, 3)}
@@ -129,7 +136,7 @@ def test_parts_of_a_step_and_kinds_have_entries_of_their_own(tmp_path):
 
 def test_a_part_without_an_entry_never_takes_that_of_another_part(tmp_path):
     Runs(tmp_path).step(1)
-    runs = Runs(tmp_path, action="repeat")
+    runs = Runs(tmp_path, action="repeat", steps=1)
     assert runs.step(2).source == EntryKey(step=1)
     assert runs.step(2, part=1).source is None
 
@@ -139,7 +146,7 @@ def test_parts_of_a_repeated_step_are_those_of_one_step(tmp_path):
     for step, parts in ((1, 2), (2, 1), (3, 2)):
         for part in range(parts):
             first.step(step, part=part)
-    runs = Runs(tmp_path, action="repeat")
+    runs = Runs(tmp_path, action="repeat", steps="1-3")
     found = [[runs.step(step, part=part).source for part in (0, 1)] for step in (4, 5, 6, 7)]
     assert [[None if source is None else (source.step, source.part) for source in each] for each in found] == [
         [(1, 0), (1, 1)],
@@ -155,7 +162,7 @@ def test_parts_of_a_repeated_step_are_those_of_one_step(tmp_path):
 def test_an_evaluation_is_never_that_of_another_step(tmp_path, action):
     first = Runs(tmp_path, validation=True)
     first.step(0, kind="validation")
-    runs = Runs(tmp_path, action=action, validation=True)
+    runs = Runs(tmp_path, action=action, steps="1-9", validation=True)
     assert runs.step(0, kind="validation").is_replayed
     assert runs.step(4, kind="validation").source is None
     assert runs.step(4, kind="validation").is_replayed

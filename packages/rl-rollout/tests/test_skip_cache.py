@@ -45,6 +45,7 @@ CHANGES = {
     "reward.function.content": {"reward": {"function": {"name": "reward.py:score", "content": "bb"}}},
     "seed": {"seed": 1},
     "versions.vllm": {"versions": {"rl-core": "0.1.0", "vllm": "0.33.0"}},
+    "source": {"source": {"prompts": "p1", "groups_per_step": 2}},
 }
 ESSENTIAL = {"tokenizer.vocabulary"}
 
@@ -53,6 +54,8 @@ class Calls:
     def __init__(self, directory, **options):
         self.events = []
         self.num_generated = 0
+        if options.get("action") == "repeat":
+            options = {"steps": "1-3", **options}
         self.cache = SkipCache(
             SkipOptions(enabled=True, directory=str(directory), **options),
             on_event=lambda name, **fields: self.events.append((name, fields)),

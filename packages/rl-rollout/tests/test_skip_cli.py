@@ -42,9 +42,11 @@ def test_ls_is_a_table_with_totals(capsys, directory):
         *("policy", "state"),
     ]
     cells = re.split(r" {2,}", lines[2])
-    assert [cells[i] for i in (0, 2, 3, 4, 5, 8, 9, 10)] == [SECOND, "2", "6", "0", "6", "24.5 s", "2abcdef01234", "ok"]
+    told = [cells[i] for i in (0, 2, 3, 4, 5, 8, 9, 10)]
+    assert told == [SECOND, "2", "6", "0", "6", "24.5 s", "2abcdef01234", "complete"]
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d", cells[1])
-    assert len(lines) == 6
+    assert len(lines) == 7
+    assert lines[6] == "complete: manifest and sizes fit; `rl-rollout cache verify DIR` checks every byte"
     assert lines[5].startswith("3 entries: 6 groups, 18 sessions (0 failed), 18 trajectories, ")
 
 
@@ -124,7 +126,7 @@ def test_ls_lists_a_broken_entry_with_its_reason_and_goes_on(capsys, folder, dam
     damage(folder / SECOND)
     status, out, _ = run(capsys, "ls", folder)
     states = {line.split()[0]: line.split()[-1] for line in out.splitlines()[1:4]}
-    assert (status, states) == (0, {FIRST: "ok", SECOND: "BROKEN", THIRD: "ok"})
+    assert (status, states) == (0, {FIRST: "complete", SECOND: "BROKEN", THIRD: "complete"})
     (fault,) = (line for line in out.splitlines() if line.startswith(f"BROKEN {SECOND}: "))
     assert reason in fault
     assert str(folder / SECOND) in fault
@@ -142,7 +144,7 @@ def test_numbers_that_nobody_measured_stop_nothing(capsys, folder):
     fill(folder, (4,))
     status, out, _ = run(capsys, "ls", folder)
     assert status == 0
-    assert [line.split()[-1] for line in out.splitlines()[1:5]] == ["BROKEN", "BROKEN", "ok", "ok"]
+    assert [line.split()[-1] for line in out.splitlines()[1:5]] == ["BROKEN", "BROKEN", "complete", "complete"]
     status, listing = as_json(capsys, "ls", folder)
     assert status == 0
     assert listing["entries"][2]["made_at"] is None

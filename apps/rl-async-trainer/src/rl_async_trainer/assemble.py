@@ -13,6 +13,7 @@ from rl_core.data import IntArray
 from rl_core.queue import QueueOptions, RayQueue
 from rl_trainer_parts.learning.distillation import has_teachers
 from rl_trainer_parts.rollouts.setup import queue_tasks
+from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
 
 QUEUE = "queue"
 ROLLOUTER = "rollouter"
@@ -73,6 +74,7 @@ async def start_roles(
     *,
     folder: Path,
     canary_sequences: Sequence[IntArray],
+    prompts_digest: str,
     factories: Mapping[str, str],
 ) -> Roles:
     """Start every role's process; their models load later, on request.
@@ -84,9 +86,16 @@ async def start_roles(
     cluster = open_cluster(
         ClusterOptions(kind=roles.kind, ray=ray_options(settings), log_directory=logs, close_deadline_s=60.0)
     )
-    common: dict[str, Any] = {"settings": settings, "queue": queue}
+    common: dict[str, Any] = {"settings": with_absolute_cache(settings), "queue": queue}
     specs = [
-        _spec(ROLLOUTER, factories["rollouter"], roles.rollouter_restarts, log_directory=logs, **common),
+        _spec(
+            ROLLOUTER,
+            factories["rollouter"],
+            roles.rollouter_restarts,
+            log_directory=logs,
+            prompts_digest=prompts_digest,
+            **common,
+        ),
         _spec(
             LEARNER,
             factories["learner"],

@@ -30,22 +30,25 @@ USAGE = """usage: rl-async-trainer COMMAND ...
       Write commented settings, a reward and ten problems as the start of a new run.
   check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
       Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
-  train SETTINGS.toml [--resume] [--dry-run] [--replay RUN] [--section.name=value ...]
-      Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits;
+  train SETTINGS.toml [--resume] [--dry-run] [--best] [--replay RUN] [--section.name=value ...]
+      Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
       --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one.
+      --best starts from the best checkpoint of the run in policy.path.
   train --help [SECTION]
       Explain every setting, or those of one section.
-  validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]
-      Evaluate a Hugging Face folder or a checkpoint on the validation and test problems.
+  validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
+      Evaluate a Hugging Face folder or a checkpoint on the validation and test problems; --best: the best checkpoint of
+      a run.
   status RUN
       Show what a live run is doing: its roles, groups in flight and ready, and policy versions.
   scale RUN --engines N
       Add engines to a live run, or remove some.
   simulate [WORKLOAD.toml] [--gpus N,...] [--search] ...
       Simulate step times on a virtual clock: how to split GPUs between rollouts and training, and which staleness.
-  export CHECKPOINT FOLDER [--merge | --adapter] [--base FOLDER]
-      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint. A LoRA
-      adapter is merged into its base, or written alone in peft's format. --base names the base if it has moved."""
+  export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]
+      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint, or
+      with --best of its best validated one. A LoRA adapter is merged into its base, or written alone in peft's format.
+      --base names the base if it has moved."""
 
 
 STATUS_DEADLINE_S = 60.0
@@ -82,7 +85,7 @@ def train_supervised(words: list[str]) -> int:
     if is_supervised():
         end_with_supervisor()
         return train(words)
-    of_settings = [word for word in words if word not in ("--resume", "--dry-run")]
+    of_settings = [word for word in words if word not in ("--resume", "--dry-run", "--best")]
     take_option(of_settings, "--replay")
     settings = read_settings(of_settings)
     if "--dry-run" in words or settings.roles.kind == "inline" or not settings.roles.controller_restarts:
@@ -100,8 +103,8 @@ def read_settings(words: list[str]) -> "AsyncSettings":
 
 
 def train(words: list[str]) -> int:
-    """`train SETTINGS.toml [--resume] [--dry-run] [--replay RUN] [--section.name=value ...]`."""
-    resume, dry_run = take_flag(words, "--resume"), take_flag(words, "--dry-run")
+    """`train SETTINGS.toml [--resume] [--dry-run] [--best] [--replay RUN] [--section.name=value ...]`."""
+    resume, dry_run, best = (take_flag(words, flag) for flag in ("--resume", "--dry-run", "--best"))
     replayed = take_option(words, "--replay")
     settings = read_settings(words)
     from rl_trainer_parts.reporting.consoles import make_console
@@ -115,6 +118,9 @@ def train(words: list[str]) -> int:
             from rl_async_trainer.settings import schedule_problems
             from rl_async_trainer.unused import ASYNC_UNUSED
             from rl_trainer_parts.commands.train import train_checked
+            from rl_trainer_parts.run.policies import with_best_policy
+        if best:
+            settings = with_best_policy(settings, console.say)
 
         async def launch(
             settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"

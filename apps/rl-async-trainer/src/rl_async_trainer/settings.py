@@ -141,6 +141,11 @@ def schedule_problems(settings: AsyncSettings) -> Iterator[str]:
             "distillation.texts trains on existing texts, so there is no generation to overlap with training. Use "
             "rl-sync-trainer."
         )
+    if settings.skip.enabled and settings.skip.validation:
+        yield (
+            "skip.validation replays a validation only for the same weights, but in an asynchronous run they depend on "
+            "time. Leave it out, or use rl-sync-trainer."
+        )
     if settings.rollout.sleep or settings.trainer.offload:
         yield (
             "rollout.sleep and trainer.offload are for devices that generation and training use in turn, but here both "

@@ -4,6 +4,7 @@ The run's process is the controller; its roles end with it. It has its own sessi
 supervisor, which forwards it once. If the supervisor dies, the run writes a checkpoint and stops.
 """
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from contextlib import suppress
 from functools import partial
 from types import FrameType
 
+from rl_async_trainer.liveness.control_socket import SUPERVISOR_LOCK
 from rl_async_trainer.settings import AsyncSettings
+from rl_core.files import open_lock_file
 from rl_metrics.run_files import EventLog
 from rl_trainer_parts.commands.amounts import counted
 from rl_trainer_parts.reporting.consoles import make_console
@@ -75,6 +78,7 @@ class _Supervisor:
         self._restarts = self._left = settings.roles.controller_restarts
         self._child: subprocess.Popen[bytes] | None = None
         self._asked: int | None = None
+        self._lock: int | None = None
 
     def run(self) -> int:
         before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -93,10 +97,20 @@ class _Supervisor:
                         self._note_failure(said)
                     return 128 - status
                 self._left -= 1
+                self._note_restart()
                 self._say(f"{name} ended the run's process; restarting it ({counted(self._left, 'restart')} left)")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if self._lock is not None:
+                os.close(self._lock)
+
+    def _note_restart(self) -> None:
+        """Lock a file of the run's folder until this process ends, so that `status` knows that the run restarts."""
+        if self._lock is None and "--resume" in self._words:
+            with suppress(OSError):
+                self._lock = open_lock_file(self._settings_file.with_name(SUPERVISOR_LOCK))
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _note_failure(self, said: str) -> None:
         """Log why the run ended, which a killed process cannot do itself."""

@@ -15,9 +15,10 @@ from rl_async_trainer.liveness.control_socket import ControlSocket
 from rl_async_trainer.liveness.hang_evidence import HangEvidence, controller_waits
 from rl_async_trainer.liveness.live_answers import answer_meanwhile
 from rl_async_trainer.liveness.watchdog import Watchdog
+from rl_async_trainer.schedule.places import Places
 from rl_async_trainer.schedule.record import ScheduleRecord, read_history
 from rl_async_trainer.schedule.replay import issue_replayed, read_plan
-from rl_async_trainer.schedule.restoring import restore_schedule
+from rl_async_trainer.schedule.restoring import restore_places, restore_schedule
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
@@ -91,13 +92,12 @@ class TrainingRun:
         if checkpoint is not None:
             self._state = read_run_state(checkpoint, AsyncState)
             self._lifecycle.resumes(checkpoint, self._state)
+            if self._state.validated >= self._state.step and self._lifecycle.says_done(self._state):
+                return
         with console.phase("opening the queue", is_brief=True):
             queue = open_queue(settings, self._folder.path)
         stack.callback(queue.close)
         parts = await self._controls(stack, stop, queue)
-        if parts.scheduler.is_done and self._state.validated >= self._state.step:
-            console.say(f"all {self._state.step} steps are done; to continue, raise trainer.steps")
-            return
         controller = Controller(parts, self._state)
         engine, num_parameters = await stop.run(
             controller.start(checkpoint),
@@ -143,6 +143,9 @@ class TrainingRun:
         stack.callback(record.close)
         supply = PromptSupply(PromptSource(self._inputs.train, seed=settings.run.seed))
         scheduler = restore_schedule(settings.schedule_options, self._state, queue, supply, history, plan=plan)
+        places = (
+            restore_places(settings.schedule_options, queue.ledger(), history) if plan is None else Places(plan.places)
+        )
         if plan is not None:
             issue_replayed(plan, scheduler, queue, supply, group_size=settings.rollout.group_size)
         record.write("resumed", step=self._state.step)
@@ -153,7 +156,7 @@ class TrainingRun:
             say=self._say,
             on_generations=self._lifecycle.trackers.log_generations,
             progress=lambda what: self._watchdog.progress(what),
-            probes=TokenProbes(folder / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes),
+            probes=TokenProbes.of_run(settings, folder, self._inputs.tokenizer),
         )
         rollouts = RolloutWriter(folder / "rollouts.jsonl", self._inputs.tokenizer)
         stack.callback(rollouts.close)
@@ -176,6 +179,7 @@ class TrainingRun:
             queue=queue,
             scheduler=scheduler,
             supply=supply,
+            places=places,
             record=record,
             validator=validator,
             evidence=evidence,
@@ -195,6 +199,7 @@ class TrainingRun:
                 queue,
                 folder=self._folder.path,
                 canary_sequences=canary_sequences(settings, self._inputs.train),
+                prompts_digest=self._inputs.train.fingerprint,
                 factories=self._factories,
             )
         stack.push_async_callback(roles.cluster.close)

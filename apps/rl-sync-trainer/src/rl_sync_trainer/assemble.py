@@ -20,6 +20,7 @@ from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.checkpoints import TrainerState
 from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.goal import Goal
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.schema import Settings
 
@@ -39,6 +40,7 @@ class Parts(LearningParts):
         teachers: Score rows in the queue, if there are teachers; started.
         transport: Sends weights to the engine.
         stop: Ctrl-C and SIGTERM.
+        goal: The run's validations, and what they decide.
         on_state: Called with every state from which the run can resume.
         say: Logs an event, with its name and fields.
         log_metrics: Receives a step's metrics.
@@ -61,6 +63,7 @@ class Parts(LearningParts):
     teachers: TeacherService | None
     transport: WeightTransport
     stop: StopSignal
+    goal: Goal
     on_state: Callable[[TrainerState], None]
     say: Callable[..., None]
     log_metrics: Callable[[int, Mapping[str, float]], None]

@@ -1,9 +1,9 @@
 """Validation and test between steps."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_metrics.validation import headline
 from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter import policy_scores
 from rl_rollout.skip import EntryKey
@@ -14,24 +14,28 @@ from rl_trainer_parts.rollouts.evaluation import (
     answer_problems,
     chosen_problems,
     draw_samples,
+    measured,
     summarize_answers,
     validation_sampling,
-    with_accuracies,
+    with_results,
 )
 from rl_trainer_parts.run.checkpoints import TrainerState
 
+TESTING = "timing_s/testing"
 
-async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tuple[TrainerState, dict[str, float]]:
-    """Evaluate on the validation prompts, and on the test prompts if requested.
+
+async def evaluate(
+    parts: Parts, state: TrainerState, *, splits: Sequence[str]
+) -> tuple[TrainerState, dict[str, float]]:
+    """Evaluate on the prompts of each split, "validation" or "test", that the run has.
 
     Returns:
-        The state with `validation_accuracy_{first,last}` and `test_accuracy_{first,last}` in its results, and the
-        metrics.
+        The state with results such as `validation_accuracy_first` and `test_mean_reward_last`, and the metrics.
     """
-    results = dict(state.results)
     metrics: dict[str, float] = {}
     started = time.perf_counter()
-    for split, prompts in (("validation", parts.inputs.validation), ("test", parts.inputs.test if with_test else None)):
+    for split in splits:
+        prompts = {"validation": parts.inputs.validation, "test": parts.inputs.test}[split]
         if prompts is None:
             continue
         what = f"{split} of step {state.step}"
@@ -43,14 +47,13 @@ async def evaluate(parts: Parts, state: TrainerState, *, with_test: bool) -> tup
                 what=what,
                 deadline_s=parts.settings.rollout.deadline_s,
             )
-        accuracy = headline(found)
-        results = with_accuracies(results, {split: accuracy})
         if split == "validation":
             metrics |= found
-        elif accuracy is not None:
-            metrics["test/accuracy"] = accuracy
+        else:
+            metrics |= {f"test/{name}": value for name, value in measured(parts.settings, found).items()}
+    results = with_results(parts.settings, state.results, metrics)
     if metrics:
-        metrics["timing_s/testing"] = time.perf_counter() - started
+        metrics[TESTING] = time.perf_counter() - started
     return replace(state, results=results), metrics
 
 

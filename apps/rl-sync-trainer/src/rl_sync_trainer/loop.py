@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from rl_metrics.reductions import Recorder
 from rl_sync_trainer.assemble import Parts
-from rl_sync_trainer.evaluation import evaluate
-from rl_sync_trainer.stages import collect_step, publish, record_step, rest_engine, write_rollouts
+from rl_sync_trainer.evaluation import TESTING, evaluate
+from rl_sync_trainer.stages import collect_step, publish, record_gpus, record_step, rest_engine, write_rollouts
 from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.speeds import with_speeds
 from rl_trainer_parts.rollouts.setup import TRAIN
@@ -14,16 +14,20 @@ from rl_trainer_parts.run.checkpoints import TrainerState
 
 
 async def train(parts: Parts, state: TrainerState) -> TrainerState:
-    """Train until the last step; the run can resume from every state passed to `parts.on_state`."""
+    """Train until the last step, or until validation ends the run.
+
+    The run can resume from every state passed to `parts.on_state`.
+    """
     settings = parts.settings.trainer
     with parts.phase("sending the policy to the engine", is_brief=True):
         await publish(parts, state.policy_version)
     if state.step == 0 and settings.validate_first and not state.results:
-        state, metrics = await evaluate(parts, state, with_test=True)
+        state, metrics = await evaluate(parts, state, splits=("validation", "test"))
+        parts.goal.noted(0, metrics)
         parts.log_metrics(0, metrics)
         parts.on_state(state)
     state = await finish_step(parts, state)
-    while state.step < settings.steps:
+    while state.step < settings.steps and parts.goal.stop_reason is None:
         parts.stop.check()
         state = await train_step(parts, state)
         parts.on_state(state)
@@ -44,12 +48,18 @@ async def finish_step(parts: Parts, state: TrainerState) -> TrainerState:
     metrics = dict(state.unlogged)
     is_last = state.step == settings.steps
     if is_last or is_due(state.step, settings.validate_every):
-        state, found = await evaluate(parts, state, with_test=is_last)
+        state, found = await evaluate(parts, state, splits=("validation",))
+        parts.goal.noted(state.step, found)
         metrics |= found
+        is_last = is_last or parts.goal.stop_reason is not None
+    if is_last:
+        state, found = await evaluate(parts, state, splits=("test",))
+        tested_s = metrics.get(TESTING, 0.0) + found.get(TESTING, 0.0)
+        metrics |= found | ({TESTING: tested_s} if tested_s else {})
     state = replace(state, unlogged=None)
     parts.log_metrics(state.step, metrics)
     parts.on_state(state)
-    if is_last or is_due(state.step, settings.checkpoint_every):
+    if is_last or is_due(state.step, settings.checkpoint_every) or parts.goal.needs_checkpoint(state.step):
         parts.save_checkpoint(state)
     return state
 
@@ -71,6 +81,7 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     parts.queue.forget_finished()
     with recorder.timer("dump_rollout_generations"):
         write_rollouts(parts, trained, step=state.step + 1, version=state.policy_version)
+    await record_gpus(parts, recorder)
     step_s = time.perf_counter() - started
     record_step(parts, recorder, trained, step=state.step + 1, version=state.policy_version, step_s=step_s)
     parts.log_histograms(state.step + 1, recorder.histograms())

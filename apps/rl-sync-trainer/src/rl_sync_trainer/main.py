@@ -25,15 +25,18 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
       Write commented settings, a reward and ten problems as the start of a new run.
   check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
       Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
-  train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]
+  train SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
+      --best starts from the best checkpoint of the run in policy.path.
   train --help [SECTION]
       Explain every setting, or those of one section.
-  validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]
-      Evaluate a Hugging Face folder or a checkpoint on the validation and test problems.
-  export CHECKPOINT FOLDER [--merge | --adapter] [--base FOLDER]
-      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint. A LoRA
-      adapter is merged into its base, or written alone in peft's format. --base names the base if it has moved."""
+  validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
+      Evaluate a Hugging Face folder or a checkpoint on the validation and test problems; --best: the best checkpoint of
+      a run.
+  export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]
+      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint, or
+      with --best of its best validated one. A LoRA adapter is merged into its base, or written alone in peft's format.
+      --base names the base if it has moved."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,8 +53,8 @@ def _settings_class() -> "type[Settings]":
 
 
 def train(words: list[str]) -> int:
-    """`train SETTINGS.toml [--resume] [--dry-run] [--section.name=value ...]`."""
-    resume, dry_run = take_flag(words, "--resume"), take_flag(words, "--dry-run")
+    """`train SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]`."""
+    resume, dry_run, best = (take_flag(words, flag) for flag in ("--resume", "--dry-run", "--best"))
     file = take_file(words, "rl-sync-trainer train")
     from rl_trainer_parts.settings.sources import load_settings
 
@@ -64,6 +67,9 @@ def train(words: list[str]) -> int:
         with console.phase("loading libraries", is_brief=True):
             from rl_trainer_parts.commands.plan import describe_plan
             from rl_trainer_parts.commands.train import train_checked
+            from rl_trainer_parts.run.policies import with_best_policy
+        if best:
+            settings = with_best_policy(settings, console.say)
 
         async def launch(settings: "Settings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker") -> int:
             with console.phase("loading engine and learner libraries", is_brief=True):

@@ -2,18 +2,19 @@
 
 import asyncio
 import itertools
-import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from rl_core import Batch, Prompt
 from rl_core.errors import DeadlineError
+from rl_core.gpus import gpu_use_of
 from rl_core.weights import PublishReport, retry_proof
 from rl_core.weights.ipc import IpcTransport
 from rl_metrics.reductions import (
     Recorder,
     memory_metrics,
     summarize_components,
+    summarize_gpus,
     summarize_timings,
     timing_distributions,
 )
@@ -31,6 +32,7 @@ from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.step_metrics import (
     has_distributions,
     record_distributions,
+    reward_times,
     slowest_session,
     summarize_sessions,
     summarize_step,
@@ -157,7 +159,14 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
     recorder.record("rollout/num_rounds", found.num_rounds)
     recorder.record("rollout/refused_groups", len(found.refused) + found.num_made_up)
     recorder.record("rollout/made_up_groups", found.num_made_up)
-    record_rollouts(parts, [*found.groups, *found.failed], recorder, step=step, replayed=feed.replayed)
+    record_rollouts(
+        parts,
+        [*found.groups, *found.failed],
+        recorder,
+        step=step,
+        replayed=feed.replayed,
+        refused=[group for group, _ in found.refused],
+    )
     return len(found.groups)
 
 
@@ -185,7 +194,13 @@ async def run_groups(
 
 
 def record_rollouts(
-    parts: Parts, groups: Sequence[GroupResult], recorder: Recorder, *, step: int, replayed: Collection[str] = ()
+    parts: Parts,
+    groups: Sequence[GroupResult],
+    recorder: Recorder,
+    *,
+    step: int,
+    replayed: Collection[str] = (),
+    refused: Sequence[GroupResult] = (),
 ) -> None:
     """Record the sessions' cost, and report the failed and the slowest ones.
 
@@ -195,6 +210,7 @@ def record_rollouts(
         recorder: The step's recorder.
         step: Step number, from 1.
         replayed: uids of prompts whose sessions took no time in this step.
+        refused: Groups that a filter refused; only their time counts.
 
     Raises:
         RolloutError: Every session failed.
@@ -208,16 +224,14 @@ def record_rollouts(
     recorder.record("rollout/failed_rewards", failed.num_rewards)
     recorder.record_all(summarize_sessions(groups))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    scored = [one.timings for one in trajectories if one.prompt_uid not in replayed]
-    if scored:
-        recorder.record("timing_s/reward", math.fsum(one.reward_s for one in scored) / len(scored))
-        recorder.record("timing_s/reward_wait", math.fsum(one.reward_wait_s for one in scored) / len(scored))
-    recorder.record_all(summarize_timings(trajectories))
+    timed = [trajectory for group in (*groups, *refused) for trajectory in group.timed]
+    recorder.record_all(reward_times([one.timings for one in timed if one.prompt_uid not in replayed]))
+    recorder.record_all(summarize_timings(timed))
     if has_distributions(parts.settings, step):
-        for name, values in timing_distributions([one.timings for one in trajectories]).items():
+        for name, values in timing_distributions([one.timings for one in timed]).items():
             recorder.record_values(name, values)
     recorder.record_all(summarize_components([trajectory.reward_components for trajectory in trajectories]))
-    parts.say("slowest_session", step=step, **slowest_session(trajectories))
+    parts.say("slowest_session", step=step, **slowest_session(timed))
 
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
@@ -290,11 +304,19 @@ def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> No
         parts.rollouts.write(draft_rollouts(parts.settings, batch, step=step, version=version))
 
 
+async def record_gpus(parts: Parts, recorder: Recorder) -> None:
+    """Record the use of the GPUs of learner, engine and teachers since the last step; nothing on CPUs."""
+    recorder.record_all(summarize_gpus("perf", parts.learners.gpu_use()))
+    recorder.record_all(summarize_gpus("engine", await gpu_use_of(parts.engine)))
+    recorder.record_all(summarize_gpus("teacher", await gpu_use_of(parts.teachers)))
+
+
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, version: int, step_s: float) -> None:
     """Record the batch's rewards, lengths, staleness, mismatch and speed, and the memory in use."""
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
     if has_distributions(parts.settings, step):
         record_distributions(batch, recorder)
+    recorder.record_all({f"queue/{name}": value for name, value in parts.queue.stats().items()})
     recorder.record_all(memory_metrics())
     if parts.memory is not None:
         recorder.record_all(parts.memory.step(step))

@@ -56,8 +56,7 @@ class TrainingRun:
             self._state = read_run_state(checkpoint, TrainerState)
             self._lifecycle.resumes(checkpoint, self._state)
             source.restore(self._state.prompt_source)
-            if self._state.step == settings.trainer.steps and self._state.unlogged is None:
-                console.say(f"all {self._state.step} steps are done; to continue, raise trainer.steps")
+            if self._state.unlogged is None and self._lifecycle.says_done(self._state):
                 return
         else:
             self._state = replace(self._state, prompt_source=source.state())
@@ -147,6 +146,7 @@ class TrainingRun:
             select_tokens=make_selection(settings),
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder.path / "skipped"),
             stop=stop,
+            goal=self._lifecycle.goal,
             on_state=self._keep_state,
             say=self._say,
             log_metrics=self._lifecycle.trackers.log,
@@ -154,9 +154,7 @@ class TrainingRun:
             log_generations=self._lifecycle.trackers.log_generations,
             save_checkpoint=lambda state: self._save(state, learners),
             rollouts=rollouts,
-            probes=TokenProbes(
-                self._folder.path / "probes.jsonl", self._inputs.tokenizer, count=settings.metrics.probes
-            ),
+            probes=TokenProbes.of_run(settings, self._folder.path, self._inputs.tokenizer),
             memory=make_memory_watch(settings, "trainer", say=self._say),
             phase=self._console.phase,
         )
@@ -167,7 +165,12 @@ class TrainingRun:
     def _save(self, state: TrainerState, learners: Learners) -> None:
         in_background = self._settings.trainer.background_checkpoints
         content = asdict(replace(state, wall_s=self._lifecycle.wall_s))
-        self._store.begin(state.step, content, lambda folder: learners.save(folder, in_background=in_background))
+        self._store.begin(
+            state.step,
+            content,
+            lambda folder: learners.save(folder, in_background=in_background),
+            also_keep=self._lifecycle.goal.kept,
+        )
         if not in_background:
             self._store.wait()
 

@@ -116,13 +116,18 @@ class LearnerHost:
         self._doing = self._since("the order to start", on=options.caller)
         self._is_closing = False
 
-    async def save(self, step: int, state: Mapping[str, Json]) -> None:
+    async def save(self, step: int, state: Mapping[str, Json], also_keep: Sequence[int] = ()) -> None:
         """Start a checkpoint of the learners and this state; `saved` returns it once it is complete.
+
+        Args:
+            step: Step that names the checkpoint.
+            state: The trainer's state.
+            also_keep: Steps whose checkpoints are kept beside the newest ones.
 
         Raises:
             CheckpointError: The previous checkpoint could not be written.
         """
-        await self._run(self._save, step, state)
+        await self._run(partial(self._save, also_keep=also_keep), step, state)
 
     async def wait_saved(self) -> None:
         """Wait until the checkpoint in progress is complete.
@@ -262,10 +267,15 @@ class LearnerHost:
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in policy.export_weights().items()}
         return copies, dict(policy.tied)  # copied, because a validation may keep them while training continues
 
-    def _save(self, step: int, state: Mapping[str, Json]) -> None:
+    def _save(self, step: int, state: Mapping[str, Json], *, also_keep: Sequence[int]) -> None:
         learners, in_background = self._started, self._options.saves_in_background
         with self.doing(f"a checkpoint of step {step}"):
-            self._store.begin(step, state, lambda folder: learners.save(folder, in_background=in_background))
+            self._store.begin(
+                step,
+                state,
+                lambda folder: learners.save(folder, in_background=in_background),
+                also_keep=also_keep,
+            )
             if not in_background:
                 self._store.wait()
 

@@ -10,6 +10,7 @@ import numpy as np
 from rl_core import Batch, Ragged, RowKey
 from rl_core.data import ExpertArray, FloatArray, IntArray
 from rl_core.errors import SettingsError
+from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import (
     AdapterUpdate,
@@ -45,6 +46,7 @@ class Learners:
         close: Closes the models and their ranks.
         stacks: Returns the current stack of each rank that has its own process, within the given seconds. Thread-safe.
         look: Calls each rank, and raises an error if one died.
+        gpu_use: Returns the use of each rank's GPU since the last call; by default, of this process's.
         lora: The policy's adapter and what engines receive of it; rank 0 if all weights are trained.
     """
 
@@ -54,6 +56,7 @@ class Learners:
     close: Callable[[], None]
     stacks: Callable[[float], list[str]] = lambda _: []
     look: Callable[[], None] = lambda: None
+    gpu_use: Callable[[], list[GpuUse]] = lambda: own_gpu_use("learner")
     lora: LoraOptions = field(default_factory=LoraOptions)
     _base: dict[str, TensorDigest] = field(default_factory=dict, init=False, repr=False)
 

@@ -50,6 +50,16 @@ class GroupResult:
         return tuple(t for session in self.sessions if session.failure is None for t in session.trajectories)
 
     @property
+    def timed(self) -> tuple[Trajectory, ...]:
+        """Return the trajectories of the sessions that reached their reward, including those whose reward failed."""
+        return tuple(
+            trajectory
+            for session in self.sessions
+            if session.failure is None or any(one.timings.reward_s > 0 for one in session.trajectories)
+            for trajectory in session.trajectories
+        )
+
+    @property
     def failures(self) -> tuple[str, ...]:
         """Return one reason per failed session."""
         return tuple(session.failure for session in self.sessions if session.failure is not None)

@@ -122,14 +122,6 @@ class Scheduler:
             self._num_issued += 1
             self._waiting.append(uid)
 
-    def passed_over(self, count: int) -> None:
-        """Record prompts that an earlier launch issued and completed."""
-        self._num_issued += count
-
-    def order_of(self, uid: str) -> int:
-        """Return a prompt's position in the order of issue, from 0."""
-        return self._groups[uid].order
-
     def started(self, uids: Iterable[str]) -> None:
         """Record that waiting prompts were sent to the rollouter under the served version."""
         for uid in uids:

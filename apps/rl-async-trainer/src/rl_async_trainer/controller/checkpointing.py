@@ -27,7 +27,8 @@ class Checkpointing:
         state = replace(state, unacked=self._scheduler.unsaved, wall_s=self._parts.lifecycle.wall_s)
         self._num_saving += 1
         content = asdict(state) | {"unacked": list(state.unacked)}
-        await self._learner.save(state.step, content, self._learner.course())
+        kept = sorted(self._parts.lifecycle.goal.kept)
+        await self._learner.save(state.step, content, self._learner.course(), also_keep=kept)
 
     async def wait(self) -> None:
         """Wait until the checkpoint in progress is complete, and ack its groups."""

@@ -51,8 +51,11 @@ class Controller:
         self._trackers = parts.lifecycle.trackers
         self._phase = parts.lifecycle.console.phase
         self._scheduler = parts.scheduler
+        self._goal = parts.lifecycle.goal
         self._changed = asyncio.Condition()
         self._was_restored = False
+        self._holds_versions = False  # while the engines answer a validation with the version of a checkpoint
+        self._has_held = False
         self._in_step = asyncio.Lock()
         self._metrics = StepMetrics()
         self._learner = LearnerLink(
@@ -156,7 +159,7 @@ class Controller:
         while True:
             try:
                 await self._validate_again()
-                if self._scheduler.is_done:
+                if self._scheduler.is_done or self._ends_early:
                     await self._finish()
                     return
                 with self._metrics.waiting(), self._rollouts.waiting():
@@ -180,9 +183,9 @@ class Controller:
     async def _validate_at_start(self) -> None:
         step = self.state.step
         if step == 0 and self._settings.trainer.validate_first and self.state.validated < 0:
-            self._trackers.log(0, await self._validate(with_test=True))
+            self._trackers.log(0, await self._validate("validation", "test"))
         elif self._lacks_validation:
-            self._trackers.log_late(step, await self._validate(with_test=False))
+            self._trackers.log_late(step, await self._validate("validation"))
 
     async def _validate_again(self) -> None:
         """Restart a validation that a dead learner abandoned, unless its step is trained again."""
@@ -237,7 +240,8 @@ class Controller:
             self._parts.rollouts.write(report.rollouts)
         if self._lacks_validation:
             await self._validate_beside()
-        if scheduler.is_done or self._is_due(self._settings.trainer.checkpoint_every):
+        is_due = scheduler.is_done or self._is_due(self._settings.trainer.checkpoint_every)
+        if is_due or self._goal.needs_checkpoint(number):
             await self._checkpoints.begin(self.state)
         await self._checkpoints.confirm()
 
@@ -306,46 +310,82 @@ class Controller:
         version = scheduler.options.version_after(scheduler.num_steps)
         if (scheduler.num_steps % every == 0 or is_last) and version >= scheduler.served_version:
             if is_last or self._settings.schedule_options.is_on_policy:
+                if self._holds_versions:
+                    await self._parts.validator.wait()
                 self._rollouts.hold()
                 await self._weights.pack_and_wait(version)
                 is_due = is_last or self._is_due(self._settings.trainer.validate_every)
-                metrics = await self._validate(with_test=is_last) if is_due else {}
+                splits = ("validation", "test") if is_last else ("validation",)
+                metrics = await self._validate(*splits) if is_due else {}
                 await self._rollouts.let_feed()
                 return metrics
-            await self._weights.pack(version)
+            if self._holds_versions:
+                self._has_held = True
+            else:
+                await self._weights.pack(version)
         return {}
 
     async def _finish(self) -> None:
         """Wait for background work and for the last checkpoint."""
         await self._parts.validator.wait()
+        if not self._scheduler.is_done:
+            self._rollouts.hold()
+            await self._weights.wait_served()
+            step = self.state.step
+            splits = ("test",) if self.state.validated >= step else ("validation", "test")
+            self._trackers.log_late(step, await self._validate(*splits))
         await self._checkpoints.begin(self.state)
         await self._checkpoints.wait()
 
-    async def _validate(self, *, with_test: bool) -> dict[str, float]:
+    @property
+    def _ends_early(self) -> bool:
+        """True if validation ended the run and the engines have, or soon will have, the weights of the last step."""
+        is_published = self._scheduler.num_steps % self._settings.schedule.sync_every == 0
+        return is_published and self.state.step > 0 and self._goal.stop_reason is not None
+
+    async def _validate(self, *splits: str) -> dict[str, float]:
         """Evaluate the current policy while training waits."""
         step = self.state.step
         await self._hold_weights(step)
         with self._phase(f"validating step {step}", is_brief=True):
-            found = await self._parts.validator.run(step, self._rollouter, self._learner, with_test=with_test)
-        self.state = self._parts.validator.noted(self.state, step, found)
+            found = await self._parts.validator.run(step, self._rollouter, self._learner, splits=splits)
+        self._note_validation(step, found)
         return found
 
     async def _validate_beside(self) -> None:
         """Start evaluating the current policy while training continues."""
         await self._parts.validator.wait()  # one at a time, because each may hold a copy of the weights
         await self._hold_weights(self.state.step)
-        self._parts.validator.begin(self.state.step, self._rollouter, self._learner, self._has_validated)
+        if self._settings.trainer.keep_best and self._parts.validator.can_be_exact(self.state.step):
+            self._goal.begun(self.state.step)
+            self._holds_versions = self._settings.schedule.validate_on == "engines"
+        self._parts.validator.begin(
+            self.state.step,
+            self._rollouter,
+            self._learner,
+            self._has_validated,
+            until_ready=self._weights.wait_served,
+        )
 
     async def _hold_weights(self, step: int) -> None:
         if self._settings.schedule.validate_on == "learner":
             version = self._scheduler.options.version_after(step)
             await self._learner.hold(step, version, self._learner.course())
 
-    def _has_validated(self, step: int, metrics: dict[str, float]) -> None:
-        """A background validation has finished."""
-        self.state = self._parts.validator.noted(self.state, step, metrics)
+    async def _has_validated(self, step: int, metrics: dict[str, float]) -> None:
+        """A background validation has finished; the newest weights are published if it held them back."""
+        self._note_validation(step, metrics)
         self._trackers.log_late(step, metrics)
         self._parts.progress(f"validation of step {step}")
+        async with self._changed:
+            was_held = self._holds_versions and self._has_held
+            self._holds_versions = self._has_held = False
+            if was_held:
+                self._weights.lost()
+
+    def _note_validation(self, step: int, metrics: dict[str, float]) -> None:
+        self._goal.noted(step, metrics)
+        self.state = self._parts.validator.noted(self.state, step, metrics)
 
     # -- weights
 
@@ -374,6 +414,7 @@ class Controller:
             self._scheduler.rewind()
             self._learner.went_back()
             self._checkpoints.given_up()
+            self._goal.went_back()
             self.state = replace(state, results=results, validated=max(state.validated, self.state.validated))
             self._changed.notify_all()
         if self._scheduler.num_steps != state.step:

@@ -104,9 +104,11 @@ class LearnerLink:
         self._num_engines = count
         await self._call("expect_engines", count)
 
-    async def save(self, step: int, state: Mapping[str, Json], is_current: IsCurrent) -> None:
+    async def save(
+        self, step: int, state: Mapping[str, Json], is_current: IsCurrent, *, also_keep: Sequence[int]
+    ) -> None:
         """See `LearnerHost.save`."""
-        await self._call("save", step, dict(state), is_current=is_current)
+        await self._call("save", step, dict(state), list(also_keep), is_current=is_current)
 
     async def look(self) -> None:
         """Detect the learner's death and restart it, unless that has happened already."""

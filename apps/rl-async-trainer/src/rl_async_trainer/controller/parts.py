@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rl_async_trainer.assemble import Roles
 from rl_async_trainer.controller.validator import Validator
 from rl_async_trainer.liveness.hang_evidence import HangEvidence
+from rl_async_trainer.schedule.places import Places
 from rl_async_trainer.schedule.record import ScheduleRecord
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
@@ -27,6 +28,7 @@ class ControllerParts:
         queue: The queue between them.
         scheduler: Decides which prompts start and which groups make a step.
         supply: Provides prompts.
+        places: Place of each prompt in the order of training.
         record: Records what happens.
         validator: Runs validations.
         evidence: Collects what every role is doing.
@@ -43,6 +45,7 @@ class ControllerParts:
     queue: TransferQueue
     scheduler: Scheduler
     supply: PromptSupply
+    places: Places
     record: ScheduleRecord
     validator: Validator
     evidence: HangEvidence

@@ -77,7 +77,8 @@ class Rollouts:
                 dispatches = await self._next_dispatches()
                 uids = [one.prompt.uid for one in dispatches]
                 self._scheduler.started(uids)
-                self._parts.record.write("started", uids=uids, version=self._scheduler.served_version)
+                places = [one.place for one in dispatches]
+                self._parts.record.write("started", uids=uids, version=self._scheduler.served_version, places=places)
                 is_current = self._until_lost()
             await self.link.submit(dispatches, is_current)
             await self._on_started()
@@ -107,9 +108,10 @@ class Rollouts:
             self._parts.record.write("issued", uids=[prompt.uid for prompt in prompts])
             self._scheduler.issued(prompt.uid for prompt in prompts)
         missing = await self._missing_sessions(waiting) | {prompt.uid: tuple(range(size)) for prompt in prompts}
+        places = self._parts.places.take(missing)
         return [
-            Dispatch(prompt=self._parts.supply.get(uid), order=self._scheduler.order_of(uid), sessions=sessions)
-            for uid, sessions in missing.items()
+            Dispatch(prompt=self._parts.supply.get(uid), place=place, sessions=missing[uid])
+            for uid, place in sorted(places.items(), key=lambda item: item[1])
         ]
 
     async def _missing_sessions(self, waiting: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -141,6 +143,8 @@ class Rollouts:
         self._parts.record.write("failed", uid=event.uid, reason=event.failure)
         self._parts.say("group_failed", uid=event.uid, reason=event.failure)
         self._scheduler.failed(event.uid, is_refused=event.is_refused)
+        if event.is_refused or not self._scheduler.options.is_on_policy:
+            self._parts.places.vacate(event.uid)
         self._parts.supply.done([event.uid])
         self._metrics.dropped("refused" if event.is_refused else "failed")
         self.last_failure = event.failure

@@ -115,6 +115,7 @@ class StepMetrics:
             "fully_async/queue/rows": stats.get("rows", 0.0),
             "fully_async/queue/bytes": stats.get("size_bytes", 0.0),
             "memory/queue_gb": stats.get("size_bytes", 0.0) / BYTES_PER_GIB,
+            **{f"queue/{name}": value for name, value in stats.items()},
             **memory_metrics(),
         }
         metrics |= {f"fully_async/count/dropped/{reason}": float(n) for reason, n in sorted(self._dropped.items())}

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,17 +18,22 @@ from rl_core import Prompt
 from rl_core.cluster import RoleRestartedError, Wait
 from rl_core.data import NO_VERSION, IntArray
 from rl_metrics.run_files import GenerationSample
-from rl_metrics.validation import headline
-from rl_rollout.prompts import PromptSet
+from rl_metrics.targets import EXACT
 from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.answers import Answer
-from rl_trainer_parts.rollouts.evaluation import chosen_problems, draw_samples, summarize_answers, with_accuracies
+from rl_trainer_parts.rollouts.evaluation import (
+    chosen_problems,
+    draw_samples,
+    measured,
+    summarize_answers,
+    with_results,
+)
 from rl_trainer_parts.rollouts.inputs import Inputs
 
 OnGenerations = Callable[[int, str, Sequence[GenerationSample]], None]
-OnValidated = Callable[[int, dict[str, float]], None]
+OnValidated = Callable[[int, dict[str, float]], Awaitable[None]]
 
 
 Answerer = RollouterLink | LearnerLink
@@ -76,7 +81,7 @@ class Validator:
         return self._inputs.validation is not None
 
     async def run(
-        self, step: int, engines: Answerer, learner: Answerer, *, with_test: bool, is_beside: bool = False
+        self, step: int, engines: Answerer, learner: Answerer, *, splits: Sequence[str], is_beside: bool = False
     ) -> dict[str, float]:
         """Evaluate the current policy and return its metrics.
 
@@ -84,7 +89,7 @@ class Validator:
             step: Number of finished steps.
             engines: Answer if the settings select them.
             learner: Answers if the settings select it.
-            with_test: Also evaluate the test prompts.
+            splits: Which of "validation" and "test" to evaluate, if the run has them.
             is_beside: Training continues meanwhile.
 
         Raises:
@@ -94,7 +99,7 @@ class Validator:
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         async with self._lock:
-            for batches in self._batches(step, with_test=with_test):
+            for batches in self._batches(step, splits):
                 answers = await self._ask(batches, whom, is_beside=is_beside)
                 found, drawn = await asyncio.to_thread(self._summarize, batches, answers)
                 split = batches[0].split
@@ -102,17 +107,25 @@ class Validator:
                 if drawn:
                     self._on_generations(step, f"{split}/generations", drawn)
                 if split == "validation":
-                    metrics |= found
+                    metrics |= found | {EXACT: float(self._is_exact(step, found))}
                     with self._asking(f"token probes of step {step}", is_beside=is_beside):
                         await self._probes.ask(partial(_scores, whom, step), answers, step=step)
-                elif (accuracy := headline(found)) is not None:
-                    metrics["test/accuracy"] = accuracy
+                else:
+                    metrics |= {f"test/{name}": value for name, value in measured(self._settings, found).items()}
         if metrics:
             metrics["timing_s/testing"] = time.perf_counter() - started
         return metrics
 
-    def begin(self, step: int, engines: Answerer, learner: Answerer, on_validated: OnValidated) -> None:
-        """Evaluate in the background; `on_validated` receives the metrics.
+    def begin(
+        self,
+        step: int,
+        engines: Answerer,
+        learner: Answerer,
+        on_validated: OnValidated,
+        *,
+        until_ready: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Evaluate in the background, as soon as the weights are there; `on_validated` receives the metrics.
 
         If the learner's side dies meanwhile, this validation is abandoned: the controller restarts it or trains the
         step again.
@@ -120,7 +133,8 @@ class Validator:
 
         async def work() -> None:
             try:
-                on_validated(step, await self.run(step, engines, learner, with_test=False, is_beside=True))
+                await until_ready()
+                await on_validated(step, await self.run(step, engines, learner, splits=("validation",), is_beside=True))
             except RoleRestartedError:
                 return
             except Exception as error:
@@ -154,19 +168,27 @@ class Validator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.failed.cancel()
 
-    @staticmethod
-    def noted(state: AsyncState, step: int, metrics: Mapping[str, float]) -> AsyncState:
+    def noted(self, state: AsyncState, step: int, metrics: Mapping[str, float]) -> AsyncState:
         """A run's state with a validation's results."""
-        accuracies = {"validation": headline(metrics), "test": metrics.get("test/accuracy")}
-        results = with_accuracies(state.results, accuracies)
+        results = with_results(self._settings, state.results, metrics)
         return replace(state, results=results, validated=max(step, state.validated))
 
-    def _batches(self, step: int, *, with_test: bool) -> Iterator[list[ValidationBatch]]:
+    def can_be_exact(self, step: int) -> bool:
+        """Whether this step's own weights can answer: the engines never serve those between two versions."""
+        options = self._settings.schedule_options
+        is_served = step % options.sync_every == 0 or step >= options.num_steps
+        return is_served or self._settings.schedule.validate_on == "learner"
+
+    def _is_exact(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether this step's own weights sampled every token."""
+        version = self._settings.schedule_options.version_after(step)
+        found = {metrics.get("validation/policy_version/min"), metrics.get("validation/policy_version/max")}
+        return found == {version} and self.can_be_exact(step)
+
+    def _batches(self, step: int, splits: Sequence[str]) -> Iterator[list[ValidationBatch]]:
         """Yield the batches of each split that has prompts."""
-        splits: dict[str, PromptSet | None] = {"validation": self._inputs.validation}
-        if with_test:
-            splits["test"] = self._inputs.test
-        for split, problems in splits.items():
+        for split in splits:
+            problems = {"validation": self._inputs.validation, "test": self._inputs.test}[split]
             if problems is not None:
                 chosen = chosen_problems(self._settings, problems)
                 yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)

@@ -56,7 +56,7 @@ class WeightPublisher:
         return self._is_packing or (self._packed is not None and self._packed[0].is_live)
 
     def lost(self) -> None:
-        """The engines have lost their weights, or cannot get the missed ones; `changed` is held."""
+        """The engines have lost or missed weights and need the newest ones; `changed` is held."""
         self._is_wanted = True
         self._changed.notify_all()
 
@@ -80,10 +80,14 @@ class WeightPublisher:
         """
         is_current = self._learner.course()
         await self.pack(version)
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_settled)
+        await self.wait_served()
         if not is_current():
             raise RoleRestartedError("the learner died before the engines had its weights.")
+
+    async def wait_served(self) -> None:
+        """Wait until the engines serve the newest packed weights."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_settled)
 
     async def run(self) -> None:
         """Publish one version after the other to the engines.

@@ -18,6 +18,8 @@ from rl_core.errors import DeadlineError, NotReadyError, RLError
 from rl_core.files import read_json_object, temporary_folder, write_durably
 
 FILE = "control.json"
+SUPERVISOR_LOCK = ".supervisor"
+"""Locked by a supervisor that is restarting the run's process."""
 MAX_LINE_BYTES = 1 << 20
 CREDENTIALS = struct.Struct("3i")
 
@@ -86,15 +88,17 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
             f"{nobody} the folder does not exist (looked in {Path.cwd()}). A run creates it after checking its "
             "settings."
         )
+    restarts = _restarts(folder)
     if not file.exists():
-        holder = _holder(folder)
+        holder = _holder(folder, ".lock")
         if holder is not None:
             raise NotReadyError(
                 f"process {holder} holds {folder} but does not answer, because it is loading libraries or about to "
                 f"end. Try again in a few seconds. For a run of rl-sync-trainer, use `rl-metrics doctor {folder}`."
             )
         raise NotReadyError(
-            f"{nobody} it has no {FILE}, which exists while rl-async-trainer runs. To see how a run ended, use "
+            restarts
+            or f"{nobody} it has no {FILE}, which exists while rl-async-trainer runs. To see how a run ended, use "
             "`rl-metrics doctor`; to continue it, use `train --resume`."
         )
     try:
@@ -110,7 +114,7 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
             f"the run in {folder} did not answer within {deadline_s:g} s; see hang.json there."
         ) from None
     except (FileNotFoundError, ConnectionRefusedError):
-        raise NotReadyError(f"{nobody} its process has ended. Continue it with `train --resume`.") from None
+        raise NotReadyError(restarts or f"{nobody} its process has ended. Continue it with `train --resume`.") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise NotReadyError(f"{nobody} {type(error).__name__}: {error}.") from None
     if not isinstance(answer, dict) or "answer" not in answer:
@@ -119,10 +123,21 @@ def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> A
     return answer["answer"]
 
 
-def _holder(folder: Path) -> str | None:
-    """The process that holds the folder's lock, according to the kernel; None if unlocked."""
+def _restarts(folder: Path) -> str | None:
+    """What to say of a run whose process was killed while its supervisor is alive; None without one."""
+    supervisor = _holder(folder, SUPERVISOR_LOCK)
+    if supervisor is None:
+        return None
+    return (
+        f"the process of the run in {folder} was killed, and its supervisor (process {supervisor}) is restarting it "
+        "from the last checkpoint. Do not resume it by hand; try again in a minute."
+    )
+
+
+def _holder(folder: Path, name: str) -> str | None:
+    """The process that holds a lock of the folder, according to the kernel; None if unlocked."""
     try:
-        place = f":{(folder / '.lock').stat().st_ino}"
+        place = f":{(folder / name).stat().st_ino}"
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:
         return None

@@ -19,7 +19,7 @@ from rl_distill.learner_host import LearnerHost as BaseLearnerHost
 from rl_distill.learner_host import LearnerHostOptions, PackedWeights
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
-from rl_metrics.reductions import Recorder, summarize_staleness
+from rl_metrics.reductions import Recorder, summarize_gpus, summarize_staleness
 from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.parts import LearningParts
@@ -199,6 +199,7 @@ class LearnerHost(BaseLearnerHost):
                 **summarize_step(self._settings, batch, version=order.version, step_s=busy_s),
                 **_staleness(batch, order.version),
                 "perf/trainer_tokens_per_s": num_tokens / max(busy_s, 1e-9),
+                **({} if self.learners is None else summarize_gpus("perf", self.learners.gpu_use())),
                 **({} if self._memory is None else self._memory.step(self.step)),
             }
         )

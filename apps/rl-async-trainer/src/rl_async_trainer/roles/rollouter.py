@@ -11,26 +11,31 @@ from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
-from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate
+from rl_core.gpus import gpu_use_of
 from rl_metrics.reductions import (
     Recorder,
     summarize_components,
+    summarize_gpus,
     summarize_processing_times,
     summarize_timings,
     timing_distributions,
 )
 from rl_rollout.engines import EngineLoad, ReplicatedEngine, RolloutEngine
-from rl_rollout.rollouter import Dispatch, Generate, Refusals, RollouterOptions, RolloutWindow
+from rl_rollout.rollouter import Refusals, RollouterOptions, RolloutWindow
 from rl_rollout.rollouter import Rollouter as BaseRollouter
-from rl_rollout.skip import EntryKey, StepRollouts
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
-from rl_trainer_parts.reporting.step_metrics import make_memory_watch, slowest_session, summarize_sessions
+from rl_trainer_parts.reporting.step_metrics import (
+    make_memory_watch,
+    reward_times,
+    slowest_session,
+    summarize_sessions,
+)
 from rl_trainer_parts.rollouts.answers import Answer, answers_of
 from rl_trainer_parts.rollouts.engines import make_engine, make_replica, replica_pool, start_within
 from rl_trainer_parts.rollouts.evaluation import answer_problems
 from rl_trainer_parts.rollouts.inputs import read_tokenizer
 from rl_trainer_parts.rollouts.setup import open_rollout, put_trajectories, sampling_params
-from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
+from rl_trainer_parts.rollouts.skip_cache import groupwise_cache
 
 FAILED_STEPS = 2
 """Consecutive failed groups that stop a run, in steps; on policy, one step whose groups all fail stops it too."""
@@ -39,13 +44,21 @@ FAILED_STEPS = 2
 class Rollouter(BaseRollouter):
     """The run's rollouter; one per run."""
 
-    def __init__(self, settings: AsyncSettings, queue: TransferQueue, *, log_directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: AsyncSettings,
+        queue: TransferQueue,
+        *,
+        log_directory: Path | None = None,
+        prompts_digest: str = "",
+    ) -> None:
         """Set the parameters; models load in `start`.
 
         Args:
             settings: The run's settings.
             queue: Receives the generated groups.
             log_directory: Where engines in other processes write their output.
+            prompts_digest: Digest of the training prompts, for the skip cache.
         """
         options = RollouterOptions(
             group_size=settings.rollout.group_size,
@@ -57,7 +70,7 @@ class Rollouter(BaseRollouter):
         super().__init__(queue, options, put=partial(put_trajectories, queue, settings))
         self._settings = settings
         self._log_directory = log_directory
-        self._replay: SkipCacheReplay | None = None
+        self._prompts_digest = prompts_digest
         is_apart = settings.roles.kind != "inline"  # an inline role shares the controller's memory
         self._memory = make_memory_watch(settings, "rollouter", say=self.say) if is_apart else None
 
@@ -76,23 +89,22 @@ class Rollouter(BaseRollouter):
         opening = open_rollout(settings, tokenizer, self.engine, served=lambda: self.served_version)
         self.rollout = self.opened.enter_context(opening)
         await self.rollout.start()
-        self._replay = SkipCacheReplay(settings, tokenizer, say=self.say)
-        self.stored = partial(self._stored, self._replay) if settings.skip.enabled else None
+        if settings.skip.enabled:
+            self.stored = groupwise_cache(
+                settings,
+                tokenizer,
+                self.rollout,
+                engine=self.engine.traits.name,
+                prompts_digest=self._prompts_digest,
+                replaces_failed=not settings.schedule_options.is_on_policy,
+                say=self.say,
+            )
         return self.engine.traits.name
 
     def make_engine(self) -> ReplicatedEngine:
         """The engines, not started."""
         engine = make_engine(self._settings, self._settings.policy.path, log_directory=self._log_directory)
         return engine if isinstance(engine, ReplicatedEngine) else ReplicatedEngine([engine])
-
-    async def publish(
-        self, update: WeightUpdate, canary: Canary, tolerances: ProofTolerances, drain: bool = False
-    ) -> PublishReport:
-        """See `rl_rollout`; the skip cache also learns which weights are served."""
-        report = await super().publish(update, canary, tolerances, drain)
-        if self._replay is not None:
-            self._replay.served(report, engine=self._started[0].traits.name)
-        return report
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """Answer validation problems."""
@@ -112,13 +124,14 @@ class Rollouter(BaseRollouter):
         """
         window, loads = self.take_window()
         metrics = window_metrics(window, loads, elapsed_s=max(time.monotonic() - window.began, 1e-9))
+        metrics |= summarize_gpus("engine", await gpu_use_of(self.engine))
         failed = FailedSessions.among(answers_of(window.groups, source="rollouter"))
         failed.tell(window.say, step=step, during="training")
         metrics["rollout/failed_rewards"] = float(failed.num_rewards)
-        if window.trajectories:
-            window.say("slowest_session", **slowest_session(window.trajectories))
+        if window.timed:
+            window.say("slowest_session", **slowest_session(window.timed))
         recorder = Recorder()
-        for name, values in timing_distributions([one.timings for one in window.trajectories]).items():
+        for name, values in timing_distributions([one.timings for one in window.timed]).items():
             recorder.record_values(name, values)
         histograms = {name: one.to_json() for name, one in recorder.histograms().items()}
         if self._memory is not None:
@@ -144,17 +157,6 @@ class Rollouter(BaseRollouter):
         own = None if pool is None else replace(pool, name=f"{pool.name} {index}", size=1)
         policy, logs = self._settings.policy.path, self._log_directory
         return make_replica(self._settings, policy, index=index, pool=own, log_directory=logs)
-
-    async def _stored(self, replay: SkipCacheReplay, one: Dispatch, generate: Generate) -> StepRollouts:
-        """A group from the skip cache, or generated and stored; its key is its position in the order of issue."""
-        return await replay.rollouts(
-            EntryKey(step=one.order + 1),
-            [one.prompt],
-            generate,
-            rollout=self._started[1],
-            sampling=sampling_params(self._settings),
-            num_sessions=self._settings.rollout.group_size,
-        )
 
 
 def make_refusals(settings: AsyncSettings) -> Refusals | None:
@@ -190,12 +192,9 @@ def window_metrics(window: RolloutWindow, loads: Sequence[EngineLoad], *, elapse
     if window.num_replayed:
         metrics["rollout/replayed"] = window.num_replayed / len(window.took_s)
     if window.trajectories:
-        timings = [trajectory.timings for trajectory in window.trajectories]
-        metrics |= summarize_timings(window.trajectories)
         metrics |= summarize_components([trajectory.reward_components for trajectory in window.trajectories])
-        metrics["timing_s/reward"] = sum(timing.reward_s for timing in timings) / len(timings)
-        metrics["timing_s/reward_wait"] = sum(timing.reward_wait_s for timing in timings) / len(timings)
         metrics |= summarize_processing_times(window.took_s)
+    metrics |= summarize_timings(window.timed) | reward_times([one.timings for one in window.timed])
     before = {load.index: load for load in window.loads}
 
     def added(name: str) -> float:

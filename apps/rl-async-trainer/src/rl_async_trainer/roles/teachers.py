@@ -5,7 +5,9 @@ from typing import Any
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
+from rl_core.gpus import gpu_use_of
 from rl_distill.teacher import TeacherHost as BaseTeacherHost
+from rl_metrics.reductions import summarize_gpus
 from rl_trainer_parts.learning.distillation import teacher_metrics
 from rl_trainer_parts.learning.teachers import make_teachers
 
@@ -39,4 +41,5 @@ class TeacherHost(BaseTeacherHost):
         report, events, elapsed_s = self.take_window()
         num_tokens = sum(one.num_tokens for one in report.teachers.values())
         metrics = teacher_metrics(report) | {"perf/teacher_tokens_per_s": num_tokens / max(elapsed_s, 1e-9)}
+        metrics |= summarize_gpus("teacher", await gpu_use_of(self.service))
         return {"metrics": metrics, "events": events}

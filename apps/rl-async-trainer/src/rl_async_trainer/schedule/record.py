@@ -3,9 +3,10 @@
 Each line has `what`, its fields, and a running number `at` that continues across launches:
 
 - `issued`: prompts entered the queue; `uids` in order
-- `started`: groups `uids` were sent to the rollouter while `version` was served
+- `started`: groups `uids` were sent to the rollouter while `version` was served; `places` are theirs in the order of
+  training
 - `settled`: group `uid` is complete, with the `oldest` and `newest` version of its tokens, and the version served when
-  it was `started`
+  it was `started`; a group from a skip cache has no `oldest` version
 - `failed`: group `uid` will not be trained, for `reason`
 - `aborted`: groups `uids` were lost with the rollouter, for `reason`; they are started again
 - `step`: the groups `uids` of `step`, which counts from 1
@@ -54,6 +55,7 @@ class History:
         issued: Prompts in order.
         steps: Groups of each step by its number.
         started: For each prompt, the version served when it was last started.
+        places: For each started prompt, its place in the order of training.
         settled: Groups in order of arrival; a group that arrived twice counts at its last arrival.
         failed: Reason of each failed group.
         published: For each version, the number of steps before it.
@@ -62,6 +64,7 @@ class History:
     issued: dict[str, None] = field(default_factory=dict)
     steps: dict[int, tuple[str, ...]] = field(default_factory=dict)
     started: dict[str, int] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
     settled: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     published: dict[int, int] = field(default_factory=dict)
@@ -98,6 +101,7 @@ def _apply(history: History, line: dict[str, Any]) -> None:
         history.issued.update(dict.fromkeys(_texts(line["uids"])))
     elif what == "started":
         history.started.update(dict.fromkeys(_texts(line["uids"]), int(line["version"])))
+        history.places.update(zip(_texts(line["uids"]), map(int, line.get("places", ())), strict=False))
     elif what == "settled":
         history.settled.pop(str(line["uid"]), None)
         history.settled[str(line["uid"])] = (_version(line["oldest"]), _version(line["newest"]))

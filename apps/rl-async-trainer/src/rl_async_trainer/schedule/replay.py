@@ -22,11 +22,13 @@ class ReplayPlan:
         issued: Its prompts in order, up to the last trained one.
         steps: Groups of each step.
         started: Version under which each trained group was started.
+        places: Place of each trained group in the order of training.
     """
 
     issued: tuple[str, ...]
     steps: tuple[tuple[str, ...], ...]
     started: Mapping[str, int]
+    places: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_plan(folder: Path, options: ScheduleOptions) -> ReplayPlan:
@@ -50,6 +52,7 @@ def read_plan(folder: Path, options: ScheduleOptions) -> ReplayPlan:
         issued=tuple(history.issued)[: last + 1],
         steps=tuple(steps),
         started={uid: version for uid, version in history.started.items() if uid in trained},
+        places={uid: place for uid, place in history.places.items() if uid in trained},
     )
 
 

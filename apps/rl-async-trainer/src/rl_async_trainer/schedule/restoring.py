@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rl_async_trainer.schedule.places import Places
 from rl_async_trainer.schedule.record import History
 from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
 from rl_async_trainer.schedule.run_state import AsyncState
@@ -59,17 +60,28 @@ def restore_schedule(
         if entry.state in ("done", "dropped"):
             if entry.state == "dropped" and isinstance(scheduler, ReplayScheduler):
                 scheduler.require_group(entry.prompt_uid, failure=entry.reason or "dropped")
-            scheduler.passed_over(1)
             continue
         scheduler.issued([entry.prompt_uid])
         if entry.state == "settled":
             settled.append(entry)
     for entry in sorted(settled, key=lambda one: arrivals.get(one.prompt_uid, len(arrivals))):
-        versions = entry.policy_versions
-        scheduler.settled(entry.prompt_uid, oldest_version=None if versions is None else versions[0])
+        known = history.settled.get(entry.prompt_uid, entry.policy_versions)  # a replayed group is recorded without
+        scheduler.settled(entry.prompt_uid, oldest_version=None if known is None else known[0])
     _redo_spent(scheduler, options, state, ledger)
     scheduler.force(_known(history.steps_after(state.step), ledger) if plan is None else plan.steps[state.step :])
     return scheduler
+
+
+def restore_places(options: ScheduleOptions, ledger: Sequence[LedgerEntry], history: History) -> Places:
+    """Return the places of the prompts that the queue has issued, without those of replaced groups."""
+    kept = [
+        entry.prompt_uid
+        for entry in ledger
+        if entry.state != "dropped" or (options.is_on_policy and not is_refused(entry))
+    ]
+    places = Places({uid: history.places[uid] for uid in kept if uid in history.places})
+    places.take(kept)  # a kill may have lost the line of the last ones
+    return places
 
 
 def _ack_saved(queue: TransferQueue, state: AsyncState) -> None:

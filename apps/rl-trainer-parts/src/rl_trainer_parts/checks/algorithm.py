@@ -16,6 +16,7 @@ from rl_distill.objectives import (
 )
 from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.objective import gdpo_components, make_policy_objective
+from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings
 
 Named = tuple[str, str, list[str]]
@@ -46,7 +47,8 @@ def unknown_names(named: Iterable[Named]) -> Iterator[str]:
     """Problems of unknown names."""
     for name, found, known in named:
         if found not in known:
-            yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{nearest_name(found, known)}"
+            hint = value_hint(name, found) or nearest_name(found, known)
+            yield f"{name} = {found!r} is not known; known: {', '.join(sorted(known))}.{hint}"
 
 
 def algorithm_problems(settings: Settings) -> Iterator[str]:
@@ -107,7 +109,7 @@ def aggregation_notes(settings: Settings) -> Iterator[str]:
     paper = PER_RESPONSE.get(algorithm.policy_loss)
     if paper is not None and has_policy_gradient(settings) and algorithm.aggregation != "seq-mean-token-mean":
         yield (
-            f"algorithm.policy_loss = {algorithm.policy_loss!r} is a loss of whole responses, but algorithm.aggregation "
+            f"algorithm.policy_loss = {algorithm.policy_loss!r} is a loss of responses, but algorithm.aggregation "
             f'= "{algorithm.aggregation}" weights longer responses more; the paper ({paper}) averages over responses: '
             '"seq-mean-token-mean"'
         )

@@ -94,7 +94,7 @@ ABOVE_0 = (
 )
 SHOWN_NAMES = ("run.name", "metrics.wandb_project", "metrics.mlflow_experiment")
 """Settings that the trackers' libraries print too."""
-AT_LEAST_1_OR_NONE = ("prompts.validation_limit", "engine.num_threads")
+AT_LEAST_1_OR_NONE = ("prompts.validation_limit", "engine.num_threads", "trainer.stop_when_no_better")
 ABOVE_0_OR_NONE = ("trainer.proof_tolerance", "algorithm.kl_target", "engine.kv_cache_gib")
 
 
@@ -128,6 +128,7 @@ def _options(settings: Settings) -> Iterator[str]:
     yield from (f"reward.{problem}" for problem in settings.reward.problems())
     yield from (f"refill.{problem}" for problem in settings.refill.problems())
     yield from (f"skip.{problem}" for problem in settings.skip.problems())
+    yield from (f"trainer.target.{problem}" for problem in settings.trainer.target.problems())
     yield from _skip(settings)
     if settings.refill.filter:
         try:
@@ -165,8 +166,27 @@ def _validation(settings: Settings) -> Iterator[str]:
             f"same response {samples} times. Set prompts.validation_temperature = {settings.rollout.temperature:g}, as "
             "in training, or prompts.validation_samples = 1."
         )
+    yield from _without_validation(settings)
     if temperature == float("inf"):
         yield "prompts.validation_temperature must be finite; found inf."
+
+
+def _without_validation(settings: Settings) -> Iterator[str]:
+    """Problems of settings that need a validation during training."""
+    trainer = settings.trainer
+    asked = {
+        "trainer.target": trainer.target != type(trainer.target)(),
+        "trainer.stop_when_no_better": trainer.stop_when_no_better is not None,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        if settings.prompts.validation is None:
+            yield f"{name} needs prompts.validation, whose results it judges. Set it, or leave {name} out."
+    stops = trainer.target.stop or trainer.stop_when_no_better is not None
+    if stops and settings.prompts.validation is not None and not trainer.validate_every:
+        yield (
+            "trainer.target.stop and trainer.stop_when_no_better need validations before the last step; found "
+            "trainer.validate_every = 0."
+        )
 
 
 def _lengths(settings: Settings) -> Iterator[str]:

@@ -28,6 +28,7 @@ Command = Callable[[list[str]], int]
 HELP = ("--help", "-h")
 EXPORT_HELP = """\
 export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest one, as a Hugging Face folder.
+  --best         Use the run's best validated checkpoint instead of its newest.
   --merge        Merge a LoRA adapter into its base model (default).
   --adapter      Write only the LoRA adapter, in peft's format.
   --base FOLDER  Where the adapter's base model is now, if it has moved."""
@@ -98,15 +99,28 @@ class Program:
         return check_machine(load_settings(file, words, os.environ, kind=self.settings()), as_json=as_json)
 
     def _validate(self, words: list[str]) -> int:
-        """`validate SETTINGS.toml [--policy FOLDER] [--section.name=value ...]`."""
-        policy = take_option(words, "--policy")
+        """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""
+        policy, best = take_option(words, "--policy"), take_flag(words, "--best")
         file = take_file(words, f"{self.name} validate")
         from rl_trainer_parts.run.policies import opened_policy
 
         with ExitStack() as opened:
+            if best:
+                policy = str(self._best_of(file, words, named=policy))
             if policy is not None:
                 words.append(f"--policy.path={opened.enter_context(opened_policy(Path(policy)))}")
             return self._evaluate(file, words, named=policy)
+
+    def _best_of(self, file: Path | None, words: list[str], *, named: str | None) -> Path:
+        """The best checkpoint of the run that the user named, or of the run in `policy.path`, or of the settings'."""
+        from rl_trainer_parts.run.best_checkpoint import best_checkpoint
+        from rl_trainer_parts.settings.sources import load_settings
+
+        if named is not None:
+            return best_checkpoint(Path(named), say)
+        settings = load_settings(file, words, os.environ, kind=self.settings())
+        is_run = (settings.policy.path / "checkpoints").is_dir()
+        return best_checkpoint(settings.policy.path if is_run else settings.run_folder, say)
 
     def _evaluate(self, file: Path | None, words: list[str], *, named: str | None) -> int:
         """Print the metrics of the settings' policy, under the name that the user gave it, if any."""
@@ -177,10 +191,11 @@ def _drop_what_nobody_reads() -> None:
 
 
 def export(words: list[str]) -> int:
-    """`export CHECKPOINT FOLDER [--merge | --adapter] [--base FOLDER]`."""
+    """`export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]`."""
     if set(HELP) & set(words):
         say(EXPORT_HELP)
         return 0
+    best = take_flag(words, "--best")
     merge, adapter_alone, base = (
         take_flag(words, "--merge"),
         take_flag(words, "--adapter"),
@@ -194,6 +209,10 @@ def export(words: list[str]) -> int:
     from rl_trainer_parts.run.policies import export_adapter, export_policy
 
     path, target = map(Path, words)
+    if best:
+        from rl_trainer_parts.run.best_checkpoint import best_checkpoint
+
+        path = best_checkpoint(path, say)
     if adapter_alone:
         source = export_adapter(path, target)
     else:

@@ -31,7 +31,7 @@ from rl_trainer_parts.rollouts.engines import (
     routes_anew,
     why_not_replayed,
 )
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EXPERT_BYTES = 2
@@ -219,6 +219,7 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     yield f"  the run    {counted(trainer.steps, 'step')}, {trajectories}, {epochs:.2f} epochs"
     yield f"  problems   {counts.train} to train on, {counts.test} to test at the start and the end,"
     yield f"             {counts.validation} for validation {_every(trainer.validate_every)}"
+    yield from _ending(trainer)
     if settings.prompts.validation_samples > 1:
         yield f"             {settings.prompts.validation_samples} responses to each of these"
     if counts.form:
@@ -300,6 +301,17 @@ def _experts(settings: Settings) -> Iterator[str]:
     yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {size_text(step)} a step"
 
 
+def _ending(trainer: TrainerSettings) -> Iterator[str]:
+    """Lines on the target, and on what ends the run before its last step."""
+    target = trainer.target
+    if target.value is not None:
+        sign = "<=" if target.lower_is_better else ">="
+        ends = ", which ends the run" if target.stop else ""
+        yield f"  target     {target.label} {sign} {target.value:g}{ends}"
+    if trainer.stop_when_no_better is not None:
+        yield f"  patience   ends after {counted(trainer.stop_when_no_better, 'validation')} without a new best"
+
+
 def _files(settings: Settings) -> Iterator[str]:
     folder = settings.run_folder
     every = settings.trainer.checkpoint_every
@@ -307,4 +319,6 @@ def _files(settings: Settings) -> Iterator[str]:
     yield f"Writes to {folder}/"
     yield "  settings.toml metrics.jsonl histograms.jsonl generations.jsonl rollouts.jsonl probes.jsonl events.jsonl"
     yield "  health.json report.html summary.json"
-    yield f"  checkpoints/step_N {when}, the newest {settings.trainer.keep_checkpoints} kept"
+    has_best = settings.trainer.keep_best and settings.prompts.validation is not None
+    best = " and the best validated one" if has_best else ""
+    yield f"  checkpoints/step_N {when}, the newest {settings.trainer.keep_checkpoints}{best} kept"

@@ -16,6 +16,13 @@ def learns_from_rewards(settings: Settings) -> bool:
     return not settings.distillation.is_on or settings.distillation.use_task_rewards
 
 
+def method_title(settings: Settings) -> str:
+    """Name of the method, such as "GRPO"."""
+    if learns_from_rewards(settings):
+        return settings.algorithm.advantage.upper()
+    return "Distillation" if has_teachers(settings) else "Imitation of texts"
+
+
 def has_policy_gradient(settings: Settings) -> bool:
     """True when tokens have advantages, from tasks or from teachers used as a reward."""
     return learns_from_rewards(settings) or settings.distillation.used_as == "reward"

@@ -64,6 +64,7 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         close=ranks.close,
         stacks=stacks,
         look=ranks.look,
+        gpu_use=ranks.gpu_use,
         lora=settings.lora,
     )
 

@@ -1,9 +1,10 @@
 """Health checks during training: a tracker that writes health.json, reports findings and can pause a run."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -22,6 +23,7 @@ from rl_metrics.health import (
 )
 from rl_metrics.reductions import Histogram
 from rl_metrics.run_files import EventLog, GenerationSample, read_events, read_history
+from rl_metrics.targets import TargetOptions
 from rl_metrics.trackers import ConsoleTracker, Fanout
 from rl_trainer_parts.run.folder import RunFolder
 from rl_trainer_parts.run.stopping import StopSignal
@@ -65,6 +67,7 @@ def watch_health(
             console=console,
             events=events,
             stop=stop,
+            target=settings.trainer.target,
             family="policy_gradient" if not learns.is_on else "mixed" if learns.use_task_rewards else "distillation",
         )
     except OSError as error:  # a run without health checks is better than no run
@@ -89,6 +92,7 @@ class HealthWatch:
         events: EventLog,
         stop: StopSignal,
         family: Family = "policy_gradient",
+        target: TargetOptions | None = None,
     ) -> None:
         """Read the state that earlier launches left.
 
@@ -100,12 +104,14 @@ class HealthWatch:
             events: Logs findings.
             stop: Used to pause the run.
             family: What the run learns from; rules that do not apply to it are skipped.
+            target: What validation should reach; None has no target.
 
         Raises:
             SettingsError: A rule or threshold is unknown.
         """
         self._settings = settings
         self._family = family
+        self._target = target or TargetOptions()
         self._folder = folder
         self._last_step = last_step
         self._console = console
@@ -113,7 +119,9 @@ class HealthWatch:
         self._stop = stop
         self._rules = without(with_thresholds(GUIDE, settings.thresholds), settings.off)
         before = read_history(folder / METRICS) if (folder / METRICS).is_file() else None
-        self._history = GrowingHistory(reads(self._rules), before=before)
+        is_read = reads(self._rules)
+        kept = self._target.metric
+        self._history = GrowingHistory(lambda name: name == kept or is_read(name), before=before)
         self._is_resumed = len(self._history) > 0
         self._first_step: int | None = None
         self._told = {finding.rule: finding.severity for finding in _findings_before(folder)}
@@ -146,18 +154,25 @@ class HealthWatch:
         events = read_events(self._folder / EVENTS) if (self._folder / EVENTS).is_file() else []
         has_failed = any(event["event"] == "run_failed" for event in events[-1:])
         if len(self._history) and has_failed:
-            self._write(judge(self._history.history(), rules=self._rules, events=events, family=self._family))
+            self._write(self._verdict(events))
         elif len(self._history) and not self._is_judged:
             self._judge()
 
     def _judge(self) -> Verdict:
         newest = self._events.newest
         reasons = [newest[name] for name in {rule.reasons for rule in self._rules} if name in newest]
-        verdict = judge(self._history.history(), rules=self._rules, events=reasons, family=self._family)
+        verdict = self._verdict(reasons)
         self._write(verdict)
         self._is_judged = True
         self._tell(verdict)
         return verdict
+
+    def _verdict(self, events: Iterable[Mapping[str, Any]]) -> Verdict:
+        history = self._history.history()
+        is_over = int(history.steps[-1]) >= self._last_step
+        return judge(
+            history, rules=self._rules, events=events, family=self._family, target=self._target, is_over=is_over
+        )
 
     def _write(self, verdict: Verdict) -> None:
         part = self._folder / f".{FILE}.part"

@@ -34,10 +34,10 @@ log = structlog.get_logger(__name__)
 
 def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
     """A trajectory's extras plus the fields that rollouts.jsonl needs; they travel through the queue."""
-    timings, truth = trajectory.timings, prompt.ground_truth
+    timings = trajectory.timings
     said: list[Json] = [
         prompt.data_source,
-        None if truth is None else str(truth),
+        prompt.ground_truth,
         dict(trajectory.reward_components),
         trajectory.finish_reason,
         timings.generate_s,

@@ -1,5 +1,6 @@
 """Metrics of a step's batch and sessions, in both trainers."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_core import Batch
-from rl_core.data import Trajectory
+from rl_core.data import Timings, Trajectory
 from rl_metrics.reductions import (
     MemoryWatch,
     Recorder,
@@ -18,6 +19,7 @@ from rl_metrics.reductions import (
     summarize_gateway,
     summarize_mismatch,
     summarize_speed,
+    summarize_tool_calls,
 )
 from rl_rollout import GroupResult
 from rl_trainer_parts.settings.schema import Settings
@@ -33,7 +35,8 @@ def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: fl
         step_s: Duration of the step in seconds.
     """
     num_tokens = len(batch.ragged("input_ids").values)
-    if "reward" not in batch:  # texts, which have no reward
+    has_rewards = "reward" in batch
+    if not has_rewards:
         batch = batch.with_columns({"reward": np.full(len(batch), np.nan, dtype=np.float32)})
     sampled_by = None if settings.distillation.texts is not None else version
     values: dict[str, float] = {
@@ -41,6 +44,8 @@ def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: fl
         **summarize_speed(num_tokens=num_tokens, num_trajectories=len(batch), step_s=step_s),
         "training/policy_version": version + 1,
     }
+    if not has_rewards:  # stored texts, which nothing scores: none is missing
+        del values["rollout/unscored_trajectories"]
     if "old_logprobs" in batch:
         values |= summarize_mismatch(batch)
     if "token_rewards" in batch:
@@ -79,7 +84,7 @@ def record_distributions(batch: Batch, recorder: Recorder) -> None:
 
 
 def summarize_sessions(groups: Sequence[GroupResult]) -> dict[str, float]:
-    """Audit findings of the groups' sessions, and the gateway's counts."""
+    """Audit findings of the groups' sessions, and the counts of the gateway and of tool calls."""
     told = [one.trajectories[-1].extras for group in groups for one in group.sessions if one.trajectories]
     rescored = [group.rescored for group in groups]
     metrics = {
@@ -88,11 +93,22 @@ def summarize_sessions(groups: Sequence[GroupResult]) -> dict[str, float]:
         "rollout/rescored_sessions": float(sum(one.num_sessions for one in rescored)),
         "rollout/rescored_skipped": float(sum(one.num_skipped for one in rescored)),
         **summarize_gateway(extras.get("gateway") for extras in told),
+        **summarize_tool_calls(extras.get("tool_calls") for extras in told),
     }
     if num_tokens := sum(one.num_tokens for one in rescored):
         metrics["rollout/rescored_diff_mean"] = sum(one.sum_diff for one in rescored) / num_tokens
         metrics["rollout/rescored_diff_max"] = max(one.max_diff for one in rescored)
     return metrics
+
+
+def reward_times(timings: Sequence[Timings]) -> dict[str, float]:
+    """Mean seconds of a session's reward, and of the wait for it; empty without a session."""
+    if not timings:
+        return {}
+    return {
+        "timing_s/reward": math.fsum(one.reward_s for one in timings) / len(timings),
+        "timing_s/reward_wait": math.fsum(one.reward_wait_s for one in timings) / len(timings),
+    }
 
 
 def slowest_session(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

@@ -97,18 +97,20 @@ def generation_samples(answers: Sequence[Answer], tokenizer: PromptTokenizer) ->
 
 
 def _sample(answer: Answer, given: str, output: str) -> GenerationSample:
-    truth, versions = answer.prompt.ground_truth, answer.trajectory.policy_versions
+    versions = answer.trajectory.policy_versions
     versions = versions[versions != NO_VERSION]
     return GenerationSample(
         prompt_uid=answer.prompt.uid,
         input=given,
         output=output,
         score=answer.reward,
-        ground_truth=None if truth is None else str(truth),
+        ground_truth=answer.prompt.ground_truth,
         policy_version=(int(versions.min()), int(versions.max())) if len(versions) else (NO_VERSION, NO_VERSION),
         source=answer.source,
         failure=answer.failure,
         components=dict(answer.components),
+        data_source=answer.prompt.data_source,
+        finish=answer.trajectory.finish_reason,
     )
 
 

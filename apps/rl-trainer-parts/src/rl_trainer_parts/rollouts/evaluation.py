@@ -1,11 +1,11 @@
 """Validation and test: which prompts, how they are sampled, and the metrics."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 from rl_core import Prompt
 from rl_metrics.run_files import GenerationSample, draw_places
-from rl_metrics.validation import ValidationResponses, headline, summarize_validation
+from rl_metrics.validation import ValidationResponses, headline, headline_name, summarize_validation
 from rl_rollout import GroupResult, Rollout
 from rl_rollout.engines import SamplingParams
 from rl_rollout.prompts import PromptSet, PromptTokenizer
@@ -15,6 +15,9 @@ from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.run.policies import merged_policy
 from rl_trainer_parts.settings.schema import Settings
+
+ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
+"""Built-in rewards whose mean is an accuracy."""
 
 DRAW_SEED = 0
 """Seed of the prompts shown; the same at every step."""
@@ -51,11 +54,14 @@ def summarize_answers(answers: Sequence[Answer]) -> dict[str, float]:
     """Validation metrics.
 
     Args:
-        answers: One or more per prompt; an answer without a component is left out of that component.
+        answers: One or more per prompt; an answer without a component is left out of that component. A component
+            `reward` is the variable `reward/reward`, because the variable `reward` is the whole reward.
     """
     names = sorted({name for answer in answers for name in answer.components})
     variables = {"reward": [answer.reward for answer in answers]}
-    variables |= {name: [answer.components.get(name, float("nan")) for answer in answers] for name in names}
+    for name in names:
+        values = [answer.components.get(name, float("nan")) for answer in answers]
+        variables["reward/reward" if name == "reward" else name] = values
     return summarize_validation(
         ValidationResponses(
             uids=[answer.prompt.uid for answer in answers],
@@ -66,19 +72,38 @@ def summarize_answers(answers: Sequence[Answer]) -> dict[str, float]:
     )
 
 
-def with_accuracies(results: Mapping[str, float], accuracies: Mapping[str, float | None]) -> dict[str, float]:
-    """Results with `{split}_accuracy_first` and `{split}_accuracy_last` updated.
+def measured(settings: Settings, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The headline of a split's metrics under the name of what it measures; empty without one.
+
+    The name is "accuracy" for the component `acc`, and for a reward that is 0 or 1 by definition.
+    """
+    value, name = headline(metrics), headline_name(metrics)
+    if name == "mean_reward" and settings.reward.function in ZERO_OR_ONE:
+        name = "accuracy"
+    return {} if value is None else {name: value}
+
+
+def with_results(settings: Settings, results: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Results with entries such as `validation_accuracy_first` and `test_mean_reward_last` updated.
 
     Args:
+        settings: The run's settings.
         results: Results of the run so far.
-        accuracies: Accuracy by split; None if the split was not evaluated.
+        metrics: Metrics of a validation, and of the test as in `test/accuracy`.
     """
     found = dict(results)
-    for split, accuracy in accuracies.items():
-        if accuracy is not None:
-            found.setdefault(f"{split}_accuracy_first", accuracy)
-            found[f"{split}_accuracy_last"] = accuracy
+    for name, value in _headlines(settings, metrics):
+        found.setdefault(f"{name}_first", value)
+        found[f"{name}_last"] = value
     return found
+
+
+def _headlines(settings: Settings, metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    for name, value in measured(settings, metrics).items():
+        yield f"validation_{name}", value
+    for name, value in metrics.items():
+        if name.startswith("test/"):
+            yield name.replace("/", "_"), value
 
 
 def draw_samples(
@@ -122,14 +147,12 @@ async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float
 
 
 async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) -> dict[str, float]:
-    """Metrics of both splits, prefixed by split, with `validation_accuracy` and `test_accuracy`."""
+    """Metrics of both splits, prefixed by split, with headlines such as `validation_accuracy`."""
     results: dict[str, float] = {}
     for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
         if prompts is not None:
             groups = await answer_problems(settings, rollout, chosen_problems(settings, prompts))
             metrics = summarize_answers(answers_of(groups, source="validate"))
-            accuracy = headline(metrics)
             results |= {f"{split}/{name}": value for name, value in metrics.items()}
-            if accuracy is not None:
-                results[f"{split}_accuracy"] = accuracy
+            results |= {f"{split}_{name}": value for name, value in measured(settings, metrics).items()}
     return results

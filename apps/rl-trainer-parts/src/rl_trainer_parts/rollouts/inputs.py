@@ -1,7 +1,7 @@
 """Inputs that a run reads before models load: tokenizer, prompts, reward."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from rl_rollout.engines import RolloutEngine, ScriptedEngine, end_token_ids, voc
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
 from rl_trainer_parts.commands.plan import PromptCounts
+from rl_trainer_parts.reporting.token_probes import named_tokens
 from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.schema import Settings
 
@@ -49,11 +50,17 @@ class Inputs:
 
 
 def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
-    """Warnings about plain text sent to a chat model, and about responses that cannot end."""
+    """Warnings about plain text sent to a chat model, hidden tools, and responses that cannot end."""
     if not inputs.train[0].messages and inputs.tokenizer.has_chat_template:
         yield (
             "the prompts are plain text and reach the model unchanged, although its tokenizer has a chat template; "
             'prompts.plain_prompts = "chat" turns each into a user message'
+        )
+    if settings.rollout.loop == "tools" and (not inputs.train[0].messages or _has_plain_turns(settings)):
+        yield (
+            "no chat template shows the model its tools, because "
+            + ('turns.kind is "plain"' if _has_plain_turns(settings) else "the prompts are plain text")
+            + "; the prompts themselves must describe them"
         )
     if settings.prompts.template_options and not _has_messages(inputs):
         yield "prompts.template_options has no effect without prompts in the form of messages"
@@ -62,6 +69,11 @@ def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
             f"{settings.policy.path} names no end token, so every response continues until it is truncated; set "
             "eos_token_id in its generation_config.json to the token that ends a turn in its chat template"
         )
+
+
+def _has_plain_turns(settings: Settings) -> bool:
+    turns = settings.rollout.loop_options.get("turns")
+    return isinstance(turns, Mapping) and turns.get("kind") == "plain"
 
 
 def _has_messages(inputs: Inputs) -> bool:
@@ -79,6 +91,7 @@ def read_inputs(settings: Settings) -> Inputs:
     """
     tokenizer = read_tokenizer(settings)
     check_vocabulary(settings, tokenizer)
+    named_tokens(settings, tokenizer)
     options = PromptOptions(
         max_tokens=settings.prompts.max_tokens,
         overlong=settings.prompts.overlong,

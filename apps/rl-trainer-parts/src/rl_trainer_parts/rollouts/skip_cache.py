@@ -2,18 +2,32 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeVar
 
 from rl_core import Prompt
 from rl_core.data import Json
 from rl_core.errors import NotReadyError
 from rl_core.secret_settings import redact
 from rl_core.weights import PublishReport
+from rl_distill.teacher import model_fingerprint
 from rl_metrics.reductions import Recorder
 from rl_rollout import GroupResult, Rollout
 from rl_rollout.engines import SamplingParams
 from rl_rollout.prompts import PromptTokenizer
-from rl_rollout.skip import Circumstances, EntryKey, SkipCache, StepRollouts, package_versions, with_file_contents
+from rl_rollout.skip import (
+    Circumstances,
+    EntryKey,
+    GroupwiseCache,
+    SkipCache,
+    StepRollouts,
+    package_versions,
+    with_file_contents,
+)
+from rl_trainer_parts.rollouts.setup import sampling_params
 from rl_trainer_parts.settings.schema import Settings
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 class SkipCacheReplay:
@@ -80,6 +94,67 @@ class SkipCacheReplay:
             tools=rollout.tool_schemas,
             versions={**common.versions, "engine": self._engine},
         )
+
+
+def with_absolute_cache(settings: SettingsT) -> SettingsT:
+    """Return settings whose skip cache has an absolute path, so that roles with other working directories share it."""
+    directory = settings.skip.directory
+    if not settings.skip.enabled or "://" in directory:
+        return settings
+    skip = replace(settings.skip, directory=str(Path(directory).expanduser().absolute()))
+    return settings.model_copy(update={"skip": skip})
+
+
+def groupwise_cache(
+    settings: Settings,
+    tokenizer: PromptTokenizer,
+    rollout: Rollout,
+    *,
+    engine: str,
+    prompts_digest: str,
+    replaces_failed: bool,
+    say: Callable[..., None],
+) -> GroupwiseCache:
+    """The skip cache of an asynchronous run.
+
+    Time decides which versions of the policy sample a step, so entries are identified by the policy at the start.
+
+    Args:
+        settings: The run's settings.
+        tokenizer: The policy's tokenizer.
+        rollout: Scores replayed groups again if the settings ask for it.
+        engine: The engine's name.
+        prompts_digest: Digest of the training prompts.
+        replaces_failed: True if another group replaces one whose sessions all failed.
+        say: Receives events.
+
+    Raises:
+        CacheError: The directory cannot be used.
+        MissingExtraError: The cache needs a library that is not installed.
+    """
+    groups_per_step = settings.rollout.prompts_per_step
+    common = _common_circumstances(settings, tokenizer)
+    policy = {"start": model_fingerprint(settings.policy.path), "origin": str(settings.policy.path.absolute())}
+
+    async def circumstances() -> Circumstances:
+        await rollout.start()  # a tool server lists its tools only while it runs
+        return replace(
+            common,
+            policy={**policy, "versions": None},
+            sampling=drawn_by(sampling_params(settings)),
+            group_size=settings.rollout.group_size,
+            tools=rollout.tool_schemas,
+            versions={**common.versions, "engine": engine},
+            source={"prompts": prompts_digest, "groups_per_step": groups_per_step},
+        )
+
+    return GroupwiseCache(
+        SkipCache(settings.skip, on_event=say),
+        circumstances,
+        groups_per_step=groups_per_step,
+        replaces_failed=replaces_failed,
+        score_again=rollout.score_again if settings.skip.rewards == "again" else None,
+    )
 
 
 def drawn_by(sampling: SamplingParams) -> Json:

@@ -143,7 +143,7 @@ class RunFolder:
         """
         if any(self.checkpoints.glob("step_*")):
             return None
-        if all(path.name in (".lock", "settings.toml") for path in self.path.iterdir()):
+        if all(path.name in (".lock", ".supervisor", "settings.toml") for path in self.path.iterdir()):
             (self.path / "settings.toml").unlink(missing_ok=True)
             return None
         return self.archive()

@@ -11,17 +11,15 @@ from rl_core.errors import CheckpointError
 from rl_distill.checkpoints import CheckpointStore, Saved
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import ConsoleTracker, Ending
-from rl_trainer_parts.learning.distillation import learns_from_rewards
+from rl_trainer_parts.learning.distillation import method_title
 from rl_trainer_parts.reporting.failed_sessions import EVENT, told
 from rl_trainer_parts.reporting.health import watch_health
 from rl_trainer_parts.reporting.trackers import make_trackers
 from rl_trainer_parts.run.checkpoints import RunState
 from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.goal import Goal
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
-
-ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
-"""Built-in rewards whose mean is an accuracy."""
 
 
 class RunLifecycle:
@@ -32,6 +30,7 @@ class RunLifecycle:
         events: Logs everything.
         trackers: Receive the metrics.
         store: The run's checkpoints.
+        goal: The run's validations, and what they decide.
         ending: The run's end in the trackers' terms.
         is_ending: True when training has finished.
     """
@@ -62,6 +61,7 @@ class RunLifecycle:
         self._has_begun = False
         self.events = EventLog(folder.path / "events.jsonl")
         self.trackers = make_trackers(settings, folder.path, console, ending=lambda: self.ending)
+        self.goal = Goal(settings.trainer)
         self.store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=on_saved)
 
     async def launch(
@@ -134,11 +134,24 @@ class RunLifecycle:
         self.console.say(f"resuming from {checkpoint}")
         self.events.write("run_resumed", checkpoint=str(checkpoint))
         self._earlier_wall_s = state.wall_s
+        self.goal.restore(self._folder.path, state.step)
+
+    def says_done(self, state: RunState) -> bool:
+        """Whether a resumed run has nothing left to train; if so, report why and how to continue."""
+        reason = self.goal.stop_reason
+        if state.step >= self._settings.trainer.steps:
+            self.console.say(f"all {state.step} steps are done; to continue, raise trainer.steps")
+        elif reason is not None:
+            setting = reason.partition(":")[0]
+            self.console.say(f"the run has ended at step {state.step}. {reason}; to continue, change {setting}")
+        else:
+            return False
+        return True
 
     def begins(self, state: RunState) -> None:
         """Report what is trained, and from which step."""
         self._has_begun = True
-        title = self._settings.algorithm.advantage.upper() if learns_from_rewards(self._settings) else "Distillation"
+        title = method_title(self._settings)
         self.console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
 
     def _say_stopping(self) -> None:
@@ -167,14 +180,11 @@ class RunLifecycle:
     def _finished(self, state: RunState) -> int:
         """The last step is finished."""
         self.ending = "finished"
-        summary = self._summary("finished", state)
+        reason = self.goal.stop_reason if state.step < self._settings.trainer.steps else None
+        summary = self._summary("finished", state) | ({} if reason is None else {"stopped_by": reason})
         file = self._folder.write_summary(summary)
         self.events.write("run_finished", **summary)
-        shown = {
-            _shown_name(name, self._settings): value
-            for name, value in summary.items()
-            if value is not None and name != "status"
-        }
+        shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
         self.console.summary(
             "run finished",
             {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()},
@@ -190,18 +200,17 @@ class RunLifecycle:
             "wall_s": round(self.wall_s, 2),
             "steps_wall_s": round(state.steps_wall_s, 2),
             "samples_per_s": round(state.num_samples / state.steps_wall_s, 2) if state.steps_wall_s else 0.0,
-            "validation_accuracy_first": state.results.get("validation_accuracy_first"),
-            "validation_accuracy_last": state.results.get("validation_accuracy_last"),
-            "test_accuracy_first": state.results.get("test_accuracy_first"),
-            "test_accuracy_last": state.results.get("test_accuracy_last"),
+            **state.results,
             "num_samples": state.num_samples,
             "policy_version": state.policy_version,
             "seed": self._settings.run.seed,
             "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
+            **self._best(),
         }
 
-
-def _shown_name(name: str, settings: Settings) -> str:
-    """Label of a result: a mean of rewards is an accuracy if they are 0 or 1 by definition."""
-    is_accuracy = settings.reward.function in ZERO_OR_ONE
-    return name if is_accuracy else name.replace("_accuracy_", "_mean_reward_")
+    def _best(self) -> dict[str, Any]:
+        """What validation says about the run, and the best checkpoint."""
+        best = self.goal.best
+        if best is None or best.step not in self.store.steps():
+            return self.goal.summary()
+        return {**self.goal.summary(), "best_checkpoint": str(self._folder.checkpoints / f"step_{best.step}")}

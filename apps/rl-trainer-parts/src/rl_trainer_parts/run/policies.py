@@ -3,14 +3,20 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import temporary_folder
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 from rl_trainer_parts.checks.model_folder import missing_path
+from rl_trainer_parts.run.best_checkpoint import best_checkpoint
+from rl_trainer_parts.settings.schema import Settings
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+Chosen = TypeVar("Chosen", bound=Settings)
 
 
 def find_policy(path: Path) -> Path:
@@ -40,6 +46,29 @@ def find_policy(path: Path) -> Path:
         )
     verify_checkpoint(path)
     return path / ("policy" if has_policy else "adapter")
+
+
+def with_best_policy(settings: Chosen, say: Callable[[str], None]) -> Chosen:
+    """Settings that start from the best checkpoint of the run in `policy.path`.
+
+    Args:
+        settings: The run's settings.
+        say: Reports which checkpoint it is.
+
+    Raises:
+        SettingsError: `policy.path` is not a run's folder, has no best checkpoint, or its checkpoints have adapters.
+    """
+    run = settings.policy.path
+    folder = best_checkpoint(run, say)
+    if not (folder / "policy" / "config.json").is_file():
+        raise SettingsError(
+            f"--best: {folder} has a LoRA adapter instead of a whole model. Write the model first: "
+            f"`export {run} FOLDER --best`, then use --policy.path=FOLDER."
+        )
+    policy = replace(settings.policy, path=folder / "policy")
+    chosen = settings.model_copy(update={"policy": policy})
+    chosen.remember_file(settings.file)
+    return chosen
 
 
 def is_adapter(folder: Path) -> bool:

@@ -4,7 +4,8 @@ CHANGEABLE_BY_SECTION = {
     "run": ("if_exists", "readable_by"),
     "trainer": (
         *("steps", "validate_every", "validate_first", "checkpoint_every", "keep_checkpoints"),
-        *("background_checkpoints", "proof_tolerance"),
+        *("keep_best", "target", "target.metric", "target.value", "target.stop", "target.lower_is_better"),
+        *("stop_when_no_better", "background_checkpoints", "proof_tolerance"),
     ),
     "prompts": ("validation_limit", "validation_samples", "validation_temperature"),
     "reward": ("timeout_s", "max_concurrency", "max_calls_per_s", "retries", "backoff_s", "retry_on"),
@@ -23,8 +24,8 @@ CHANGEABLE_BY_SECTION = {
     "learner": ("num_threads",),
     "lora": ("serving",),
     "metrics": (
-        *("console", "strict", "log_val_generations", "log_rollouts", "log_rollout_tokens", "probes", "peak_tflops"),
-        *("details_every", "replay_rows", "report", "report_every", "trace_memory", "trackers"),
+        *("console", "strict", "log_val_generations", "log_rollouts", "log_rollout_tokens", "probes", "probe_tokens"),
+        *("peak_tflops", "details_every", "replay_rows", "report", "report_every", "trace_memory", "trackers"),
         *("wandb_project", "mlflow_uri", "mlflow_experiment"),
     ),
     "health": ("enabled", "every", "pause_on", "thresholds", "off"),

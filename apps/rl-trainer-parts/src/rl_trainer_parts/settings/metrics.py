@@ -26,6 +26,9 @@ class MetricSettings:
             recorded.
         probes: Number of validation tokens to probe at each validation, chosen where the initial policy is least
             certain. The policy's preferred alternatives are written to probes.jsonl.
+        probe_tokens: Further tokens to probe, such as [";", "<think>", 151643]: each a text that is one token of the
+            policy's tokenizer, or an id. A token is probed in the first two responses of the first validation that have
+            it, or else as the first token of a response.
         details_every: Steps between the more expensive measurements, starting at step 1: histograms of rewards,
             lengths, tokens and times, and the memory of each role. 0 disables them.
         replay_rows: Mixtures of experts: trajectories per detailed step whose logprobs the learner computes twice, with
@@ -50,6 +53,7 @@ class MetricSettings:
     log_rollouts: int = 8
     log_rollout_tokens: int = 8192
     probes: int = 8
+    probe_tokens: tuple[int | str, ...] = ()
     details_every: int = 5
     replay_rows: int = 16
     report: bool = True

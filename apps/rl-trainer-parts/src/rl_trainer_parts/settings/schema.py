@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from rl_core.data import Json
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.teacher import DistillationOptions
+from rl_metrics.targets import TargetOptions
 from rl_rollout.engines import VLLMOptions
 from rl_rollout.refill import RefillOptions
 from rl_rollout.rewards import RewardOptions
@@ -311,6 +312,10 @@ class TrainerSettings:
         validate_first: Also validate before the first step.
         checkpoint_every: Steps between checkpoints; 0 writes only the last one.
         keep_checkpoints: Number of most recent checkpoints to keep.
+        keep_best: Also save and keep the checkpoint of the best validation, by the metric of `target`. `--best` of
+            `export`, `validate` and `train` uses it.
+        target: What validation should reach, such as {value = 0.55, stop = true}.
+        stop_when_no_better: Stop the run after this many validations without a new best; none never stops for this.
         background_checkpoints: Write checkpoints in the background, from an in-memory copy of the learner's state,
             while training continues.
         canary_prompts: Number of prompts whose logprobs are compared to prove each weight update.
@@ -327,6 +332,9 @@ class TrainerSettings:
     validate_first: bool = True
     checkpoint_every: int = 20
     keep_checkpoints: int = 2
+    keep_best: bool = True
+    target: TargetOptions = field(default_factory=TargetOptions)
+    stop_when_no_better: int | None = None
     background_checkpoints: bool = True
     canary_prompts: int = 4
     proof_tolerance: float | None = None

@@ -1,7 +1,9 @@
 """Suggest the setting that an unknown name means."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from rl_trainer_parts.settings.other_names import Meaning, meanings
 
 MAX_SUGGESTIONS = 3
 FLAGS = ("dry-run", "replay", "resume")
@@ -13,152 +15,102 @@ OF_ASYNC = ("schedule", "roles")
 OF_ROUTERS = ("aux_loss", "z_loss", "bias_update")
 """Parts of the names that Megatron and others give to a mixture's router losses and bias updates."""
 
-MIN_LIKENESS = 0.7
-"""Minimum similarity of the last parts of two names, or of two sections."""
+LIKE_SECTION = 0.7
+"""Minimum similarity of a misspelled section."""
 
-OTHER_NAMES = {
-    "adv_estimator": "algorithm.advantage",
-    "apply_chat_template_kwargs": "prompts.template_options",
-    "batch_size": "rollout.prompts_per_step",
-    "beta": "algorithm.kl_coefficient",
-    "chat_template_kwargs": "prompts.template_options",
-    "clip_ratio_high": "algorithm.clip_high",
-    "clip_ratio_low": "algorithm.clip_low",
-    "cliprange_value": "critic.value_clip",
-    "context_parallel_size": "parallel.context",
-    "critic_warmup": "critic.head_start_steps",
-    "custom_reward_function.path": "reward.function",
-    "enable_gradient_checkpointing": "learner.recompute",
-    "entropy_coeff": "algorithm.entropy_coefficient",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "eval_steps": "trainer.validate_every",
-    "experiment_name": "run.name",
-    "expert_model_parallel_size": "parallel.expert",
-    "filter_groups.enable": "refill.filter",
-    "filter_overlong_prompts": "prompts.overlong",
-    "free_cache_engine": "rollout.sleep",
-    "fsdp_size": "parallel.ranks",
-    "generation_batch_size": "rollout.prompts_per_step",
-    "grad_clip": "learner.clip_grad",
-    "gradient_checkpointing": "learner.recompute",
-    "kl_coef": "algorithm.kl_coefficient",
-    "kl_loss_coef": "algorithm.kl_coefficient",
-    "kl_loss_type": "algorithm.kl_estimator",
-    "kl_penalty": "algorithm.kl_estimator",
-    "lora_alpha": "lora.alpha",
-    "lora_rank": "lora.rank",
-    "loss_agg_mode": "algorithm.aggregation",
-    "loss_mode": "algorithm.policy_loss",
-    "lr": "learner.learning_rate",
-    "lr_warmup_steps": "learner.warmup_steps",
-    "max_completion_length": "rollout.max_response_tokens",
-    "max_grad_norm": "learner.clip_grad",
-    "max_num_gen_batches": "refill.max_rounds",
-    "max_prompt_length": "prompts.max_tokens",
-    "max_response_length": "rollout.max_response_tokens",
-    "max_steps": "trainer.steps",
-    "megatron.tensor_model_parallel_size": "parallel.tensor",
-    "model": "policy.path",
-    "model.path": "policy.path",
-    "model_path": "policy.path",
-    "n": "rollout.group_size",
-    "n_gpus_per_node": "parallel.ranks",
-    "num_generations": "rollout.group_size",
-    "num_iterations": "trainer.epochs",
-    "num_train_epochs": "trainer.steps",
-    "optimizer_offload": "learner.offload_optimizer",
-    "output_dir": "run.directory",
-    "param_offload": "trainer.offload",
-    "per_device_train_batch_size": "learner.micro_batch_tokens",
-    "pipeline_model_parallel_size": "parallel.pipeline",
-    "ppo_epochs": "trainer.epochs",
-    "ppo_max_token_len_per_gpu": "learner.micro_batch_tokens",
-    "ppo_micro_batch_size_per_gpu": "learner.micro_batch_tokens",
-    "ppo_mini_batch_size": "trainer.minibatches",
-    "project_name": "metrics.wandb_project",
-    "report_to": "metrics.trackers",
-    "reward_funcs": "reward.function",
-    "reward_weights": "reward.parts",
-    "rollout.name": "rollout.engine",
-    "rollout_is": "correction.weights",
-    "save_freq": "trainer.checkpoint_every",
-    "save_steps": "trainer.checkpoint_every",
-    "save_total_limit": "trainer.keep_checkpoints",
-    "strategy": "policy.learner",
-    "target_kl": "algorithm.kl_target",
-    "tensor_model_parallel_size": "engine.tensor_parallel_size",
-    "test_freq": "trainer.validate_every",
-    "total_epochs": "trainer.steps",
-    "total_training_steps": "trainer.steps",
-    "train_batch_size": "rollout.prompts_per_step",
-    "train_files": "prompts.train",
-    "ulysses_sequence_parallel_size": "parallel.context",
-    "use_kl_in_reward": "algorithm.kl_in",
-    "use_kl_loss": "algorithm.kl_in",
-    "val_before_train": "trainer.validate_first",
-    "val_files": "prompts.validation",
-    "val_kwargs.n": "prompts.validation_samples",
-    "val_kwargs.temperature": "prompts.validation_temperature",
-    "vllm_enable_sleep_mode": "rollout.sleep",
-    "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
-    "vllm_tensor_parallel_size": "engine.tensor_parallel_size",
-}
-"""Names of settings in verl and TRL, by their last part, or by their last two."""
+LIKE_NAME = 0.8
+"""Minimum similarity of a misspelled name. Below it are other words, which a suggestion would mislead."""
+
+MAX_EXTRA = 2
+"""Maximum difference of the lengths of a name and of its misspelling."""
+
+TITLES = {"verl": "verl", "trl": "TRL"}
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """A hint such as " Did you mean 'trainer.steps' or 'skip.steps'?"; empty if nothing is similar.
 
-    Names of verl and TRL come from a table. Others are compared by their last part, then by section;
-    ties keep the order of use.
+    Only misspellings of our own names are compared by similarity. Names of verl and TRL come from a table, which
+    also says what is missing here, and why.
 
     Args:
         name: The unknown name.
         known: Names of all settings, in the order of use.
     """
     names = list(known)
+    flags = difflib.get_close_matches(name, FLAGS, n=1, cutoff=LIKE_NAME)
+    name = name.lstrip("+~")  # Hydra's
+    name = name if "." in name else name.replace("-", "_")  # as TRL's command line allows
     section, _, ending = name.rpartition(".")
-    flags = difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.8)
     if flags:
         return f" Did you mean --{flags[0]}?"
     if section in OF_ASYNC and not any(one.startswith(f"{section}.") for one in names):
         return f" [{section}] is a section of rl-async-trainer."
     if any(part in ending for part in OF_ROUTERS):
         return " The learners add no router loss and do not change the router's bias. Leave it out."
-    if ending.startswith("resume_"):
-        return " Did you mean --resume?"
-    if found_elsewhere := _of_other_libraries(name, names):
-        return f" Did you mean {found_elsewhere!r}?"
+    foreign = meanings(name)
+    if foreign and foreign[0].name == name:
+        return _explained(foreign, name, names)
+    own = _misspelled(name, names)
+    is_ours = any(_likeness(name, one) >= LIKE_NAME or one.endswith(f".{name}") for one in own)
+    foreign = (foreign if not is_ours else []) or ([] if own else _by_its_end(name))
+    return _explained(foreign, name, names) if foreign else _question(own[:MAX_SUGGESTIONS])
+
+
+def _by_its_end(name: str) -> list[Meaning]:
+    """What the last parts of an unknown name mean, first for those of the same section, such as the critic's."""
+    section, *_ = parts = name.split(".")
+    found = meanings(".".join(parts[-2:])) or meanings(parts[-1])
+    return [row for row in found if row.name.startswith(f"{section}.")] or found
+
+
+def _misspelled(name: str, names: Sequence[str]) -> list[str]:
+    """Settings that a misspelled name may mean, those of the most similar section first."""
+    section, _, ending = name.rpartition(".")
     likeness = {one: _likeness(ending, one.rpartition(".")[2]) for one in names}
+    sections = {one.rpartition(".")[0] for one in names}
     best = max(likeness.values(), default=0.0)
-    found = [one for one in names if likeness[one] == best] if best >= MIN_LIKENESS else []
+    found = [one for one in names if likeness[one] == best >= LIKE_NAME]
     if best < 1:  # the name may be a section
         found = [one for one in names if one.startswith(f"{name}.")] or found
-    if section:
-        near = [one for one in found if _likeness(section, one.rpartition(".")[0]) >= MIN_LIKENESS]
-        own = [one for one in names if one.rpartition(".")[0] == section and likeness[one] >= MIN_LIKENESS]
-        found = near or [*sorted(own, key=lambda one: -likeness[one]), *found]
-        found.sort(key=lambda one: -_likeness(section, one.rpartition(".")[0]))  # stable: the most used first
-    found = found or difflib.get_close_matches(name, names, n=1)
-    shown = [repr(one) for one in found[:MAX_SUGGESTIONS]]
+    if not section:
+        return found
+    near = [one for one in found if _likeness(section, one.rpartition(".")[0]) >= LIKE_SECTION]
+    own = [one for one in names if one.rpartition(".")[0] == section and likeness[one] >= LIKE_NAME]
+    moved = found if best == 1 and section in sections else []  # a right name in another of our sections
+    found = near or [*sorted(own, key=lambda one: -likeness[one]), *(one for one in moved if one not in own)]
+    return sorted(found, key=lambda one: -_likeness(section, one.rpartition(".")[0]))  # stable: the most used first
+
+
+def _explained(found: Sequence[Meaning], name: str, names: Sequence[str]) -> str:
+    """What another library's name means here."""
+    first = found[0]
+    if not first.settings:
+        title = TITLES[first.library]
+        missing = f" {title}'s {first.name!r} has no counterpart here." if first.kind == "without" else ""
+        return f"{missing} {first.note}".rstrip()
+    settings = list(dict.fromkeys(_filled_in(one, name) for row in found for one in row.settings))
+    note = first.note if len(found) == 1 else ""
+    if settings[0].partition(".")[0] in OF_ASYNC and settings[0] not in names:
+        return f" In rl-async-trainer, {settings[0]} does this{f' ({note})' if note else ''}."
+    return _question(settings, note)
+
+
+def _filled_in(setting: str, name: str) -> str:
+    """A teacher's setting with the name of the teacher, if the unknown name has one."""
+    _, teachers, rest = name.partition("distillation.teachers.")
+    return setting.replace("NAME", rest.partition(".")[0]) if teachers else setting
+
+
+def _question(found: Sequence[str], note: str = "") -> str:
+    shown = [one if one.startswith("--") else repr(one) for one in found]
     last = shown.pop() if shown else ""
-    return f" Did you mean {', '.join(shown)}{' or ' if shown else ''}{last}?" if last else ""
-
-
-def _of_other_libraries(name: str, names: list[str]) -> str | None:
-    """The setting for a name of verl or TRL, whatever its section; a critic's name leads to the critic's setting."""
-    section, _, ending = name.rpartition(".")
-    tail = ".".join(name.split(".")[-2:])
-    if tail in names:  # the end of a longer name, such as actor_rollout_ref.rollout.temperature
-        return tail
-    if any(_likeness(section, one.rpartition(".")[0]) >= MIN_LIKENESS for one in names if one.endswith(f".{ending}")):
-        return None  # one of our own sections, misspelled
-    meant = OTHER_NAMES.get(tail) or OTHER_NAMES.get(ending)
-    own = f"critic.{meant.rpartition('.')[2]}" if meant and section.split(".")[0] == "critic" else ""
-    return own if own in names else meant
+    words = f" ({note})" if note else ""
+    return f" Did you mean {', '.join(shown)}{' or ' if shown else ''}{last}{words}?" if last else ""
 
 
 def _likeness(name: str, other: str) -> float:
-    """Similarity from 0 to 1."""
+    """Similarity from 0 to 1; names of quite different lengths have none."""
+    if abs(len(name) - len(other)) > MAX_EXTRA:
+        return 0.0
     return difflib.SequenceMatcher(None, name, other).ratio()

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,7 +72,14 @@ class CheckpointStore:
         self._on_saved = on_saved
         self._saving: tuple[int, Future[None]] | None = None
 
-    def begin(self, step: int, state: Mapping[str, Json], write: Callable[[Path], PendingSave]) -> None:
+    def begin(
+        self,
+        step: int,
+        state: Mapping[str, Json],
+        write: Callable[[Path], PendingSave],
+        *,
+        also_keep: Collection[int] = (),
+    ) -> None:
         """Begin a checkpoint. A crash at any point leaves either the old or the new one complete.
 
         The checkpoint is written, verified and renamed in the background, one at a time: this call first waits for the
@@ -83,6 +90,7 @@ class CheckpointStore:
             state: The trainer's state; serialized during this call.
             write: Copies the learners' state and starts to write it into the given folder, e.g. `lambda folder:
                 learner.save(folder, in_background=True)`; see also `saved_together`.
+            also_keep: Steps whose checkpoints are kept beside the newest ones when older ones are removed.
 
         Raises:
             CheckpointError: The previous checkpoint could not be written.
@@ -102,7 +110,7 @@ class CheckpointStore:
         def finish() -> None:
             pending.wait()
             (aside / STATE_FILE).write_bytes(content)
-            self._publish(step, aside)
+            self._publish(step, aside, also_keep=frozenset(also_keep))
             if self._on_saved is not None:
                 took_s = time.perf_counter() - started
                 self._on_saved(Saved(step=step, folder=self._folder(step), took_s=took_s))
@@ -179,7 +187,7 @@ class CheckpointStore:
     def _folder(self, step: int) -> Path:
         return self._directory / f"step_{step}"
 
-    def _publish(self, step: int, aside: Path) -> None:
+    def _publish(self, step: int, aside: Path, *, also_keep: frozenset[int]) -> None:
         """Flush the files, write the manifest, rename the folder, and remove old checkpoints."""
         entries = sorted(aside.rglob("*"))
         files = {str(file.relative_to(aside)): _record(file) for file in entries if file.is_file()}
@@ -191,7 +199,7 @@ class CheckpointStore:
             final.rename(self._directory / f".step_{step}.old")
         aside.rename(final)
         sync_folder(self._directory)
-        for old in self.steps()[: -self._keep]:
+        for old in [one for one in self.steps()[: -self._keep] if one not in also_keep]:
             self._folder(old).rename(self._directory / f".step_{old}.gone")
         self._sweep()
 

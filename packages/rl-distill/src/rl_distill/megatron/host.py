@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from rl_core.cluster import RoleContext
 from rl_core.errors import CheckpointError, NotReadyError
+from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights.broadcast import RankOffer, SenderOptions
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_pieces
 from rl_distill.daemon_thread import in_daemon_thread
@@ -54,6 +55,10 @@ class RankHost:
 
     def look(self) -> None:
         """Return, which shows that the rank is alive."""
+
+    def gpu_use(self) -> list[GpuUse]:
+        """Return the use of this rank's GPU since the last call; empty on a CPU."""
+        return own_gpu_use("learner")
 
     def listen(self) -> Rendezvous:
         """Open the store where the ranks meet. Called on rank 0 only."""

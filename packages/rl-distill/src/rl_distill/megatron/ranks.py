@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleContext, RoleSpec, process_stacks
 from rl_core.errors import NotReadyError, SettingsError
+from rl_core.gpus import GpuUse
 from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.torch_dist import Written
 from rl_distill.megatron.host import RankHost
@@ -132,6 +133,10 @@ class LearnerRanks:
     def look(self) -> None:
         """Check that every rank is alive. Raises the errors of `call_all`."""
         self.call_all("look")
+
+    def gpu_use(self) -> list[GpuUse]:
+        """Return the use of each rank's GPU since the last call; empty on CPUs. Raises the errors of `call_all`."""
+        return [one for of_rank in self.call_all("gpu_use") for one in of_rank]
 
     def stacks(self, *, deadline_s: float) -> list[str]:
         """Return each rank's current stack. Thread-safe, even while another call waits.

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from rl_core.data import IntArray
 from rl_core.errors import TeacherError
+from rl_core.gpus import GpuUse, gpu_use_of
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 AT_ONCE = 2
@@ -89,6 +90,10 @@ class EngineReplica:
             raise TeacherError('an engine returns no hidden states; use a teacher with engine = "megatron".')
         found = await self._engine.score_top_k([row.input_ids for row in sequences], top_k=top_k)
         return [TeacherScores(logprobs=one.logprobs, token_ids=one.token_ids) for one in found]
+
+    async def gpu_use(self) -> list[GpuUse]:
+        """See `TeacherReplica`."""
+        return await gpu_use_of(self._engine)
 
     async def wake(self) -> None:
         """See `TeacherReplica.wake`."""

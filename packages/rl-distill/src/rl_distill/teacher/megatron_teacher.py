@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_core.data import Batch, Ragged, RowKey
 from rl_core.errors import EngineDiedError, NotReadyError, RLError
+from rl_core.gpus import GpuUse
 from rl_core.record_fields import converts_arguments
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.megatron.ranks import LearnerRanks
@@ -104,6 +105,11 @@ class MegatronReplica:
             TeacherScores(logprobs=values, token_ids=tokens, hidden=state)
             for values, tokens, state in zip(logprobs, ids, states, strict=True)
         ]
+
+    async def gpu_use(self) -> list[GpuUse]:
+        """See `TeacherReplica`."""
+        ranks = self._ranks
+        return [] if ranks is None else await self._in_thread(ranks.gpu_use)
 
     async def wake(self) -> None:
         """Do nothing; the next call restores the weights."""

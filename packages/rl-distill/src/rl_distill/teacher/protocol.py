@@ -52,7 +52,8 @@ class TeacherTraits:
 class TeacherReplica(Protocol):
     """One copy of a teacher's model; used from one event loop.
 
-    Any call raises EngineDiedError if the replica is dead; no call works after that.
+    Any call raises EngineDiedError if the replica is dead; no call works after that. A replica may also have `async def
+    gpu_use(self) -> list[GpuUse]` (`rl_core.gpus`), the use of each of its GPUs since the last call.
     """
 
     @property

@@ -8,6 +8,7 @@ from typing import TypeVar
 import structlog
 
 from rl_core.errors import DeadlineError, EngineDiedError, NotReadyError, RLError, TeacherError
+from rl_core.gpus import GpuUse, gpu_use_of
 from rl_distill.teacher.probe import PROBE_TOKENS, probe_problem, probe_row
 from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica, TeacherTraits
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
@@ -154,6 +155,11 @@ class ReplicatedTeacher:
         self._check_lengths(rows)
         what = f"scores of {len(rows)} trajectories, the first of prompt {rows[0].key.prompt_uid!r}"
         return await self._within(plan.deadline_s, self._score(rows), what=what)
+
+    async def gpu_use(self) -> list[GpuUse]:
+        """Return the use of each GPU of the serving replicas since the last call; empty on CPUs."""
+        asked = await asyncio.gather(*(gpu_use_of(place.replica) for place in self._places if place.is_serving))
+        return [one for of_replica in asked for one in of_replica]
 
     async def wake(self) -> None:
         """Restore the freed memory, and restart replicas whose scores changed.

@@ -19,6 +19,7 @@ from rl_core.errors import (
     RLError,
     TeacherError,
 )
+from rl_core.gpus import GpuUse
 from rl_core.queue import Lease, TaskSpec
 from rl_core.record_fields import settings_record
 from rl_distill.teacher.aligned import TeacherAligner
@@ -146,6 +147,11 @@ class TeacherService:
         return ServiceReport(
             waited_s=0.0, teachers={name: tally.take(self._teachers[name]) for name, tally in self._tallies.items()}
         )
+
+    async def gpu_use(self) -> list[GpuUse]:
+        """Return the use of each GPU of all teachers since the last call, in the order of the settings."""
+        asked = await asyncio.gather(*(teacher.gpu_use() for teacher in self._teachers.values()))
+        return [one for of_teacher in asked for one in of_teacher]
 
     async def start(self) -> None:
         """Start all teachers in parallel; if one cannot start, close all of them.

@@ -2,14 +2,16 @@
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError
 from rl_metrics.commands.parts import Verbs, opened_run, say, say_json
+from rl_metrics.health.families import family_of
 from rl_metrics.health.finding import SEVERITY_RANKS, SIDE_TITLES, Finding, Status, Verdict
 from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.stability import StabilityRow, stability
 
 SICK = 1
 UNKNOWN = 2
@@ -36,7 +38,12 @@ def add_to(verbs: Verbs) -> None:
         help="override a threshold, such as kl_high.max=0.05; repeatable; `rl-metrics rules` lists them",
     )
     parser.add_argument("--off", action="append", default=[], metavar="RULE", help="skip a rule; repeatable")
-    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="also show the rules that cannot be judged for what the run learns and records",
+    )
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON, with the table of stability")
     parser.set_defaults(run=_run)
 
 
@@ -46,10 +53,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if not len(record.history.steps):
         raise DataError(f"{arguments.path} has no step in its metrics.jsonl to judge; run at least one step first.")
     verdict = judge_run(record, thresholds=thresholds, off=arguments.off)
+    rows = stability(record.history, verdict, family=family_of(record.history.values, record.settings))
     if arguments.json:
-        say_json(verdict.to_json())
+        say_json({**verdict.to_json(), "stability": [row.to_json() for row in rows]})
     else:
-        for line in _verdict_lines(verdict, name=record.name):
+        for line in _verdict_lines(verdict, rows, name=record.name, is_all=arguments.all):
             say(line)
     if verdict.status == "unknown":
         return UNKNOWN
@@ -67,21 +75,46 @@ def _setting(text: str) -> tuple[str, float]:
     return name, value
 
 
-def _verdict_lines(verdict: Verdict, *, name: str) -> Iterator[str]:
-    """Yield the lines of the checklist by side, then those of the findings."""
-    known = sum(check.status != "unknown" for check in verdict.checks)
-    yield f"{name}: {verdict.status} at step {verdict.step} ({known} of {len(verdict.checks)} checks had enough data)"
-    width = max((len(check.rule) for check in verdict.checks), default=0)
+def _verdict_lines(verdict: Verdict, rows: Sequence[StabilityRow], *, name: str, is_all: bool = False) -> Iterator[str]:
+    """Yield the lines of the checklist by side, then those of the table of stability and of the findings."""
+    due = [check for check in verdict.checks if check.applies]
+    known = sum(check.status != "unknown" for check in due)
+    rest = len(verdict.checks) - len(due)
+    hidden = f"; {rest} do not apply{'' if is_all else ', see --all'}" if rest else ""
+    yield f"{name}: {verdict.status} at step {verdict.step} ({known} of {len(due)} checks had enough data{hidden})"
+    if verdict.target is not None:
+        yield verdict.target.text
+    shown = verdict.checks if is_all else due
+    width = max((len(check.rule) for check in shown), default=0)
     for side, title in SIDE_TITLES.items():
-        checks = [check for check in verdict.checks if check.side == side]
+        checks = [check for check in shown if check.side == side]
         if checks:
             yield ""
             yield title
         for check in checks:
             yield f"  {MARKS[check.status]:<8}  {check.rule:<{width}}  {check.title}: {check.reading}"
+    if rows:
+        yield ""
+        yield from _stability_lines(rows)
     for finding in verdict.findings:
         yield ""
         yield from _finding_lines(finding)
+
+
+def _stability_lines(rows: Sequence[StabilityRow]) -> Iterator[str]:
+    """Yield the table of stability, in aligned columns."""
+    yield "Stability: mean over all steps and newest value, each with its healthy range"
+    cells = [("", "metric", "mean", "healthy", "newest", "healthy", "source of the range")]
+    for row in rows:
+        mark = "?" if row.mark == "unknown" else row.mark
+        told = row.to_json()
+        ranges = (told["healthy_mean"] or "-", told["healthy_last"] or "-", told["source"] or "-")
+        cells.append((mark, row.metric, f"{row.mean:.4g}", ranges[0], f"{row.last:.4g}", ranges[1], ranges[2]))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    if any(row.mark == "accepted" for row in rows):
+        yield "  accepted: outside the range, for a reason that the checks above give"
 
 
 def _finding_lines(finding: Finding) -> Iterator[str]:

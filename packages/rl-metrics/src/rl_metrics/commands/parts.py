@@ -73,10 +73,10 @@ def opened_run(path: Path) -> RunRecord:
     return open_run(path)
 
 
-def table_console() -> Console:
-    """Return a console for tables: the terminal's, or one of PIPE_WIDTH."""
+def table_console(*, width: int = PIPE_WIDTH) -> Console:
+    """Return a console for tables: the terminal's, or one of this width."""
     console = RunConsole()
-    return console if console.is_terminal else RunConsole(width=PIPE_WIDTH)
+    return console if console.is_terminal else RunConsole(width=width)
 
 
 def say(text: str, *, style: str = "", limit: int = MAX_LINE) -> None:

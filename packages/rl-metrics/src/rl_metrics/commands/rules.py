@@ -62,6 +62,8 @@ def _json_row(rule: Rule) -> dict[str, Json]:
         "metrics": _metrics_of(rule),
         "window": rule.window,
         "min_steps": rule.min_steps,
+        "sure_steps": rule.sure_steps,
+        "holds": rule.holds,
         "families": list(rule.families),
         "thresholds": [
             {"name": f"{rule.name}.{one.name}", "value": one.default, "meaning": one.meaning, "source": one.source}
@@ -78,9 +80,14 @@ def _metrics_of(rule: Rule) -> list[str]:
 
 
 def _steps(rule: Rule) -> str:
-    steps = f"window of {rule.window}, at least {rule.min_steps} steps"
     only = " or ".join(FAMILY_TEXTS[family] for family in rule.families)
-    return steps if rule.families == FAMILIES else f"{steps}; only for {only}"
+    texts = (
+        f"window of {rule.window}, at least {rule.min_steps} steps",
+        f"sure from {rule.sure_steps} on" if rule.sure_steps else "",
+        "" if rule.families == FAMILIES else f"only for {only}",
+        f"thresholds for {rule.holds}" if rule.holds else "",
+    )
+    return "; ".join(filter(None, texts))
 
 
 def _described(threshold: Threshold) -> str:

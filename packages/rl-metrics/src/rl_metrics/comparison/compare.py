@@ -64,6 +64,14 @@ class Difference:
         return self.interval.is_known and not self.interval.contains(0.0)
 
     @property
+    def sureness(self) -> float:
+        """Distance of the difference from 0 in half widths of its interval; -1 if unknown."""
+        half = (self.interval.high - self.interval.low) / 2
+        if not self.interval.is_known:
+            return -1.0
+        return abs(self.difference) / half if half > 0 else math.inf if self.difference else 0.0
+
+    @property
     def chapter(self) -> str:
         """Chapter of the metric."""
         return chapter_of(self.metric)
@@ -130,7 +138,7 @@ def compare(
     with np.errstate(over="ignore", invalid="ignore"):  # values near the largest float have no interval
         found = [_difference(name, windows[0], windows[1]) for name in names_a if name in names_b]
     order = {chapter: number for number, chapter in enumerate(CHAPTERS)}
-    found.sort(key=lambda one: (order[one.chapter], not one.is_clear, -_sureness(one), one.metric))
+    found.sort(key=lambda one: (order[one.chapter], not one.is_clear, -one.sureness, one.metric))
     return Comparison(
         differences=tuple(found),
         only_a=tuple(sorted(names_a.keys() - names_b.keys())),
@@ -242,11 +250,3 @@ def _estimates(name: str, window: _Window) -> dict[int, tuple[float, Interval]]:
     return {
         int(window.steps[row]): (float(values[row]), Interval(float(lows[row]), float(highs[row]))) for row in known
     }
-
-
-def _sureness(one: Difference) -> float:
-    """Return the distance of the difference from 0 in half widths of its interval; -1 if unknown."""
-    half = (one.interval.high - one.interval.low) / 2
-    if not one.interval.is_known:
-        return -1.0
-    return abs(one.difference) / half if half > 0 else math.inf if one.difference else 0.0

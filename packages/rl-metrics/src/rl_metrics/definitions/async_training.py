@@ -1,7 +1,7 @@
 """Metrics of the asynchronous trainer: waits, staleness and losses."""
 
 from rl_metrics.definitions.definition import Band
-from rl_metrics.definitions.entries import BY_DESIGN, THUMB, mean, one, seconds
+from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, THUMB, mean, one, seconds
 
 PERCENTILES = ("tp50", "tp95", "tp99")
 
@@ -12,14 +12,14 @@ ASYNC = (
         "Share of the time since the previous step that the learner did not work on a step: waiting for rollouts, "
         "packing weights, the previous publication, a checkpoint, or a validation that blocks the step.",
         over="step",
-        healthy=Band(high=0.1, source=THUMB),
+        healthy=Band(high=0.5, source=GUIDE),
     ),
     mean(
         "fully_async/rollouter/idle_ratio",
         "1",
         "Share of the engines' time since the previous step without generation, weight updates included.",
         over="step",
-        healthy=Band(high=0.2, source=THUMB),
+        healthy=Band(high=0.8, source=THUMB),
     ),
     one(
         "fully_async/count/stale_trajectory_processed",

@@ -27,8 +27,8 @@ PLURALS: dict[WeightedBy, str] = {
     "step": "steps",
 }
 
-PLACEHOLDERS = {"source": r".+", "metric": r".+", "n": r"[0-9]+"}
-"""Patterns of `{source}`, `{metric}` and `{n}` in a name; any other placeholder matches one part without a slash."""
+PLACEHOLDERS = {"source": r".+", "metric": r".+", "component": r".+", "n": r"[0-9]+"}
+"""Patterns of these placeholders in a name; any other matches one part without a slash."""
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,13 @@ from rl_metrics.definitions.entries import BY_DESIGN, THUMB, mean, one, seconds
 def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
     """Return the metrics of trained tokens that teachers scored."""
     return (
-        mean(f"{stem}/loss", "nats", f"Divergence of student and teacher{of}; 0 if they are equal.", over="token"),
+        mean(
+            f"{stem}/loss",
+            "nats",
+            f"Divergence of student and teacher{of}, 0 if they are equal; for stored texts without a teacher, their "
+            "cross entropy.",
+            over="token",
+        ),
         mean(
             f"{stem}/abs_loss",
             "nats",

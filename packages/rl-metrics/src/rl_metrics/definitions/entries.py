@@ -8,6 +8,23 @@ THUMB = "rule of thumb"
 BY_DESIGN = "by definition"
 PROOF = "weight proof in float32"
 
+POLICY_LOSS = Band(low=-0.2, high=0.1, source=GUIDE)
+POLICY_LOSS_MEAN = Band(low=-0.05, high=0.05, source=GUIDE)
+"""Mean of the policy loss over all steps of a run."""
+
+ADVANTAGES_MEAN = Band(low=-0.5, high=0.5, source=THUMB)
+STEP_KL = Band(low=-0.03, high=0.03, source=GUIDE_KL)
+"""KL of a step's updates; its k1 estimate may be negative."""
+
+KL_TO_REFERENCE = Band(high=0.03, source=GUIDE_KL)
+ENTROPY = Band(low=0.2, high=0.5, source=f"{GUIDE}, late in a run")
+LAST_ENTROPY = Band(high=1.0, source=GUIDE)
+"""Entropy at the end of a run; above, the policy has not converged."""
+
+GRAD_NORM = Band(high=1.0, source=GUIDE)
+GRAD_NORM_MEAN = Band(high=0.8, source=GUIDE)
+"""Mean of the gradient norm over all steps of a run."""
+
 ZERO = Band(high=0.0, source=BY_DESIGN)
 """Healthy range of counts that must be 0."""
 

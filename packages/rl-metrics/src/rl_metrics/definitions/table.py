@@ -8,7 +8,20 @@ from rl_metrics.definitions.correction import CORRECTION
 from rl_metrics.definitions.definition import Band, Metric, MetricTable
 from rl_metrics.definitions.distillation import DISTILLATION
 from rl_metrics.definitions.distributions import DISTRIBUTIONS
-from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, GUIDE_KL, PROOF, THUMB, mean, one, spread
+from rl_metrics.definitions.entries import (
+    ADVANTAGES_MEAN,
+    BY_DESIGN,
+    ENTROPY,
+    GRAD_NORM,
+    KL_TO_REFERENCE,
+    POLICY_LOSS,
+    PROOF,
+    STEP_KL,
+    THUMB,
+    mean,
+    one,
+    spread,
+)
 from rl_metrics.definitions.gateway import GATEWAY
 from rl_metrics.definitions.memory import MEMORY
 from rl_metrics.definitions.mixtures import MIXTURES
@@ -62,7 +75,7 @@ ACTOR = (
         "1",
         "Policy-gradient part of the objective.",
         over="token",
-        healthy=Band(low=-0.5, high=0.5, source=THUMB),
+        healthy=POLICY_LOSS,
     ),
     mean(
         "actor/pg_clipfrac",
@@ -83,31 +96,31 @@ ACTOR = (
         "nats",
         "k1 estimate of KL from the old policy to the trained one (mean of old minus new logprobs).",
         over="token",
-        healthy=Band(low=-0.03, high=0.03, source=GUIDE_KL),
+        healthy=STEP_KL,
     ),
     mean(
         "actor/entropy",
         "nats",
         "Entropy of the policy at trained tokens.",
         over="token",
-        healthy=Band(low=0.2, high=0.5, source=f"{GUIDE}, late in a run"),
+        healthy=ENTROPY,
     ),
     mean(
         "actor/kl_loss",
         "nats",
         "KL of the policy to the frozen reference, before its coefficient.",
         over="token",
-        healthy=Band(high=0.03, source=GUIDE_KL),
+        healthy=KL_TO_REFERENCE,
     ),
     one("actor/kl_coef", "1", "Coefficient of the KL to the reference."),
-    one("actor/reference_kl", "nats", "KL of the policy that sampled the batch to the frozen reference."),
+    one("actor/reference_kl", "nats", "KL of the sampling policy to the frozen reference.", healthy=KL_TO_REFERENCE),
     mean("actor/selected_fraction", "1", "Share of trained tokens selected by Clip-Cov or KL-Cov.", over="token"),
     mean(
         "actor/grad_norm",
         "1",
         "Global gradient norm before clipping.",
         over="step",
-        healthy=Band(high=1.0, source=GUIDE),
+        healthy=GRAD_NORM,
     ),
     one("actor/lr", "1", "Learning rate of the step."),
     one(
@@ -137,7 +150,7 @@ CRITIC = (
         unit="1",
         meaning="Advantage of a trained token",
         over="token",
-        healthy_mean=Band(low=-0.5, high=0.5, source=THUMB),
+        healthy_mean=ADVANTAGES_MEAN,
     ),
     *spread("critic/returns", unit="1", meaning="Return of a trained token", over="token"),
     *spread("critic/values", unit="1", meaning="The critic's value of a trained token", over="token"),
@@ -273,7 +286,7 @@ ROLLOUT = (
         for name, unit, meaning in (
             ("generate_sequences", "s", "Generation time of a trajectory"),
             ("tool_calls", "s", "Tool time of a trajectory"),
-            ("compute_score", "s", "Reward time of a trajectory"),
+            ("compute_score", "s", "Reward time of a trajectory, including those whose reward failed"),
             ("num_preempted", "times", "Preemptions of a trajectory's requests in the engine"),
         )
         for metric in spread(f"agent_loop/{name}", unit=unit, meaning=meaning, over="trajectory")
@@ -286,6 +299,14 @@ ROLLOUT = (
     one("agent_loop/slowest/num_preempted", "times", "Preemptions of the slowest trajectory."),
     one("agent_loop/slowest/prompt_length", "tokens", "Prompt length of the slowest trajectory."),
     one("agent_loop/slowest/response_length", "tokens", "Response length of the slowest trajectory."),
+    one(
+        "tools/calls/{outcome}",
+        "calls",
+        "Tool calls of the loop `tools` by outcome: ok, truncated, or an error that the model reads, such as "
+        "malformed_call, unknown_tool, bad_arguments or timed_out.",
+        reduction="sum",
+    ),
+    one("tools/ok_share", "1", "Share of tool calls that returned a result, ok or truncated."),
 )
 
 WEIGHTS = (

@@ -14,7 +14,12 @@ TIMING = (
     seconds("gen", "Generation, with agent loops"),
     seconds("load_rollouts", "Loading rollouts from a skip cache, within the generation's time"),
     seconds("replayed_gen", "Original generation time of replayed rollouts"),
-    mean("timing_s/reward", "s", "Reward time of a session, mean; many run concurrently.", over="trajectory"),
+    mean(
+        "timing_s/reward",
+        "s",
+        "Reward time of a session, including failed rewards, mean; many run concurrently.",
+        over="trajectory",
+    ),
     mean(
         "timing_s/reward_wait",
         "s",

@@ -63,6 +63,18 @@ VALIDATION = (
     ),
     one("val-aux/{source}/num_prompts", "prompts", "Validation prompts of the source.", reduction="sum"),
     one("val-aux/{source}/num_responses", "responses", "Validation responses of the source.", reduction="sum"),
+    one(
+        "test/accuracy",
+        "1",
+        "Mean over the test set of the component `acc`, or of a reward that is 0 or 1 by definition.",
+    ),
+    one("test/mean_reward", "1", "Mean reward on the test set."),
+    one("test/score", "1", "Mean over the test set's sources of acc, or of the reward in those without it."),
+    one(
+        "validation/is_exact",
+        "bool",
+        "1 if the step's own weights sampled every token of the validation, so that its checkpoint can be the best.",
+    ),
     one("validation/policy_version/min", "versions", "Oldest version of a validation's tokens.", reduction="min"),
     one("validation/policy_version/max", "versions", "Newest version of a validation's tokens.", reduction="max"),
 )

@@ -1,7 +1,17 @@
 """Health rules and verdicts for training runs."""
 
 from rl_metrics.health.families import Family
-from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Severity, Side, Status, Verdict
+from rl_metrics.health.finding import (
+    SEVERITY_RANKS,
+    Check,
+    Evidence,
+    Finding,
+    Severity,
+    Side,
+    Status,
+    TargetVerdict,
+    Verdict,
+)
 from rl_metrics.health.growing import GrowingHistory
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.judging import judge
@@ -22,6 +32,7 @@ __all__ = [
     "Severity",
     "Side",
     "Status",
+    "TargetVerdict",
     "Threshold",
     "Verdict",
     "judge",

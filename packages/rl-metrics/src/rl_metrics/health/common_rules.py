@@ -62,6 +62,16 @@ OFF_POLICY = condition(
 )
 """Rollouts come from older weights than those they train."""
 
+LOSS = ("actor/pg_loss", "actor/loss")
+
+UNMOVED = condition(
+    "zero",
+    "actor/ppo_kl",
+    says="{metric} is 0: with one update a batch every ratio is 1, so that it cannot tell how far the policy moves",
+    max=1e-6,
+)
+"""Old and trained policy are equal, because each batch has one update, which its loss comes before."""
+
 KL_COEFFICIENT = ("actor/kl_coef",)
 
 TOO_FAST = Cause("learning rate too high", "divide the learning rate by three")

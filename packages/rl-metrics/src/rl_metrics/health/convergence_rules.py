@@ -1,14 +1,27 @@
 """Convergence rules: the policy changes, in steps of moderate size."""
 
-from rl_metrics.definitions.entries import GUIDE, THUMB
+from rl_metrics.definitions.definition import Band
+from rl_metrics.definitions.entries import (
+    ADVANTAGES_MEAN,
+    ENTROPY,
+    GUIDE,
+    KL_TO_REFERENCE,
+    LAST_ENTROPY,
+    POLICY_LOSS,
+    POLICY_LOSS_MEAN,
+    STEP_KL,
+    THUMB,
+)
 from rl_metrics.health.common_rules import (
     BROKEN,
     DETERMINISTIC,
     EQUAL_REWARDS,
     IMPROVES,
     KL_COEFFICIENT,
+    LOSS,
     MISMATCH,
     PROVED_STALE,
+    RANDOM,
     REFERENCE_KL,
     REWARD_ZERO,
     SOLVED,
@@ -16,15 +29,35 @@ from rl_metrics.health.common_rules import (
     TOO_FAST,
     TOO_MANY_UPDATES,
     TOO_OLD,
+    UNMOVED,
 )
 from rl_metrics.health.families import GRADIENT_ALONE, REWARDED
-from rl_metrics.health.rules import Cause, Rule, Threshold, condition
+from rl_metrics.health.rules import Cause, Rule, Threshold, condition, from_band
 
 OF_TOKENS = "{metric}: {value:share} of the tokens (at most {max:share} is healthy)"
 BEYOND_USUAL = "{metric} is at {value} nats (0.005 to 0.02 is usual, above {max} is too high)"
 
 KL_GROWS = condition("rises", REFERENCE_KL, window=1_000_000, says="{metric} grows slowly", max=0.0, by=0.001)
 WARMS_UP = condition("rises", "actor/lr", window=30, says="the learning rate is still rising", max=0.0)
+
+UNCENTRED = condition(
+    "cancels",
+    LOSS,
+    "critic/advantages/mean",
+    says="it is minus the tokens' mean advantage of {value}, which depends on the lengths of good and bad responses, "
+    "not on the update",
+    max=POLICY_LOSS_MEAN.high or 0.0,
+    each=ADVANTAGES_MEAN.high or 0.0,
+)
+"""At ratios near 1 the loss is minus the mean advantage. Advantages are centred by response, the loss is by token."""
+
+UNSCALED = condition(
+    "level",
+    "critic/advantages/max",
+    says="advantages reach {value}, and the thresholds are for advantages of about unit size",
+    max=10.0,
+)
+OF_UNIT_SIZE = "losses of probability ratios, such as PPO's and GSPO's, and advantages of about unit size"
 
 CONVERGENCE = (
     Rule(
@@ -34,13 +67,24 @@ CONVERGENCE = (
         what="The policy loss stays far from 0.",
         conditions=(
             condition(
-                "level", ("actor/pg_loss", "actor/loss"), says="{metric} is at {value} (from {min} to {max} is healthy)"
+                "level", LOSS, says="{metric} is at {value} (from {min} to {max} is healthy)", min="min", max="max"
+            ),
+            condition(
+                "run_mean",
+                LOSS,
+                says="{metric} is {value} on average over the run (from {min} to {max} is healthy)",
+                well="{value} on average over the run",
+                min_steps=20,
+                min="mean_min",
+                max="mean_max",
             ),
         ),
         thresholds=(
-            Threshold("min", -0.5, "running median", GUIDE),
-            Threshold("max", 0.5, "running median", GUIDE),
+            *from_band(POLICY_LOSS, "running median"),
+            *from_band(POLICY_LOSS_MEAN, "mean over the run", prefix="mean_"),
         ),
+        unless=(UNCENTRED, UNSCALED),
+        holds=OF_UNIT_SIZE,
         families=GRADIENT_ALONE,
         causes=(
             MISMATCH,
@@ -50,18 +94,46 @@ CONVERGENCE = (
         ),
     ),
     Rule(
+        name="loss_jump",
+        side="convergence",
+        title="no jumps of the policy loss",
+        what="The policy loss jumped.",
+        conditions=(
+            condition(
+                "rise_within",
+                LOSS,
+                says="{metric} rose by {value} above its usual value in a step of the last {window} (at most {by} is "
+                "healthy)",
+                well="{metric} rose by at most {value} in a step of the last {window}",
+            ),
+        ),
+        thresholds=(
+            Threshold("by", 0.5, "rise over the median of the ten steps before", f"{GUIDE}: -0.1 to 0.5 is a jump"),
+        ),
+        window=30,
+        min_steps=4,
+        unless=(UNSCALED,),
+        holds=OF_UNIT_SIZE,
+        families=GRADIENT_ALONE,
+        causes=(
+            PROVED_STALE,
+            MISMATCH,
+            TOO_OLD,
+            TOO_FAST,
+            Cause("a batch with extreme rewards or ratios", "read that step's responses and rewards"),
+        ),
+    ),
+    Rule(
         name="kl_high",
         side="convergence",
         title="KL of a step's updates",
         what="The policy moves too far within a step.",
         severity="critical",
         conditions=(condition("level", "actor/ppo_kl", says=BEYOND_USUAL),),
-        thresholds=(
-            Threshold("max", 0.03, "running median, nats", GUIDE),
-            Threshold("min", -0.03, "running median, nats (k1 may be negative)", GUIDE),
-        ),
+        thresholds=from_band(STEP_KL, "running median, nats; k1 may be negative"),
         window=5,
         min_steps=5,
+        idle=(UNMOVED,),
         families=REWARDED,
         causes=(
             PROVED_STALE,
@@ -102,12 +174,28 @@ CONVERGENCE = (
         ),
     ),
     Rule(
+        name="kl_loss_high",
+        side="convergence",
+        title="KL loss",
+        what="The policy moves far from the reference although a KL loss holds it.",
+        conditions=(condition("level", "actor/kl_loss", says=BEYOND_USUAL),),
+        thresholds=from_band(KL_TO_REFERENCE, "running median, nats"),
+        families=GRADIENT_ALONE,
+        causes=(
+            PROVED_STALE,
+            MISMATCH,
+            BROKEN,
+            Cause("the KL penalty is too weak", "raise algorithm.kl_coefficient"),
+            TOO_FAST,
+        ),
+    ),
+    Rule(
         name="reference_kl_high",
         side="convergence",
-        title="KL to the reference",
+        title="KL to the reference, without a penalty",
         what="The policy moves far from the reference without a gain in reward.",
-        conditions=(condition("level", REFERENCE_KL, says=BEYOND_USUAL),),
-        thresholds=(Threshold("max", 0.03, "running median, nats", GUIDE),),
+        conditions=(condition("level", "actor/reference_kl", says=BEYOND_USUAL),),
+        thresholds=from_band(KL_TO_REFERENCE, "running median, nats"),
         min_steps=30,
         needs=(STANDS_STILL,),
         unless=(SOLVED,),
@@ -116,8 +204,9 @@ CONVERGENCE = (
             PROVED_STALE,
             MISMATCH,
             BROKEN,
+            Cause("the KL penalty is too weak", "raise algorithm.kl_coefficient", rule="kl_loss_high"),
             TOO_FAST,
-            Cause("the KL penalty is too weak", "raise algorithm.kl_coefficient"),
+            Cause("no KL penalty holds it", "set algorithm.kl_coefficient"),
         ),
     ),
     Rule(
@@ -147,7 +236,7 @@ CONVERGENCE = (
             ),
         ),
         thresholds=(
-            Threshold("min", 0.2, "running median, nats", GUIDE),
+            *from_band(Band(low=ENTROPY.low, source=GUIDE), "running median, nats"),
             Threshold("share", 0.15, "share of its start", THUMB),
             Threshold("idle_share", 0.5, "share of its start, without a gain in reward", THUMB),
         ),
@@ -211,7 +300,7 @@ CONVERGENCE = (
         ),
         thresholds=(
             Threshold("times", 2.0, "running median over the median at the start", THUMB),
-            Threshold("min", 0.5, "running median, nats: the guide's upper end", GUIDE),
+            Threshold("min", ENTROPY.high or 0.0, "running median, nats: the guide's upper end", GUIDE),
         ),
         window=3,
         min_steps=6,
@@ -223,6 +312,30 @@ CONVERGENCE = (
             TOO_FAST,
             Cause("entropy bonus too high", "lower algorithm.entropy_coefficient"),
             TOO_OLD,
+        ),
+    ),
+    Rule(
+        name="entropy_final",
+        side="convergence",
+        title="entropy at the end",
+        what="The policy is still undecided at the end: it has not converged.",
+        conditions=(
+            condition(
+                "level",
+                "actor/entropy",
+                says="{metric} is at {value} nats (above {max} at the end, the policy has not converged)",
+                at_end=True,
+            ),
+        ),
+        thresholds=from_band(LAST_ENTROPY, "running median at the end of the run, nats"),
+        min_steps=20,
+        unless=(SOLVED,),
+        families=GRADIENT_ALONE,
+        causes=(
+            RANDOM,
+            Cause("the run was too short", "continue it with --resume and more trainer.steps"),
+            Cause("learning rate too low", "multiply the learning rate by three"),
+            Cause("entropy bonus too high", "lower algorithm.entropy_coefficient"),
         ),
     ),
     Rule(
@@ -240,6 +353,7 @@ CONVERGENCE = (
         ),
         window=5,
         min_steps=5,
+        idle=(UNMOVED,),
         families=REWARDED,
         causes=(
             PROVED_STALE,

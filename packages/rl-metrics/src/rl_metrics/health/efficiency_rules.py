@@ -35,7 +35,11 @@ EFFICIENCY = (
                 by="by",
                 skip=10,  # pools and caches fill up
             )
-            for name in ("memory/*", "perf/process_memory_gb", "perf/max_memory_allocated_gb")
+            for name in (
+                "memory/*",
+                "perf/process_memory_gb",
+                *(f"{owner}/max_memory_allocated_gb" for owner in ("perf", "engine", "teacher")),
+            )
             for window in (0, 400, 1_000_000)  # slow leaks grow little within the rule's own window
         ),
         thresholds=(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.health.checks import KINDS, WITH_GAPS, Floats, Measured, num_lost
+from rl_metrics.health.checks import KINDS, WITH_GAPS, Measured, num_lost
 from rl_metrics.health.finding import Evidence
 from rl_metrics.health.rules import Condition, Rule, is_pattern, pattern_of
+from rl_metrics.health.running import Floats
 from rl_metrics.run_files.history import History
 
 MAX_POINTS = 4000
@@ -98,8 +99,9 @@ class Look:
 class Looker:
     """Evaluates conditions on one run and caches the results."""
 
-    def __init__(self, history: History) -> None:
-        """Start without results."""
+    def __init__(self, history: History, *, is_over: bool = False) -> None:
+        """Start without results; conditions for the end of a run are false unless it is over."""
+        self.is_over = is_over
         self._history = history
         self._columns: dict[str, Floats] = {}
         self._rows: dict[tuple[str, ...], NDArray[np.intp]] = {}
@@ -107,6 +109,8 @@ class Looker:
 
     def looks(self, condition: Condition, rule: Rule) -> list[Look]:
         """Return a condition's results, one for each of its metrics that the run has."""
+        if condition.at_end and not self.is_over:
+            return []
         window = condition.window or rule.window
         limits = condition.limits_of(rule)
         looks = []

@@ -79,6 +79,7 @@ class Check:
         title: Short description of the check.
         status: Result of the check.
         reading: Values of the metrics, such as "0.012 nats over the last 10 steps", or why they are unknown.
+        applies: Whether the rule can be judged for what the run learns from and records, with enough steps.
     """
 
     rule: str
@@ -86,6 +87,32 @@ class Check:
     title: str
     status: Status
     reading: str
+    applies: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetVerdict:
+    """Whether validation has reached the run's target.
+
+    Attributes:
+        metric: Name of the metric.
+        value: Value to reach.
+        lower_is_better: Whether the metric should fall to the value.
+        is_reached: Whether any validation has reached it.
+        reached_at_step: Step of the first such validation.
+        best: Best value so far; None before the first validation.
+        best_step: Step of the best validation.
+        text: The verdict in words.
+    """
+
+    metric: str
+    value: float
+    lower_is_better: bool
+    is_reached: bool
+    reached_at_step: int | None
+    best: float | None
+    best_step: int | None
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +124,14 @@ class Verdict:
         step: Newest step of the run; 0 without one.
         checks: One check per rule, by side.
         findings: Problems, ordered so that findings that explain others come first.
+        target: Whether validation has reached the run's target; None without one.
     """
 
     status: Status
     step: int
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
+    target: TargetVerdict | None = None
 
     def to_json(self) -> dict[str, Json]:
         """Return the verdict as a JSON object, as in health.json; values that are not finite are null."""

@@ -10,9 +10,12 @@ from rl_metrics.health.evaluate_rules import Look, Looker
 from rl_metrics.health.families import FAMILY_TEXTS, Family, family_of
 from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
-from rl_metrics.health.rules import Cause, Rule, with_thresholds
+from rl_metrics.health.plateau_rule import with_target
+from rl_metrics.health.rules import Cause, Condition, Rule, with_thresholds
+from rl_metrics.health.target_verdict import judge_target
 from rl_metrics.run_files.events import BEGUN
 from rl_metrics.run_files.history import History
+from rl_metrics.targets.target import TargetOptions
 
 WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
 MAX_ERROR_CHARS = 300
@@ -28,6 +31,8 @@ def judge(
     thresholds: Mapping[str, float] | None = None,
     events: Iterable[Mapping[str, Any]] = (),
     family: Family | None = None,
+    is_over: bool = False,
+    target: TargetOptions | None = None,
 ) -> Verdict:
     """Judge a run's health at its newest step.
 
@@ -37,23 +42,31 @@ def judge(
         thresholds: Overrides by rule and threshold, such as `{"kl_high.max": 0.05}`.
         events: Events of the run, in order.
         family: Family of the run; None infers it from the names of the metrics.
+        is_over: Whether the newest step is the last; some thresholds are for the end of a run only.
+        target: What validation should reach; None has no target.
 
     Raises:
         SettingsError: A threshold does not exist.
     """
     if thresholds:
         rules = with_thresholds(rules, thresholds)
+    target = target or TargetOptions()
     with np.errstate(all="ignore"):  # values may be near the largest float
-        return _judged(history, rules, _of_this_attempt(events), family or family_of(history.values, {}))
+        aim = judge_target(history, target)
+        looker = Looker(history, is_over=is_over)
+        newest = int(history.steps[-1]) if len(history.steps) else 0
+        reports, family = _of_this_attempt(events), family or family_of(history.values, {})
+        verdict = _judged(looker, with_target(rules, target, aim), reports, family, newest)
+    return replace(verdict, target=aim)
 
 
-def _judged(history: History, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]], family: Family) -> Verdict:
-    looker = Looker(history)
-    newest = int(history.steps[-1]) if len(history.steps) else 0
+def _judged(
+    looker: Looker, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]], family: Family, newest: int
+) -> Verdict:
     judged = [
         _check(rule, looker, reports, newest)
         if family in rule.families
-        else (_line(rule, "unknown", f"does not apply to {FAMILY_TEXTS[family]}"), None)
+        else (_line(rule, "unknown", f"does not apply to {FAMILY_TEXTS[family]}", applies=False), None)
         for rule in rules
     ]
     checks, found = tuple(check for check, _ in judged), {one.rule: one for _, one in judged if one is not None}
@@ -67,6 +80,9 @@ def _check(
     rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], newest: int
 ) -> tuple[Check, Finding | None]:
     """Return a rule's check and its finding, before other findings are known."""
+    for condition in rule.idle:
+        for look in looker.found(condition, rule):
+            return _line(rule, "unknown", look.evidence.text, applies=False), None
     looks = [look for condition in rule.conditions for look in looker.looks(condition, rule)]
     enough = [
         look for look in looks if len(look.steps) >= max(rule.min_steps, look.condition.min_steps) and not look.is_old
@@ -80,11 +96,12 @@ def _check(
     if not is_wrong and not reported:
         reading = _reading(rule, looks, enough, looker)
         if excuse is not None:
-            reading = f"{wrong[0].evidence.text}, which is accepted: {excuse}"
-        return _line(rule, "ok" if enough else "unknown", reading), None
+            reading = f"{_with_sureness(rule, wrong[0]).text}, which is accepted: {excuse}"
+        missing = not any(looker.has(condition.reads[0]) for condition in _due(rule, looker))
+        return _line(rule, "ok" if enough else "unknown", reading, applies=not missing), None
     wrong = _without_repeats(sorted(wrong, key=lambda look: look.since_step)) if is_wrong else []
     reasons = [_told(report, newest)[0] for report in reports if is_wrong and report.get("event") == rule.reasons]
-    evidence = (*(evidence for evidence, _ in reported), *(look.evidence for look in wrong), *reasons[-1:])
+    evidence = (*(told for told, _ in reported), *(_with_sureness(rule, look) for look in wrong), *reasons[-1:])
     finding = Finding(
         rule=rule.name,
         side=rule.side,
@@ -98,8 +115,22 @@ def _check(
     return _line(rule, rule.severity, "; ".join(one.text for one in evidence)), finding
 
 
-def _line(rule: Rule, status: Status, reading: str) -> Check:
-    return Check(rule=rule.name, side=rule.side, title=rule.title, status=status, reading=reading)
+def _line(rule: Rule, status: Status, reading: str, *, applies: bool = True) -> Check:
+    return Check(rule=rule.name, side=rule.side, title=rule.title, status=status, reading=reading, applies=applies)
+
+
+def _due(rule: Rule, looker: Looker) -> list[Condition]:
+    """Return the rule's conditions without those that wait for the end of the run."""
+    return [condition for condition in rule.conditions if looker.is_over or not condition.at_end]
+
+
+def _sureness(rule: Rule, look: Look) -> str:
+    """Return how sure a result is, if it comes from few values."""
+    return f" (unsure: {len(look.steps)} of {rule.sure_steps} values)" if len(look.steps) < rule.sure_steps else ""
+
+
+def _with_sureness(rule: Rule, look: Look) -> Evidence:
+    return replace(look.evidence, text=look.evidence.text + _sureness(rule, look))
 
 
 def _without_repeats(looks: Sequence[Look]) -> list[Look]:
@@ -198,12 +229,14 @@ def _worst(checks: Sequence[Check]) -> Status:
 
 def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look], looker: Looker) -> str:
     if enough:
-        return "; ".join(dict.fromkeys(look.reading for look in enough[:3]))
+        return "; ".join(dict.fromkeys(look.reading + _sureness(rule, look) for look in enough[:3]))
     if old := [look for look in looks if look.is_old]:
         return old[0].reading
     if looks:
         most = max(len(look.steps) for look in looks)
         return f"{most} of the {rule.min_steps} steps needed"
+    if not _due(rule, looker):
+        return "judged at the end of the run"
     columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.needed))
     missing = [names for names in columns if not looker.has(names)]
     if not missing:

@@ -8,6 +8,7 @@ from functools import cache
 
 from rl_core.errors import SettingsError
 from rl_core.record_fields import record
+from rl_metrics.definitions.definition import Band
 from rl_metrics.health.families import FAMILIES, Family
 from rl_metrics.health.finding import Severity, Side
 
@@ -29,6 +30,12 @@ class Threshold:
     source: str
 
 
+def from_band(band: Band, meaning: str, *, prefix: str = "") -> tuple[Threshold, ...]:
+    """Return thresholds "min" and "max" for the ends of a healthy range, after a prefix."""
+    ends = (("min", band.low), ("max", band.high))
+    return tuple(Threshold(prefix + name, end, meaning, band.source) for name, end in ends if end is not None)
+
+
 @record
 class Condition:
     """A check of some metrics.
@@ -48,6 +55,7 @@ class Condition:
         needs: Conditions that must be true too; for a rule's own conditions.
         otherwise: Text if the condition is false; for a rule's `needs`.
         can_do_with_one: Whether the last column is optional.
+        at_end: Whether the condition is for the end of a run only; for a rule's own conditions.
     """
 
     kind: str
@@ -60,6 +68,7 @@ class Condition:
     needs: tuple["Condition", ...] = ()
     otherwise: str = ""
     can_do_with_one: bool = False
+    at_end: bool = False
 
     @property
     def needed(self) -> tuple[tuple[str, ...], ...]:
@@ -82,6 +91,7 @@ def condition(
     needs: tuple[Condition, ...] = (),
     otherwise: str = "",
     can_do_with_one: bool = False,
+    at_end: bool = False,
     **limits: float | str,
 ) -> Condition:
     """Return a `Condition` in short form, such as `condition("level", "actor/grad_norm", max=1.0)`.
@@ -96,6 +106,7 @@ def condition(
         needs: Conditions that must be true too.
         otherwise: Text if the condition is false.
         can_do_with_one: Whether the last column is optional.
+        at_end: Whether the condition is for the end of a run only.
         limits: Limits by the check's name for them.
     """
     return Condition(
@@ -109,6 +120,7 @@ def condition(
         needs=needs,
         otherwise=otherwise,
         can_do_with_one=can_do_with_one,
+        at_end=at_end,
     )
 
 
@@ -143,10 +155,13 @@ class Rule:
         thresholds: Limits that users can override.
         window: Window of the conditions, in steps.
         min_steps: Minimum number of steps with the metric.
+        sure_steps: Number of steps with the metric from which the result is sure; with fewer, the check says so.
         severity: Severity of a finding.
         causes: Possible causes, most likely first.
         needs: Conditions that must all be true for a finding.
         unless: Conditions; any true one prevents a finding.
+        idle: Conditions; any true one means that the rule cannot be judged.
+        holds: Runs for which the thresholds hold, if not for all of the families.
         families: Families of runs that the rule applies to.
         reasons: Name of an event; the error of the newest one is added to the evidence.
         events: Pairs of event name and error text; such an event since the newest start of the run is a finding too.
@@ -161,9 +176,12 @@ class Rule:
     causes: tuple[Cause, ...]
     window: int = 10
     min_steps: int = 10
+    sure_steps: int = 0
     severity: Severity = "warning"
     needs: tuple[Condition, ...] = ()
     unless: tuple[Condition, ...] = ()
+    idle: tuple[Condition, ...] = ()
+    holds: str = ""
     families: tuple[Family, ...] = FAMILIES
     events: tuple[tuple[str, str], ...] = ()
     reasons: str = ""
@@ -225,7 +243,13 @@ def reads(rules: Iterable[Rule]) -> Callable[[str], bool]:
     conditions = (
         condition
         for rule in rules
-        for one in (*rule.conditions, *rule.needs, *rule.unless, *(cause.sign for cause in rule.causes if cause.sign))
+        for one in (
+            *rule.conditions,
+            *rule.needs,
+            *rule.unless,
+            *rule.idle,
+            *(cause.sign for cause in rule.causes if cause.sign),
+        )
         for condition in (one, *one.needs)
     )
     names = {name for condition in conditions for choices in condition.reads for name in choices}

@@ -1,6 +1,6 @@
 """Stability rules: sound training data, and agreement of engine and learner."""
 
-from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, THUMB
+from rl_metrics.definitions.entries import BY_DESIGN, GRAD_NORM, GRAD_NORM_MEAN, GUIDE, THUMB
 from rl_metrics.health.common_rules import (
     BROKEN,
     CUT_SHORT,
@@ -22,7 +22,7 @@ from rl_metrics.health.common_rules import (
     WITHOUT_SPREAD,
 )
 from rl_metrics.health.families import GRADIENT_ALONE, REWARDED
-from rl_metrics.health.rules import Cause, Rule, Threshold, condition
+from rl_metrics.health.rules import Cause, Rule, Threshold, condition, from_band
 
 OF_TRAJECTORIES = "{metric}: {value:share} of the trajectories (at most {max:share} is healthy)"
 REACHED = "{metric} reached {value} in a step"
@@ -33,8 +33,20 @@ STABILITY = (
         side="stability",
         title="gradient norm below 1",
         what="The gradients stay large.",
-        conditions=(condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)"),),
-        thresholds=(Threshold("max", 1.0, "running median", GUIDE),),
+        conditions=(
+            condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)", max="max"),
+            condition(
+                "run_mean",
+                "actor/grad_norm",
+                says="{metric} is {value} on average over the run (at most {max} is healthy)",
+                well="{value} on average over the run",
+                max="mean_max",
+            ),
+        ),
+        thresholds=(
+            *from_band(GRAD_NORM, "running median"),
+            *from_band(GRAD_NORM_MEAN, "mean over the run", prefix="mean_"),
+        ),
         min_steps=20,
         unless=(SOLVED, IMPROVES, HAS_GAINED),
         families=GRADIENT_ALONE,

@@ -26,12 +26,16 @@ ABOVE_START = "{metric} started at {before}, and its best is {value:share} above
 BELOW_TRAINING = (
     "{metric} is {value:share} below training's {before}, and was closer at first (at most {max:share} is healthy)"
 )
+BESIDE_TRAINING = "{metric} {newest}, training {before}"
 
 TWO_ERRORS = 2.0
 """Standard errors of margin for a validation without an interval."""
 
 THREE_IN_A_ROW = 3.0
 """Consecutive validations, because greedy responses can be temporarily worse while the policy changes."""
+
+SURE = 6
+"""Number of validations from which a verdict on them is sure; fewer are judged more cautiously, and it is said."""
 
 TOO_HARD = Cause(
     "the prompts are too hard for this policy",
@@ -182,19 +186,36 @@ TASK = (
                 *names,
                 UPPER_END,
                 says=BELOW_TRAINING,
+                well=BESIDE_TRAINING,
                 can_do_with_one=True,
-                max="max",
+                at_end=limit == "end_max",
+                max=limit,
                 errors=TWO_ERRORS,
                 held=THREE_IN_A_ROW,
+                sure=SURE,
             )
+            for limit in ("max", "end_max")
             for names in ((SCORE, VALIDATED_REWARD), ("reward/acc/mean", "val-core/*/acc/mean@#"))
         ),
-        thresholds=(Threshold("max", 0.2, "gap beyond noise, as a share of the training reward", GUIDE),),
+        thresholds=(
+            Threshold("max", 0.2, "new gap beyond noise, as a share of the training reward", GUIDE),
+            Threshold("end_max", 0.1, "the same at the end of the run", GUIDE),
+        ),
         window=2,
-        min_steps=6,
+        min_steps=2,
+        sure_steps=SURE,
         causes=(
             Cause(
                 "too few prompts, seen too often", "use more prompts or fewer epochs, or stop at the best validation"
+            ),
+            Cause(
+                "the policy moves too far from the reference",
+                "raise algorithm.kl_coefficient",
+                rule="reference_kl_high",
+            ),
+            Cause(
+                "steps are too large, or the reference does not hold the policy",
+                "divide the learning rate by three, and raise algorithm.kl_coefficient",
             ),
             Cause("validation has different or harder prompts", "compare the prompts of both"),
             Cause(
@@ -220,11 +241,13 @@ TASK = (
                 by=0.01,
                 errors=TWO_ERRORS,
                 held=THREE_IN_A_ROW,
+                sure=SURE,
             ),
         ),
         thresholds=(Threshold("max", 0.2, "maximum loss, share of the best", GUIDE),),
         window=1,
-        min_steps=6,
+        min_steps=2,
+        sure_steps=SURE,
         causes=(
             Cause(
                 "the policy was broken by its updates",
@@ -233,6 +256,10 @@ TASK = (
             ),
             Cause("overfitting", "stop at the best validation, or train on more prompts", rule="overfitting"),
             TOO_FAST,
+            Cause(
+                "the validation data or its ground truths are wrong, or changed",
+                "score some of its responses by hand, and compare prompts.validation with prompts.train",
+            ),
         ),
     ),
     Rule(

@@ -3,15 +3,20 @@
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
+
+from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.run_files.rollout_log import RolloutRow
+
+log = structlog.get_logger(__name__)
 
 MAX_ROWS = 20_000
 """Maximum number of rows read from one file."""
@@ -34,7 +39,7 @@ class Dumped:
     response: str
     reward: float = math.nan
     components: Mapping[str, float] = field(default_factory=dict)
-    ground_truth: str | None = None
+    ground_truth: Json = None
     source: str = "default"
 
     @property
@@ -62,6 +67,31 @@ def step_files(folder: Path | None, *globs: str, name: str, such_as: str) -> lis
         raise DataError(f"{folder} must be a folder with files such as {such_as}; found {found}.")
     files = [(re.fullmatch(name, file.name), file) for glob in globs for file in folder.glob(glob)]
     return sorted((int(found[1]), file) for found, file in files if found and file.is_file())
+
+
+def whole_rows(
+    rows: Iterable[dict[str, Any]], file: Path, *, needs: Sequence[str], of: type = object
+) -> list[dict[str, Any]]:
+    """Return the rows that have all of these fields, at most `MAX_ROWS`, and warn about the others.
+
+    Args:
+        rows: Rows of a file.
+        file: The file, for the warning.
+        needs: Names of the fields.
+        of: Type of their values.
+    """
+    whole: list[dict[str, Any]] = []
+    left_out = {"incomplete": 0, "more_than_fit_a_step": 0}
+    for row in rows:
+        if any(row.get(name) is None or not isinstance(row[name], of) for name in needs):
+            left_out["incomplete"] += 1
+        elif len(whole) < MAX_ROWS:
+            whole.append(row)
+        else:
+            left_out["more_than_fit_a_step"] += 1
+    if any(left_out.values()):
+        log.warning("rows_passed_over", path=str(file), needs=list(needs), **left_out)
+    return whole
 
 
 def as_rollouts(step: int, dumped: Sequence[Dumped]) -> list[RolloutRow]:
@@ -103,6 +133,8 @@ def as_samples(step: int, dumped: Sequence[Dumped], *, trainer: str) -> list[Gen
             policy_version=(step, step),
             source=trainer,
             components=one.components,
+            data_source=one.source,
+            finish="unknown",
         )
         for one in dumped
     ]

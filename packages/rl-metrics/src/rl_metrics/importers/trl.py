@@ -5,7 +5,6 @@ The names in a history show which trainer wrote it. `trl_names` translates them.
 Source: `TrainerState` of transformers.
 """
 
-import itertools
 import json
 import math
 import re
@@ -17,7 +16,7 @@ import structlog
 
 from rl_core.errors import DataError, NotReadyError
 from rl_core.files import read_plain, try_arrow_files
-from rl_metrics.importers.dumped import MAX_ROWS, Dumped, as_rollouts, as_samples, numbers, step_files
+from rl_metrics.importers.dumped import Dumped, as_rollouts, as_samples, numbers, step_files, whole_rows
 from rl_metrics.importers.naming import translation
 from rl_metrics.importers.recognition import misplaced, require_there
 from rl_metrics.importers.run_writer import Imported, RunWriter
@@ -128,8 +127,7 @@ def _newest_state(folder: Path) -> Path:
 def _rows(file: Path) -> list[dict[str, Any]]:
     """Return the completions in a file."""
     found = _parquet_rows(file) if file.suffix == ".parquet" else read_json_lines(file)
-    whole = (row for row in found if row.get("prompt") is not None and row.get("completion") is not None)
-    return list(itertools.islice(whole, MAX_ROWS))
+    return whole_rows(found, file, needs=("prompt", "completion"))
 
 
 def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:

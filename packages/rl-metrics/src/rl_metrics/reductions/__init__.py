@@ -3,6 +3,7 @@
 from rl_metrics.reductions.async_training import summarize_processing_times, summarize_staleness
 from rl_metrics.reductions.distributions import batch_distributions, timing_distributions
 from rl_metrics.reductions.gateway import summarize_gateway
+from rl_metrics.reductions.gpus import summarize_gpus
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.reductions.memory import MemoryWatch, memory_metrics
 from rl_metrics.reductions.mismatch import summarize_mismatch
@@ -15,6 +16,7 @@ from rl_metrics.reductions.rollouts import (
     summarize_rewards,
     summarize_speed,
     summarize_timings,
+    summarize_tool_calls,
 )
 from rl_metrics.reductions.speed import model_flops_utilization, per_token_times
 
@@ -31,11 +33,13 @@ __all__ = [
     "summarize_batch",
     "summarize_components",
     "summarize_gateway",
+    "summarize_gpus",
     "summarize_mismatch",
     "summarize_processing_times",
     "summarize_rewards",
     "summarize_speed",
     "summarize_staleness",
     "summarize_timings",
+    "summarize_tool_calls",
     "timing_distributions",
 ]

@@ -1,6 +1,7 @@
 """Metrics of a batch of rollouts, as pure functions of its columns, in float64."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,28 @@ def summarize_timings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics |= {f"agent_loop/slowest/{name}": float(values[slowest]) for name, values in costs.items()}
     metrics["agent_loop/slowest/prompt_length"] = float(trajectories[slowest].num_prompt_tokens)
     metrics["agent_loop/slowest/response_length"] = float(trajectories[slowest].num_response_tokens)
+    return metrics
+
+
+def summarize_tool_calls(sessions: Iterable[Any]) -> dict[str, float]:
+    """Return `tools/*` of a step's sessions.
+
+    Args:
+        sessions: Each session's number of calls by outcome. Values that are not mappings, from sessions without tools,
+            are ignored.
+
+    Returns:
+        Metrics by name; empty without a session with tools. Without a call, only the two counts.
+    """
+    told = [one for one in sessions if isinstance(one, Mapping)]
+    if not told:
+        return {}
+    counts = Counter({"ok": 0, "malformed_call": 0})  # a curve needs its zeros
+    for one in told:
+        counts.update({outcome: number for outcome, number in one.items() if isinstance(number, int)})
+    metrics = {f"tools/calls/{outcome}": float(number) for outcome, number in sorted(counts.items())}
+    if num_calls := counts.total():
+        metrics["tools/ok_share"] = (counts["ok"] + counts["truncated"]) / num_calls
     return metrics
 
 

@@ -28,6 +28,12 @@ STATES = {
 }
 """State of a run by the newest of these events; "open" while it runs, and after a kill."""
 
+TESTED = ("accuracy", "mean_reward", "score")
+"""What the test set may have measured; see `headline_name`."""
+
+IMITATION = "nll"
+"""Distillation loss that imitates stored texts, without a teacher."""
+
 MAX_WINDOW = 10
 """Maximum number of steps averaged for the first or last value of training; also at most a quarter of all steps."""
 
@@ -43,7 +49,8 @@ MAX_REASON = 300
 BY_PROBLEMS = "Wilson's interval over the problems of those steps; all responses to one problem count as one"
 BY_STEPS = "Student's t over the means of those steps"
 BY_RECORD = "as recorded, from a bootstrap over validation problems (1,000 draws)"
-BY_NOTHING = "none, because neither an interval nor the number of problems was recorded"
+BY_NOTHING = "none, because none was recorded with the validation"
+BY_FEW = "none, because each end needs three steps, which it has in a run of twelve"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +94,24 @@ class Figure:
     change: Interval
     still: int
 
+    @property
+    def direction(self) -> int:
+        """1 if it rose, -1 if it fell, 0 if that is not clear."""
+        if not self.change.is_known or self.change.contains(0.0):
+            return 0
+        return 1 if self.change.low > 0 else -1
+
     def in_words(self) -> str:
-        """Return the change in words, such as "the training reward rose from 0.5 to 0.8"."""
+        """Return the change in words, such as "the training reward rose from 0.5 to 0.8", if it is more than chance."""
         now = f"{self.last.value:.3g}"
         if self.first is None:
             return f"{self.label} is {now} at step {self.last.steps[1]}"
         before = f"{self.first.value:.3g}"
         if before == now:
             return f"{self.label} stayed at {now}"
-        if self.change.is_known and self.change.contains(0.0):
+        if not self.change.is_known:
+            return f"{self.label} went from {before} to {now} (without an interval, it may be chance)"
+        if self.change.contains(0.0):
             return f"{self.label} did not clearly change ({before} to {now})"
         return f"{self.label} {'rose' if self.last.value > self.first.value else 'fell'} from {before} to {now}"
 
@@ -104,7 +120,7 @@ def describe_outcome(run: RunRecord) -> dict[str, Any]:
     """Return the outcome as JSON values; unknown ones are omitted, None or NaN."""
     settings = dict(flat_settings(run.settings))
     with np.errstate(all="ignore"):  # values may be near the largest float
-        figures = _figures(run.history)
+        figures = _figures(run.history, is_imitation=settings.get("distillation.loss") == IMITATION)
         state, sentence = _verdict(run, figures, planned=settings.get("trainer.steps", ""))
         return {
             "sentence": sentence,
@@ -115,16 +131,20 @@ def describe_outcome(run: RunRecord) -> dict[str, Any]:
         }
 
 
-def _figures(history: History) -> list[Figure]:
+def _figures(history: History, *, is_imitation: bool) -> list[Figure]:
     """Return the training's figures first, then those of validations and the test."""
+    distilled = "the cross entropy of the texts" if is_imitation else "the divergence from the teacher"
     score = next((name for name in SCORE if name in history.values), SCORE[0])
     validated = [name for name in history.values if HEADLINE.fullmatch(name)]
     found = [
-        _figure(history, "actor/distillation/loss", "the divergence from the teacher", is_up_better=False),
+        _figure(history, "actor/distillation/loss", distilled, is_up_better=False),
         _figure(history, score, "the training reward"),
         _figure(history, "sft/loss", "the cross entropy", is_up_better=False),
         *(_figure(history, name, _validation_label(name), is_validation=True) for name in validated[:MAX_VALIDATIONS]),
-        _figure(history, "test/accuracy", "the mean reward on the test set", is_validation=True),
+        *(
+            _figure(history, f"test/{name}", f"the test set's {name.replace('_', ' ')}", is_validation=True)
+            for name in TESTED
+        ),
     ]
     if not any(found):
         losses = [name for name in history.values if name.rpartition("/")[2] == "loss"]
@@ -147,8 +167,9 @@ def _figure(
     if not len(rows):
         return None
     width = 1 if is_validation else max(1, min(MAX_WINDOW, len(rows) // 4))
-    first = _estimate(history, name, rows[:width]) if len(rows) > 1 else None
-    last = _estimate(history, name, rows[-width:])
+    without = BY_NOTHING if is_validation else BY_FEW
+    first = _estimate(history, name, rows[:width], without=without) if len(rows) > 1 else None
+    last = _estimate(history, name, rows[-width:], without=without)
     z = mann_kendall_z(values[rows[-min(TREND_STEPS, max(1, len(rows) // 2)) :]])
     return Figure(
         label=label,
@@ -162,8 +183,8 @@ def _figure(
     )
 
 
-def _estimate(history: History, name: str, rows: NDArray[np.intp]) -> Estimate:
-    """Return the mean over rows of the history."""
+def _estimate(history: History, name: str, rows: NDArray[np.intp], *, without: str) -> Estimate:
+    """Return the mean over rows of the history; `without` says why there is no interval, if there is none."""
     values, groups, low, high, least, most = (
         _column(history, column)[rows]
         for column in (
@@ -176,7 +197,7 @@ def _estimate(history: History, name: str, rows: NDArray[np.intp]) -> Estimate:
         interval, how = wilson(float(values.mean()), float(groups.sum())), BY_PROBLEMS
     elif not interval.is_known:
         interval = mean_of_draws(values)
-        how = BY_STEPS if interval.is_known else BY_NOTHING
+        how = BY_STEPS if interval.is_known else without
     steps = history.steps[rows]
     return Estimate(value=float(values.mean()), steps=(int(steps[0]), int(steps[-1])), interval=interval, how=how)
 
@@ -209,15 +230,17 @@ def _verdict(run: RunRecord, figures: Sequence[Figure], *, planned: str) -> tupl
 
 
 def _what_changed(figures: Sequence[Figure], *, steps: str) -> str:
-    """Describe the changes of the first validation and of the training."""
+    """Describe the changes of the first validation, of those that moved otherwise, and of the training."""
     moved = [one for one in figures if one.first is not None]
     if not figures:
         return f"no reward, loss or validation was recorded{steps}"
     if not moved:
         return f"{figures[0].in_words()}, and one value does not show whether it learns"
     validated = [one for one in (*moved, *figures) if one.is_validation]
-    telling = [*validated[:1], *[one for one in moved if not one.is_validation][:1]]
-    return " and ".join(one.in_words() for one in telling) + steps
+    others = [one for one in moved if one.is_validation and one.direction != validated[0].direction]
+    telling = [*validated[:1], *others, *[one for one in moved if not one.is_validation][:1]]
+    *before, last = [one.in_words() for one in telling]
+    return f"{', '.join(before)} and {last}{steps}" if before else last + steps
 
 
 def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -230,10 +253,18 @@ def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str
         ("data", settings.get("prompts.train")),
         ("reward", settings.get("reward.function")),
         ("a step", f"{prompts} prompts, {group} responses each" if prompts and group else ""),
+        ("rollouts", _replayed(run.history, settings)),
         ("training", f"asynchronous, staleness at most {staleness}" if staleness else "synchronous" if prompts else ""),
         ("imported from", next((str(one.get("trainer")) for one in run.events if one["event"] == "run_imported"), "")),
     )
     return [(name, value) for name, value in known if value]
+
+
+def _replayed(history: History, settings: Mapping[str, str]) -> str:
+    """Return how many steps trained on rollouts from a skip cache; empty if none did."""
+    num_steps = int((_column(history, "rollout/replayed") > 0).sum())
+    source = settings.get("skip.directory", "a skip cache")
+    return f"{num_steps} of {len(history.steps)} steps replayed from {source}" if num_steps else ""
 
 
 def _method(settings: Mapping[str, Any], flat: Mapping[str, str]) -> str:
@@ -243,6 +274,9 @@ def _method(settings: Mapping[str, Any], flat: Mapping[str, str]) -> str:
     rewarded = flat.get("algorithm.advantage", "").upper().replace("_", " ")
     if rewarded and (loss := flat.get("algorithm.policy_loss")):
         rewarded += f", loss {loss}"
+    texts = flat.get("distillation.texts")
+    if flat.get("distillation.loss") == IMITATION and texts:
+        return f"supervised, imitates the texts of the column {texts}"
     if not isinstance(teachers, Mapping) or not teachers:
         return rewarded
     distilled = f"distillation from {', '.join(teachers)}, loss {flat.get('distillation.loss', 'unknown')}"

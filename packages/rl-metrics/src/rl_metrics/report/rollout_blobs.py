@@ -3,6 +3,7 @@
 import math
 import re
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from rl_metrics.report.blobs import BlobSink
 from rl_metrics.report.packing import Kind, pack
+from rl_metrics.run_files.json_lines import as_plain
 from rl_metrics.run_files.rollout_log import FLOAT_COLUMNS, RolloutRow
 
 CHUNK_ROWS = 512
@@ -92,7 +94,8 @@ class _Chunk:
     def add(self, row: RolloutRow) -> None:
         self.texts.append(
             [
-                *(row.prompt, row.response, row.ground_truth, row.prompt_uid, row.session, row.output, row.time),
+                *(row.prompt, row.response, as_plain(row.ground_truth)),
+                *(row.prompt_uid, row.session, row.output, row.time),
                 *(row.failure, dict(row.components), dict(row.timings), dict(row.extras), row.turns),
             ]
         )
@@ -181,11 +184,11 @@ class RolloutPacker:
             ("failure", row.failure or ""),
         ):
             codes = self._codes[name]
-            self._index[name].append(codes.setdefault(_short(text), len(codes)))
+            self._index[name].append(codes.setdefault(short_name(text), len(codes)))
         if len(self._codes["problem"]) > len(self._prompts):
             self._prompts.append(_last_part(row.prompt, ASKED)[:SEEN_CHARACTERS])
-        self._responses.append(_one_line(_last_part(row.response, ANSWERED)))
-        self._add_parts(row)
+        self._responses.append(one_line(_last_part(row.response, ANSWERED)))
+        add_parts(self._parts, row.components, count=self._count)
         self._chunk.add(row)
         self._count += 1
         if self._chunk.is_full:
@@ -211,14 +214,6 @@ class RolloutPacker:
             columns[f"part{number}"] = ("f32", values)
         return self._sink(pack(header, columns))
 
-    def _add_parts(self, row: RolloutRow) -> None:
-        for name in row.components:
-            if len(self._parts) < MAX_PARTS and _short(name) not in self._parts:
-                self._parts[_short(name)] = array("d", (math.nan,) * self._count)
-        known = {_short(name): value for name, value in row.components.items()}
-        for name, values in self._parts.items():
-            values.append(known.get(name, math.nan))
-
     def _flush(self) -> None:
         if self._chunk.texts:
             measures = self._chunk.measures()
@@ -236,7 +231,17 @@ class RolloutPacker:
             self._chunk = _Chunk()
 
 
-def _short(name: str) -> str:
+def add_parts(parts: dict[str, "array[float]"], components: Mapping[str, float], *, count: int) -> None:
+    """Add a row's components to the columns of the first `MAX_PARTS` parts; the columns have `count` rows."""
+    for name in components:
+        if len(parts) < MAX_PARTS and short_name(name) not in parts:
+            parts[short_name(name)] = array("d", (math.nan,) * count)
+    known = {short_name(name): value for name, value in components.items()}
+    for name, values in parts.items():
+        values.append(known.get(name, math.nan))
+
+
+def short_name(name: str) -> str:
     """Return the name, or the beginning of a long one with a digest that keeps it unique."""
     if len(name) <= NAME_CHARACTERS:
         return name
@@ -249,8 +254,8 @@ def _told_apart(prompts: list[str]) -> list[str]:
     shared = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(last))
     length = max(last.rfind(" ", 0, shared), last.rfind("\n", 0, shared)) + 1 if len(prompts) > 1 else 0
     if length < TEMPLATE_CHARACTERS:
-        return [_one_line(prompt) for prompt in prompts]
-    return [f"…{_one_line(prompt[length:])}" for prompt in prompts]
+        return [one_line(prompt) for prompt in prompts]
+    return [f"…{one_line(prompt[length:])}" for prompt in prompts]
 
 
 def _last_part(text: str, begin: re.Pattern[str]) -> str:
@@ -260,7 +265,7 @@ def _last_part(text: str, begin: re.Pattern[str]) -> str:
     return part if part.strip() else text
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Return the beginning of a text, with white space collapsed."""
     line = " ".join(text[: 2 * SNIPPET_CHARACTERS].split())
     return line if len(line) <= SNIPPET_CHARACTERS else f"{line[:SNIPPET_CHARACTERS]}…"

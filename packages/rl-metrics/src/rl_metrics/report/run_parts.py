@@ -14,7 +14,9 @@ from rl_core.errors import DataError
 from rl_metrics.doctor.hang import went_on
 from rl_metrics.hang.stack_places import innermost_frames
 from rl_metrics.health import Verdict
+from rl_metrics.health.families import family_of
 from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.stability import stability
 from rl_metrics.report.curves import Columns, meaning_of, thin
 from rl_metrics.run_files.json_lines import number_or_none
 from rl_metrics.run_files.run_record import ProbeRow, RunRecord
@@ -43,6 +45,13 @@ def read_verdict(run: RunRecord) -> Verdict:
         if not len(run.history.steps) or written.step == run.history.steps[-1]:
             return written
     return judge_run(run)
+
+
+def describe_health(run: RunRecord) -> dict[str, Any]:
+    """Return the verdict and the table of stability as JSON values."""
+    verdict = read_verdict(run)
+    rows = stability(run.history, verdict, family=family_of(run.history.values, run.settings))
+    return {"verdict": verdict.to_json(), "stability": [row.to_json() for row in rows]}
 
 
 def pack_distributions(run: RunRecord) -> tuple[list[dict[str, Any]], Columns]:

@@ -23,11 +23,11 @@ from rl_metrics.report.rollout_blobs import RolloutPacker
 from rl_metrics.report.run_parts import (
     SESSION_PLACE,
     describe_hang,
+    describe_health,
     flat_settings,
     notable_events,
     pack_distributions,
     pack_probes,
-    read_verdict,
     slowest_sessions,
 )
 from rl_metrics.report.sample import choose
@@ -110,7 +110,7 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
         "num_rows": len(history.steps),
         "times": [float(history.times[0]), float(history.times[-1])] if len(history.times) else [None, None],
         "is_finished": run.is_finished,
-        "verdict": read_verdict(run).to_json(),
+        **describe_health(run),
         "outcome": describe_outcome(run),
         "curves": [*curves, *never_finite(history)],  # these have no columns
         "distributions": distributions,

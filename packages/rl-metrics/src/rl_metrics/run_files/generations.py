@@ -25,22 +25,26 @@ class GenerationSample:
         input: The prompt as text.
         output: The response as text, with the answers of tools.
         score: Its reward; NaN without one.
-        ground_truth: Expected answer; None without one.
+        ground_truth: Expected answer as the prompt gives it; None without one.
         policy_version: Oldest and newest version of its tokens; the engine's version, twice, without tokens.
         source: Process that reported it, such as "rollouter".
         failure: Why its session failed; None if it did not.
         components: Parts of the reward by name.
+        data_source: Data source of the prompt.
+        finish: Why the response ended: "stop", "length", "abort".
     """
 
     prompt_uid: str
     input: str
     output: str
     score: float = math.nan
-    ground_truth: str | None = None
+    ground_truth: Json = None
     policy_version: tuple[int, int]
     source: str
     failure: str | None = None
     components: Mapping[str, float] = field(default_factory=dict)
+    data_source: str = "default"
+    finish: str = "stop"
 
     def to_json(self) -> dict[str, Json]:
         """Return the sample as JSON values, to send to another process; numbers that are not finite are null."""
@@ -60,8 +64,9 @@ class GenerationSample:
         versions, components = row.get("policy_version"), row.get("components")
         is_whole = (
             all(isinstance(row.get(name), str) for name in ("prompt_uid", "input", "output", "source"))
-            and all(name in row and isinstance(row[name], str | None) for name in ("ground_truth", "failure"))
-            and "score" in row
+            and {"ground_truth", "failure", "score"} <= row.keys()
+            and isinstance(row["failure"], str | None)
+            and all(isinstance(row.get(name, ""), str) for name in LATER_FIELDS)
             and _is_number(row["score"])
             and isinstance(versions, Sequence)
             and [type(version) for version in versions] == [int, int]
@@ -78,10 +83,13 @@ class GenerationSample:
             score=_number(row["score"]),
             policy_version=(versions[0], versions[1]),
             components={name: _number(value) for name, value in components.items()},
+            **{name: row[name] for name in LATER_FIELDS if name in row},
         )
 
 
 FIELDS = tuple(one.name for one in fields(GenerationSample))
+LATER_FIELDS = ("data_source", "finish")
+"""Fields that older files lack."""
 
 
 def draw_generations(

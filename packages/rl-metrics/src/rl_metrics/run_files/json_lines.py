@@ -170,6 +170,11 @@ def number_or_none(value: object) -> float | None:
     return None if math.isnan(number) else number
 
 
+def json_text(value: Json) -> str | None:
+    """Return a value to show, such as a ground truth: a text as it is, anything else as JSON, None without one."""
+    return value if value is None or isinstance(value, str) else json.dumps(as_plain(value), ensure_ascii=False)
+
+
 def _ends_torn(file: int) -> bool:
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"

@@ -59,7 +59,7 @@ class RolloutRow:
         source: Data source of the prompt.
         prompt: Prompt as text.
         response: Response as text.
-        ground_truth: Expected answer; None without one.
+        ground_truth: Expected answer as the prompt gives it; None without one.
         reward: Reward; NaN without one.
         components: Parts of the reward by name.
         extras: Further values from the reward and the agent loop, as JSON.
@@ -82,7 +82,7 @@ class RolloutRow:
     source: str = "default"
     prompt: str
     response: str
-    ground_truth: str | None = None
+    ground_truth: Json = None
     reward: float = math.nan
     components: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, Json] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class _Row(msgspec.Struct, frozen=True):
     session: int = 0
     output: int = 0
     source: str = "default"
-    ground_truth: str | None = None
+    ground_truth: Any = None
     reward: float | None = None
     components: dict[str, float | None] = {}
     extras: dict[str, Any] = {}
@@ -320,7 +320,7 @@ def without_surrogates(line: bytes) -> bytes:
 def _encoded(row: Mapping[str, Json]) -> bytes:
     try:
         return msgspec.json.encode(row)
-    except UnicodeEncodeError:  # a lone surrogate
+    except (UnicodeEncodeError, OverflowError):  # a lone surrogate, or an integer of more than 64 bits
         return json.dumps(row, ensure_ascii=False).encode("utf-8", errors="replace")
 
 

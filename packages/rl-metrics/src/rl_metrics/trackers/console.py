@@ -46,7 +46,7 @@ class Reading:
         names: Metrics; the first that the step has is shown.
         format: Format specification, such as ".3f".
         unit: Unit shown after the value.
-        is_extra: Whether it is shown only if there is room.
+        is_extra: Whether the live display shows it only if there is room; lines always have it.
     """
 
     label: str
@@ -61,10 +61,13 @@ READINGS = (
     Reading(label="reward", names=("critic/rewards/mean", "critic/score/mean")),
     Reading(label="kl", names=("actor/kl_loss", "actor/reference_kl", "actor/ppo_kl", "rollout_corr/kl"), format=".2g"),
     Reading(label="entropy", names=("actor/entropy",)),
+    Reading(label="replayed", names=("rollout/replayed",), format=".0%"),
     Reading(label="speed", names=("perf/throughput", "sft/throughput"), format=",.0f", unit=" tok/s"),
     Reading(label="step time", names=("perf/time_per_step",), format=".3g", unit=" s", is_extra=True),
     Reading(label="grad norm", names=("actor/grad_norm", "sft/grad_norm"), format=".3g", is_extra=True),
     Reading(label="response", names=("response_length/mean",), format=".0f", unit=" tok", is_extra=True),
+    Reading(label="loss", names=("actor/loss",), format=".3g", is_extra=True),
+    Reading(label="advantages", names=("critic/advantages/mean",), format=".2g", is_extra=True),
     Reading(label="cut", names=("response_length/clip_ratio",), format=".0%", is_extra=True),
     Reading(label="clipped", names=("actor/pg_clipfrac",), format=".1%", is_extra=True),
     Reading(label="staleness", names=("training/staleness/mean",), format=".2f", is_extra=True),
@@ -85,7 +88,6 @@ class ConsoleTracker:
         *,
         console: Console | None = None,
         kind: ConsoleKind = "auto",
-        min_interval_s: float = 10.0,
         readings: Sequence[Reading] = READINGS,
         hidden: Collection[str] = (),
         generations_in: str | None = None,
@@ -97,7 +99,6 @@ class ConsoleTracker:
         Args:
             console: Destination; None opens standard output with `run_console`.
             kind: Kind of output.
-            min_interval_s: Minimum seconds between the lines of two steps outside a terminal.
             readings: Values to show of each step.
             hidden: Metrics to hide because they are meaningless in this run.
             generations_in: File with all samples of a table, such as "generations.jsonl".
@@ -107,7 +108,7 @@ class ConsoleTracker:
         """
         target = console if console is not None else _target(kind)
         self._output = target.file if isinstance(target.file, OutputThread) else None
-        self._view: View | None = _view(kind, target, min_interval_s=min_interval_s, clock=clock)
+        self._view: View | None = _view(kind, target, clock=clock)
         self._readings = tuple(readings)
         self._hidden = frozenset(hidden)
         self._generations_in = generations_in
@@ -205,7 +206,6 @@ class ConsoleTracker:
             step_s=step_s,
             eta="" if step_s is None or left <= 0 else duration_text(step_s * left),
             validation=None if validation is None else f"{validation:.3f}",
-            is_due=validation is not None or step == self._total_steps,
         )
         self._draw(lambda view: view.stepped(report))
 
@@ -322,14 +322,14 @@ def _target(kind: ConsoleKind) -> Console:
     return target
 
 
-def _view(kind: ConsoleKind, target: Console, *, min_interval_s: float, clock: Callable[[], float]) -> View:
+def _view(kind: ConsoleKind, target: Console, *, clock: Callable[[], float]) -> View:
     if kind == "json":
         return JsonView(target)
     if kind == "quiet":
         return QuietView(target)
     if target.is_interactive and not target.options.ascii_only:
         return LiveView(target, clock=clock)
-    return PlainView(target, min_interval_s=min_interval_s, clock=clock)
+    return PlainView(target, clock=clock)
 
 
 def duration_text(seconds: float) -> str:

@@ -1,17 +1,14 @@
 """Load of a run's machine in one line: processors, memory, GPUs."""
 
 import os
-import shutil
-import subprocess
 import threading
 from contextlib import suppress
 from pathlib import Path
 
+from rl_core.gpus import open_driver
 from rl_metrics.reductions.memory import PROC, memory_metrics, memory_of
 
 EVERY_S = 3.0
-GPU_DEADLINE_S = 10.0
-GPU_QUERY = ("--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
 
 
 class ResourceWatch:
@@ -25,7 +22,6 @@ class ResourceWatch:
         """Create a watch without starting it."""
         self.text = ""
         self._proc = proc
-        self._nvidia_smi = shutil.which("nvidia-smi")
         self._cpu = (0, 0)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -68,16 +64,13 @@ class ResourceWatch:
         return f"memory {used:.1f}/{total:.1f} GiB (run {run:.1f})"
 
     def _gpus(self) -> str:
-        if self._nvidia_smi is None:
+        driver = open_driver()
+        cards = [] if driver is None else driver.read_all()
+        if not cards:
             return ""
-        try:
-            done = subprocess.run(  # noqa: S603 - the driver's own program
-                [self._nvidia_smi, *GPU_QUERY], capture_output=True, text=True, timeout=GPU_DEADLINE_S, check=True
-            )
-            rows = [[float(cell) for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-            busy, used, total = (sum(column) for column in zip(*rows, strict=True))
-        except (OSError, ValueError, subprocess.SubprocessError):  # no driver, or a device that does not report it
-            self._nvidia_smi = None
-            return ""
-        name = "GPU" if len(rows) == 1 else f"{len(rows)} GPUs"
-        return f"{name} {busy / len(rows):.0f} %, {used / 1024:.1f}/{total / 1024:.0f} GiB"
+        name = "GPU" if len(cards) == 1 else f"{len(cards)} GPUs"
+        busy = sum(card.utilization for card in cards) / len(cards)
+        used, total = (
+            sum(sizes) / 2**30 for sizes in zip(*((c.used_bytes, c.total_bytes) for c in cards), strict=True)
+        )
+        return f"{name} {100 * busy:.0f} %, {used:.1f}/{total:.0f} GiB"

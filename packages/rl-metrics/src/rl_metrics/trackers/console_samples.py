@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.json_lines import json_text
 from rl_metrics.trackers.text import plain_text
 from rl_metrics.validation.summary import MAIN_VARIABLES
 
@@ -40,8 +41,8 @@ def _line(sample: GenerationSample) -> Text:
     verdict = _verdict(sample)
     given, output = (plain_text(text, limit=MAX_TEXT) for text in (sample.input, sample.output))
     text = f" {given} -> {output}"
-    if sample.ground_truth is not None:
-        text += f"  expected {plain_text(sample.ground_truth, limit=MAX_TEXT)}"
+    if (truth := json_text(sample.ground_truth)) is not None:
+        text += f"  expected {plain_text(truth, limit=MAX_TEXT)}"
     if sample.failure is not None:
         text += f"  {plain_text(sample.failure, limit=MAX_FAILURE)}"
     return Text.assemble("  ", (f"{verdict}:", STYLES.get(verdict, "yellow")), text)

@@ -29,12 +29,11 @@ class StepReport:
         step: Number of finished steps.
         total_steps: Number of steps in total.
         readings: (label, value) pairs such as ("reward", "0.912"); the most important ones.
-        more: Further pairs, shown if there is room.
+        more: Further pairs, which the live display shows if there is room.
         metrics: All metrics of the step.
         step_s: Mean seconds of a step so far; None if unknown.
         eta: Time left, such as "1:05"; "" if unknown.
         validation: Validation of this step, such as "0.968"; None without one.
-        is_due: Whether the step is always shown: the last one, and those with a validation.
     """
 
     title: str
@@ -46,7 +45,6 @@ class StepReport:
     step_s: float | None
     eta: str
     validation: str | None
-    is_due: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,23 +87,17 @@ class RunConsole(Console):
 
 
 class PlainView:
-    """Plain lines: one per step at most every `min_interval_s`, and always one for a step that is due."""
+    """Plain lines: one per step, with all its readings, so that `grep` and `awk` find every step."""
 
-    def __init__(
-        self, console: Console, *, min_interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Create a view of a console.
 
         Args:
             console: Destination.
-            min_interval_s: Minimum seconds between the lines of two steps that are not due.
             clock: Returns seconds.
         """
         self._console = console
-        self._min_interval_s = min_interval_s
         self._clock = clock
-        self._last_line_s: float | None = None
-        self._pending: StepReport | None = None
         self._reminders: dict[Phase, float] = {}
 
     def say(self, text: Text) -> None:
@@ -126,23 +118,16 @@ class PlainView:
 
     def progress_began(self, title: str, total_steps: int, done_steps: int) -> None:
         """Write a line such as `GRPO: 20 steps`, with the steps done before if resumed."""
-        self.progress_ended()
         self._print(f"{title}: {total_steps} steps" + (f", {done_steps} done before" if done_steps else ""))
 
     def stepped(self, report: StepReport) -> None:
-        """Write a line, unless the last one is too recent."""
-        now = self._clock()
-        if report.is_due or self._last_line_s is None or now - self._last_line_s >= self._min_interval_s:
-            self._line(report)
-            self._last_line_s = now
-        else:
-            self._pending = report
+        """Write a line."""
+        readings = "".join(f"  {label} {value}" for label, value in (*report.readings, *report.more))
+        eta = f"  eta {report.eta}" if report.eta else ""
+        self._print(f"{report.title} {report.step}/{report.total_steps}{readings}{eta}")
 
     def progress_ended(self) -> None:
-        """Show the last step if its line was held back. Idempotent."""
-        if self._pending is not None:
-            self._line(self._pending)
-        self._last_line_s = None
+        """Write nothing."""
 
     def table(self, title: str, rows: Mapping[str, Any], shown: Sequence[Row]) -> None:  # noqa: ARG002
         """Write aligned `name  value` lines."""
@@ -160,17 +145,10 @@ class PlainView:
                 self._print(f"still {phase.progress(now)}")
 
     def close(self) -> None:
-        """Show a line that was held back."""
-        self.progress_ended()
+        """Write nothing."""
 
     def _print(self, text: Text | str) -> None:
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-    def _line(self, report: StepReport) -> None:
-        self._pending = None
-        readings = "".join(f"  {label} {value}" for label, value in report.readings)
-        eta = f"  eta {report.eta}" if report.eta else ""
-        self._print(f"{report.title} {report.step}/{report.total_steps}{readings}{eta}")
 
 
 class QuietView(PlainView):

@@ -4,6 +4,7 @@ import json
 
 from rl_core.data import Json, encodable_json
 from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.json_lines import json_text
 
 COLUMNS = (
     "step",
@@ -31,7 +32,7 @@ def table_row(step: int, sample: GenerationSample) -> list[Json]:
             sample.input,
             sample.output,
             plain["score"],
-            sample.ground_truth,
+            json_text(sample.ground_truth),
             oldest,
             newest,
             sample.source,

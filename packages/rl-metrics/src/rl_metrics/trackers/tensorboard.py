@@ -11,6 +11,7 @@ from rl_core.errors import MissingExtraError, NotReadyError
 from rl_core.record_fields import converts_arguments
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
+from rl_metrics.run_files.json_lines import json_text
 from rl_metrics.trackers.text import plain_text
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _row(sample: GenerationSample) -> str:
         f"{sample.score:.4g}",
         sample.input,
         sample.output,
-        sample.ground_truth or "",
+        json_text(sample.ground_truth) or "",
         sample.failure or "",
         str(oldest) if oldest == newest else f"{oldest} to {newest}",
         sample.source,

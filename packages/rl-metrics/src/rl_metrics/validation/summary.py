@@ -29,7 +29,15 @@ from rl_metrics.validation.responses import (
     response_table,
 )
 
-__all__ = ["ESTIMATORS", "ResponseTable", "ValidationResponses", "headline", "response_table", "summarize_validation"]
+__all__ = [
+    "ESTIMATORS",
+    "ResponseTable",
+    "ValidationResponses",
+    "headline",
+    "headline_name",
+    "response_table",
+    "summarize_validation",
+]
 
 MAIN_VARIABLES = ("acc", "reward")
 """Candidates for the main variable; the first that a source has is used."""
@@ -105,6 +113,12 @@ def headline(metrics: Mapping[str, float]) -> float | None:
     """Return one number for a validation: the mean of `val-core/.../mean@N` over sources, or None without one."""
     values = [value for name, value in metrics.items() if HEADLINE.fullmatch(name)]
     return float(np.mean(values)) if values else None
+
+
+def headline_name(metrics: Mapping[str, float]) -> str:
+    """Return what `headline` measures: "accuracy" (acc), "mean_reward", or "score" if the sources differ."""
+    variables = {name.split("/")[-2] for name in metrics if HEADLINE.fullmatch(name)}
+    return {"acc": "accuracy", "reward": "mean_reward"}[variables.pop()] if len(variables) == 1 else "score"
 
 
 def _estimates(table: ResponseTable, estimators: Sequence[Estimator]) -> dict[str, Floats]:

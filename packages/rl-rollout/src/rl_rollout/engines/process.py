@@ -30,6 +30,7 @@ from rl_core.errors import (
     RoleError,
     WeightsGoneError,
 )
+from rl_core.gpus import GpuUse, gpu_use_of
 from rl_core.record_fields import converts_arguments, settings_record
 from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
@@ -46,8 +47,8 @@ from rl_rollout.engines.streaming import HostedStreams, generate_streamed
 
 T = TypeVar("T")
 
-OF_THIS_LIFE = ("sees", "update_weights", "more_tokens")
-"""Calls that do not wait for a restart: `on_restart` sends newer weights than theirs, and streams are lost."""
+OF_THIS_LIFE = ("sees", "update_weights", "more_tokens", "gpu_use")
+"""Calls that do not wait for a restart: `on_restart` sends newer weights than theirs, and the rest is lost."""
 
 
 @settings_record
@@ -117,6 +118,11 @@ class EngineCalls:
             self._sees_files = await self._call("sees", update.file)
         content = None if self._sees_files else np.memmap(update.file, dtype=np.uint8, mode="r")
         return await self._take(replace(update, tensors=None), content)
+
+    async def gpu_use(self) -> list[GpuUse]:
+        """Return the use of each of the engine's GPUs since the last call; empty on CPUs."""
+        found: list[GpuUse] = await self._call("gpu_use")
+        return found
 
     async def _take(self, update: WeightUpdate, content: NDArray[np.uint8] | None) -> WeightReceipt:
         receipt: WeightReceipt = await self._call("update_weights", update, content)
@@ -284,7 +290,8 @@ class ProcessEngine(EngineCalls):
     async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.traits  # noqa: B018 - raises unless started
         if method in OF_THIS_LIFE and self.state == "restarting":
-            what = "its streams are lost" if method == "more_tokens" else "it accepts no weights now"
+            lost = {"more_tokens": "its streams are lost", "gpu_use": "its GPU figures are lost"}
+            what = lost.get(method, "it accepts no weights now")
             raise EngineDiedError(f"the process of {self._spec} is restarting; {what}.")
         return await self._call_role(method, *args, **kwargs)
 
@@ -330,6 +337,10 @@ class HostedEngine:
             return await _or_end(ask(*args, **kwargs))
 
         return answer
+
+    async def gpu_use(self) -> list[GpuUse]:
+        """See `EngineCalls.gpu_use`; empty for an engine that does not report its GPUs."""
+        return await gpu_use_of(self._engine)
 
     async def begin_stream(self, name: str, request: GenerateRequest) -> list[NewTokens]:
         """See `HostedStreams.begin`."""

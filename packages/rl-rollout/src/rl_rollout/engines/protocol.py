@@ -198,6 +198,9 @@ class EngineTraits:
 class RolloutEngine(Protocol):
     """An engine. All methods are called from one event loop, and calls may overlap.
 
+    An engine may also have `async def gpu_use(self) -> list[GpuUse]` (`rl_core.gpus`), the use of each of its GPUs
+    since the last call.
+
     A request that cannot be served (too long, empty, token ids outside the vocabulary) raises EngineError and does not
     affect other requests. After a failure of the engine itself, every waiting call raises that error.
     """

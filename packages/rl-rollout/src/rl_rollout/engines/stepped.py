@@ -18,6 +18,7 @@ import structlog
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
+from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure, TokenScores
@@ -221,6 +222,11 @@ class SteppedEngine:
         if self._rest.is_asleep:
             await self._call(stepper.wake)
             self._rest.is_asleep = False
+
+    async def gpu_use(self) -> list[GpuUse]:
+        """Return the use of each of the engine's GPUs since the last call; empty on CPUs."""
+        ask = getattr(self._working(), "gpu_use", None)
+        return own_gpu_use("engine") if ask is None else await self._call(ask)
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rl_core.errors import RolloutError, SettingsError
+from rl_core.errors import DataError, RolloutError, SettingsError
 from rl_core.registry import Registry
 from rl_rollout.gateway import Gateway
 from rl_rollout.loops.agent_options import AgentOptions
@@ -61,7 +61,10 @@ class AgentFunction:
             if is_meant_for_us(error):
                 raise
             raise RolloutError(describe_raised(f"agent {name!r}", error)) from error
-        return AgentOutcome(reward=None if given is None else read_output(given))
+        try:
+            return AgentOutcome(reward=None if given is None else read_output(given))
+        except DataError as error:
+            raise DataError(f"agent {name!r} returned {error}") from error
 
 
 class RemoteAgents:

@@ -76,7 +76,8 @@ class ChatTurns:
             end_token_ids: Tokens that can end a turn, in addition to the tokenizer's own.
 
         Raises:
-            SettingsError: The template does not support several turns. The message describes what it does.
+            SettingsError: The template does not support several turns, or does not show the tools. The message
+                describes what it does.
         """
         self._tokenizer = tokenizer
         self._role = role
@@ -91,6 +92,7 @@ class ChatTurns:
                 'the tokenizer has no chat template, which several turns need. Add one, or set turns.kind = "plain".'
             )
         self._shape = self._find_shape()
+        self._require_shown_tools()
 
     @property
     def arguments_are_text(self) -> bool:
@@ -150,6 +152,23 @@ class ChatTurns:
             return tail[ends[0] + 1 :]
         ends = np.flatnonzero(np.isin(tail, list(self._end_token_ids)))
         return tail[ends[0] :]  # the turn ended with another token; the template's end token follows it
+
+    def _require_shown_tools(self) -> None:
+        """Refuse a template that hides tools from the model.
+
+        Raises:
+            SettingsError: A tool's name is not in what the template adds for the tools.
+        """
+        if not self._tools:
+            return
+        text, without = self._render([QUESTION]), self._tokenizer.render([QUESTION], where="a question")
+        names = [str(tool["function"]["name"]) for tool in self._tools]
+        hidden = [name for name in names if text.count(name) <= without.count(name)]
+        if hidden:
+            raise SettingsError(
+                f"the chat template does not show the model the tools {', '.join(hidden)}. Use a chat template that "
+                'writes `tools`, or describe the tools in the prompts and set turns.kind = "plain".'
+            )
 
     def _find_shape(self) -> "_Shape":
         """Return the first format of an assistant turn that the template keeps complete.

@@ -154,7 +154,10 @@ class HttpReward:
         if not isinstance(answer, dict):
             return RewardResult(reward=answer)
         if "reward" not in answer:
-            raise DataError(f"reward service {self._shown} answered without 'reward'; it has {shown(sorted(answer))}.")
+            raise DataError(
+                f"reward service {self._shown} answered without 'reward'; it has {shown(sorted(answer))}. "
+                'Answer with a number, or as in {"reward": 1.0, "components": {"acc": 1.0}}.'
+            )
         components, extras = answer.get("components") or {}, answer.get("extras") or {}
         if not isinstance(components, dict) or not isinstance(extras, dict):
             raise DataError(f"reward service {self._shown} must return components and extras as objects.")

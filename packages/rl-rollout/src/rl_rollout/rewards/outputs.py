@@ -15,6 +15,7 @@ from rl_rollout.rewards.protocol import RewardResult
 FLOAT32_MAX = 3.4e38
 MAX_EXTRAS_BYTES = 1 << 16
 MAX_COMPONENTS = 256
+ONE_NUMBER = " Return one number for one response, as in `return 1.0`; TRL's functions return a list."
 MAX_TEXT = 2000
 """Maximum length of a recorded failure text, in characters."""
 
@@ -28,7 +29,7 @@ def read_output(value: Any) -> RewardResult:
     """
     if isinstance(value, Mapping):
         if "reward" not in value:
-            raise DataError(f"a mapping without 'reward'; it has {shown(sorted(map(str, value)))}.")
+            raise DataError(f"a mapping without 'reward'; it has {shown(sorted(map(str, value)))}. {_rename(value)}")
         components = {name: part for name, part in value.items() if name != "reward"}
         value = RewardResult(reward=value["reward"], components=components)
     elif not isinstance(value, RewardResult):
@@ -85,6 +86,12 @@ def read_extras(extras: Any, *, max_bytes: int | None = None) -> dict[str, Json]
     return read
 
 
+def _rename(value: Mapping[Any, Any]) -> str:
+    """Say what to return instead of a mapping without a reward."""
+    verl = "Rename verl's 'score' to 'reward'" if "score" in value else "Return the number to train on as 'reward'"
+    return f"{verl}, as in `return {{'reward': 1.0, 'acc': 1.0}}`."
+
+
 def _finite(value: Any, *, name: str) -> float:
     if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
         with contextlib.suppress(OverflowError):
@@ -97,6 +104,7 @@ def _finite(value: Any, *, name: str) -> float:
         discard(value)
         raise DataError(f"{with_article(value)} that nothing awaits; make the function an `async def` that awaits it.")
     hints = dict.fromkeys(("Tensor", "ndarray"), " Use `.item()` to get a single value.")
+    hints |= {"list": ONE_NUMBER, "tuple": ONE_NUMBER, "NoneType": " Return a number for every response: `return 0.0`."}
     hints["str"] = " Return numbers as `float(...)`, and text in `RewardResult(extras=...)`."
     hint = hints.get(type(value).__name__, "")
     raise DataError(

@@ -33,6 +33,14 @@ HOW = (
     "given.columns; other arguments are options."
 )
 
+FOREIGN = {
+    "completions": "It is written for TRL, whose functions score lists. Call it from your own function: "
+    "`def reward(given): return theirs(completions=[given.response_text])[0]`.",
+    "solution_str": "It is written for verl. Call it from your own function: "
+    "`def reward(given): return theirs(given.data_source, given.response_text, given.ground_truth)`.",
+}
+"""What to do with another library's function, by a name among its parameters."""
+
 
 def resolve_reward(
     reference: str, options: Mapping[str, Json] | None = None, *, parts: Mapping[str, Any] | None = None
@@ -65,6 +73,8 @@ def bind_options(
         SettingsError: An option is unknown, missing or invalid, or the result is not a reward function.
     """
     is_class = inspect.isclass(function)
+    if not is_class:
+        _refuse_foreign(function, name=name)
     known = _option_names(function, num_taken=0 if is_class else 1)
     if known is None:
         bound = dict(options)
@@ -88,6 +98,13 @@ def bind_options(
     return check_callable(function, name=name)
 
 
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # not callable, or compiled without a signature
+        return {}
+
+
 def _made(cls: Any, options: Mapping[str, Any], *, name: str) -> Any:
     try:
         return cls(**options)
@@ -100,10 +117,7 @@ def _made(cls: Any, options: Mapping[str, Any], *, name: str) -> Any:
 
 def _option_names(function: Any, *, num_taken: int) -> Mapping[str, inspect.Parameter] | None:
     """Return the parameters after the first num_taken that can be passed by name; None if any name is accepted."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # not callable, or compiled without a signature
-        return {}
+    parameters = list(_parameters(function).values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -125,6 +139,7 @@ def check_callable(function: Any, *, name: str) -> RewardFunction:
         signature = inspect.signature(function)
     except ValueError:  # some compiled callables have none
         return function  # type: ignore[no-any-return]
+    _refuse_foreign(function, name=name)
     try:
         signature.bind(object())
     except TypeError as error:
@@ -132,3 +147,17 @@ def check_callable(function: Any, *, name: str) -> RewardFunction:
             f"reward function {name!r} must take one argument, a RewardInput; found {signature} ({error}). {HOW}"
         ) from None
     return function  # type: ignore[no-any-return]
+
+
+def _refuse_foreign(function: Any, *, name: str) -> None:
+    """Refuse a function with the parameters of another library.
+
+    Raises:
+        SettingsError: It has them.
+    """
+    parameters = _parameters(function)
+    for parameter in FOREIGN.keys() & parameters.keys():
+        raise SettingsError(
+            f"reward function {name!r} must take one RewardInput; found the parameters {', '.join(parameters)}. "
+            f"{FOREIGN[parameter]}"
+        )

@@ -17,6 +17,7 @@ from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_rollout.rewards.options import FailurePolicy
 from rl_rollout.rewards.outputs import read_output, shown_error
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
+from rl_rollout.rewards.registry import check_callable
 from rl_rollout.rewards.threaded import CallThreads
 from rl_rollout.user_errors import describe_raised, is_meant_for_us
 
@@ -97,7 +98,7 @@ class RewardScorer:
             failures: How to handle failures. None fails the session.
 
         Raises:
-            SettingsError: An option is invalid.
+            SettingsError: An option is invalid, or the function does not take one RewardInput.
         """
         timeout_s = NO_LIMIT_S if timeout_s is None else timeout_s
         if not timeout_s > 0 or max_concurrency < 1:
@@ -109,6 +110,7 @@ class RewardScorer:
         self._policy = failures or FailurePolicy()
         self._policy.check()
         self.name = function_name(function)
+        check_callable(function, name=self.name)
         self._function: Any = function
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(min(max_concurrency, getattr(function, "max_concurrency", max_concurrency)))

@@ -9,11 +9,15 @@ from rl_rollout.rewards.options import RewardPart
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.scorer import RewardScorer, Scored, marked
 
+ACCURACY = "acc"
+"""Component that validation takes as its main metric."""
+
 
 class WeightedReward:
     """The weighted sum of several rewards, computed concurrently.
 
     Each part's reward is the component `name`, its components are `name/component`, and its extras are under its name.
+    The first part with a component `acc` also gives it to the whole, because `acc` is the main metric of validation.
     A failed part fails the whole reward, unless its `on_failure` is "zero".
     """
 
@@ -61,6 +65,8 @@ class WeightedReward:
             components |= {f"{part.label}/{name}": value for name, value in one.result.components.items()}
             if one.result.extras:
                 extras[part.label] = dict(one.result.extras)
+            if ACCURACY in one.result.components:
+                components.setdefault(ACCURACY, one.result.components[ACCURACY])
         result = RewardResult(reward=total, components=components, extras=extras)
         return Scored(result=result, reward_s=reward_s, num_attempts=num_attempts)
 

@@ -15,12 +15,13 @@ class Dispatch:
 
     Attributes:
         prompt: The group's prompt.
-        order: Position in the order of issue, from 0.
+        place: Position from 0 in training, if groups train in the order of issue. A replacement takes the place of the
+            failed or refused group.
         sessions: Sessions that are not settled. An earlier rollouter may have settled the others.
     """
 
     prompt: Prompt
-    order: int
+    place: int
     sessions: tuple[int, ...]
 
 
@@ -30,7 +31,7 @@ class GroupEvent:
 
     Attributes:
         uid: The prompt's uid.
-        oldest: Oldest version of its tokens; None if nothing was sampled.
+        oldest: Oldest version of its tokens; None if this run sampled none of them.
         newest: Newest version of its tokens.
         failure: Reason why no step can train it; None if it is in the queue.
         is_refused: True if a filter refused it.

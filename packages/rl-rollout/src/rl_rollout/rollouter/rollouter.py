@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core import TransferQueue
 from rl_core.cluster import RoleReport, RoleView, Wait, process_report
-from rl_core.data import IntArray
+from rl_core.data import IntArray, Prompt
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError
 from rl_core.record_fields import settings_record
 from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate, retry_proof
@@ -30,13 +30,10 @@ from rl_rollout.rollouter.group_events import (
 from rl_rollout.rollouter.served_policy import PolicyScores, ServedPolicy
 from rl_rollout.rollouter.settling import Put, settle
 from rl_rollout.rollouter.window import RolloutWindow
-from rl_rollout.skip import StepRollouts
+from rl_rollout.skip import GroupwiseCache
 
 ENGINE = "engine"
-
-Generate = Callable[[], Awaitable[list[GroupResult]]]
-Stored = Callable[[Dispatch, Generate], Awaitable[StepRollouts]]
-"""Returns a stored group, or generates and stores it."""
+Run = Callable[[Sequence[Prompt]], Awaitable[list[GroupResult]]]
 
 
 @settings_record
@@ -67,7 +64,7 @@ class Rollouter:
     Attributes:
         engine: The engine; None before the start.
         rollout: The agent loop on the engine, with its rewards; None before the start.
-        stored: Returns stored groups. None generates all.
+        stored: Replays and stores groups. None generates all.
         refusals: Filters groups. None keeps all.
         opened: Closed at the end, before the engine.
     """
@@ -85,13 +82,13 @@ class Rollouter:
         self._put = put
         self.engine: ReplicatedEngine | None = None
         self.rollout: Rollout | None = None
-        self.stored: Stored | None = None
+        self.stored: GroupwiseCache | None = None
         self.refusals: Refusals | None = None
         self.opened = ExitStack()
         self._window = RolloutWindow()
         self._served = ServedPolicy()
         self._running: dict[str, tuple[float, int]] = {}  # start time, and the version served at that time
-        self._replayed: set[str] = set()
+        self._replaying = asyncio.Lock()
         self._waits: dict[int, Wait] = {}
         self._num_waits = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -300,17 +297,20 @@ class Rollouter:
             )
             return
 
-        async def replay(one: Dispatch) -> None:
-            found = await stored(one, lambda: run([one.prompt]))
-            if found.is_replayed:
-                self._replayed.add(one.prompt.uid)
-            await self._settle(found.groups[0], one)
-
         async with asyncio.TaskGroup() as tasks:
             for one in dispatches:
-                tasks.create_task(replay(one))
+                tasks.create_task(self._replay(stored, one, run))
 
-    async def _settle(self, group: GroupResult, dispatch: Dispatch) -> None:
+    async def _replay(self, stored: GroupwiseCache, one: Dispatch, run: Run) -> None:
+        """Settle a stored group, or generate it. Stored groups are settled in the order of their places."""
+        found = await stored.find(one.place, one.prompt.uid)
+        if found is None:
+            await self._settle((await run([one.prompt]))[0], one)
+        else:
+            async with self._replaying:
+                await self._settle(found, one, is_replayed=True)
+
+    async def _settle(self, group: GroupResult, dispatch: Dispatch, *, is_replayed: bool = False) -> None:
         """Put a group into the queue, and report its outcome."""
         uid = group.prompt.uid
         now = time.monotonic()
@@ -319,14 +319,15 @@ class Rollouter:
         reason = refused = None
         if self.refusals is not None and (reason := self.refusals.reason(group)) is not None:
             refused = refusal(self.refusals.name, reason)
+        if self.stored is not None:
+            await self.stored.settled(dispatch.place, group, is_refused=bool(refused), is_replayed=is_replayed)
         missing = frozenset(dispatch.sessions)
         with self.waiting(f"put group {uid}", on="queue"):
             await asyncio.to_thread(settle, self._queue, [group], put=self._put, only=missing, refused=refused)
-        is_replayed = uid in self._replayed
-        self._replayed.discard(uid)
         self._window.add(group, took_s=took_s, is_refused=reason is not None, is_replayed=is_replayed)
         event = await self._event_of(group, reason, missing)
-        event = replace(event, took_s=took_s, started=version)
+        oldest = None if is_replayed else event.oldest  # the schedule takes a replayed group as new
+        event = replace(event, took_s=took_s, started=version, oldest=oldest)
         self._running.pop(uid, None)
         await self._tell([event])
         self._refuse_to_fail_for_ever(group)

@@ -38,6 +38,11 @@ class RolloutWindow:
     refused_groups: int = 0
     made_up_groups: int = 0
 
+    @property
+    def timed(self) -> list[Trajectory]:
+        """Trajectories whose times count; see `GroupResult.timed`."""
+        return [trajectory for group in self.groups for trajectory in group.timed]
+
     def say(self, event: str, /, **fields: Any) -> None:
         """Add an event."""
         self.events.append({"event": event, **fields})

@@ -3,6 +3,7 @@
 from rl_rollout.skip.cache import SkipCache, StepRollouts
 from rl_rollout.skip.entry_folder import open_folder
 from rl_rollout.skip.fingerprint import Circumstances, Difference, package_versions, with_file_contents
+from rl_rollout.skip.groupwise import GroupwiseCache
 from rl_rollout.skip.manifest import EntryKey
 from rl_rollout.skip.options import SkipOptions
 from rl_rollout.skip.steps import StepSelection
@@ -13,6 +14,7 @@ __all__ = [
     "Difference",
     "EntryKey",
     "EntryStore",
+    "GroupwiseCache",
     "SkipCache",
     "SkipOptions",
     "StepRollouts",

@@ -11,7 +11,14 @@ from rl_core.data import Json, Prompt
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError
 from rl_core.record_fields import record
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip.fingerprint import ESSENTIAL, Circumstances, Difference, compare, make_fingerprint
+from rl_rollout.skip.fingerprint import (
+    ESSENTIAL,
+    Circumstances,
+    Difference,
+    compare,
+    make_fingerprint,
+    unusable_parts,
+)
 from rl_rollout.skip.manifest import EntryKey, Manifest
 from rl_rollout.skip.options import SkipOptions
 from rl_rollout.skip.rows import TOKEN_DTYPES
@@ -89,12 +96,21 @@ class SkipCache:
         return self._lazy_store
 
     def serves(self, key: EntryKey) -> bool:
-        """Return True if the cache stores and replays rollouts of this key.
+        """Return True if the cache stores or replays rollouts of this key.
 
         Kinds other than "train" need the option `validation`. Step 0 (before the first step) counts as step 1.
         """
         is_kind = key.kind == TRAIN or self._options.validation
-        return self._options.enabled and is_kind and max(key.step, 1) in self._steps
+        return self._options.enabled and is_kind and (max(key.step, 1) in self._steps or self.repeats(key))
+
+    def repeats(self, key: EntryKey) -> bool:
+        """Return True if the key only repeats earlier steps: a training step after the last one of `steps`."""
+        last = self._steps.last
+        return self._options.action == "repeat" and key.kind == TRAIN and last is not None and key.step > last
+
+    def needs_earlier(self, key: EntryKey) -> bool:
+        """Return True if the steps before the key must be stored before `find` can choose its entry."""
+        return self._options.action == "repeat_last" or self.repeats(key)
 
     async def rollouts(
         self, key: EntryKey, prompts: Sequence[Prompt], circumstances: Circumstances, generate: Generate
@@ -115,13 +131,17 @@ class SkipCache:
         """
         if not self.serves(key):
             return await _generated(generate)
-        live = make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES)
-        found = await asyncio.to_thread(self._find, key, prompts, live)
+        found = await asyncio.to_thread(self.find, key, prompts, circumstances)
         if found is not None:
             return found
         new = await _generated(generate)
-        await asyncio.to_thread(self._keep, key, new, live)
+        if not self.repeats(key):
+            await asyncio.to_thread(self.keep, key, new, prompts, circumstances)
         return new
+
+    def find(self, key: EntryKey, prompts: Sequence[Prompt], circumstances: Circumstances) -> StepRollouts | None:
+        """Return stored rollouts for a key; None if they must be generated. See `rollouts`."""
+        return self._find(key, prompts, make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES))
 
     def _find(self, key: EntryKey, prompts: Sequence[Prompt], live: dict[str, Json]) -> StepRollouts | None:
         started = time.perf_counter()
@@ -155,15 +175,19 @@ class SkipCache:
 
         Only training rollouts are taken from another step: a validation would report another policy's results.
         """
-        entries = self._store.entries()
-        if key in entries:
+        entries, last = self._store.entries(), self._steps.last
+        is_repeat = self.repeats(key)
+        if key in entries and not is_repeat:
             return key
         stored = [each for each in entries if (each.kind, each.part) == (key.kind, 0)]
-        if self._options.action == "cache" or key.kind != TRAIN or not stored:
+        if is_repeat and last is not None:
+            stored = [each for each in stored if each.step in self._steps]
+        elif self._options.action != "repeat_last" or key.kind != TRAIN:
             return None
-        if self._options.action == "repeat":
-            own = sum(each.step in self._steps and each.step < key.step for each in stored)
-            chosen = stored[(self._steps.count_before(key.step) - own) % len(stored)]
+        if not stored:
+            return None
+        if is_repeat and last is not None:
+            chosen = stored[(key.step - last - 1) % len(stored)]
         else:
             chosen = max(stored, key=self._age)
         source = EntryKey(step=chosen.step, part=key.part)
@@ -181,7 +205,8 @@ class SkipCache:
         """Return the accepted differences; None if the step must be generated again."""
         is_strict = self._options.action == "cache" or key.kind != TRAIN
         parts = None if is_strict else ESSENTIAL
-        found = tuple(
+        unusable = unusable_parts(manifest, live) if key.kind == TRAIN else ()
+        found = unusable + tuple(
             each
             for each in compare(manifest.fingerprint, live, parts=parts)
             if self._options.rewards == "stored" or not each.name.startswith("reward")
@@ -196,17 +221,17 @@ class SkipCache:
         self._on_event(
             "skip_mismatch", entry=manifest.key.name, wanted=key.name, differences=shown, on_mismatch=on_mismatch
         )
-        is_readable = not any(difference.name.startswith("columns") for difference in found)
+        is_usable = not unusable and not any(difference.name.startswith("columns") for difference in found)
         if on_mismatch == "regenerate":
             return None
-        if on_mismatch == "accept" and is_readable:
+        if on_mismatch == "accept" and is_usable:
             return found
         rest = [f"and {len(shown) - MAX_SHOWN} more"] if len(shown) > MAX_SHOWN else []
+        accept = '"accept" to train on them anyway or ' if is_usable else ""
         raise CacheMismatchError(
             f"{path} was generated with different inputs or settings:\n  "
             + "\n  ".join([*shown[:MAX_SHOWN], *rest])
-            + '\nSet skip.on_mismatch = "accept" to train on them anyway or "regenerate" to replace them, or choose '
-            "another skip.directory."
+            + f'\nSet skip.on_mismatch = {accept}"regenerate" to replace them, or choose another skip.directory.'
         )
 
     def _warn(self, source: EntryKey, differences: Sequence[Difference]) -> None:
@@ -230,7 +255,7 @@ class SkipCache:
         is_own = manifest.key == key and [group.prompt.uid for group in groups] == [prompt.uid for prompt in prompts]
         if not is_own:
             suffix = f"-r{key.step}" + (f".{key.part}" if key.part else "")
-            groups = tuple(_renamed(group, suffix) for group in groups)
+            groups = tuple(renamed(group, f"{group.prompt.uid}{suffix}") for group in groups)
         self._on_event(
             "skip_hit",
             entry=manifest.key.name,
@@ -247,9 +272,11 @@ class SkipCache:
             differences=differences,
         )
 
-    def _keep(self, key: EntryKey, new: StepRollouts, live: dict[str, Json]) -> None:
+    def keep(self, key: EntryKey, new: StepRollouts, prompts: Sequence[Prompt], circumstances: Circumstances) -> None:
+        """Store new rollouts of a key. See `rollouts`."""
+        live = make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES)
         if not any(group.trajectories for group in new.groups):
-            self._on_event("skip_not_stored", entry=key.name, reason="no session can train")
+            self.give_up(key, "no session can train")
             return
         started = time.perf_counter()
         max_bytes = self._options.max_size_bytes
@@ -263,17 +290,21 @@ class SkipCache:
                 max_bytes=max_bytes,
             )
         except EntryTooLargeError as error:
-            self._on_event("skip_not_stored", entry=key.name, reason=str(error))
+            self.give_up(key, str(error))
             log.warning("skip_entry_not_stored", reason=str(error))
             return
         if manifest is None:
-            self._on_event("skip_not_stored", entry=key.name, reason="another writer stored it first")
+            self.give_up(key, "another writer stored it first")
             return
         store_s = round(time.perf_counter() - started, 4)
         self._on_event("skip_stored", entry=key.name, size_bytes=manifest.size_bytes, store_s=store_s)
         if max_bytes is not None:
             for name, size_bytes in self._store.prune(max_bytes, keep=key):
                 self._on_event("skip_removed", entry=name, size_bytes=size_bytes)
+
+    def give_up(self, key: EntryKey, reason: str) -> None:
+        """Report that a key's rollouts are not stored."""
+        self._on_event("skip_not_stored", entry=key.name, reason=reason)
 
     def _set_aside(self, key: EntryKey, error: BrokenEntryError) -> None:
         """Report a broken entry, then move it to broken/, or raise the error if `on_broken` is "error"."""
@@ -299,9 +330,8 @@ async def _generated(generate: Generate) -> StepRollouts:
     return StepRollouts(groups=tuple(groups), generate_s=time.perf_counter() - started)
 
 
-def _renamed(group: GroupResult, suffix: str) -> GroupResult:
-    """Return the group with new uids: a run may replay the same entry several times."""
-    uid = f"{group.prompt.uid}{suffix}"
+def renamed(group: GroupResult, uid: str) -> GroupResult:
+    """Return the group with another uid: a run may replay the same entry several times."""
     sessions = tuple(
         replace(session, trajectories=tuple(replace(row, prompt_uid=uid) for row in session.trajectories))
         for session in group.sessions

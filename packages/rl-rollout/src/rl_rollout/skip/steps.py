@@ -46,6 +46,11 @@ class StepSelection:
     def __contains__(self, step: int) -> bool:
         return any(first <= step and (last is None or step <= last) for first, last in self.ranges)
 
+    @property
+    def last(self) -> int | None:
+        """Return the last selected step; None if there is no end."""
+        return self.ranges[-1][1]
+
     def count_before(self, step: int) -> int:
         """Return the number of selected steps before a step."""
         total = 0

@@ -47,6 +47,8 @@ def listing_text(listing: Listing) -> str:
         else f"no entries in {printable(listing.directory, width=None)}; "
         f"{printable(entries_hint(listing.directory), width=None)}"
     )
+    if num_whole:
+        lines.append("complete: manifest and sizes fit; `rl-rollout cache verify DIR` checks every byte")
     lines += _sizes("set aside in broken/", listing.set_aside)
     lines += _sizes("left by writers that died", listing.leftovers)
     if listing.set_aside or listing.leftovers or listing.num_broken:
@@ -101,7 +103,8 @@ def _row(entry: EntryReport) -> tuple[str, ...]:
         return entry.name, *("-" for _ in range(6)), size, "-", "-", entry.fault.word if entry.fault else "-"
     numbers = (counts.groups, counts.sessions, counts.failed_sessions, counts.trajectories, counts.tokens)
     policy = _policy((entry.fingerprint or {}).get("policy"))
-    return entry.name, _made_at(entry), *(f"{n:,}" for n in numbers), size, _seconds(entry.generate_s), policy, "ok"
+    made, seconds = _made_at(entry), _seconds(entry.generate_s)
+    return entry.name, made, *(f"{n:,}" for n in numbers), size, seconds, policy, "complete"
 
 
 def _head(shown: Mapping[str, Any], entry: EntryReport) -> Iterator[str]:
@@ -230,12 +233,14 @@ def _held(counts: Counts) -> str:
 
 
 def _policy(policy: Json) -> str:
-    """Return a policy in one word: its weights' digest, or the last part of its origin with the version."""
+    """Return a policy in one word: its weights' digest, or the last part of its origin with the version or versions."""
     if isinstance(policy, dict) and isinstance(policy.get("weights"), str):
         return printable(policy["weights"][:DIGEST_DIGITS])
     if isinstance(policy, dict) and isinstance(policy.get("origin"), str):
-        version = policy.get("version")
+        version, versions = policy.get("version"), policy.get("versions")
         last = policy["origin"].rstrip("/").rpartition("/")[2]
+        if isinstance(versions, list):
+            version = "-".join(str(each) for each in dict.fromkeys(versions))
         return printable(last if version is None else f"{last}@{version}", width=32)
     return "-" if policy is None else printable(json.dumps(policy), width=32)
 

@@ -2,6 +2,26 @@
 // Samples of a run's validations, and the selection to show.
 
 class Generations extends TextChunks {
+  constructor({ header, columns }) {
+    super({ header, columns });
+    this.parts = header.parts;
+    this.prompts = header.prompts;
+  }
+
+  get scores() {
+    return this.columns.score;
+  }
+
+  /** Values of a part of the reward, NaN if unknown. */
+  part(name) {
+    return this.columns[`part${this.parts.indexOf(name)}`];
+  }
+
+  /** The beginning of the prompt. */
+  asked(row) {
+    return this.prompts[this.columns.problem[row]];
+  }
+
   /** Steps of the validations, increasing. */
   get steps() {
     return [...new Set(this.columns.step)];
@@ -9,7 +29,7 @@ class Generations extends TextChunks {
 
   /** Whether its session failed, or its score is low. */
   isBad(row) {
-    return this.columns.failed[row] > 0 || this.columns.score[row] < BAD_BELOW;
+    return this.columns.failure[row] > 0 || this.columns.score[row] < BAD_BELOW;
   }
 
   kind(row) {
@@ -28,6 +48,19 @@ function chosenValidation(generations) {
   return steps.includes(Number(wanted)) && wanted !== "" ? Number(wanted) : steps.at(-1);
 }
 
+/** Predicates for the groups in the URL; a part of the reward is that of samples where it is low. */
+function groupFilters(generations) {
+  const { columns, names } = generations;
+  const chosen = ["source", "finish", "failure"].filter((kind) => viewState.get(`v${kind}`) !== "");
+  const filters = chosen.map((kind) => {
+    const name = viewState.get(`v${kind}`);
+    const code = kind === "failure" && name === "none" ? 0 : names[kind].indexOf(name);
+    return (row) => columns[kind][row] === code;
+  });
+  const part = generations.part(viewState.get("vpart"));
+  return part ? [...filters, (row) => part[row] < BAD_BELOW] : filters;
+}
+
 /** Rows that match the filters in the URL, except the text search. */
 function matchingSamples(generations) {
   const { step, score, table, problem } = generations.columns;
@@ -35,12 +68,14 @@ function matchingSamples(generations) {
   const code = (kind, name) => (viewState.get(name) === "" ? null : generations.names[kind].indexOf(viewState.get(name)));
   const [ofTable, ofProblem] = [code("table", "vtable"), code("problem", "vproblem")];
   const inScore = viewState.range("v0", "v1");
+  const inGroups = groupFilters(generations);
   const rows = [...Array(generations.count).keys()].filter(
     (row) =>
       (chosen === "all" || step[row] === chosen) &&
       (ofTable === null || table[row] === ofTable) &&
       (ofProblem === null || problem[row] === ofProblem) &&
-      (!inScore || inScore(score[row])),
+      (!inScore || inScore(score[row])) &&
+      inGroups.every((isIn) => isIn(row)),
   );
   const worth = (row) => (Number.isNaN(score[row]) ? Infinity : score[row]);
   const orders = {

@@ -161,7 +161,7 @@ const outcomeView = {
     const others = MAIN.flatMap((pattern) => known.filter((name) => pattern.test(name)));
     const names = [...new Set([...charted.map(({ metric }) => metric), ...others])].slice(0, MAX_CHARTS);
     const health = runs.map(({ header }) =>
-      make("section", { class: "checked" }, make("h2", {}, runs.length > 1 ? `Health of ${header.name}` : "Health"), findingList(header), checkFold(header)));
+      make("section", { class: "checked" }, make("h2", {}, runs.length > 1 ? `Health of ${header.name}` : "Health"), findingList(header), stabilityTable(header), checkFold(header)));
     place.replaceChildren(
       ...hangs,
       make("div", { class: "outcomes" }, runs.map((_, number_) => outcomeSection(runs, number_))),

@@ -33,7 +33,7 @@ const probesView = {
   isThere: (runs) => runs.some(({ header }) => header.probes.length),
   render(place, runs) {
     const cardsOf = runs.flatMap((run) => run.header.probes.map((probe, number_) => probeCard(run, number_, probe, runs.length > 1)));
-    const text = "Probabilities of the policy's top tokens at one position of a known response; the thick line is the response's own token.";
+    const text = "Probabilities of the policy's top tokens at one position of a known response; the thick line is the probed token: the response's own, or one that the run's settings name.";
     place.replaceChildren(make("p", { class: "muted" }, text), make("div", { class: "cards" }, cardsOf));
   },
 };

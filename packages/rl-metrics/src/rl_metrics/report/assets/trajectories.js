@@ -11,6 +11,10 @@ class Trajectories extends TextChunks {
     this.responses = header.responses;
   }
 
+  get scores() {
+    return this.columns.reward;
+  }
+
   /** Values of a part of the reward, NaN if unknown; undefined if no trajectory has it. */
   part(name) {
     return this.columns[`part${this.parts.indexOf(name)}`];

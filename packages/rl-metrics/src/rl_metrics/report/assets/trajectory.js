@@ -32,7 +32,7 @@ async function showTrajectory(place, runs, number_, row, { isBeside = false, aga
     ...trajectoryFacts(trajectories, row, text),
     text.failure ? make("p", { class: "failure" }, `Failed: ${text.failure}`) : "",
     ...conversationNodes(place, trajectories.columns.version[row], own, { isBeside, differs: other && differences(own.response, other.response)[0] }),
-    text.truth === null ? "" : make("p", {}, "Expected: ", make("code", {}, visible(text.truth))),
+    text.truth === null ? "" : make("p", {}, "Expected: ", make("code", {}, visible(typeof text.truth === "string" ? text.truth : JSON.stringify(text.truth)))),
     rewardParts(text, trajectories, row, group, runs.length > 1 ? ` of ${header.name}` : ""),
     extrasNode(text.extras),
     isBeside ? "" : sessionTree(trajectories, number_, row, group),

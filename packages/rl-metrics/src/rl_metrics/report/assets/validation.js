@@ -40,14 +40,25 @@ function sampleForm(runs, generations, changed) {
     moreFields([
       labelled("Validation", makeSelect("Validation", [...steps, ["all", "all steps"]], String(chosenValidation(generations)), set("vstep"))),
       tables.length > 1 ? labelled("Table", makeSelect("Table", [["", "all"], ...tables], viewState.get("vtable"), set("vtable"))) : null,
+      ...groupChoices(generations, set),
       labelled("Score", make("span", { class: "range" }, number_("v0", "Score from"), "–", number_("v1", "Score to"))),
       labelled("Order", makeSelect("Order", Object.entries(SAMPLE_SORTS), viewState.get("vsort"), set("vsort"))),
     ]),
   );
 }
 
+/** Choices of the groups that the samples differ in. */
+function groupChoices(generations, set) {
+  const choice = (kind, options) =>
+    labelled(kind, makeSelect(kind, [["", "all"], ...options], viewState.get(`v${kind}`), set(`v${kind}`)));
+  const named = (kind) => generations.names[kind].map((name) => (name === "" ? ["none", "not failed"] : [name, snippet(name, 60)]));
+  const kinds = ["source", "finish", "failure"].filter((kind) => generations.names[kind].length > 1);
+  const parts = generations.parts.map((name) => [name, `${snippet(name, 60)} below ${BAD_BELOW}`]);
+  return [...kinds.map((kind) => choice(kind, named(kind))), ...(parts.length ? [choice("part", parts)] : [])];
+}
+
 function noSampleFilters() {
-  return Object.fromEntries(["vq", "vstep", "vtable", "v0", "v1", "vsort", "vproblem"].map((name) => [name, ""]));
+  return Object.fromEntries(["vq", "vstep", "vtable", "v0", "v1", "vsort", "vproblem", "vsource", "vfinish", "vfailure", "vpart"].map((name) => [name, ""]));
 }
 
 async function listSamples(parts) {

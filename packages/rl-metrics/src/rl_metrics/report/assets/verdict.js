@@ -37,6 +37,7 @@ function showVerdicts(runs) {
       runs.length > 1 ? make("strong", {}, `${header.name} `) : null,
       state === "failed" ? `${ended}; ${health}. ` : `${health}; ${ended}. `,
       hangs ? make("span", { class: "failure" }, snippet(hangs, 300), " ") : null,
+      verdict.target ? make("span", {}, snippet(`T${verdict.target.text.slice(1)}. `, 300)) : null,
       make("span", { class: "muted" }, snippet(inShort(verdict.findings), 300)),
     );
   });
@@ -61,6 +62,18 @@ function findingList({ name, verdict: { findings } }) {
   return make("section", {}, make("h3", {}, "Findings; those that explain others come first"), items);
 }
 
+/** Mean over all steps and newest value of the metrics of stability, beside their healthy ranges. */
+function stabilityTable({ stability }) {
+  if (!stability?.length) return null;
+  const headings = ["", "metric", ["mean", "number"], "healthy", ["newest", "number"], "healthy", "source of the range"];
+  const rows = stability.map((row) => [
+    row.mark === "unknown" ? "" : row.mark,
+    make("a", { href: viewState.link({ view: "curves", chart: row.metric }, { isFresh: true }) }, row.metric),
+    number(row.mean), row.healthy_mean || "-", number(row.last), row.healthy_last || "-", row.source || "-",
+  ]);
+  return makeTable("Stability: mean over all steps, and newest value", headings, rows);
+}
+
 function findingNodes({ severity, what, since_step: since, evidence, causes, advice }) {
   const list = (kind, heading, items) =>
     items.length ? [make("h4", {}, heading), make(kind, {}, items.map((item) => make("li", {}, item)))] : [];
@@ -79,10 +92,14 @@ function findingNodes({ severity, what, since_step: since, evidence, causes, adv
 
 const COUNTED = [["critical", "critical"], ["warning", "with a warning"], ["unknown", "not judged"]];
 
+/** The checks that apply to the run; verdicts of older versions do not tell. */
+const dueChecks = (checks) => checks.filter(({ applies }) => applies !== false);
+
 /** The checklist, folded behind the number of passing checks; the findings show the others. */
 function checkFold({ name, verdict }) {
-  const { checks } = verdict;
+  const checks = dueChecks(verdict.checks);
   if (!checks.length) return null;
+  const rest = verdict.checks.length - checks.length;
   const count = (status) => checks.filter((check) => check.status === status).length;
   const others = COUNTED.map(([status, words]) => (count(status) ? `, ${count(status)} ${words}` : "")).join("");
   const sides = Object.entries(SIDES).map(([side, title]) => {
@@ -90,6 +107,6 @@ function checkFold({ name, verdict }) {
     if (!ofSide.length) return null;
     return make("section", { class: "side" }, make("h3", {}, title), make("ul", {}, ofSide.map(checkItem)));
   });
-  const summary = [statusBadge(shownStatus(verdict)), make("strong", {}, `${count("ok")} of ${plural(checks.length, "check")} pass`), others];
+  const summary = [statusBadge(shownStatus(verdict)), make("strong", {}, `${count("ok")} of ${plural(checks.length, "check")} pass`), others, rest ? `; ${rest} do not apply` : ""];
   return foldable(`checks, ${name}`, false, "checks", summary, make("div", { class: "checklist" }, sides));
 }

@@ -12,6 +12,7 @@ import structlog
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightProofError
+from rl_core.gpus import GpuUse, gpu_use_of
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
     Canary,
@@ -101,6 +102,11 @@ class ReplicatedEngine:
     def loads(self) -> list[EngineLoad]:
         """Return the load of each replica so far, without removed ones."""
         return [replica.load for replica in self._replicas.members]
+
+    async def gpu_use(self) -> list[GpuUse]:
+        """Return the use of each GPU of the running replicas since the last call, in their order; empty on CPUs."""
+        asked = await asyncio.gather(*(gpu_use_of(replica.engine) for replica in self._replicas.running))
+        return [one for of_replica in asked for one in of_replica]
 
     async def stacks(self, *, deadline_s: float) -> dict[int, str]:
         """Return the stacks of each replica's process, responding or not. Replicas in this process are omitted."""

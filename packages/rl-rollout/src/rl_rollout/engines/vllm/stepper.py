@@ -21,6 +21,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from rl_core.data import FinishReason as OurFinishReason
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
+from rl_core.gpus import GpuUse
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_core.weights.broadcast import WeightSources, receive_plan
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
@@ -185,6 +186,10 @@ class VLLMStepper:
     def reset_prefix_cache(self) -> None:
         """See `Stepper.reset_prefix_cache`. Running requests compute theirs again."""
         self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    def gpu_use(self) -> list[GpuUse]:
+        """Return the use of each rank's GPU since the last call; empty on CPUs."""
+        return [one for of_rank in self._core.collective_rpc("gpu_use") for one in of_rank]
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """See `Stepper.sleep`. Weights move to the host or are dropped, and the KV cache is freed."""

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.data import ExpertArray
+from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors
 from rl_core.weights.broadcast import JoinedSource, ReceivePlan
 from rl_rollout.engines.vllm.adapter_products import multiply_at_once
@@ -79,6 +80,10 @@ class WorkerExtension:
         repack_output_head(self.model_runner.get_model())
         self._drop_adapter()
         return arrived
+
+    def gpu_use(self) -> list[GpuUse]:
+        """Return the use of this rank's GPU since the last call; empty on a CPU."""
+        return own_gpu_use("engine")
 
     def open_adapter_slot(self, modules: Iterable[str]) -> list[str]:
         """Prepare to serve adapters. See `AdapterSlot.served`."""

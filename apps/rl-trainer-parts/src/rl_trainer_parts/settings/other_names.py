@@ -1,0 +1,118 @@
+"""What the settings of verl and TRL are called here; `other_libraries/names.toml` is the table."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from typing import Any, Literal
+
+from rl_core.files import parse_toml
+
+LISTS = {"verl": "verl-0.9.1.txt", "trl": "trl-1.16.0.txt"}
+"""Every setting of a library, one a line, in a file that carries its version."""
+
+MAX_MEANINGS = 2
+"""A short name that may mean more than this, such as "name", says nothing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """What a name of another library means here.
+
+    Attributes:
+        library: "verl" or "trl".
+        name: The library's name; it may be a pattern with *.
+        kind: "settings": there are such settings; "refused": there are none, for a reason; "without": nothing like it.
+        settings: Our settings, or an option of `train`, such as "--resume".
+        note: What differs, or the reason; may be empty.
+    """
+
+    library: str
+    name: str
+    kind: Literal["settings", "refused", "without"]
+    settings: tuple[str, ...] = ()
+    note: str = ""
+
+
+@functools.cache
+def listed_names(library: str) -> tuple[str, ...]:
+    """Every setting of a library, in the order of its own files: the policy's come before the critic's."""
+    return tuple(_asset(LISTS[library]).split())
+
+
+@functools.cache
+def full_names(library: str) -> tuple[str, ...]:
+    """The listed names, and those that only the table has."""
+    rows = (row.name for row in table() if row.library == library and "*" not in row.name)
+    return tuple(dict.fromkeys((*listed_names(library), *rows)))
+
+
+@functools.cache
+def table() -> tuple[Meaning, ...]:
+    """Every row of the table."""
+    return tuple(_rows())
+
+
+def meaning_of(name: str, library: str) -> Meaning | None:
+    """The longest row that matches a full name; a counterpart or a reason comes before the lack of one."""
+    rows = [row for row in table() if row.library == library and fnmatchcase(name, row.name)]
+    return max(rows, key=lambda row: (row.kind != "without", len(row.name)), default=None)
+
+
+def meanings(name: str) -> list[Meaning]:
+    """What a name may mean: a full name, or the end of one, such as "optim.lr".
+
+    A full name means one thing. The end of several names may mean several settings; with a counterpart for one of
+    them, the others' reasons are left out. The end of many names means nothing.
+    """
+    for library in LISTS:
+        is_full = name in full_names(library) or _is_filled_in(name, library)
+        if is_full and (meaning := meaning_of(name, library)):
+            return [dataclasses.replace(meaning, name=name)]
+    found_by: dict[tuple[str, ...], Meaning] = {}
+    for library, full in _ending_with(name):
+        row = meaning_of(full, library)
+        if row is not None:
+            found_by.setdefault(row.settings or (row.note,), dataclasses.replace(row, name=full))
+    named = [row for row in found_by.values() if row.settings]
+    found = named or list(found_by.values())
+    return found if len(found) <= MAX_MEANINGS else []
+
+
+def value_hint(setting: str, value: str) -> str:
+    """A hint for verl's value of one of our settings; empty if verl has no such value."""
+    ours = _document()["values"].get(setting, {}).get(value)
+    if ours is None:
+        return ""
+    return f" Did you mean {ours!r}, verl's {value!r}?" if ours else f" verl's {value!r} is missing here."
+
+
+@functools.cache
+def _document() -> dict[str, Any]:
+    return parse_toml(_asset("names.toml"), where="names.toml")
+
+
+def _rows() -> Iterator[Meaning]:
+    for library in LISTS:
+        for kind, rows in _document()[library].items():
+            for name, text in rows.items():
+                ours, _, note = text.partition(": ") if kind == "settings" else ("", "", text)
+                settings = tuple(one.strip() for one in ours.split(",") if one)
+                yield Meaning(library=library, name=name, kind=kind, settings=settings, note=note)
+
+
+def _is_filled_in(name: str, library: str) -> bool:
+    """Whether a row such as distillation.teacher_model*.model_path names the setting itself, and not only a section."""
+    ending = f".{name.rpartition('.')[2]}"
+    rows = (row.name for row in table() if row.library == library and row.name.endswith(ending))
+    return any(fnmatchcase(name, row) for row in rows)
+
+
+def _ending_with(name: str) -> Iterator[tuple[str, str]]:
+    """Libraries and full names that end with a name."""
+    return ((library, full) for library in LISTS for full in full_names(library) if full.endswith(f".{name}"))
+
+
+def _asset(name: str) -> str:
+    return files("rl_trainer_parts.settings").joinpath("other_libraries", name).read_text("utf-8")

@@ -1,0 +1,158 @@
+"""What names of verl and TRL lead to."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_distill.objectives import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES
+from rl_trainer_parts.settings.fields import setting_fields
+from rl_trainer_parts.settings.other_names import LISTS, Meaning, listed_names, meaning_of, table
+from rl_trainer_parts.settings.suggestions import OF_ASYNC, suggest
+
+KNOWN = list(setting_fields())
+ALL = {*KNOWN, *(one for setting in setting_fields().values() for one in setting.entry_fields())}
+GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "from-verl.md").read_text()
+ASYNC = ("schedule.max_staleness", "schedule.sync_every", "schedule.partial_rollout", "schedule.validate_on")
+LISTED = [(library, name) for library in LISTS for name in listed_names(library)]
+
+
+def test_the_lists_are_those_of_the_versions_in_their_names() -> None:
+    assert {library: len(listed_names(library)) for library in LISTS} == {"verl": 1259, "trl": 202}
+    assert {"loss_type", "learning_rate", "reward_funcs"} <= set(listed_names("trl"))
+    assert {"trainer.logger", "async_training.use_trainer_do_validate"} <= set(listed_names("verl"))
+
+
+def test_every_name_of_verl_and_trl_has_a_counterpart_a_reason_or_none() -> None:
+    assert [name for library, name in LISTED if meaning_of(name, library) is None] == []
+
+
+def test_every_counterpart_is_a_setting() -> None:
+    named = {one for row in table() for one in row.settings if not one.startswith("--")}
+    assert {one for one in named if one.partition(".")[0] not in OF_ASYNC} <= ALL
+
+
+def test_every_setting_in_a_note_exists() -> None:
+    sections = "|".join({one.partition(".")[0] for one in KNOWN} - {"run"})
+    notes = " ".join(row.note for row in table())
+    mentioned = set(re.findall(rf"(?<![\w./])(?:{sections})\.(?!jsonl)[a-z_]+", notes))
+    assert len(mentioned) > 20
+    assert mentioned <= ALL
+    reasons = [row for row in table() if row.kind == "refused" and not row.note.endswith(".")]
+    assert reasons == []
+
+
+def test_every_row_with_a_pattern_matches_a_name() -> None:
+    dead = {row.name for row in table() if "*" in row.name} - {
+        meaning.name for library, name in LISTED if (meaning := meaning_of(name, library))
+    }
+    of_pull_requests = ("*rollout.skip", "distillation.teacher_model*")
+    assert {name for name in dead if not name.startswith(of_pull_requests)} == set()
+
+
+def test_a_suggestion_is_exactly_what_the_table_says() -> None:
+    wrong = [name for library, name in LISTED if not _says(suggest(name, KNOWN), meaning_of(name, library), name)]
+    assert [name for name in wrong if name not in ALL] == []
+
+
+def _says(hint: str, meaning: Meaning | None, name: str) -> bool:
+    assert meaning is not None
+    if meaning.kind == "refused":
+        return hint == f" {meaning.note}" or "router's bias" in hint
+    if meaning.kind == "without":
+        return f"'{name}' has no counterpart here." in hint and hint.endswith(meaning.note)
+    asked = hint.partition(" Did you mean ")[2].partition(" (")[0].rstrip("?")
+    return asked == " or ".join(one if one.startswith("--") else repr(one) for one in meaning.settings) or (
+        f"In rl-async-trainer, {meaning.settings[0]} does this" in hint
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("distillation_loss.loss_mode", "distillation.loss"),
+        ("distillation.distillation_loss.loss_mode", "distillation.loss"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.policy_loss"),
+        ("loss_mode", "algorithm.policy_loss distillation.loss"),
+        ("teacher_model.model_path", "distillation.teachers.NAME.model"),
+        ("distillation.teacher_model.model_path", "distillation.teachers.NAME.model"),
+        ("distillation.teacher_models.large.model_path", "distillation.teachers.NAME.model"),
+        ("distillation.teachers.large.model_path", "distillation.teachers.large.model"),
+        ("enable_resource_pool", "distillation.teachers.NAME.resources"),
+        ("distillation.teacher_model.enable_resource_pool", "distillation.teachers.NAME.resources"),
+        ("skip.enable", "skip.enabled"),
+        ("skip_rollout", "skip.enabled"),
+        ("actor_rollout_ref.rollout.skip_rollout", "skip.enabled"),
+        ("skip_dump_dir", "skip.directory"),
+        ("dump_dir", "skip.directory"),
+        ("skip.dump_dir", "skip.directory"),
+        ("rollout.skip.dump_dir", "skip.directory"),
+        ("max_dump_step", "skip.steps"),
+        ("skip.max_dump_step", "skip.steps"),
+        ("trainer.logger", "metrics.trackers metrics.console"),
+        ("trainer.rollout_data_dir", "metrics.log_rollouts"),
+        ("trainer.validation_data_dir", "metrics.log_val_generations"),
+        ("log_val_generations", "metrics.log_val_generations"),
+        ("lr", "learner.learning_rate critic.learning_rate"),
+        ("critic.lr", "critic.learning_rate"),
+        ("num-generations", "rollout.group_size"),
+        ("+actor_rollout_ref.actor.optim.lr", "learner.learning_rate"),
+    ],
+)
+def test_names_that_users_of_verl_bring(name: str, settings: str) -> None:
+    assert re.findall(r"'([^']+)'", suggest(name, KNOWN).partition(" (")[0]) == settings.split()
+
+
+def test_settings_of_the_other_trainer_are_named() -> None:
+    hint = ' In rl-async-trainer, schedule.validate_on does this (true is "learner").'
+    assert suggest("use_trainer_do_validate", KNOWN) == suggest("async_training.use_trainer_do_validate", KNOWN) == hint
+    known = [*KNOWN, "schedule.validate_on"]
+    assert suggest("use_trainer_do_validate", known).startswith(" Did you mean 'schedule.validate_on'")
+
+
+def test_what_is_missing_is_said_with_the_reason() -> None:
+    assert suggest("data.shuffle", KNOWN) == " Training prompts are always in random order, by run.seed."
+    assert suggest("data.use_shm", KNOWN) == " verl's 'data.use_shm' has no counterpart here."
+    assert suggest("torch_empty_cache_steps", KNOWN).startswith(" TRL's 'torch_empty_cache_steps' has no counterpart")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("banana", "trainer.banana", "foo.bar", "policy.colour", "run.owner", "metrics.dashboard"),
+        *("rollout.speed", "learner.magic", "trainer.goal", "logs", "skip.everything", "zzz.qqq", "model.name"),
+        *("trainer.verbose", "algorithm.kl_goal", "distillation.students", "health.emails", "trainer.gpu"),
+    ],
+)
+def test_other_words_get_no_suggestion(name: str) -> None:
+    assert suggest(name, KNOWN) == ""
+
+
+def _rows(heading: str) -> Iterator[list[list[str]]]:
+    """The names in the cells of each row of the table below a line of the guide."""
+    for line in GUIDE.partition(f"\n{heading}")[2].partition("\n|---")[2].partition("\n\n")[0].splitlines()[1:]:
+        yield [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:-1]]
+
+
+def test_the_guide_has_the_settings_of_the_table() -> None:
+    pairs = [(name, row[2][0]) for row in _rows("## Settings") for name in (*row[0], *row[1])]
+    assert len(pairs) > 75
+    assert [(name, ours) for name, ours in pairs if f"'{ours}'" not in suggest(name, [*KNOWN, *ASYNC])] == []
+    assert {name for name, _ in pairs} <= {name for _, name in LISTED}
+
+
+@pytest.mark.parametrize(
+    ("heading", "known", "missing"),
+    [
+        ("| verl's `adv_estimator`", set(ADVANTAGES.names()) - {"remax"}, {"remax", "optimal_token_baseline"}),
+        ("| verl's `loss_mode`", set(POLICY_LOSSES.names()), {"dro"}),
+        ("| verl's `loss_agg_mode`", set(AGGREGATIONS.names()), {"token-sum"}),
+    ],
+)
+def test_the_guide_has_every_algorithm(heading: str, known: set[str], missing: set[str]) -> None:
+    rows = list(_rows(heading))
+    theirs = {name for row in rows for name in row[0]}
+    assert known - theirs <= {"ppo_clip", "dr_grpo"}  # verl's vanilla, and grpo without its deviation
+    assert missing <= theirs - known
+    assert known <= {name for row in rows for name in (*row[0], *row[1])}

@@ -1,0 +1,128 @@
+"""The table of a run's stability: mean over all steps and newest value, beside the healthy ranges."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from rl_metrics.definitions.definition import Band
+from rl_metrics.definitions.entries import (
+    ADVANTAGES_MEAN,
+    ENTROPY,
+    GRAD_NORM,
+    GRAD_NORM_MEAN,
+    KL_TO_REFERENCE,
+    POLICY_LOSS_MEAN,
+    STEP_KL,
+)
+from rl_metrics.health.common_rules import LOSS, REFERENCE_KL
+from rl_metrics.health.families import GRADIENT_ALONE, Family
+from rl_metrics.health.finding import Verdict
+from rl_metrics.run_files.history import History
+from rl_metrics.run_files.json_lines import number_or_none
+
+Mark = Literal["ok", "outside", "accepted", "unknown"]
+"""Whether both values are in their ranges; "accepted" is outside, but its rules know a reason and find nothing.
+
+"unknown" if there is no range for what the run learns from, or if the metric's rules were not judged.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StabilityRow:
+    """One metric of the table.
+
+    Attributes:
+        label: Description of the metric.
+        metric: Name of the metric.
+        mean: Mean over all steps.
+        last: Newest value.
+        step: Step of the newest value.
+        healthy_mean: Healthy range of the mean; None without one.
+        healthy_last: Healthy range of the newest value; None without one.
+        mark: Whether the values are in their ranges.
+        rules: Rules that judge the metric.
+    """
+
+    label: str
+    metric: str
+    mean: float
+    last: float
+    step: int
+    healthy_mean: Band | None
+    healthy_last: Band | None
+    mark: Mark
+    rules: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON values; ranges as text, with their sources."""
+        bands = [band for band in (self.healthy_mean, self.healthy_last) if band]
+        return {
+            "label": self.label,
+            "metric": self.metric,
+            "mean": number_or_none(self.mean),
+            "last": number_or_none(self.last),
+            "step": self.step,
+            "healthy_mean": str(self.healthy_mean or ""),
+            "healthy_last": str(self.healthy_last or ""),
+            "source": "; ".join(dict.fromkeys(band.source for band in bands)),
+            "mark": self.mark,
+            "rules": list(self.rules),
+        }
+
+
+_Entry = tuple[str, tuple[str, ...], Band | None, Band | None, tuple[str, ...]]
+
+ENTRIES: tuple[_Entry, ...] = (
+    ("policy loss", LOSS, POLICY_LOSS_MEAN, POLICY_LOSS_MEAN, ("policy_loss",)),
+    ("entropy", ("actor/entropy",), None, ENTROPY, ("entropy_collapse", "entropy_rise", "entropy_final")),
+    ("KL of a step", ("actor/ppo_kl",), STEP_KL, STEP_KL, ("kl_high",)),
+    (
+        "KL to the reference",
+        REFERENCE_KL[::-1],
+        KL_TO_REFERENCE,
+        KL_TO_REFERENCE,
+        ("kl_loss_high", "reference_kl_high"),
+    ),
+    ("gradient norm", ("actor/grad_norm",), GRAD_NORM_MEAN, GRAD_NORM, ("grad_norm",)),
+    ("mean advantage", ("critic/advantages/mean",), ADVANTAGES_MEAN, ADVANTAGES_MEAN, ("policy_loss",)),
+)
+"""Label, alternative metrics, healthy ranges of the mean and of the newest value, and the rules that judge them."""
+
+
+def stability(history: History, verdict: Verdict, *, family: Family = "policy_gradient") -> tuple[StabilityRow, ...]:
+    """Return the table of a run's stability, without metrics that the run does not record.
+
+    Args:
+        history: Metrics of the run.
+        verdict: Verdict on the run.
+        family: What the run learns from; the ranges are for a policy gradient.
+    """
+    has_ranges = family in GRADIENT_ALONE
+    rows = []
+    for label, names, healthy_mean, healthy_last, rules in ENTRIES:
+        metric = next((name for name in names if name in history.values), None)
+        known = np.flatnonzero(np.isfinite(history.values[metric] if metric else np.zeros(0)))
+        if metric is None or not len(known):
+            continue
+        values = history.values[metric][known]
+        with np.errstate(all="ignore"):  # values may be near the largest float
+            mean, last = float(values.mean()), float(values[-1])
+        bands = (healthy_mean, healthy_last) if has_ranges else (None, None)
+        is_ok = all(band is None or band.contains(value) for band, value in zip(bands, (mean, last), strict=True))
+        said = {check.status for check in verdict.checks if check.rule in rules}
+        mark: Mark = "outside" if said & {"warning", "critical"} else "accepted"
+        rows.append(
+            StabilityRow(
+                label=label,
+                metric=metric,
+                mean=mean,
+                last=last,
+                step=int(history.steps[known[-1]]),
+                healthy_mean=bands[0],
+                healthy_last=bands[1],
+                mark="unknown" if not any(bands) or said <= {"unknown"} else "ok" if is_ok else mark,
+                rules=rules,
+            )
+        )
+    return tuple(rows)
