@@ -5,13 +5,14 @@ Each trainer's real command runs on recording fakes (`recorded_fakes`). A new se
 """
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recorded_runs import RecordedRun, record_command
-from setting_alternatives import ALTERNATIVES, Other
+from setting_alternatives import ALTERNATIVES, SKIP, Other
 from setting_runs import make_inputs, words_of
 
 from rl_async_trainer.settings import AsyncSettings
@@ -38,16 +39,31 @@ class Walk:
 
     def run(self, row: Other, changes: dict[str, Any]) -> RecordedRun:
         chosen = {**row.beside, **changes}
-        key = json.dumps([chosen, row.has_run, row.is_supervised], sort_keys=True)
+        key = json.dumps([chosen, row.found, row.is_supervised], sort_keys=True)
         if key not in self._known:
             self._known[key] = record_command(
                 self.trainer,
                 words_of(self.trainer, self._folder, chosen),
                 run_folder=self._folder / "runs" / "run",
-                has_run=row.has_run,
                 is_supervised=row.is_supervised,
+                prepare=lambda: self._prepare(row),
             )
         return self._known[key]
+
+    def _prepare(self, row: Other) -> None:
+        """Write what the run finds."""
+        runs = self._folder / "runs"
+        if row.found == "run":
+            (runs / "run").mkdir(parents=True)
+            (runs / "run" / "settings.toml").write_text("")
+        elif row.found in ("cache", "broken"):
+            record_command(
+                self.trainer, words_of(self.trainer, self._folder, SKIP), run_folder=runs / "run", keeps=True
+            )
+            shutil.rmtree(runs / "run")
+        if row.found == "broken":
+            (manifest,) = runs.glob("cache/train-*/manifest.json")
+            manifest.write_text("{}")
 
     def problem(self, name: str) -> str | None:
         """Return why a setting counts as ignored; None if it does not."""

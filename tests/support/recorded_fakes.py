@@ -248,6 +248,9 @@ class FakeRanks:
     def look(self) -> None:
         """All ranks are alive."""
 
+    def gpu_use(self) -> list[Any]:
+        return []
+
     def stacks(self, **_: Any) -> list[str]:
         return []
 

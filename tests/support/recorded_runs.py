@@ -58,7 +58,13 @@ class RecordedRun:
 
 
 def record_command(
-    trainer: str, words: list[str], *, run_folder: Path, has_run: bool = False, is_supervised: bool = False
+    trainer: str,
+    words: list[str],
+    *,
+    run_folder: Path,
+    is_supervised: bool = False,
+    prepare: Callable[[], None] = lambda: None,
+    keeps: bool = False,
 ) -> RecordedRun:
     """Run a command of a trainer in this process.
 
@@ -66,15 +72,14 @@ def record_command(
         trainer: "sync" or "async".
         words: The command and its arguments.
         run_folder: The run's folder, whose files are described and then removed.
-        has_run: Another run is already there.
         is_supervised: Run it as from a shell, with children that are killed at once.
+        prepare: Called when the parent folder is empty.
+        keeps: Keep the files.
     """
     trace = Trace()
     output = io.StringIO()
     shutil.rmtree(run_folder.parent, ignore_errors=True)
-    if has_run:
-        run_folder.mkdir(parents=True)
-        (run_folder / "settings.toml").write_text("")
+    prepare()
     with _recording(trace), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         module = __import__(f"rl_{trainer}_trainer.main", fromlist=["main"])
         try:
@@ -85,11 +90,12 @@ def record_command(
         except Exception as error:  # a setting may be refused late
             trace.add("raised", type(error).__name__, str(error))
             output.write(traceback.format_exc())
-    for entry in _files_of(run_folder):
+    for entry in (*_files_of(run_folder), *_caches_beside(run_folder)):
         trace.add("file", entry)
     printed = output.getvalue()
     trace.entries += [f"printed {_without_times(line)}" for line in printed.splitlines()]
-    shutil.rmtree(run_folder.parent, ignore_errors=True)
+    if not keeps:
+        shutil.rmtree(run_folder.parent, ignore_errors=True)
     tracemalloc.stop()
     return RecordedRun(entries=tuple(sorted(trace.entries)), output=printed)
 
@@ -118,6 +124,16 @@ def _files_of(folder: Path) -> Iterator[str]:
     for name in ("health.json", "summary.json"):
         if (folder / name).is_file():
             yield f"{name} {_steady(json.loads((folder / name).read_text()))}"
+
+
+def _caches_beside(run_folder: Path) -> Iterator[str]:
+    """Describe the files of caches, and how their arrays are stored."""
+    for path in sorted(run_folder.parent.rglob("*")):
+        name = re.sub(r"[0-9a-f]{16,}", "HASH", str(path.relative_to(run_folder.parent)))
+        if path.is_file() and not name.startswith(run_folder.name):
+            yield name
+            if path.name == "zarr.json":
+                yield f"{name} {json.loads(path.read_text()).get('codecs')}"
 
 
 def _steady(value: Any, name: str = "") -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,14 +13,15 @@ class Other:
         value: The value.
         beside: Settings of both runs that are compared.
         says: What a refusal says in place of the setting's name.
-        has_run: Both find another run in their folder.
+        found: What both find: "run" (another run in their folder), "cache" (a stored step of another run) or "broken" (the
+            same, damaged).
         is_supervised: Both run as from a shell, with children that are killed at once.
     """
 
     value: Any
     beside: Mapping[str, Any] = field(default_factory=dict)
     says: str = ""
-    has_run: bool = False
+    found: Literal["nothing", "run", "cache", "broken"] = "nothing"
     is_supervised: bool = False
 
 
@@ -56,6 +57,7 @@ ROLES = {"roles.kind": "process"}
 ROLES_OF_TEACHERS = {**ROLES, **TEACHER}
 MIXTURE = {"policy.path": "{folder}/mixture"}
 TWO_STEPS = {"trainer.steps": 2}
+TARGET = {"trainer.target.value": 0.9}
 CONSTANT = {"reward.function": "{folder}/reward.py:constant", "trainer.steps": 7, "health.every": 1}
 PARTS = '[{ function = "{folder}/reward.py:reward", weight = 1.0 }]'
 
@@ -70,7 +72,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "run.name": other("another"),
     "run.directory": other("{folder}/runs/below"),
     "run.seed": other(1),
-    "run.if_exists": Other(value="archive", has_run=True),
+    "run.if_exists": Other(value="archive", found="run"),
     "run.readable_by": other("group"),
     "policy.path": other("{folder}/teacher"),
     "policy.learner": other("torch"),
@@ -118,11 +120,18 @@ ALTERNATIVES: Mapping[str, Other] = {
     "trainer.offload": other(True),
     "trainer.validate_every": other(2, TWO_STEPS),
     "trainer.validate_first": other(False),
-    "trainer.checkpoint_every": other(2, TWO_STEPS),
+    "trainer.checkpoint_every": other(2, TWO_STEPS, trainer__keep_best=False),
     "trainer.keep_checkpoints": other(1, TWO_STEPS),
     "trainer.background_checkpoints": other(False),
     "trainer.canary_prompts": other(1),
     "trainer.proof_tolerance": other(0.5),
+    "trainer.keep_best": other(False, trainer__steps=3, trainer__keep_checkpoints=1, trainer__checkpoint_every=2),
+    "trainer.target": other("{ value = 0.9 }"),
+    "trainer.target.metric": other("val-core/of_1/reward/mean@1", TARGET),
+    "trainer.target.value": other(0.1, TARGET),
+    "trainer.target.stop": other(True, TWO_STEPS, TARGET, trainer__target__value=0.1),
+    "trainer.target.lower_is_better": other(True, TARGET),
+    "trainer.stop_when_no_better": other(1, TWO_STEPS),
     "learner.learning_rate": other(2e-6),
     "learner.warmup_steps": other(1),
     "learner.decay_steps": other(5),
@@ -190,6 +199,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "metrics.log_val_generations": other(1),
     "metrics.log_rollouts": other(1),
     "metrics.log_rollout_tokens": other(1),
+    "metrics.probe_tokens": other(["1"]),
     "metrics.probes": other(1),
     "metrics.details_every": other(0),
     "metrics.replay_rows": other(0, MIXTURE),
@@ -240,10 +250,14 @@ ALTERNATIVES: Mapping[str, Other] = {
     "skip.enabled": other(True, skip__directory="{folder}/runs/cache"),
     "skip.directory": other("{folder}/runs/other-cache", SKIP),
     "skip.steps": other("2", SKIP, TWO_STEPS),
-    "skip.action": Other(value="repeat_last", beside={**SKIP, **TWO_STEPS}, says="was never issued"),
-    "skip.on_mismatch": other("regenerate", SKIP, TWO_STEPS, run__seed=1),
-    "skip.on_broken": other("error", SKIP),
-    "skip.rewards": other("again", SKIP),
+    "skip.action": other("repeat", SKIP, TWO_STEPS, skip__steps="1"),
+    "skip.on_mismatch": Other(value="regenerate", beside=SKIP | {"run.seed": 1}, found="cache"),
+    "skip.on_broken": Other(value="error", beside=SKIP, found="broken", says="/manifest.json: "),
+    "skip.rewards": Other(
+        value="again",
+        beside=SKIP | {"reward.function": "{folder}/reward.py:constant", "skip.on_mismatch": "accept"},
+        found="cache",
+    ),
     "skip.max_bytes": other(1, SKIP),
     "skip.compress": other(False, SKIP),
     "skip.validation": other(True, SKIP),
@@ -284,7 +298,11 @@ ALTERNATIVES: Mapping[str, Other] = {
     "roles.start_deadline_s": other(450.0),
     "roles.heartbeat_deadline_s": other(150.0, ROLES),
     "roles.hang_deadline_s": other(1000.0),
-    "roles.on_hang": other("report", reward__function="{folder}/reward.py:hanging", roles__hang_deadline_s=0.3),
+    "roles.on_hang": Other(
+        value="report",
+        beside={"reward.function": "{folder}/reward.py:hanging", "roles.hang_deadline_s": 0.3},
+        says="no progress for",
+    ),
     "distillation.teachers.NAME.resources.gpus": Other(value=1.0, beside=TEACHER, says="reserves 1 x 0 CPUs and 1 GPU"),
     **{
         f"distillation.teachers.NAME.{name}": other(value, context)

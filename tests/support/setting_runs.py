@@ -108,7 +108,7 @@ def write_prompts(path: Path, count: int, *, without: Sequence[str] = (), longes
     """Write prompts with answers, data sources and a teacher's texts."""
     rows = [
         {"prompt": f"{number}+{number + 1}=", "answer": "3", "data_source": f"of_{number % 2}", "text": str(number)}
-        | {"level": f"of_{number // 2 % 2}", "kind": str(number % 3)}
+        | {"level": f"of_{number // 2 % 2}", "kind": str((number + 1) % 3)}
         for number in range(count)
     ]
     if longest is not None:
