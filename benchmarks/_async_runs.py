@@ -30,6 +30,7 @@ from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.checkpoints import TrainerState
 from rl_trainer_parts.run.folder import RunFolder, open_run
+from rl_trainer_parts.run.goal import Goal
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.schema import Settings
 
@@ -175,6 +176,7 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
 
         parts = Parts(
             settings=settings,
+            goal=Goal(settings.trainer),
             inputs=inputs,
             folder=run,
             learners=learners,

@@ -258,7 +258,7 @@ def test_a_dry_run_says_what_the_prompts_are(run: TinyRun, capsys: pytest.Captur
     assert train_here(run, "--dry-run", prompts__plain_prompts="chat", **settings) == 0
     said = capsys.readouterr().out
     assert "prompts    messages, formatted by the chat template; the longest has 6 tokens" in said
-    assert "note:" not in said
+    assert "note: the prompts" not in said
     assert "responses end at token 1\n" in said
 
 

@@ -25,6 +25,7 @@ from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.checkpoints import TrainerState
 from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.goal import Goal
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.sources import load_settings
 
@@ -54,6 +55,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         stack.callback(queue.close)
         yield Parts(
             settings=settings,
+            goal=Goal(settings.trainer),
             inputs=inputs,
             folder=RunFolder(settings.run_folder),
             learners=learners,

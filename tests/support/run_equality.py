@@ -8,9 +8,9 @@ from rl_metrics.trackers.jsonl import read_metrics
 
 MEASURED = (
     *("timing_s/", "timing_per_token_ms/", "perf/", "agent_loop/", "memory/", "distribution/generate_s"),
-    *("gateway/overhead_ms/", "rollout/rescored"),
+    *("gateway/overhead_ms/", "rollout/rescored", "queue/"),
 )
-"""Metrics that depend on a clock, or on engines that a replay does not use."""
+"""Metrics that depend on a clock, on engines that a replay does not use, or on when the queue is read."""
 
 ASIDE = frozenset({"slowest_session", "health_finding", "health_finding_over"})
 """Events about a run's health, not its result; a tiny run is never healthy."""
