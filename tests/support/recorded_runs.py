@@ -20,6 +20,7 @@ import recorded_fakes as fakes
 from recorded_fakes import Trace
 
 from rl_rollout.loops import LOOPS
+from rl_rollout.prompts import PromptTokenizer
 
 MEASURED = re.compile(
     r"tim(e|ing)|_s\b|_s/|per_s|perf/|memory|idle|busy|wall|slowest|took|agent_loop/.*/|queue|size_gb|size_bytes"
@@ -172,6 +173,8 @@ def _recording(trace: Trace) -> Iterator[None]:
         patch("rl_async_trainer.assemble:RayQueue", _inline_queue)
         patch("rl_async_trainer.assemble:SharedMemoryQueue", _inline_queue)
         stack.enter_context(mock.patch.dict(LOOPS._builtin, {"two_parts": fakes.TwoParts}))
+        patch("rl_metrics.trackers.usual_times:UsualTimes.note", lambda *_: None)
+        patch("rl_trainer_parts.rollouts.inputs:PromptTokenizer.load", _loaded)
         _patch_learners(stack, recorded)
         _patch_transports(patch, trace)
         _patch_waits(patch, trace)
@@ -182,6 +185,18 @@ def _recording(trace: Trace) -> Iterator[None]:
 
 
 _ENGINES = ("vllm", "transformers")
+
+
+_TOKENIZERS: dict[str, PromptTokenizer] = {}
+_load = PromptTokenizer.load
+
+
+def _loaded(folder: Path, **options: Any) -> PromptTokenizer:
+    """Load a tokenizer once, since every run reads the same few."""
+    key = f"{folder} {options}"
+    if key not in _TOKENIZERS:
+        _TOKENIZERS[key] = _load(folder, **options)
+    return _TOKENIZERS[key]
 
 
 def _inline_queue(tasks: Any, *, options: Any) -> Any:

@@ -13,8 +13,7 @@ class Other:
         value: The value.
         beside: Settings of both runs that are compared.
         says: What a refusal says in place of the setting's name.
-        found: What both find: "run" (another run in their folder), "cache" (a stored step of another run) or "broken" (the
-            same, damaged).
+        found: What both find: "run" (another run in their folder), "cache" (a stored step) or "broken" (a damaged one).
         is_supervised: Both run as from a shell, with children that are killed at once.
     """
 

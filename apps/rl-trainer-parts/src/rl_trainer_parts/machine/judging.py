@@ -39,7 +39,7 @@ ADVICE = {
     "packages": "Install our packages again as the README says.",
     "torchvision": "On a CPU, pip uninstall torchvision. On a GPU, install the version for this torch.",
     "triton": "pip uninstall triton",
-    "model": "Fix the model or its settings, then run check-machine again. Checks of an unreadable model's size are skipped.",
+    "model": "Fix the model or its settings, then run check-machine again. An unreadable model's size is not checked.",
     "cpus": "Lower cluster.cpus_per_rank and replicas.cpus; 0 shares the machine's CPUs.",
     "processes": "Lower parallel.ranks, replicas.count and engine.tensor_parallel_size.",
     "gpus": "`nvidia-smi` lists GPUs, driver and programs. Update an old driver, or install torch for an older CUDA. "
