@@ -61,17 +61,19 @@ def test_trls_reward_reads_messages_and_columns(example):
         [{"role": "assistant", "content": "3"}],
         [*said, {"role": "assistant", "content": [{"type": "text", "text": "3"}]}],
         [{"role": "assistant", "content": None}],
+        [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
+        [],
     ]
     scored = example("trl_objectives").trl_reward(reward)(
-        prompts=[prompt] * 3,
+        prompts=[prompt] * 5,
         completions=completions,
-        completion_ids=[[3]] * 3,
-        level=[5] * 3,
+        completion_ids=[[3]] * 5,
+        level=[5] * 5,
         trainer_state=object(),  # TRL passes these too
         log_metric=print,
         log_extra=print,
     )
-    assert asyncio.run(scored) == [1.0, 1.0, 0.0]
+    assert asyncio.run(scored) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 class StubTrainer:

@@ -40,7 +40,7 @@ def trl_reward(function: Callable[[RewardInput], Any]) -> TrlReward:
             given.append(
                 RewardInput(
                     prompt_uid=str(row),
-                    response_text=completion if isinstance(completion, str) else text_of(completion[-1]["content"]),
+                    response_text=completion if isinstance(completion, str) else last_text(completion),
                     response_ids=np.array(ids, np.int32),
                     messages=() if isinstance(prompt, str) else tuple(prompt),
                     ground_truth=own.get("ground_truth"),
@@ -52,8 +52,9 @@ def trl_reward(function: Callable[[RewardInput], Any]) -> TrlReward:
     return reward
 
 
-def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Return the text of a message, whose content may be a list of parts."""
+def last_text(messages: Messages) -> str:
+    """Return the text of the last message; its content may be a list of parts, or missing beside tool calls."""
+    content = messages[-1].get("content") if messages else None
     if isinstance(content, str):
         return content
     return "".join(str(part.get("text", "")) for part in content or ())

@@ -139,3 +139,13 @@ def test_probabilities_are_no_logprobs(name):
     given[name] = given[name].exp()
     with pytest.raises(DataError, match=rf"{name} must be at most 0; found 0\.3679\. Pass `log_softmax`"):
         PolicyTokens.from_padded(loss_mask=torch.tensor([[1, 1]]), advantages=torch.tensor([1.0]), **given)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("name", ["policy_logprobs", "loss_mask", "advantages", "old_logprobs"])
+def test_nested_tensors_are_refused_with_what_to_do(layout, name):
+    dense = torch.full((2, 3), -1.0)
+    given = {"policy_logprobs": dense, "loss_mask": torch.ones(2, 3, dtype=torch.int64), "advantages": dense}
+    given[name] = torch.nested.nested_tensor([torch.full((2,), -1.0), torch.full((3,), -1.0)], layout=layout)
+    with pytest.raises(ShapeError, match=rf"{name} must be padded.*found a nested tensor.*to_padded_tensor"):
+        PolicyTokens.from_padded(given.pop("policy_logprobs"), given.pop("loss_mask"), **given)

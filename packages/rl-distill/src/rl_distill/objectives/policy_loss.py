@@ -23,6 +23,7 @@ from rl_distill.objectives.shapes import (
     check_offsets,
     check_padded,
     check_tokens,
+    refuse_nested,
     refuse_probabilities,
 )
 
@@ -95,6 +96,8 @@ class PolicyTokens:
             ShapeError: A tensor is not [B, T], or the mask is a float tensor.
             DataError: A logprob of a trained token is above 0 (checked on CPUs only).
         """
+        refuse_nested(policy_logprobs=policy_logprobs, loss_mask=loss_mask, advantages=advantages)
+        refuse_nested(old_logprobs=old_logprobs, selection=selection)
         loss_mask = as_mask(loss_mask)
         padded = {
             "policy_logprobs": policy_logprobs,

@@ -43,6 +43,20 @@ def check_padded(tensors: Mapping[str, torch.Tensor]) -> None:
     _check_alike(tensors, "[B, T]", "Pass rows padded to one length.")
 
 
+def refuse_nested(**tensors: torch.Tensor | None) -> None:
+    """Check that no tensor is nested (jagged).
+
+    Raises:
+        ShapeError: A tensor is nested.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_nested:
+            raise ShapeError(
+                f"{name} must be padded, [B, T]; found a nested tensor. Pad it with `to_padded_tensor(0.0)`, or pack all "
+                "columns: `values()` and `offsets()` are the fields of PolicyTokens."
+            )
+
+
 def refuse_probabilities(logprobs: torch.Tensor, mask: torch.Tensor, name: str) -> None:
     """Check that logprobs are not above 0; skipped on GPUs, where reading values synchronizes.
 
