@@ -52,7 +52,7 @@ def refuse_nested(**tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.is_nested:
             raise ShapeError(
-                f"{name} must be padded, [B, T]; found a nested tensor. Pad it with `to_padded_tensor(0.0)`, or pack all "
+                f"{name} must be padded, [B, T]; found a nested tensor. Use `to_padded_tensor(0.0)`, or pack all "
                 "columns: `values()` and `offsets()` are the fields of PolicyTokens."
             )
 
