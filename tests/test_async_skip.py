@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 from async_runs import async_training, run_history, train_async_here
-from tiny_run import PROMPTS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
+from tiny_run import PROMPTS_PER_STEP, REWARDS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
+from train_process import wait_until_held
 
 from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout.skip import EntryKey, EntryStore
 
 STEPS = 4
+IN_STEP_2 = REWARDS_PER_STEP + 10
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,8 @@ def events(run: TinyRun, name: str) -> list[dict[str, Any]]:
 
 
 def rewards(run: TinyRun) -> list[float]:
-    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    file = run.run_folder / "metrics.jsonl"
+    rows = read_metrics(file) if file.exists() else []
     return [row.metrics["critic/rewards/mean"] for row in rows if row.step]
 
 
@@ -90,19 +93,25 @@ def test_steps_are_repeated(run: TinyRun, action: str, expected: list[int]) -> N
     assert rewards(run)[-len(expected) :] == pytest.approx(stored_rewards(run.folder / "fresh", expected))
 
 
-def test_a_killed_run_repeats_its_range_and_goes_on_in_order(run: TinyRun) -> None:
-    """All processes of a run are killed after its fourth step; each of its groups still trains once."""
+def test_a_killed_run_repeats_its_range_and_goes_on_in_order(tmp_path: Path) -> None:
+    """All processes of a run are killed in step 2 of the range, and again while it repeats."""
+    run = make_tiny_run(tmp_path)
     fresh = run.folder / "fresh"
-    more = {"skip__action": "repeat", "skip__steps": "1-2", "skip__directory": fresh, "trainer__steps": 9}
-    with async_training(run, **settings(run, **more)) as process:
-        process.wait_until(lambda: (run.run_folder / "metrics.jsonl").exists() and len(rewards(run)) >= 4, "step 4")
+    more = settings(run, skip__action="repeat", skip__steps="1-3", skip__directory=fresh, trainer__steps=9)
+    more |= {"engine__max_num_seqs": 4, "trainer__validate_every": 0, "trainer__validate_first": False}
+    with async_training(run, hold_after=IN_STEP_2, reward__timeout_s=None, **more) as process:
+        wait_until_held(process, run)
+        process.wait_until(lambda: rewards(run) != [], "step 1")
         process.kill_all()
-    assert train_async_here(run, "--resume", **settings(run, **more)) == 0
-    expected = [1, 2, 1, 2, 1, 2, 1]
+    with async_training(run, "--resume", **more) as process:
+        process.wait_until(lambda: len(rewards(run)) >= 6, "step 6")
+        process.kill_all()
+    assert train_async_here(run, "--resume", **more) == 0
     told = {event["wanted"]: event["entry"] for event in events(run, "skip_hit")}
-    assert told == {EntryKey(step=step).name: EntryKey(step=own).name for step, own in enumerate(expected, start=3)}
-    assert list(entries(fresh)) == [1, 2]
-    assert rewards(run)[2:] == pytest.approx(stored_rewards(fresh, expected))
+    expected = {4: 1, 6: 3, 7: 1, 8: 2, 9: 3}
+    assert told == {EntryKey(step=step).name: EntryKey(step=own).name for step, own in expected.items()}
+    assert list(entries(fresh)) == [1, 2, 3], "step 5 made the entry that the kill of step 2 lost"
+    assert rewards(run)[2:] == pytest.approx(stored_rewards(fresh, [3, 1, 2, 3, 1, 2, 3]))
     trained = [uid for uids in run_history(run.run_folder).steps.values() for uid in uids]
     assert len(trained) == len(set(trained)) == 9 * PROMPTS_PER_STEP
 

@@ -150,6 +150,12 @@ class Controller:
             if self._scheduler.unsaved:
                 await self._checkpoints.begin(self.state)
             await self._checkpoints.wait()
+        if self._rollouter.is_started:
+            await self._tell_last_events()
+
+    async def _tell_last_events(self) -> None:
+        for event in await self._rollouter.last_events():
+            self._parts.say(event.pop("event"), **{"step": self.state.step, **event})
 
     # -- the learner's side
 
@@ -334,6 +340,7 @@ class Controller:
             step = self.state.step
             splits = ("test",) if self.state.validated >= step else ("validation", "test")
             self._trackers.log_late(step, await self._validate(*splits))
+        await self._tell_last_events()
         await self._checkpoints.begin(self.state)
         await self._checkpoints.wait()
 

@@ -116,6 +116,12 @@ class GroupwiseCache:
         await asyncio.to_thread(self._cache.keep, EntryKey(step=number), rollouts, prompts, circumstances)
         self._end(number)
 
+    def give_up_rest(self) -> None:
+        """Report that the steps that lack groups are not stored, because the run ends."""
+        for number, step in sorted(self._steps.items()):
+            count = f"{len(step.groups)} of its {self._groups_per_step} groups"
+            self._give_up(number, f"the run ended when {count} were generated", step.found)
+
     def _where(self, place: int) -> tuple[int, int]:
         return place // self._groups_per_step + 1, place % self._groups_per_step
 
@@ -151,7 +157,7 @@ class GroupwiseCache:
 
     def _give_up(self, number: int, reason: str, found: "asyncio.Task[StepRollouts | None]") -> None:
         """Store a step no more, unless it is replayed."""
-        if not found.cancelled() and found.exception() is None and found.result() is None:
+        if found.done() and not found.cancelled() and found.exception() is None and found.result() is None:
             self._given_up.add(number)
             self._cache.give_up(EntryKey(step=number), reason)
 
