@@ -58,6 +58,11 @@ def hits(run: TinyRun) -> dict[int, int]:
     return {key.step: source.step for key, source in found.items() if key and source}
 
 
+def replayed(run: TinyRun) -> list[float]:
+    """Return `rollout/replayed` of each step from 1."""
+    return [row.metrics["rollout/replayed"] for row in read_metrics(run.run_folder / "metrics.jsonl") if row.step]
+
+
 def rewards(run: TinyRun) -> list[float]:
     file = run.run_folder / "metrics.jsonl"
     rows = read_metrics(file) if file.exists() else []
@@ -66,6 +71,7 @@ def rewards(run: TinyRun) -> list[float]:
 
 def test_repeat_stores_its_range_and_repeats_it_in_the_same_run(inputs: TinyRun) -> None:
     assert hits(inputs) == {3: 1, 4: 2}
+    assert replayed(inputs) == [0, 0, 1, 1]
     found = entries(inputs.folder / "cache")
     assert list(found) == [1, 2]
     issued = list(run_history(inputs.run_folder).issued)
@@ -77,7 +83,8 @@ def test_cache_replays_its_entries_and_stores_the_rest(run: TinyRun, capsys: pyt
     assert train_async_here(run, **settings(run)) == 0
     assert hits(run) == {1: 1, 2: 2}
     assert list(entries(run.folder / "cache")) == [1, 2, 3, 4]
-    assert "replayed 100%" in capsys.readouterr().out
+    assert replayed(run) == [1, 1, 0, 0]
+    assert capsys.readouterr().out.count("replayed 100%") == 2
 
 
 def test_other_prompts_replay_the_stored_ones_if_that_is_accepted(run: TinyRun) -> None:
@@ -111,6 +118,7 @@ def test_a_killed_run_repeats_its_range_and_goes_on_in_order(tmp_path: Path) -> 
     assert train_async_here(run, "--resume", **more) == 0
     assert hits(run) == {4: 1, 6: 3, 7: 1, 8: 2, 9: 3}
     assert list(entries(fresh)) == [1, 2, 3], "step 5 made the entry that the kill of step 2 lost"
+    assert replayed(run) == [0, 0, 0, 1, 0, 1, 1, 1, 1]
     assert rewards(run)[2:] == pytest.approx(stored_rewards(fresh, [3, 1, 2, 3, 1, 2, 3]))
     trained = [uid for uids in run_history(run.run_folder).steps.values() for uid in uids]
     assert len(trained) == len(set(trained)) == 9 * PROMPTS_PER_STEP

@@ -65,6 +65,7 @@ def test_groups_from_a_skip_cache_count_as_of_their_start_also_if_a_kill_lost_th
     options = ScheduleOptions(groups_per_step=1, num_steps=6, max_staleness=1, sync_every=1)
     source: Any = SimpleNamespace(next=make_prompts)
     scheduler = restore_schedule(options, AsyncState(), queue, PromptSupply(source), history)
+    assert scheduler.replayed == {"p0", "p1"}
     scheduler.num_steps = 5
     assert scheduler.stale() == ()
     scheduler.num_steps = 6

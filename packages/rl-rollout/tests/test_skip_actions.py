@@ -102,7 +102,9 @@ def test_repeat_generates_a_lost_entry_at_its_turn_and_keeps_the_order(tmp_path)
     assert runs.sources(range(7, 15)) == [4, 1, None, 4, 1, 3, 4, 1]
     assert runs.generated == [1, 2, 3, 4, 9]
     assert [key.step for key in _keys(tmp_path)] == [1, 3, 4]
-    assert_same_groups(runs.step(12).groups, [renamed(group, f"{group.prompt.uid}-r12") for group in make_groups(seed=9)])
+    assert_same_groups(
+        runs.step(12).groups, [renamed(group, f"{group.prompt.uid}-r12") for group in make_groups(seed=9)]
+    )
 
 
 @pytest.mark.parametrize("steps", ["all", "100-", "1-3,7-"])

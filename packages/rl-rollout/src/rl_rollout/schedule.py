@@ -97,6 +97,7 @@ class Scheduler:
         num_spent: Number of failed groups that are not replaced because their step is on policy.
         num_steps: Number of completed steps.
         served_version: Policy version that the engines serve.
+        replayed: Groups that no checkpoint has, and whose tokens this run did not sample.
     """
 
     options: ScheduleOptions
@@ -104,6 +105,7 @@ class Scheduler:
     num_spent: int = 0
     num_steps: int = 0
     served_version: int = 0
+    replayed: set[str] = field(default_factory=set)
     _groups: dict[str, _Group] = field(default_factory=dict)
     _waiting: deque[str] = field(default_factory=deque)
     _ready: list[tuple[int, int, str]] = field(default_factory=list)
@@ -149,6 +151,8 @@ class Scheduler:
         else:
             self._waiting.remove(uid)
         group = self._groups[uid]
+        if oldest_version is None:
+            self.replayed.add(uid)
         if oldest_version is not None or group.deadline is None:
             self._set_deadline(uid, self.served_version if oldest_version is None else oldest_version)
         group.arrival = self._num_arrived
@@ -188,6 +192,7 @@ class Scheduler:
         """Record that a ready group was dropped. It is generated again."""
         self._ready.remove(self._entry(uid))
         self._clear_deadline(uid)
+        self.replayed.discard(uid)
         self._groups[uid].arrival = None
         self._waiting.appendleft(uid)
 
@@ -215,6 +220,7 @@ class Scheduler:
         kept: list[str] = []
         while len(self._unsaved) > self.num_steps - step:
             kept.extend(self._unsaved.popleft())
+        self.replayed.difference_update(kept)
         return tuple(kept)
 
     @property

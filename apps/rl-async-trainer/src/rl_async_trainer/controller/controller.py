@@ -234,7 +234,7 @@ class Controller:
             wall_s = self._note(report)
             publishing = asyncio.create_task(self._publish_step())
             try:
-                metrics, histograms = await self._measure(report, wall_s)
+                metrics, histograms = await self._measure(report, uids, wall_s)
             except BaseException:
                 publishing.cancel()
                 raise
@@ -287,7 +287,9 @@ class Controller:
         )
         return wall_s
 
-    async def _measure(self, report: TrainedStep, wall_s: float) -> tuple[dict[str, float], dict[str, Json]]:
+    async def _measure(
+        self, report: TrainedStep, uids: tuple[str, ...], wall_s: float
+    ) -> tuple[dict[str, float], dict[str, Json]]:
         """Metrics and histograms of a finished step."""
         scheduler = self._scheduler
         window, teachers = await asyncio.gather(self._rollouter.window(scheduler.num_steps), self._teachers.window())
@@ -306,6 +308,8 @@ class Controller:
             restarts=restarts,
         )
         metrics |= {"training/epoch": float(self._parts.supply.epoch), **self._parts.memory.step(scheduler.num_steps)}
+        if self._settings.skip.enabled:
+            metrics["rollout/replayed"] = len(scheduler.replayed.intersection(uids)) / len(uids)
         is_due = has_distributions(self._settings, scheduler.num_steps)
         return metrics, {**window["histograms"], **report.histograms} if is_due else {}
 

@@ -195,8 +195,6 @@ def window_metrics(window: RolloutWindow, loads: Sequence[EngineLoad], *, elapse
         "fully_async/engines/serving": float(sum(load.state == "serving" for load in loads)),
         "fully_async/restarts/engines": float(sum(load.num_restarts for load in loads)),
     }
-    if window.num_replayed:
-        metrics["rollout/replayed"] = window.num_replayed / len(window.took_s)
     if window.trajectories:
         metrics |= summarize_components([trajectory.reward_components for trajectory in window.trajectories])
         metrics |= summarize_processing_times(window.took_s)

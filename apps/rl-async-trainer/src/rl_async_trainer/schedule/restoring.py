@@ -68,6 +68,8 @@ def restore_schedule(
         uid = entry.prompt_uid
         oldest, _ = history.settled.get(uid) or entry.policy_versions or (None, None)  # a kill may have lost the line
         sampled = scheduler.sampled_since(uid, oldest)
+        if sampled is None:
+            scheduler.replayed.add(uid)
         scheduler.settled(uid, oldest_version=history.started.get(uid) if sampled is None else sampled)
     _redo_spent(scheduler, options, state, ledger)
     scheduler.force(_known(history.steps_after(state.step), ledger) if plan is None else plan.steps[state.step :])
