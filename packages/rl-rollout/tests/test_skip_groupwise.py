@@ -197,6 +197,15 @@ def test_a_resumed_run_replays_the_rest_of_a_step(tmp_path: Path) -> None:
     assert run.told("skip_not_stored") == []
 
 
+def test_an_ending_run_reports_the_steps_that_it_does_not_store(tmp_path: Path) -> None:
+    Run(tmp_path).places(0, 1)
+    run = Run(tmp_path)
+    run.places(0, 2)
+    run.cache.give_up_rest()
+    (fields,) = run.told("skip_not_stored")
+    assert fields == {"entry": "train-00000002-0000", "reason": "the run ended when 1 of its 2 groups were generated"}
+
+
 def test_entries_that_count_prompts_are_refused_by_name_whatever_is_accepted(tmp_path: Path) -> None:
     """An asynchronous run of an earlier version stored one group an entry, without a source."""
     old = replace(CIRCUMSTANCES, source=None)
