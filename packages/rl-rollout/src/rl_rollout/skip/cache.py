@@ -115,8 +115,8 @@ class SkipCache:
     def stored_as(self, key: EntryKey) -> EntryKey:
         """Return the key under which new rollouts of a key are stored.
 
-        It is another one for a step that repeats an earlier one: it is only generated if that step has no entry, because
-        a kill, a limit or a broken file lost it.
+        A step that repeats an earlier one is generated only if a kill, a limit or a broken file lost the entry of the
+        earlier one; it then stores that entry.
         """
         last = self._steps.last
         if not self.repeats(key) or last is None:

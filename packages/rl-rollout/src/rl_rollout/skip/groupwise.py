@@ -147,7 +147,8 @@ class GroupwiseCache:
             if len(step.seen) == self._groups_per_step:
                 continue
             self._end(earlier)
-            reason = f"only {len(step.seen)} of its {self._groups_per_step} groups were generated after the rollouter's start"
+            count = f"{len(step.seen)} of its {self._groups_per_step} groups"
+            reason = f"only {count} were generated after the rollouter's start"
             if step.found.done():
                 self._give_up(earlier, reason, step.found)
             else:
