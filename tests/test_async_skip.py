@@ -6,20 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 from async_runs import async_training, run_history, train_async_here
-from tiny_run import PROMPTS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
+from tiny_run import PROMPTS_PER_STEP, REWARDS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
+from train_process import wait_until_held
 
 from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout.skip import EntryKey, EntryStore
 
 STEPS = 4
+IN_STEP_2 = REWARDS_PER_STEP + 10
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run that has stored four steps in its folder's `cache`."""
+    """A run of four steps that has stored steps 1 and 2 in its folder's `cache`, and repeated them."""
     run = make_tiny_run(tmp_path_factory.mktemp("inputs"))
-    assert train_async_here(run, **settings(run)) == 0
+    assert train_async_here(run, **settings(run, skip__action="repeat", skip__steps="1-2")) == 0
     return run
 
 
@@ -50,60 +52,74 @@ def events(run: TinyRun, name: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run.run_folder / "events.jsonl") if event["event"] == name]
 
 
+def hits(run: TinyRun) -> dict[int, int]:
+    """Return the step whose entry each replayed step used."""
+    found = {EntryKey.parse(event["wanted"]): EntryKey.parse(event["entry"]) for event in events(run, "skip_hit")}
+    return {key.step: source.step for key, source in found.items() if key and source}
+
+
+def replayed(run: TinyRun) -> list[float]:
+    """Return `rollout/replayed` of each step from 1."""
+    return [row.metrics["rollout/replayed"] for row in read_metrics(run.run_folder / "metrics.jsonl") if row.step]
+
+
 def rewards(run: TinyRun) -> list[float]:
-    rows = read_metrics(run.run_folder / "metrics.jsonl")
+    file = run.run_folder / "metrics.jsonl"
+    rows = read_metrics(file) if file.exists() else []
     return [row.metrics["critic/rewards/mean"] for row in rows if row.step]
 
 
-def test_each_step_has_one_entry_with_the_groups_that_fill_it(inputs: TinyRun) -> None:
+def test_repeat_stores_its_range_and_repeats_it_in_the_same_run(inputs: TinyRun) -> None:
+    assert hits(inputs) == {3: 1, 4: 2}
+    assert replayed(inputs) == [0, 0, 1, 1]
     found = entries(inputs.folder / "cache")
+    assert list(found) == [1, 2]
     issued = list(run_history(inputs.run_folder).issued)
-    assert list(found) == [1, 2, 3, 4]
-    assert [uid for step in found.values() for uid in step] == issued[: STEPS * PROMPTS_PER_STEP]
+    assert [uid for step in found.values() for uid in step] == issued[: 2 * PROMPTS_PER_STEP]
+    assert rewards(inputs)[2:] == pytest.approx(stored_rewards(inputs.folder / "cache", [1, 2]))
 
 
-def test_the_same_run_again_replays_all_its_steps(run: TinyRun) -> None:
+def test_cache_replays_its_entries_and_stores_the_rest(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_async_here(run, **settings(run)) == 0
-    assert [event["wanted"] for event in events(run, "skip_hit")] == [EntryKey(step=step).name for step in (1, 2, 3, 4)]
-    history = run_history(run.run_folder)
-    assert list(history.steps.values()) == [tuple(uids) for uids in entries(run.folder / "cache").values()]
+    assert hits(run) == {1: 1, 2: 2}
+    assert list(entries(run.folder / "cache")) == [1, 2, 3, 4]
+    assert replayed(run) == [1, 1, 0, 0]
+    assert capsys.readouterr().out.count("replayed 100%") == 2
 
 
-def test_other_prompts_replay_the_stored_ones_if_that_is_accepted(
-    run: TinyRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train_async_here(run, **settings(run, run__seed=5)) == 1
-    assert "seed: stored 0, now 5" in capsys.readouterr().err
-    accepted = settings(run, run__seed=5, run__if_exists="archive", skip__on_mismatch="accept")
+def test_other_prompts_replay_the_stored_ones_if_that_is_accepted(run: TinyRun) -> None:
+    accepted = settings(run, run__seed=5, skip__on_mismatch="accept", skip__steps="1-2", trainer__steps=2)
     assert train_async_here(run, **accepted) == 0
-    assert len(events(run, "skip_hit")) == STEPS
+    assert hits(run) == {1: 1, 2: 2}
+    assert "seed: stored 0, now 5" in str(events(run, "skip_mismatch"))
 
 
-@pytest.mark.parametrize(("action", "expected"), [("repeat", [1, 2, 1, 2]), ("repeat_last", [1, 1, 1, 1, 1])])
-def test_steps_are_repeated(run: TinyRun, action: str, expected: list[int]) -> None:
-    more = {"skip__directory": run.folder / "fresh", "skip__action": action, "trainer__steps": 6}
-    if action == "repeat":
-        more["skip__steps"] = "1-2"
-    assert train_async_here(run, **settings(run, **more)) == 0
-    assert [event["entry"] for event in events(run, "skip_hit")] == [EntryKey(step=step).name for step in expected]
-    assert list(entries(run.folder / "fresh")) == sorted(set(expected))
-    assert rewards(run)[-len(expected) :] == pytest.approx(stored_rewards(run.folder / "fresh", expected))
-
-
-def test_a_killed_run_repeats_its_range_and_goes_on_in_order(run: TinyRun) -> None:
-    """All processes of a run are killed after its fourth step; each of its groups still trains once."""
+def test_repeat_last_trains_on_one_step_with_roles_in_processes(run: TinyRun) -> None:
     fresh = run.folder / "fresh"
-    more = {"skip__action": "repeat", "skip__steps": "1-2", "skip__directory": fresh, "trainer__steps": 9}
-    with async_training(run, **settings(run, **more)) as process:
-        process.wait_until(lambda: (run.run_folder / "metrics.jsonl").exists() and len(rewards(run)) >= 4, "step 4")
+    more = {"roles__kind": "process", "skip__action": "repeat_last", "skip__directory": fresh}
+    assert train_async_here(run, **settings(run, **more)) == 0
+    assert hits(run) == {2: 1, 3: 1, 4: 1}
+    assert rewards(run) == pytest.approx(stored_rewards(fresh, [1] * STEPS))
+
+
+def test_a_killed_run_repeats_its_range_and_goes_on_in_order(tmp_path: Path) -> None:
+    """All processes of a run are killed in step 2 of the range, and again while it repeats."""
+    run = make_tiny_run(tmp_path)
+    fresh = run.folder / "fresh"
+    more = settings(run, skip__action="repeat", skip__steps="1-3", skip__directory=fresh, trainer__steps=9)
+    more |= {"engine__max_num_seqs": 4, "trainer__validate_every": 0, "trainer__validate_first": False}
+    with async_training(run, hold_after=IN_STEP_2, reward__timeout_s=None, **more) as process:
+        wait_until_held(process, run)
+        process.wait_until(lambda: rewards(run) != [], "step 1")
         process.kill_all()
-    assert train_async_here(run, "--resume", **settings(run, **more)) == 0
-    expected = [1, 2, 1, 2, 1, 2, 1]
-    told = {event["wanted"]: event["entry"] for event in events(run, "skip_hit")}
-    assert told == {EntryKey(step=step).name: EntryKey(step=own).name for step, own in enumerate(expected, start=3)}
-    assert list(entries(fresh)) == [1, 2]
-    # A group that arrived while the run was killed counts as stale and is replayed again, perhaps one step later.
-    assert sum(rewards(run)[2:]) == pytest.approx(sum(stored_rewards(fresh, expected)))
+    with async_training(run, "--resume", **more) as process:
+        process.wait_until(lambda: len(rewards(run)) >= 6, "step 6")
+        process.kill_all()
+    assert train_async_here(run, "--resume", **more) == 0
+    assert hits(run) == {4: 1, 6: 3, 7: 1, 8: 2, 9: 3}
+    assert list(entries(fresh)) == [1, 2, 3], "step 5 made the entry that the kill of step 2 lost"
+    assert replayed(run) == [0, 0, 0, 1, 0, 1, 1, 1, 1]
+    assert rewards(run)[2:] == pytest.approx(stored_rewards(fresh, [3, 1, 2, 3, 1, 2, 3]))
     trained = [uid for uids in run_history(run.run_folder).steps.values() for uid in uids]
     assert len(trained) == len(set(trained)) == 9 * PROMPTS_PER_STEP
 

@@ -63,8 +63,11 @@ def _without_mark(rows: list[tuple[int, dict[str, float]]]) -> list[tuple[int, d
     return [(step, {name: m[name] for name in m if name != "rollout/replayed"}) for step, m in rows]
 
 
-def test_a_replayed_run_has_the_losses_and_metrics_of_the_one_that_generated(run: TinyRun, cached: TinyRun) -> None:
+def test_a_replayed_run_has_the_losses_and_metrics_of_the_one_that_generated(
+    run: TinyRun, cached: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train_here(run, trainer__steps=STEPS, **cache_of(run)) == 0
+    assert capsys.readouterr().out.count("replayed 100%") == STEPS
     assert replayed(cached) == [0.0] * STEPS
     assert replayed(run) == [1.0] * STEPS
     assert differing(run, cached) == []

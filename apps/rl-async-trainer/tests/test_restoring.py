@@ -9,9 +9,9 @@ from rl_async_trainer.schedule.record import History
 from rl_async_trainer.schedule.replay import ReplayPlan
 from rl_async_trainer.schedule.restoring import restore_schedule
 from rl_async_trainer.schedule.run_state import AsyncState
-from rl_core import InProcessQueue, TaskSpec
+from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.errors import RolloutError
-from rl_core.testing import make_prompts
+from rl_core.testing import make_prompts, make_trajectory
 from rl_rollout.prompts.supply import PromptSupply
 from rl_rollout.rollouter.group_events import refusal
 from rl_rollout.schedule import ScheduleOptions, Scheduler
@@ -54,6 +54,22 @@ def test_groups_that_failed_are_not_replaced_when_an_on_policy_run_goes_on():
     scheduler = restored(queue)
     assert scheduler.num_spent == 1
     assert scheduler.to_start() == (["p2", "p3", "p4"], 0)
+
+
+@pytest.mark.parametrize("settled", [{}, {"p0": (None, 0), "p1": (None, 0)}])
+def test_groups_from_a_skip_cache_count_as_of_their_start_also_if_a_kill_lost_their_lines(settled):
+    """Their tokens are of version 0, and the run was killed in version 4."""
+    queue = queue_of(2)
+    queue.put_batch(Batch.from_trajectories([make_trajectory(uid, index) for uid in ("p0", "p1") for index in (0, 1)]))
+    history = History(begun={"p0": 4, "p1": 4}, started={"p0": 4, "p1": 4}, settled=settled)
+    options = ScheduleOptions(groups_per_step=1, num_steps=6, max_staleness=1, sync_every=1)
+    source: Any = SimpleNamespace(next=make_prompts)
+    scheduler = restore_schedule(options, AsyncState(), queue, PromptSupply(source), history)
+    assert scheduler.replayed == {"p0", "p1"}
+    scheduler.num_steps = 5
+    assert scheduler.stale() == ()
+    scheduler.num_steps = 6
+    assert scheduler.stale() == ("p0", "p1")
 
 
 def test_a_replay_does_not_go_on_without_a_group_that_failed_before():

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,9 @@ from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.schedule.places import Places
 from rl_async_trainer.schedule.record import FILE, ScheduleRecord
 from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
-from rl_core import InProcessQueue, TaskSpec
+from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.errors import RoleDiedError, RolloutError
-from rl_core.testing import make_prompts
+from rl_core.testing import make_prompts, make_trajectory
 from rl_metrics.run_files.json_lines import read_json_lines
 from rl_rollout.rollouter.group_events import GroupEvent, refusal
 from rl_rollout.schedule import ScheduleOptions, Scheduler
@@ -124,6 +125,16 @@ def test_a_replay_ends_with_the_first_group_that_it_cannot_have(tmp_path: Path):
         "the recorded run trained group p0 in step 2, but the group failed in the replay: all sessions failed; the "
         "first: the skip cache has no entry. Its entry in the skip cache is missing, or its reward or filter now fails."
     )
+
+
+def test_a_group_from_a_skip_cache_that_the_queue_had_before_the_rollouter_died_is_not_stale(tmp_path: Path):
+    """Its tokens are of version 0, but it was started in version 3."""
+    scheduler = Scheduler(replace(ON_POLICY, num_steps=5), served_version=3, num_steps=3)
+    side = Side(tmp_path, scheduler)
+    side.queue.put_batch(Batch.from_trajectories([make_trajectory("p0", 0)]))
+    side.die()
+    assert scheduler.stale() == ()
+    assert [line["oldest"] for line in side.lines if line["what"] == "settled"] == [None]
 
 
 def test_groups_whose_generation_ended_with_the_rollouter_are_recorded_as_aborted(tmp_path: Path):

@@ -44,7 +44,7 @@ def test_tool_calls_of_the_sessions_are_counted() -> None:
         row = replace(make_trajectory(uid, 0, reward=0.0), extras={"tool_calls": calls})
         session = SessionResult(trajectories=(row,))
         prompt = Prompt(uid=uid, input_ids=np.array([1], np.int32))
-        window.add(GroupResult(prompt=prompt, sessions=(session,)), took_s=1.0, is_refused=False, is_replayed=False)
+        window.add(GroupResult(prompt=prompt, sessions=(session,)), took_s=1.0, is_refused=False)
     metrics = window_metrics(window, [], elapsed_s=1.0)
     assert (metrics["tools/calls/ok"], metrics["tools/calls/malformed_call"], metrics["tools/ok_share"]) == (2, 2, 0.5)
 
@@ -61,7 +61,7 @@ def test_a_reward_that_timed_out_counts_in_the_times_although_its_session_is_dro
         SessionResult(trajectories=session(2, Scored(failure="aborted")).trajectories, failure="aborted"),
     )
     window = RolloutWindow()
-    window.add(GroupResult(prompt=prompt, sessions=sessions), took_s=1.0, is_refused=False, is_replayed=False)
+    window.add(GroupResult(prompt=prompt, sessions=sessions), took_s=1.0, is_refused=False)
     metrics = window_metrics(window, [], elapsed_s=1.0)
     scores = {name: value for name, value in metrics.items() if "compute_score" in name}
     assert scores == {

@@ -113,6 +113,13 @@ def test_a_line_of_a_step(plain):
     ]
 
 
+def test_a_replayed_step_says_so(plain, live):
+    for terminal in (plain, live):
+        terminal.tracker.begin("GRPO", total_steps=2)
+        terminal.run_steps([1], metrics=STEP | {"rollout/replayed": 1.0})
+        assert re.search(r"replayed.*100%", terminal.text, flags=re.DOTALL)
+
+
 def test_every_step_has_a_line_however_short_it_is(plain):
     plain.tracker.begin("GRPO", total_steps=30)
     plain.run_steps(range(1, 31), seconds=0.01)

@@ -151,6 +151,12 @@ def test_an_asynchronous_run(tmp_path):
     assert ("training", "asynchronous, staleness at most 2") in found["trained"]
 
 
+def test_replayed_steps_are_counted(tmp_path):
+    rows = rising(1) + rising(2, **{"rollout/replayed": 1.0}) + rising(1, **{"rollout/replayed": 0.0})
+    found = outcome_of(tmp_path, rows, settings=SETTINGS + '[skip]\ndirectory = "skip-cache"\n')
+    assert ("rollouts", "2 of 4 steps replayed from skip-cache") in found["trained"]
+
+
 def test_an_import_says_from_where(tmp_path):
     found = outcome_of(tmp_path, rising(4), events=[{"event": "run_imported", "trainer": "trl"}])
     assert (found["state"], found["trained"]) == ("imported", [("imported from", "trl")])

@@ -1,6 +1,7 @@
 """The cache entry that each step uses: actions over several steps, with restarts."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rl_core.errors import RolloutError
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import Circumstances, EntryKey, SkipCache, SkipOptions, StepRollouts
+from rl_rollout.skip.cache import renamed
 
 CIRCUMSTANCES = Circumstances(policy=None, tokenizer="t", sampling=None, group_size=2, loop=None, versions={})
 
@@ -92,11 +94,17 @@ def test_repeat_ignores_entries_outside_its_range(tmp_path):
     assert runs.generated == [1, 3]
 
 
-def test_repeat_neither_stores_later_steps_nor_takes_those_that_lack_an_entry(tmp_path):
-    runs = Runs(tmp_path, action="repeat", steps="1-2")
-    assert runs.sources([3, 4]) == [None, None]
-    assert _keys(tmp_path) == []
-    assert runs.sources([2, 3, 4]) == [None, 2, 2]
+def test_repeat_generates_a_lost_entry_at_its_turn_and_keeps_the_order(tmp_path):
+    runs = Runs(tmp_path, action="repeat", steps="1,3-4")
+    assert runs.sources(range(1, 7)) == [None, None, None, None, 1, 3]
+    shutil.rmtree(tmp_path / EntryKey(step=3).name)
+    runs.start()
+    assert runs.sources(range(7, 15)) == [4, 1, None, 4, 1, 3, 4, 1]
+    assert runs.generated == [1, 2, 3, 4, 9]
+    assert [key.step for key in _keys(tmp_path)] == [1, 3, 4]
+    assert_same_groups(
+        runs.step(12).groups, [renamed(group, f"{group.prompt.uid}-r12") for group in make_groups(seed=9)]
+    )
 
 
 @pytest.mark.parametrize("steps", ["all", "100-", "1-3,7-"])

@@ -111,9 +111,9 @@ def test_a_repeat_asks_only_for_what_training_needs(stored, name, action):
     changed = replace(STORED, **CHANGES[name])
     if name in ESSENTIAL:
         with pytest.raises(CacheMismatchError, match=name):
-            calls(EntryKey(step=5), circumstances=changed)
+            calls(EntryKey(step=4), circumstances=changed)
     else:
-        found = calls(EntryKey(step=5), circumstances=changed)
+        found = calls(EntryKey(step=4), circumstances=changed)
         assert (found.source, found.differences) == (KEY, ())
 
 
@@ -221,15 +221,23 @@ def test_a_broken_entry_is_an_error_where_that_is_set_and_stays(stored):
     assert calls.events_named("skip_broken")[0]["set_aside_as"] is None
 
 
-@pytest.mark.parametrize("action", ["repeat", "repeat_last"])
-def test_a_repeat_passes_over_broken_entries(tmp_path, action):
+def test_repeat_last_passes_over_broken_entries(tmp_path):
     for step in (1, 2, 3):
         Calls(tmp_path)(EntryKey(step=step), new=make_groups(seed=step))
     for step in (1, 3):
         (tmp_path / EntryKey(step=step).name / "manifest.json").write_bytes(b"{}")
-    calls = Calls(tmp_path, action=action)
+    calls = Calls(tmp_path, action="repeat_last")
     assert calls(EntryKey(step=10)).source == EntryKey(step=2)
     assert calls.num_generated == 0
+
+
+def test_repeat_generates_a_broken_entry_at_its_turn(tmp_path):
+    for step in (1, 2):
+        Calls(tmp_path)(EntryKey(step=step), new=make_groups(seed=step))
+    (tmp_path / EntryKey(step=1).name / "manifest.json").write_bytes(b"{}")
+    calls = Calls(tmp_path, action="repeat", steps="1-2")
+    assert [calls(EntryKey(step=step)).source for step in (3, 4, 5)] == [None, EntryKey(step=2), EntryKey(step=1)]
+    assert calls.num_generated == len(calls.events_named("skip_broken")) == 1
 
 
 def test_the_oldest_entries_go_first_and_every_other_stays_whole(tmp_path):

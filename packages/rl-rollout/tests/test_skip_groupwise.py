@@ -177,14 +177,33 @@ def test_repeat_last_repeats_the_step_before(tmp_path: Path) -> None:
 
 def test_a_step_whose_groups_came_from_an_earlier_process_is_given_up_and_nothing_waits_for_it(tmp_path: Path) -> None:
     run = Run(tmp_path, action="repeat", steps="1-2")
-    found = run.places(1, 2, 3, 4)
-    assert_same_groups(found[3:], [generated(2, "live4")])
-    assert stored(tmp_path) == {2: ["live2", "live3"]}
+    found = run.places(*range(1, 9))
+    assert_same_groups(found[5:], [generated(2, "live6"), generated(3, "live7"), generated(4, "live8")])
+    assert sorted(run.generated) == [1, 2, 3, 4, 5], "the first step to repeat it makes its entry"
+    assert stored(tmp_path) == {1: ["live4", "live5"], 2: ["live2", "live3"]}
     (fields,) = run.told("skip_not_stored")
     assert fields == {
         "entry": "train-00000001-0000",
         "reason": "only 1 of its 2 groups were generated after the rollouter's start",
     }
+
+
+def test_a_resumed_run_replays_the_rest_of_a_step(tmp_path: Path) -> None:
+    Run(tmp_path).places(0, 1, 2, 3)
+    run = Run(tmp_path)
+    run.places(1, 2, 3)
+    run.places(0)  # was dropped as stale
+    assert run.generated == []
+    assert run.told("skip_not_stored") == []
+
+
+def test_an_ending_run_reports_the_steps_that_it_does_not_store(tmp_path: Path) -> None:
+    Run(tmp_path).places(0, 1)
+    run = Run(tmp_path)
+    run.places(0, 2)
+    run.cache.give_up_rest()
+    (fields,) = run.told("skip_not_stored")
+    assert fields == {"entry": "train-00000002-0000", "reason": "the run ended when 1 of its 2 groups were generated"}
 
 
 def test_entries_that_count_prompts_are_refused_by_name_whatever_is_accepted(tmp_path: Path) -> None:

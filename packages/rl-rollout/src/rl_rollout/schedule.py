@@ -66,6 +66,7 @@ class ScheduleOptions:
 @dataclass(slots=True, kw_only=True)
 class _Group:
     order: int
+    begun: int | None = None
     deadline: int | None = None
     arrival: int | None = None
 
@@ -96,6 +97,7 @@ class Scheduler:
         num_spent: Number of failed groups that are not replaced because their step is on policy.
         num_steps: Number of completed steps.
         served_version: Policy version that the engines serve.
+        replayed: Groups that no checkpoint has, and whose tokens this run did not sample.
     """
 
     options: ScheduleOptions
@@ -103,6 +105,7 @@ class Scheduler:
     num_spent: int = 0
     num_steps: int = 0
     served_version: int = 0
+    replayed: set[str] = field(default_factory=set)
     _groups: dict[str, _Group] = field(default_factory=dict)
     _waiting: deque[str] = field(default_factory=deque)
     _ready: list[tuple[int, int, str]] = field(default_factory=list)
@@ -115,10 +118,15 @@ class Scheduler:
 
     # -- events
 
-    def issued(self, uids: Iterable[str]) -> None:
-        """Record new prompts, in this order. They wait to start."""
+    def issued(self, uids: Iterable[str], *, begun: int | None = None) -> None:
+        """Record new prompts, in this order. They wait to start.
+
+        Args:
+            uids: The prompts' uids.
+            begun: Version under which an earlier launch of the run first started them; None if it did not.
+        """
         for uid in uids:
-            self._groups[uid] = _Group(order=self._num_issued)
+            self._groups[uid] = _Group(order=self._num_issued, begun=begun)
             self._num_issued += 1
             self._waiting.append(uid)
 
@@ -128,20 +136,25 @@ class Scheduler:
             self._waiting.remove(uid)
             self._inflight[uid] = None
             self._set_deadline(uid, self.served_version)
+            if (group := self._groups[uid]).begun is None:
+                group.begun = self.served_version
 
     def settled(self, uid: str, *, oldest_version: int | None) -> None:
-        """Record that a group is complete.
+        """Record that a group is complete. A group whose tokens this run did not sample counts as of its start.
 
         Args:
             uid: The prompt's uid. An earlier launch of the run may have completed it already.
-            oldest_version: The oldest policy version of its tokens. None if no policy sampled them.
+            oldest_version: The oldest policy version of its tokens. None if this run did not sample them.
         """
         if uid in self._inflight:
             del self._inflight[uid]
         else:
             self._waiting.remove(uid)
         group = self._groups[uid]
-        self._set_deadline(uid, self.served_version if oldest_version is None else oldest_version)
+        if oldest_version is None:
+            self.replayed.add(uid)
+        if oldest_version is not None or group.deadline is None:
+            self._set_deadline(uid, self.served_version if oldest_version is None else oldest_version)
         group.arrival = self._num_arrived
         self._num_arrived += 1
         insort(self._ready, (group.deadline or 0, group.arrival, uid))
@@ -179,6 +192,7 @@ class Scheduler:
         """Record that a ready group was dropped. It is generated again."""
         self._ready.remove(self._entry(uid))
         self._clear_deadline(uid)
+        self.replayed.discard(uid)
         self._groups[uid].arrival = None
         self._waiting.appendleft(uid)
 
@@ -206,6 +220,7 @@ class Scheduler:
         kept: list[str] = []
         while len(self._unsaved) > self.num_steps - step:
             kept.extend(self._unsaved.popleft())
+        self.replayed.difference_update(kept)
         return tuple(kept)
 
     @property
@@ -246,6 +261,14 @@ class Scheduler:
     def is_without_groups(self) -> bool:
         """Return True if every group of an on-policy step failed."""
         return not self.is_done and not self._forced and self._num_wanted() <= 0
+
+    def sampled_since(self, uid: str, oldest_version: int | None) -> int | None:
+        """Return the oldest version of a group's tokens; None if this run did not sample them.
+
+        Tokens older than the group's first start come from a skip cache.
+        """
+        begun = self._groups[uid].begun
+        return None if oldest_version is None or (begun is not None and oldest_version < begun) else oldest_version
 
     def is_open(self, uid: str) -> bool:
         """Return True if a group is being generated or waits to start."""

@@ -150,6 +150,12 @@ class Controller:
             if self._scheduler.unsaved:
                 await self._checkpoints.begin(self.state)
             await self._checkpoints.wait()
+        if self._rollouter.is_started:
+            await self._tell_last_events()
+
+    async def _tell_last_events(self) -> None:
+        for event in await self._rollouter.last_events():
+            self._parts.say(event.pop("event"), **{"step": self.state.step, **event})
 
     # -- the learner's side
 
@@ -228,7 +234,7 @@ class Controller:
             wall_s = self._note(report)
             publishing = asyncio.create_task(self._publish_step())
             try:
-                metrics, histograms = await self._measure(report, wall_s)
+                metrics, histograms = await self._measure(report, uids, wall_s)
             except BaseException:
                 publishing.cancel()
                 raise
@@ -281,7 +287,9 @@ class Controller:
         )
         return wall_s
 
-    async def _measure(self, report: TrainedStep, wall_s: float) -> tuple[dict[str, float], dict[str, Json]]:
+    async def _measure(
+        self, report: TrainedStep, uids: tuple[str, ...], wall_s: float
+    ) -> tuple[dict[str, float], dict[str, Json]]:
         """Metrics and histograms of a finished step."""
         scheduler = self._scheduler
         window, teachers = await asyncio.gather(self._rollouter.window(scheduler.num_steps), self._teachers.window())
@@ -300,6 +308,8 @@ class Controller:
             restarts=restarts,
         )
         metrics |= {"training/epoch": float(self._parts.supply.epoch), **self._parts.memory.step(scheduler.num_steps)}
+        if self._settings.skip.enabled:
+            metrics["rollout/replayed"] = len(scheduler.replayed.intersection(uids)) / len(uids)
         is_due = has_distributions(self._settings, scheduler.num_steps)
         return metrics, {**window["histograms"], **report.histograms} if is_due else {}
 
@@ -334,6 +344,7 @@ class Controller:
             step = self.state.step
             splits = ("test",) if self.state.validated >= step else ("validation", "test")
             self._trackers.log_late(step, await self._validate(*splits))
+        await self._tell_last_events()
         await self._checkpoints.begin(self.state)
         await self._checkpoints.wait()
 

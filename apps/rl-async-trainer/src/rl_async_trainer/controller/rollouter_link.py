@@ -111,6 +111,11 @@ class RollouterLink:
         found: dict[str, Any] | None = await self._call("window", step)
         return found or {"metrics": {}, "histograms": {}, "events": [], "rollouts": []}
 
+    async def last_events(self) -> list[dict[str, Any]]:
+        """See `Rollouter.last_events`; empty if it died meanwhile."""
+        found: list[dict[str, Any]] | None = await self._call("last_events")
+        return found or []
+
     async def set_num_engines(self, count: int) -> int:
         """See `Rollouter.set_num_engines`; a restarted rollouter has the same number."""
         found: int | None = None

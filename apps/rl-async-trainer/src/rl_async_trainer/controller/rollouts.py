@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.rollouter_link import RollouterLink
@@ -129,7 +130,8 @@ class Rollouts:
         for entry in await asyncio.to_thread(self._parts.queue.ledger):
             event = queued_event(entry) if entry.prompt_uid in uids else None
             if event is not None:
-                self._take(event)
+                sampled = None if event.failure else self._scheduler.sampled_since(event.uid, event.oldest)
+                self._take(replace(event, oldest=sampled))
         self._changed.notify_all()
 
     def _take(self, event: GroupEvent) -> None:

@@ -139,6 +139,12 @@ class Rollouter(BaseRollouter):
         rollouts = failed.drafts(self._settings, step=step)
         return {"metrics": metrics, "histograms": histograms, "events": window.events, "rollouts": rollouts}
 
+    async def last_events(self) -> list[dict[str, Any]]:
+        """Events since the last window at the end of a run, with those of entries that it does not store."""
+        if self.stored is not None:
+            self.stored.give_up_rest()
+        return self.take_window()[0].events
+
     async def set_num_engines(self, count: int) -> int:
         """Add or remove engines while the run continues; return their number.
 
@@ -189,8 +195,6 @@ def window_metrics(window: RolloutWindow, loads: Sequence[EngineLoad], *, elapse
         "fully_async/engines/serving": float(sum(load.state == "serving" for load in loads)),
         "fully_async/restarts/engines": float(sum(load.num_restarts for load in loads)),
     }
-    if window.num_replayed:
-        metrics["rollout/replayed"] = window.num_replayed / len(window.took_s)
     if window.trajectories:
         metrics |= summarize_components([trajectory.reward_components for trajectory in window.trajectories])
         metrics |= summarize_processing_times(window.took_s)

@@ -55,6 +55,7 @@ class History:
         issued: Prompts in order.
         steps: Groups of each step by its number.
         started: For each prompt, the version served when it was last started.
+        begun: For each prompt, the version served when it was first started.
         places: For each started prompt, its place in the order of training.
         settled: Groups in order of arrival; a group that arrived twice counts at its last arrival.
         failed: Reason of each failed group.
@@ -64,6 +65,7 @@ class History:
     issued: dict[str, None] = field(default_factory=dict)
     steps: dict[int, tuple[str, ...]] = field(default_factory=dict)
     started: dict[str, int] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     settled: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -100,7 +102,10 @@ def _apply(history: History, line: dict[str, Any]) -> None:
     if what == "issued":
         history.issued.update(dict.fromkeys(_texts(line["uids"])))
     elif what == "started":
-        history.started.update(dict.fromkeys(_texts(line["uids"]), int(line["version"])))
+        started = dict.fromkeys(_texts(line["uids"]), int(line["version"]))
+        history.started.update(started)
+        for uid, version in started.items():
+            history.begun.setdefault(uid, version)
         history.places.update(zip(_texts(line["uids"]), map(int, line.get("places", ())), strict=False))
     elif what == "settled":
         history.settled.pop(str(line["uid"]), None)

@@ -61,12 +61,16 @@ def restore_schedule(
             if entry.state == "dropped" and isinstance(scheduler, ReplayScheduler):
                 scheduler.require_group(entry.prompt_uid, failure=entry.reason or "dropped")
             continue
-        scheduler.issued([entry.prompt_uid])
+        scheduler.issued([entry.prompt_uid], begun=history.begun.get(entry.prompt_uid))
         if entry.state == "settled":
             settled.append(entry)
     for entry in sorted(settled, key=lambda one: arrivals.get(one.prompt_uid, len(arrivals))):
-        known = history.settled.get(entry.prompt_uid, entry.policy_versions)  # a replayed group is recorded without
-        scheduler.settled(entry.prompt_uid, oldest_version=None if known is None else known[0])
+        uid = entry.prompt_uid
+        oldest, _ = history.settled.get(uid) or entry.policy_versions or (None, None)  # a kill may have lost the line
+        sampled = scheduler.sampled_since(uid, oldest)
+        if sampled is None:
+            scheduler.replayed.add(uid)
+        scheduler.settled(uid, oldest_version=history.started.get(uid) if sampled is None else sampled)
     _redo_spent(scheduler, options, state, ledger)
     scheduler.force(_known(history.steps_after(state.step), ledger) if plan is None else plan.steps[state.step :])
     return scheduler

@@ -324,7 +324,7 @@ class Rollouter:
         missing = frozenset(dispatch.sessions)
         with self.waiting(f"put group {uid}", on="queue"):
             await asyncio.to_thread(settle, self._queue, [group], put=self._put, only=missing, refused=refused)
-        self._window.add(group, took_s=took_s, is_refused=reason is not None, is_replayed=is_replayed)
+        self._window.add(group, took_s=took_s, is_refused=reason is not None)
         event = await self._event_of(group, reason, missing)
         oldest = None if is_replayed else event.oldest  # the schedule takes a replayed group as new
         event = replace(event, took_s=took_s, started=version, oldest=oldest)

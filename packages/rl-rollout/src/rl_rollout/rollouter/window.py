@@ -21,7 +21,6 @@ class RolloutWindow:
         groups: Settled groups, including failed sessions.
         trajectories: Trajectories of the settled groups.
         took_s: Seconds per group, from its start to the end of its last session.
-        num_replayed: Number of groups from a skip cache.
         failed_sessions: Number of failed sessions.
         refused_groups: Number of groups that a filter refused.
         made_up_groups: Number of groups that train although a filter would have refused them.
@@ -33,7 +32,6 @@ class RolloutWindow:
     groups: list[GroupResult] = field(default_factory=list)
     trajectories: list[Trajectory] = field(default_factory=list)
     took_s: list[float] = field(default_factory=list)
-    num_replayed: int = 0
     failed_sessions: int = 0
     refused_groups: int = 0
     made_up_groups: int = 0
@@ -47,11 +45,10 @@ class RolloutWindow:
         """Add an event."""
         self.events.append({"event": event, **fields})
 
-    def add(self, group: GroupResult, *, took_s: float, is_refused: bool, is_replayed: bool) -> None:
+    def add(self, group: GroupResult, *, took_s: float, is_refused: bool) -> None:
         """Add a settled group."""
         self.took_s.append(took_s)
         self.groups.append(group)
         self.trajectories.extend(group.trajectories)
-        self.num_replayed += int(is_replayed)
         self.failed_sessions += len(group.failures)
         self.refused_groups += int(is_refused)

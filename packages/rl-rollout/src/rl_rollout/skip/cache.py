@@ -112,6 +112,18 @@ class SkipCache:
         """Return True if the steps before the key must be stored before `find` can choose its entry."""
         return self._options.action == "repeat_last" or self.repeats(key)
 
+    def stored_as(self, key: EntryKey) -> EntryKey:
+        """Return the key under which new rollouts of a key are stored.
+
+        A step that repeats an earlier one is generated only if a kill, a limit or a broken file lost the entry of the
+        earlier one; it then stores that entry.
+        """
+        last = self._steps.last
+        if not self.repeats(key) or last is None:
+            return key
+        turn = (key.step - last - 1) % self._steps.count_before(last + 1)
+        return EntryKey(step=self._steps.at(turn), part=key.part)
+
     async def rollouts(
         self, key: EntryKey, prompts: Sequence[Prompt], circumstances: Circumstances, generate: Generate
     ) -> StepRollouts:
@@ -135,8 +147,7 @@ class SkipCache:
         if found is not None:
             return found
         new = await _generated(generate)
-        if not self.repeats(key):
-            await asyncio.to_thread(self.keep, key, new, prompts, circumstances)
+        await asyncio.to_thread(self.keep, key, new, prompts, circumstances)
         return new
 
     def find(self, key: EntryKey, prompts: Sequence[Prompt], circumstances: Circumstances) -> StepRollouts | None:
@@ -175,22 +186,13 @@ class SkipCache:
 
         Only training rollouts are taken from another step: a validation would report another policy's results.
         """
-        entries, last = self._store.entries(), self._steps.last
-        is_repeat = self.repeats(key)
-        if key in entries and not is_repeat:
-            return key
+        entries, own = self._store.entries(), self.stored_as(key)
+        if own in entries:
+            return own
         stored = [each for each in entries if (each.kind, each.part) == (key.kind, 0)]
-        if is_repeat and last is not None:
-            stored = [each for each in stored if each.step in self._steps]
-        elif self._options.action != "repeat_last" or key.kind != TRAIN:
+        if self._options.action != "repeat_last" or key.kind != TRAIN or not stored:
             return None
-        if not stored:
-            return None
-        if is_repeat and last is not None:
-            chosen = stored[(key.step - last - 1) % len(stored)]
-        else:
-            chosen = max(stored, key=self._age)
-        source = EntryKey(step=chosen.step, part=key.part)
+        source = EntryKey(step=max(stored, key=self._age).step, part=key.part)
         return source if source in entries else None
 
     def _age(self, key: EntryKey) -> tuple[float, int]:
@@ -273,7 +275,8 @@ class SkipCache:
         )
 
     def keep(self, key: EntryKey, new: StepRollouts, prompts: Sequence[Prompt], circumstances: Circumstances) -> None:
-        """Store new rollouts of a key. See `rollouts`."""
+        """Store new rollouts of a key, as `stored_as` says. See `rollouts`."""
+        key = self.stored_as(key)
         live = make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES)
         if not any(group.trajectories for group in new.groups):
             self.give_up(key, "no session can train")

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.cache import SkipCache, StepRollouts, renamed
@@ -86,8 +87,6 @@ class GroupwiseCache:
         step.seen.add(index)
         found = await asyncio.shield(step.found)
         if found is None:
-            if self._cache.repeats(key):
-                self._end(number)
             return None
         step.num_served += 1
         if step.num_served >= self._groups_per_step:
@@ -117,6 +116,12 @@ class GroupwiseCache:
         await asyncio.to_thread(self._cache.keep, EntryKey(step=number), rollouts, prompts, circumstances)
         self._end(number)
 
+    def give_up_rest(self) -> None:
+        """Report that the steps that lack groups are not stored, because the run ends."""
+        for number, step in sorted(self._steps.items()):
+            count = f"{len(step.groups)} of its {self._groups_per_step} groups"
+            self._give_up(number, f"the run ended when {count} were generated", step.found)
+
     def _where(self, place: int) -> tuple[int, int]:
         return place // self._groups_per_step + 1, place % self._groups_per_step
 
@@ -136,19 +141,24 @@ class GroupwiseCache:
         return replace(found, groups=tuple(await self._score_again(found.groups)))
 
     def _give_up_before(self, number: int) -> None:
-        """Store no earlier step that lacks groups: they were generated before this process started."""
+        """Wait no longer for earlier steps that lack groups: they were settled before this process started."""
         for earlier in [each for each in self._steps if each < number]:
             step = self._steps[earlier]
             if len(step.seen) == self._groups_per_step:
                 continue
             self._end(earlier)
-            if not step.found.done() or step.found.result() is None:
-                self._given_up.add(earlier)
-                num_seen = len(step.seen)
-                self._cache.give_up(
-                    EntryKey(step=earlier),
-                    f"only {num_seen} of its {self._groups_per_step} groups were generated after the rollouter's start",
-                )
+            count = f"{len(step.seen)} of its {self._groups_per_step} groups"
+            reason = f"only {count} were generated after the rollouter's start"
+            if step.found.done():
+                self._give_up(earlier, reason, step.found)
+            else:
+                step.found.add_done_callback(partial(self._give_up, earlier, reason))
+
+    def _give_up(self, number: int, reason: str, found: "asyncio.Task[StepRollouts | None]") -> None:
+        """Store a step no more, unless it is replayed."""
+        if found.done() and not found.cancelled() and found.exception() is None and found.result() is None:
+            self._given_up.add(number)
+            self._cache.give_up(EntryKey(step=number), reason)
 
     def _end(self, number: int) -> None:
         if number in self._steps:

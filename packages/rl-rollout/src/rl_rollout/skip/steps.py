@@ -51,6 +51,14 @@ class StepSelection:
         """Return the last selected step; None if there is no end."""
         return self.ranges[-1][1]
 
+    def at(self, index: int) -> int:
+        """Return a selected step by its index from 0; the selection has an end."""
+        for first, last in self.ranges:
+            if last is None or first + index <= last:
+                return first + index
+            index -= last - first + 1
+        raise IndexError("the selection has fewer steps")
+
     def count_before(self, step: int) -> int:
         """Return the number of selected steps before a step."""
         total = 0
