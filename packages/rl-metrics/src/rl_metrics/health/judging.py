@@ -91,12 +91,13 @@ def _check(
     wrong = [
         look for look in enough if look.is_wrong and all(looker.found(need, rule) for need in look.condition.needs)
     ]
-    excuse = looker.excuse(rule) if wrong else None
-    is_wrong = bool(wrong) and excuse is None
+    excuses = [(look, looker.excuse(look.condition, rule)) for look in wrong]
+    wrong = [look for look, excuse in excuses if excuse is None]
+    is_wrong = bool(wrong)
     if not is_wrong and not reported:
         reading = _reading(rule, looks, enough, looker)
-        if excuse is not None:
-            reading = f"{_with_sureness(rule, wrong[0]).text}, which is accepted: {excuse}"
+        if excuses:
+            reading = f"{_with_sureness(rule, excuses[0][0]).text}, which is accepted: {excuses[0][1]}"
         missing = not any(looker.has(condition.reads[0]) for condition in _due(rule, looker))
         return _line(rule, "ok" if enough else "unknown", reading, applies=not missing), None
     wrong = _without_repeats(sorted(wrong, key=lambda look: look.since_step)) if is_wrong else []
