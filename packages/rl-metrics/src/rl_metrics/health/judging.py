@@ -84,9 +84,7 @@ def _check(
         for look in looker.found(condition, rule):
             return _line(rule, "unknown", look.evidence.text, applies=False), None
     looks = [look for condition in rule.conditions for look in looker.looks(condition, rule)]
-    enough = [
-        look for look in looks if len(look.steps) >= max(rule.min_steps, look.condition.min_steps) and not look.is_old
-    ]
+    enough = [look for look in looks if len(look.steps) >= _needed(rule, look) and not look.is_old]
     reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
     wrong = [
         look for look in enough if look.is_wrong and all(looker.found(need, rule) for need in look.condition.needs)
@@ -123,6 +121,11 @@ def _line(rule: Rule, status: Status, reading: str, *, applies: bool = True) -> 
 def _due(rule: Rule, looker: Looker) -> list[Condition]:
     """Return the rule's conditions without those that wait for the end of the run."""
     return [condition for condition in rule.conditions if looker.is_over or not condition.at_end]
+
+
+def _needed(rule: Rule, look: Look) -> int:
+    """Return how many steps with its metric a condition needs."""
+    return max(rule.min_steps, look.condition.min_steps)
 
 
 def _sureness(rule: Rule, look: Look) -> str:
@@ -234,8 +237,8 @@ def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look], looker: 
     if old := [look for look in looks if look.is_old]:
         return old[0].reading
     if looks:
-        most = max(len(look.steps) for look in looks)
-        return f"{most} of the {rule.min_steps} steps needed"
+        first = min(looks, key=lambda look: _needed(rule, look) - len(look.steps))
+        return f"{len(first.steps)} of the {_needed(rule, first)} steps needed"
     if not _due(rule, looker):
         return "judged at the end of the run"
     columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.needed))
