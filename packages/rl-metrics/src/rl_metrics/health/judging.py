@@ -97,7 +97,8 @@ def _check(
         if excuses:
             reading = f"{_with_sureness(rule, excuses[0][0]).text}, which is accepted: {excuses[0][1]}"
         missing = not any(looker.has(condition.reads[0]) for condition in _due(rule, looker))
-        return _line(rule, "ok" if enough else "unknown", reading, applies=not missing), None
+        line = _line(rule, "ok" if enough else "unknown", reading, applies=not missing)
+        return replace(line, excuse=(excuses[0][1] or "") if excuses else ""), None
     wrong = _without_repeats(sorted(wrong, key=lambda look: look.since_step)) if is_wrong else []
     reasons = [_told(report, newest)[0] for report in reports if is_wrong and report.get("event") == rule.reasons]
     evidence = (*(told for told, _ in reported), *(_with_sureness(rule, look) for look in wrong), *reasons[-1:])
