@@ -62,12 +62,14 @@ def test_the_table_of_stability(run, capsys):
     rows[-1]["actor/entropy"] = 0.7
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["check", str(folder)]) == 1
-    table = capsys.readouterr().out.partition("Stability: mean over all steps")[2].splitlines()[1:5]
+    shown = capsys.readouterr().out.partition("Stability: mean over all steps")[2].splitlines()
+    table = shown[1:5]
+    assert shown[5] == "  outside actor/entropy: no check warns about it yet"
     assert [line.split() for line in table] == [
         ["metric", "mean", "healthy", "newest", "healthy", "source", "of", "the", "range"],
         ["ok", "actor/pg_loss", "0.02", "-0.05", "to", "0.05", "0.02", "-0.05", "to", "0.05", "evaluation", "guide"],
         [
-            "accepted",
+            "outside",
             "actor/entropy",
             "0.32",
             "-",

@@ -237,11 +237,11 @@ def test_as_many_columns_as_fit(width, columns):
     assert all(len(line) <= width for line in lines)
 
 
-def test_a_metric_that_says_nothing_is_left_out():
+def test_lines_have_a_kl_that_is_0_by_design():
     file = io.StringIO()
     tracker = ConsoleTracker(console=Console(file=file, width=200), hidden=("actor/ppo_kl", "rollout_corr/kl"))
-    tracker.log(1, STEP | {"rollout_corr/kl": 1e-9})
-    assert "kl" not in file.getvalue()
+    tracker.log(1, STEP | {"actor/ppo_kl": -8.9e-9, "rollout_corr/kl": 1e-9})
+    assert "  kl 0  " in file.getvalue()
     tracker.log(1, STEP | {"actor/kl_loss": 0.02})
     assert "kl 0.02" in file.getvalue()
 

@@ -59,6 +59,27 @@ def test_a_policy_loss_that_is_minus_the_mean_advantage_is_no_finding():
     assert judged(**values)["policy_loss"].status == "warning"
 
 
+@pytest.mark.parametrize(
+    ("loss", "advantage"),
+    [
+        ([0.6] * 60 + [0.0] * 70, 0.0),
+        ([0.0] * 60 + [60.0] + [0.0] * 69, 0.0),
+        ([0.06] * 130, -0.011),  # cancels within the limit, but is too small to explain the loss
+        ([-0.6] * 60 + [-0.3] * 70, 0.3),  # explains the newest steps only
+    ],
+)
+def test_a_mean_of_the_policy_loss_is_not_excused_by_what_does_not_explain_it(loss, advantage):
+    check = judged(130, actor__pg_loss=loss, critic__advantages__mean=np.full(130, advantage))["policy_loss"]
+    assert check.status == "warning"
+    assert "on average over the run" in check.reading
+
+
+def test_large_advantages_of_the_newest_steps_do_not_excuse_the_mean_of_the_policy_loss():
+    values = {"actor__pg_loss": np.full(130, 0.6), "critic__advantages__max": [2.5] * 115 + [50.0] * 15}
+    check = judged(130, **values, critic__advantages__mean=np.zeros(130))["policy_loss"]
+    assert (check.status, "on average over the run" in check.reading) == ("warning", True)
+
+
 def test_a_policy_loss_of_large_advantages_has_no_range():
     values = {"actor__pg_loss": from_step(30, 0.0, 4.0), "critic__advantages__max": np.full(STEPS, 50.0)}
     checks = judged(**values)

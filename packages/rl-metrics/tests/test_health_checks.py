@@ -159,6 +159,9 @@ def test_gap():
 def test_cancels_and_the_mean_over_the_run():
     assert measured("cancels", [-0.3, -0.2], [0.3, 0.1], window=1, max=0.05, each=0.5)[1] == [True, False]
     assert measured("cancels", [-0.7], [0.7], window=1, max=0.05, each=0.5)[1] == [False]
+    values, is_wrong = measured("means_cancel", [-0.3, -0.1, 0.5], [0.1, 0.3, 0.0], window=1, max=0.05, each=0.5)
+    assert is_wrong == [False, True, False]
+    assert values == pytest.approx([0.1, 0.2, 0.4 / 3])
     values, is_wrong = measured("run_mean", [0.6, 1.2, 0.9], window=1, max=0.8)
     assert values == pytest.approx([0.6, 0.9, 0.9])
     assert is_wrong == [False, True, True]

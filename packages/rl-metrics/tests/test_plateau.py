@@ -69,6 +69,32 @@ def test_the_target_decides_what_is_good_enough():
     assert "plateau" not in rules_found(validated([200, 100, 90, 80, 75, 70, 65, 60, 55, 52], LENGTH), falls)
 
 
+def stuck_with(reward):
+    """A stuck validation beside a training reward."""
+    history, score = validated(STUCK), np.concatenate([[np.nan], reward])
+    columns = {"critic/score/mean": score, "critic/score/max": np.where(np.isnan(score), np.nan, 1.0)}
+    return History(steps=history.steps, times=history.times, values=history.values | columns)
+
+
+@pytest.mark.parametrize("target", [None, TargetOptions(value=0.55)])
+@pytest.mark.parametrize("reward", [np.linspace(0.1, 0.6, 99), np.linspace(0.5, 1.0, 99)])
+def test_a_stuck_validation_is_not_excused_by_the_training_reward(target, reward):
+    assert "plateau" in rules_found(stuck_with(reward), target)
+
+
+def test_a_stuck_reward_is_found_beside_a_target_without_validation():
+    reward = [0.1 + 0.01 * step for step in range(30)] + [0.4] * 70
+    assert "plateau" in rules_found(rewarded(reward), TargetOptions(value=0.55))
+
+
+def test_a_check_counts_the_steps_that_its_metric_needs():
+    def reading(history):
+        return {one.rule: one.reading for one in judge(history, family="policy_gradient").checks}["plateau"]
+
+    assert reading(rewarded([0.4] * 50)) == "50 of the 60 steps needed"
+    assert reading(validated(STUCK[:4])) == "4 of the 6 steps needed"
+
+
 @pytest.mark.parametrize(
     ("target", "text"),
     [

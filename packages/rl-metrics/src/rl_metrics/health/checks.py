@@ -79,6 +79,14 @@ def cancels(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measure
     return Measured(values=second, is_wrong=is_true)
 
 
+def means_cancel(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
+    """Find means over all steps so far that cancel as in `cancels`, the second with at least half of the first."""
+    first, second = (np.cumsum(column) / np.arange(1, len(column) + 1) for column in columns)
+    is_true = cancels((first, second), limits, 1).is_wrong & (np.abs(second) >= np.abs(first) / 2)
+    del window
+    return Measured(values=second, is_wrong=is_true)
+
+
 def grown(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find a running median above `times` its start, which is the median of the first five values above 0."""
     values = running_median(columns[0], window)
@@ -304,7 +312,7 @@ def lost(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
 KINDS: dict[str, CheckKind] = {
     kind.__name__: kind
     for kind in (
-        *(level, part_level, mean_level, run_mean, highest, zero, cancels, fall, no_rise, stuck, risen),
+        *(level, part_level, mean_level, run_mean, highest, zero, cancels, means_cancel, fall, no_rise, stuck, risen),
         *(near_top, rises, grows, jumps, leap, grown, within_bounds, rise_within, shrunk, sudden_fall, gap, lost),
     )
 }

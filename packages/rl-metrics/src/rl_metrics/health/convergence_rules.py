@@ -40,21 +40,38 @@ BEYOND_USUAL = "{metric} is at {value} nats (0.005 to 0.02 is usual, above {max}
 KL_GROWS = condition("rises", REFERENCE_KL, window=1_000_000, says="{metric} grows slowly", max=0.0, by=0.001)
 WARMS_UP = condition("rises", "actor/lr", window=30, says="the learning rate is still rising", max=0.0)
 
+OF_LENGTHS = "which depends on the lengths of good and bad responses, not on the update"
 UNCENTRED = condition(
     "cancels",
     LOSS,
     "critic/advantages/mean",
-    says="it is minus the tokens' mean advantage of {value}, which depends on the lengths of good and bad responses, "
-    "not on the update",
+    says="it is minus the tokens' mean advantage of {value}, " + OF_LENGTHS,
     max=POLICY_LOSS_MEAN.high or 0.0,
     each=ADVANTAGES_MEAN.high or 0.0,
 )
 """At ratios near 1 the loss is minus the mean advantage. Advantages are centred by response, the loss is by token."""
 
+UNCENTRED_MEAN = condition(
+    "means_cancel",
+    LOSS,
+    "critic/advantages/mean",
+    says="it is minus the tokens' mean advantage of {value} over the run, " + OF_LENGTHS,
+    max=POLICY_LOSS_MEAN.high or 0.0,
+    each=ADVANTAGES_MEAN.high or 0.0,
+)
+"""The same for the mean over the run, which the newest steps alone cannot explain."""
+
 UNSCALED = condition(
     "level",
     "critic/advantages/max",
     says="advantages reach {value}, and the thresholds are for advantages of about unit size",
+    max=10.0,
+)
+UNSCALED_MEAN = condition(
+    "level",
+    "critic/advantages/max",
+    window=1_000_000,
+    says="advantages reach {value} in most steps, and the thresholds are for advantages of about unit size",
     max=10.0,
 )
 OF_UNIT_SIZE = "losses of probability ratios, such as PPO's and GSPO's, and advantages of about unit size"
@@ -67,7 +84,12 @@ CONVERGENCE = (
         what="The policy loss stays far from 0.",
         conditions=(
             condition(
-                "level", LOSS, says="{metric} is at {value} (from {min} to {max} is healthy)", min="min", max="max"
+                "level",
+                LOSS,
+                says="{metric} is at {value} (from {min} to {max} is healthy)",
+                unless=(UNCENTRED, UNSCALED),
+                min="min",
+                max="max",
             ),
             condition(
                 "run_mean",
@@ -75,6 +97,7 @@ CONVERGENCE = (
                 says="{metric} is {value} on average over the run (from {min} to {max} is healthy)",
                 well="{value} on average over the run",
                 min_steps=20,
+                unless=(UNCENTRED_MEAN, UNSCALED_MEAN),
                 min="mean_min",
                 max="mean_max",
             ),
@@ -83,7 +106,6 @@ CONVERGENCE = (
             *from_band(POLICY_LOSS, "running median"),
             *from_band(POLICY_LOSS_MEAN, "mean over the run", prefix="mean_"),
         ),
-        unless=(UNCENTRED, UNSCALED),
         holds=OF_UNIT_SIZE,
         families=GRADIENT_ALONE,
         causes=(

@@ -140,9 +140,9 @@ class Looker:
             self._found[id(condition)] = [look for look in self.looks(condition, rule) if look.is_wrong]
         return self._found[id(condition)]
 
-    def excuse(self, rule: Rule) -> str | None:
-        """Return why findings of the rule's conditions do not count, or None if they do."""
-        for condition in rule.unless:
+    def excuse(self, broken: Condition, rule: Rule) -> str | None:
+        """Return why a finding of one of the rule's conditions does not count, or None if it does."""
+        for condition in (*broken.unless, *rule.unless):
             for look in self.found(condition, rule):
                 return look.evidence.text
         for condition in rule.needs:

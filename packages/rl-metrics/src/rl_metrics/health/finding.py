@@ -80,6 +80,7 @@ class Check:
         status: Result of the check.
         reading: Values of the metrics, such as "0.012 nats over the last 10 steps", or why they are unknown.
         applies: Whether the rule can be judged for what the run learns from and records, with enough steps.
+        excuse: Why values beyond the thresholds are accepted; empty if none are.
     """
 
     rule: str
@@ -88,6 +89,7 @@ class Check:
     status: Status
     reading: str
     applies: bool = True
+    excuse: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,21 +84,21 @@ def _check(
         for look in looker.found(condition, rule):
             return _line(rule, "unknown", look.evidence.text, applies=False), None
     looks = [look for condition in rule.conditions for look in looker.looks(condition, rule)]
-    enough = [
-        look for look in looks if len(look.steps) >= max(rule.min_steps, look.condition.min_steps) and not look.is_old
-    ]
+    enough = [look for look in looks if len(look.steps) >= _needed(rule, look) and not look.is_old]
     reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
     wrong = [
         look for look in enough if look.is_wrong and all(looker.found(need, rule) for need in look.condition.needs)
     ]
-    excuse = looker.excuse(rule) if wrong else None
-    is_wrong = bool(wrong) and excuse is None
+    excuses = [(look, looker.excuse(look.condition, rule)) for look in wrong]
+    wrong = [look for look, excuse in excuses if excuse is None]
+    is_wrong = bool(wrong)
     if not is_wrong and not reported:
         reading = _reading(rule, looks, enough, looker)
-        if excuse is not None:
-            reading = f"{_with_sureness(rule, wrong[0]).text}, which is accepted: {excuse}"
+        if excuses:
+            reading = f"{_with_sureness(rule, excuses[0][0]).text}, which is accepted: {excuses[0][1]}"
         missing = not any(looker.has(condition.reads[0]) for condition in _due(rule, looker))
-        return _line(rule, "ok" if enough else "unknown", reading, applies=not missing), None
+        line = _line(rule, "ok" if enough else "unknown", reading, applies=not missing)
+        return replace(line, excuse=(excuses[0][1] or "") if excuses else ""), None
     wrong = _without_repeats(sorted(wrong, key=lambda look: look.since_step)) if is_wrong else []
     reasons = [_told(report, newest)[0] for report in reports if is_wrong and report.get("event") == rule.reasons]
     evidence = (*(told for told, _ in reported), *(_with_sureness(rule, look) for look in wrong), *reasons[-1:])
@@ -122,6 +122,11 @@ def _line(rule: Rule, status: Status, reading: str, *, applies: bool = True) -> 
 def _due(rule: Rule, looker: Looker) -> list[Condition]:
     """Return the rule's conditions without those that wait for the end of the run."""
     return [condition for condition in rule.conditions if looker.is_over or not condition.at_end]
+
+
+def _needed(rule: Rule, look: Look) -> int:
+    """Return how many steps with its metric a condition needs."""
+    return max(rule.min_steps, look.condition.min_steps)
 
 
 def _sureness(rule: Rule, look: Look) -> str:
@@ -233,8 +238,8 @@ def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look], looker: 
     if old := [look for look in looks if look.is_old]:
         return old[0].reading
     if looks:
-        most = max(len(look.steps) for look in looks)
-        return f"{most} of the {rule.min_steps} steps needed"
+        first = min(looks, key=lambda look: _needed(rule, look) - len(look.steps))
+        return f"{len(first.steps)} of the {_needed(rule, first)} steps needed"
     if not _due(rule, looker):
         return "judged at the end of the run"
     columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.needed))

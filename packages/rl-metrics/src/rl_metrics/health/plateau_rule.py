@@ -51,6 +51,7 @@ PLATEAU = Rule(
             window=40,
             min_steps=60,
             needs=(HAS_RISEN,),
+            unless=(SOLVED, IMPROVES),
             share="share",
             gain="gain",
         ),
@@ -61,7 +62,6 @@ PLATEAU = Rule(
         Threshold("gain", 0.05, "gain over the earlier best that counts, as a share of it", THUMB),
     ),
     min_steps=6,
-    unless=(SOLVED, IMPROVES),
     families=REWARDED,
     causes=(
         REWARD_ZERO,
@@ -93,11 +93,13 @@ PLATEAU = Rule(
 
 
 def with_target(rules: Sequence[Rule], target: TargetOptions, verdict: TargetVerdict | None) -> tuple[Rule, ...]:
-    """Return the rules with a plateau judged by the run's target; a reached target cannot be stuck."""
+    """Return the rules with validation's plateau judged by the run's target; a reached target cannot be stuck."""
     if target.value is None:
         return tuple(rules)
     if verdict is not None and verdict.is_reached:
         return tuple(rule for rule in rules if rule.name != PLATEAU.name)
     sign = -1.0 if target.lower_is_better else 1.0
     aimed = _of_validation(target.metric or "val-core/*/mean@#", sign=sign, below=target.value)
-    return tuple(replace(rule, conditions=(aimed,)) if rule.name == PLATEAU.name else rule for rule in rules)
+    return tuple(
+        replace(rule, conditions=(aimed, *rule.conditions[1:])) if rule.name == PLATEAU.name else rule for rule in rules
+    )

@@ -53,6 +53,7 @@ class Condition:
         well: Text of the checklist without a finding; may also use `{newest}`, the metric's newest median. Empty shows
             only the newest median.
         needs: Conditions that must be true too; for a rule's own conditions.
+        unless: Conditions; any true one excuses this condition, beside the rule's; for a rule's own conditions.
         otherwise: Text if the condition is false; for a rule's `needs`.
         can_do_with_one: Whether the last column is optional.
         at_end: Whether the condition is for the end of a run only; for a rule's own conditions.
@@ -66,6 +67,7 @@ class Condition:
     says: str = "{metric} is at {value}"
     well: str = ""
     needs: tuple["Condition", ...] = ()
+    unless: tuple["Condition", ...] = ()
     otherwise: str = ""
     can_do_with_one: bool = False
     at_end: bool = False
@@ -89,6 +91,7 @@ def condition(
     window: int = 0,
     min_steps: int = 0,
     needs: tuple[Condition, ...] = (),
+    unless: tuple[Condition, ...] = (),
     otherwise: str = "",
     can_do_with_one: bool = False,
     at_end: bool = False,
@@ -104,6 +107,7 @@ def condition(
         window: Window in steps; 0 uses the rule's.
         min_steps: Minimum number of steps.
         needs: Conditions that must be true too.
+        unless: Conditions; any true one excuses this one.
         otherwise: Text if the condition is false.
         can_do_with_one: Whether the last column is optional.
         at_end: Whether the condition is for the end of a run only.
@@ -118,6 +122,7 @@ def condition(
         says=says,
         well=well,
         needs=needs,
+        unless=unless,
         otherwise=otherwise,
         can_do_with_one=can_do_with_one,
         at_end=at_end,
@@ -250,7 +255,7 @@ def reads(rules: Iterable[Rule]) -> Callable[[str], bool]:
             *rule.idle,
             *(cause.sign for cause in rule.causes if cause.sign),
         )
-        for condition in (one, *one.needs)
+        for condition in (one, *one.needs, *one.unless)
     )
     names = {name for condition in conditions for choices in condition.reads for name in choices}
     patterns = [pattern_of(name) for name in sorted(names) if is_pattern(name)]

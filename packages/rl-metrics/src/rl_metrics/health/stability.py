@@ -1,5 +1,6 @@
 """The table of a run's stability: mean over all steps and newest value, beside the healthy ranges."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,12 +18,12 @@ from rl_metrics.definitions.entries import (
 )
 from rl_metrics.health.common_rules import LOSS, REFERENCE_KL
 from rl_metrics.health.families import GRADIENT_ALONE, Family
-from rl_metrics.health.finding import Verdict
+from rl_metrics.health.finding import Check, Verdict
 from rl_metrics.run_files.history import History
 from rl_metrics.run_files.json_lines import number_or_none
 
 Mark = Literal["ok", "outside", "accepted", "unknown"]
-"""Whether both values are in their ranges; "accepted" is outside, but its rules know a reason and find nothing.
+"""Whether both values are in their ranges; "accepted" is outside, but the check of a rule gives a reason.
 
 "unknown" if there is no range for what the run learns from, or if the metric's rules were not judged.
 """
@@ -41,6 +42,7 @@ class StabilityRow:
         healthy_mean: Healthy range of the mean; None without one.
         healthy_last: Healthy range of the newest value; None without one.
         mark: Whether the values are in their ranges.
+        why: Why the mark is "unknown" or "accepted", or why no check warns about a value outside; else empty.
         rules: Rules that judge the metric.
     """
 
@@ -52,6 +54,7 @@ class StabilityRow:
     healthy_mean: Band | None
     healthy_last: Band | None
     mark: Mark
+    why: str
     rules: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -67,6 +70,7 @@ class StabilityRow:
             "healthy_last": str(self.healthy_last or ""),
             "source": "; ".join(dict.fromkeys(band.source for band in bands)),
             "mark": self.mark,
+            "why": self.why,
             "rules": list(self.rules),
         }
 
@@ -110,8 +114,7 @@ def stability(history: History, verdict: Verdict, *, family: Family = "policy_gr
             mean, last = float(values.mean()), float(values[-1])
         bands = (healthy_mean, healthy_last) if has_ranges else (None, None)
         is_ok = all(band is None or band.contains(value) for band, value in zip(bands, (mean, last), strict=True))
-        said = {check.status for check in verdict.checks if check.rule in rules}
-        mark: Mark = "outside" if said & {"warning", "critical"} else "accepted"
+        mark, why = _marked([one for one in verdict.checks if one.rule in rules], has_ranges=has_ranges, is_ok=is_ok)
         rows.append(
             StabilityRow(
                 label=label,
@@ -121,8 +124,25 @@ def stability(history: History, verdict: Verdict, *, family: Family = "policy_gr
                 step=int(history.steps[known[-1]]),
                 healthy_mean=bands[0],
                 healthy_last=bands[1],
-                mark="unknown" if not any(bands) or said <= {"unknown"} else "ok" if is_ok else mark,
+                mark=mark,
+                why=why,
                 rules=rules,
             )
         )
     return tuple(rows)
+
+
+def _marked(checks: Sequence[Check], *, has_ranges: bool, is_ok: bool) -> tuple[Mark, str]:
+    """Return the mark of a metric with these checks, and why."""
+    if not has_ranges:
+        return "unknown", "the ranges are for a policy gradient"
+    if not checks:
+        return "unknown", "its rules are switched off"
+    if all(check.status == "unknown" for check in checks):
+        return "unknown", checks[0].reading
+    if is_ok:
+        return "ok", ""
+    if any(check.status in ("warning", "critical") for check in checks):
+        return "outside", ""
+    excuses = [check.excuse for check in checks if check.excuse]
+    return ("accepted", excuses[0]) if excuses else ("outside", "no check warns about it yet")

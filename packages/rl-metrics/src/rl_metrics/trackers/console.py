@@ -100,7 +100,8 @@ class ConsoleTracker:
             console: Destination; None opens standard output with `run_console`.
             kind: Kind of output.
             readings: Values to show of each step.
-            hidden: Metrics to hide because they are meaningless in this run.
+            hidden: Metrics that are 0 by design in this run. A live display hides them; lines, which people search by
+                the main labels, have the main ones as 0.
             generations_in: File with all samples of a table, such as "generations.jsonl".
             subject: What the durations of phases depend on, such as the policy's path. They are stored in the user's
                 cache folder and shown when the same phase runs again. None stores none.
@@ -271,9 +272,13 @@ class ConsoleTracker:
 
     def _read(self, metrics: Mapping[str, float], *, is_extra: bool) -> Iterator[Row]:
         for reading in self._readings:
-            names = [name for name in reading.names if name in metrics and name not in self._hidden]
-            if names and reading.is_extra == is_extra:
-                value = metrics[names[0]]
+            if reading.is_extra != is_extra:
+                continue
+            known = [name for name in reading.names if name in metrics]
+            names = [name for name in known if name not in self._hidden]
+            is_line = not is_extra and not isinstance(self._view, LiveView)
+            if names or (known and is_line):
+                value = metrics[names[0]] if names else 0.0
                 yield reading.label, f"{value:{reading.format}}{reading.unit}"
 
     def _start_ticker(self) -> None:

@@ -67,7 +67,7 @@ function stabilityTable({ stability }) {
   if (!stability?.length) return null;
   const headings = ["", "metric", ["mean", "number"], "healthy", ["newest", "number"], "healthy", "source of the range"];
   const rows = stability.map((row) => [
-    row.mark === "unknown" ? "" : row.mark,
+    make("span", { title: row.why }, row.mark === "unknown" ? "?" : row.mark),
     make("a", { href: viewState.link({ view: "curves", chart: row.metric }, { isFresh: true }) }, row.metric),
     number(row.mean), row.healthy_mean || "-", number(row.last), row.healthy_last || "-", row.source || "-",
   ]);
