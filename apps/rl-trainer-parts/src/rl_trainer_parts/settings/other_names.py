@@ -16,6 +16,10 @@ MAX_MEANINGS = 2
 """A short name that may mean more than this, such as "name", says nothing."""
 
 
+OF_OTHER_ENGINES = ("*.reward_model.*", "reward_model.*", "distillation.teacher_model*.inference.*")
+"""Rows of sections that repeat the names of the policy's engine; alone, such a name means the policy's."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
     """What a name of another library means here.
@@ -63,8 +67,8 @@ def meaning_of(name: str, library: str) -> Meaning | None:
 def meanings(name: str) -> list[Meaning]:
     """What a name may mean: a full name, or the end of one, such as "optim.lr".
 
-    A full name means one thing. The end of several names may mean several settings; with a counterpart for one of
-    them, the others' reasons are left out. The end of many names means nothing.
+    A full name means one thing. The end of several names may mean two settings, or have one reason, which must be about
+    the name itself and not about its section. Any other end means nothing.
     """
     for library in LISTS:
         is_full = name in full_names(library) or _is_filled_in(name, library)
@@ -73,10 +77,12 @@ def meanings(name: str) -> list[Meaning]:
     found_by: dict[tuple[str, ...], Meaning] = {}
     for library, full in _ending_with(name):
         row = meaning_of(full, library)
-        if row is not None:
-            found_by.setdefault(row.settings or (row.note,), dataclasses.replace(row, name=full))
-    named = [row for row in found_by.values() if row.settings]
-    found = named or list(found_by.values())
+        if row is not None and row.name not in OF_OTHER_ENGINES:
+            is_named = row.name.rpartition(".")[2] != "*" and fnmatchcase(name, f"*{row.name.rpartition('.')[2]}")
+            found_by.setdefault(row.settings or (row.note,) * is_named, dataclasses.replace(row, name=full))
+    found = list(found_by.values())
+    if any(not row.settings for row in found):
+        return found if len(found) == 1 and () not in found_by else []
     return found if len(found) <= MAX_MEANINGS else []
 
 
