@@ -9,7 +9,7 @@ import pytest
 from rl_distill.objectives import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.other_names import LISTS, Meaning, listed_names, meaning_of, table
-from rl_trainer_parts.settings.suggestions import OF_ASYNC, suggest
+from rl_trainer_parts.settings.suggestions import OF_ASYNC, ONLY_ASYNC, suggest
 
 KNOWN = list(setting_fields())
 ALL = {*KNOWN, *(one for setting in setting_fields().values() for one in setting.entry_fields())}
@@ -47,7 +47,7 @@ def test_every_row_with_a_pattern_matches_a_name() -> None:
     dead = {row.name for row in table() if "*" in row.name} - {
         meaning.name for library, name in LISTED if (meaning := meaning_of(name, library))
     }
-    of_pull_requests = ("*rollout.skip", "distillation.teacher_model*")
+    of_pull_requests = ("*rollout.skip", "distillation.teacher_model*", "*.skip_use", "*.stream_teacher")
     assert {name for name in dead if not name.startswith(of_pull_requests)} == set()
 
 
@@ -104,6 +104,14 @@ def _says(hint: str, meaning: Meaning | None, name: str) -> bool:
         ("ep", "parallel.expert"),
         ("parallel.cp", "parallel.context"),
         ("experiment_name", "run.name"),
+        ("trainer.loggers", "metrics.trackers metrics.console"),
+        ("trainer.log_val_generation", "metrics.log_val_generations"),
+        ("trainer.svae_freq", "trainer.checkpoint_every"),
+        ("loss_mdoe", "algorithm.policy_loss distillation.loss"),
+        ("custom_reward_function", "reward.function"),
+        ("reward_function", "reward.function"),
+        ("reward_fn", "reward.function"),
+        ("skip.rollout", "skip.enabled skip.action"),
         ("num-generations", "rollout.group_size"),
         ("+actor_rollout_ref.actor.optim.lr", "learner.learning_rate"),
     ],
@@ -119,8 +127,17 @@ def test_settings_of_the_other_trainer_are_named() -> None:
     assert suggest("use_trainer_do_validate", known).startswith(" Did you mean 'schedule.validate_on'")
 
 
+@pytest.mark.parametrize("name", ONLY_ASYNC)
+def test_settings_of_the_other_trainer_are_known_without_their_section(name: str) -> None:
+    assert suggest(name, KNOWN) == f" schedule.{name} is a setting of rl-async-trainer."
+    assert suggest(name, [*KNOWN, f"schedule.{name}"]) == f" Did you mean 'schedule.{name}'?"
+    assert "schedule.max_staleness does this" in suggest("staleness_treshold", KNOWN)
+
+
 def test_what_is_missing_is_said_with_the_reason() -> None:
     assert suggest("data.shuffle", KNOWN) == " Training prompts are always in random order, by run.seed."
+    assert suggest("stream_teacher_with_rollout", KNOWN).startswith(" A teacher always scores")
+    assert suggest("skip_use_default_dir", KNOWN) == " skip.directory is always the folder that is used."
     assert suggest("data.use_shm", KNOWN) == " verl's 'data.use_shm' has no counterpart here."
     assert suggest("torch_empty_cache_steps", KNOWN).startswith(" TRL's 'torch_empty_cache_steps' has no counterpart")
 
@@ -134,7 +151,7 @@ def test_what_is_missing_is_said_with_the_reason() -> None:
         *("distillation.model", "distillation.loss_type", "distillation.mode", "skip.max_steps", "lora.target"),
         *("model_path", "reward.model_path", "judge.model_path", "algorithm.name", "algorithm.type", "mode", "type"),
         *("reward.seed", "skip.top_p", "distillation.tokenizer", "critic.beta", "skip.repeat", "max_seq_len"),
-        *("attn_implementation", "step", "lora.fp16"),
+        *("attn_implementation", "step", "lora.fp16", "trainer.devote", "trainer.stats"),
     ],
 )
 def test_other_words_get_no_suggestion(name: str) -> None:

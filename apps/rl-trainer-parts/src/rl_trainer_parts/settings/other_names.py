@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os.path
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -15,6 +16,9 @@ LISTS = {"verl": "verl-0.9.1.txt", "trl": "trl-1.16.0.txt"}
 MAX_MEANINGS = 2
 """A short name that may mean more than this, such as "name", says nothing."""
 
+
+MIN_LETTERS = 6
+"""A name with fewer letters is too near to other words for a guess at a misspelling."""
 
 OF_OTHER_ENGINES = ("*.reward_model.*", "reward_model.*", "distillation.teacher_model*.inference.*")
 """Rows of sections that repeat the names of the policy's engine; alone, such a name means the policy's."""
@@ -84,6 +88,25 @@ def meanings(name: str) -> list[Meaning]:
     if any(not row.settings for row in found):
         return found if len(found) == 1 and () not in found_by else []
     return found if len(found) <= MAX_MEANINGS else []
+
+
+def misspelled(name: str) -> list[Meaning]:
+    """What a name with one wrong letter means, in the same section or without one; empty if it has no counterpart."""
+    section, _, ending = name.rpartition(".")
+    if len(ending) < MIN_LETTERS:
+        return []
+    every = [one.rpartition(".") for library in LISTS for one in full_names(library)]
+    near = {last for where, _, last in every if section in ("", where) and _is_one_edit(ending, last)}
+    found = meanings(f"{section}.{near.pop()}".removeprefix(".")) if len(near) == 1 else []
+    return [row for row in found if row.settings]
+
+
+def _is_one_edit(name: str, other: str) -> bool:
+    """Whether one letter is missing, added or wrong, or two neighbours have changed places."""
+    start = len(os.path.commonprefix((name, other)))
+    one, two = name[start:], other[start:]
+    is_swapped = one[:2] == two[1::-1] and one[2:] == two[2:]
+    return name != other and (is_swapped or two[1:] in (one, one[1:]) or one[1:] == two)
 
 
 def value_hint(setting: str, value: str) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
 
-from rl_trainer_parts.settings.other_names import Meaning, meanings
+from rl_trainer_parts.settings.other_names import Meaning, meanings, misspelled
 
 MAX_SUGGESTIONS = 3
 FLAGS = ("dry-run", "replay", "resume")
@@ -12,6 +12,9 @@ FLAGS = ("dry-run", "replay", "resume")
 
 OF_ASYNC = ("schedule", "roles")
 """Sections that only rl-async-trainer has."""
+
+ONLY_ASYNC = ("max_staleness", "sync_every", "partial_rollout", "max_inflight_groups", "validate_on", "validation_batch")
+"""Settings of [schedule], which their names alone tell."""
 
 OF_ROUTERS = ("aux_loss", "z_loss", "bias_update")
 """Parts of the names that Megatron and others give to a mixture's router losses and bias updates."""
@@ -55,6 +58,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
         return f" Did you mean --{flags[0]}?"
     if section in OF_ASYNC and not any(one.startswith(f"{section}.") for one in names):
         return f" [{section}] is a section of rl-async-trainer."
+    if name in ONLY_ASYNC and f"schedule.{name}" not in names:
+        return f" schedule.{name} is a setting of rl-async-trainer."
     if any(part in ending for part in OF_ROUTERS):
         return " The learners add no router loss and do not change the router's bias. Leave it out."
     foreign = meanings(name)
@@ -63,6 +68,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
     own = _misspelled(name, names)
     is_ours = any(_likeness(name, one) >= LIKE_NAME or one.endswith(f".{name}") for one in own)
     foreign = [] if is_ours else _by_its_end(name, names) if "." in name or not own else foreign
+    if not own and not foreign:
+        foreign = [dataclasses.replace(row, name=name) for row in misspelled(name)]
     return _explained(foreign, name, names) if foreign else _question(own[:MAX_SUGGESTIONS])
 
 
