@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.errors import SettingsError
+from rl_core.files import parse_toml
 from rl_distill.objectives import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.other_names import LISTS, Meaning, listed_names, meaning_of, table
+from rl_trainer_parts.settings.sources import build_settings
 from rl_trainer_parts.settings.suggestions import OF_ASYNC, ONLY_ASYNC, suggest
 
 KNOWN = list(setting_fields())
@@ -156,6 +159,30 @@ def test_what_is_missing_is_said_with_the_reason() -> None:
 )
 def test_other_words_get_no_suggestion(name: str) -> None:
     assert suggest(name, KNOWN) == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "found", "hint"),
+    [
+        ('distillation.loss="forward_kl_topk"', "found 'forward_kl_topk'", 'Use loss = "forward_kl" with distribution'),
+        ('distillation.loss="low_var_kl"', "found 'low_var_kl'", "Did you mean 'k3', verl's 'low_var_kl'?"),
+        ('skip.action="REPEAT"', "found 'REPEAT'", "Did you mean 'repeat'?"),
+        ('skip.action="CACHE"', "found 'CACHE'", "Did you mean 'cache'?"),
+        ('skip.action="REPEAT_LAST"', "found 'REPEAT_LAST'", "Did you mean 'repeat_last'?"),
+        ("refill.filter=true", "found True", "Did you mean 'reward_spread', verl's 'true'?"),
+        ('metrics.trackers="wandb"', "found 'wandb'", 'Write ["wandb"].'),
+        ('metrics.trackers=["swanlab"]', "found 'swanlab' in item 0", "verl's 'swanlab' is missing here."),
+        ('metrics.trackers=["console"]', "found 'console' in item 0", "Leave it out: metrics.console chooses"),
+    ],
+)
+def test_values_that_users_of_verl_bring(setting: str, found: str, hint: str) -> None:
+    name, _, value = setting.partition("=")
+    section, _, key = name.partition(".")
+    needed = {"policy": {"path": "p"}, "prompts": {"train": "t"}, "reward": {"function": "exact_match"}}
+    with pytest.raises(SettingsError) as error:
+        build_settings({**needed, section: {key: parse_toml(f"value = {value}", where=name)["value"]}})
+    assert str(error.value).startswith(f"{name}: must be ")
+    assert f"; {found}. {hint}" in str(error.value)
 
 
 def _rows(heading: str) -> Iterator[list[list[str]]]:

@@ -110,10 +110,12 @@ def _is_one_edit(name: str, other: str) -> bool:
 
 
 def value_hint(setting: str, value: str) -> str:
-    """A hint for verl's value of one of our settings; empty if verl has no such value."""
+    """A hint for verl's value of one of our settings; empty if the table has no such value."""
     ours = _document()["values"].get(setting, {}).get(value)
     if ours is None:
         return ""
+    if ours.endswith("."):
+        return f" {ours}"
     return f" Did you mean {ours!r}, verl's {value!r}?" if ours else f" verl's {value!r} is missing here."
 
 
