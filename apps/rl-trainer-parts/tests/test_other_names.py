@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.errors import SettingsError
+from rl_core.files import parse_toml
 from rl_distill.objectives import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.other_names import LISTS, Meaning, listed_names, meaning_of, table
-from rl_trainer_parts.settings.suggestions import OF_ASYNC, suggest
+from rl_trainer_parts.settings.sources import build_settings
+from rl_trainer_parts.settings.suggestions import OF_ASYNC, ONLY_ASYNC, suggest
 
 KNOWN = list(setting_fields())
 ALL = {*KNOWN, *(one for setting in setting_fields().values() for one in setting.entry_fields())}
@@ -47,7 +50,7 @@ def test_every_row_with_a_pattern_matches_a_name() -> None:
     dead = {row.name for row in table() if "*" in row.name} - {
         meaning.name for library, name in LISTED if (meaning := meaning_of(name, library))
     }
-    of_pull_requests = ("*rollout.skip", "distillation.teacher_model*")
+    of_pull_requests = ("*rollout.skip", "distillation.teacher_model*", "*.skip_use", "*.stream_teacher")
     assert {name for name in dead if not name.startswith(of_pull_requests)} == set()
 
 
@@ -96,6 +99,22 @@ def _says(hint: str, meaning: Meaning | None, name: str) -> bool:
         ("log_val_generations", "metrics.log_val_generations"),
         ("lr", "learner.learning_rate critic.learning_rate"),
         ("critic.lr", "critic.learning_rate"),
+        ("distillation.max_model_len", "distillation.teachers.NAME.max_model_len"),
+        ("lora_target_modules", "lora.target_modules"),
+        ("tp", "engine.tensor_parallel_size parallel.tensor"),
+        ("engine.tp", "engine.tensor_parallel_size"),
+        ("dp", "replicas.count parallel.ranks"),
+        ("ep", "parallel.expert"),
+        ("parallel.cp", "parallel.context"),
+        ("experiment_name", "run.name"),
+        ("trainer.loggers", "metrics.trackers metrics.console"),
+        ("trainer.log_val_generation", "metrics.log_val_generations"),
+        ("trainer.svae_freq", "trainer.checkpoint_every"),
+        ("loss_mdoe", "algorithm.policy_loss distillation.loss"),
+        ("custom_reward_function", "reward.function"),
+        ("reward_function", "reward.function"),
+        ("reward_fn", "reward.function"),
+        ("skip.rollout", "skip.enabled skip.action"),
         ("num-generations", "rollout.group_size"),
         ("+actor_rollout_ref.actor.optim.lr", "learner.learning_rate"),
     ],
@@ -111,8 +130,17 @@ def test_settings_of_the_other_trainer_are_named() -> None:
     assert suggest("use_trainer_do_validate", known).startswith(" Did you mean 'schedule.validate_on'")
 
 
+@pytest.mark.parametrize("name", ONLY_ASYNC)
+def test_settings_of_the_other_trainer_are_known_without_their_section(name: str) -> None:
+    assert suggest(name, KNOWN) == f" schedule.{name} is a setting of rl-async-trainer."
+    assert suggest(name, [*KNOWN, f"schedule.{name}"]) == f" Did you mean 'schedule.{name}'?"
+    assert "schedule.max_staleness does this" in suggest("staleness_treshold", KNOWN)
+
+
 def test_what_is_missing_is_said_with_the_reason() -> None:
     assert suggest("data.shuffle", KNOWN) == " Training prompts are always in random order, by run.seed."
+    assert suggest("stream_teacher_with_rollout", KNOWN).startswith(" A teacher always scores")
+    assert suggest("skip_use_default_dir", KNOWN) == " skip.directory is always the folder that is used."
     assert suggest("data.use_shm", KNOWN) == " verl's 'data.use_shm' has no counterpart here."
     assert suggest("torch_empty_cache_steps", KNOWN).startswith(" TRL's 'torch_empty_cache_steps' has no counterpart")
 
@@ -123,10 +151,38 @@ def test_what_is_missing_is_said_with_the_reason() -> None:
         *("banana", "trainer.banana", "foo.bar", "policy.colour", "run.owner", "metrics.dashboard"),
         *("rollout.speed", "learner.magic", "trainer.goal", "logs", "skip.everything", "zzz.qqq", "model.name"),
         *("trainer.verbose", "algorithm.kl_goal", "distillation.students", "health.emails", "trainer.gpu"),
+        *("distillation.model", "distillation.loss_type", "distillation.mode", "skip.max_steps", "lora.target"),
+        *("model_path", "reward.model_path", "judge.model_path", "algorithm.name", "algorithm.type", "mode", "type"),
+        *("reward.seed", "skip.top_p", "distillation.tokenizer", "critic.beta", "skip.repeat", "max_seq_len"),
+        *("attn_implementation", "step", "lora.fp16", "trainer.devote", "trainer.stats"),
     ],
 )
 def test_other_words_get_no_suggestion(name: str) -> None:
     assert suggest(name, KNOWN) == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "found", "hint"),
+    [
+        ('distillation.loss="forward_kl_topk"', "found 'forward_kl_topk'", 'Use loss = "forward_kl" with distribution'),
+        ('distillation.loss="low_var_kl"', "found 'low_var_kl'", "Did you mean 'k3', verl's 'low_var_kl'?"),
+        ('skip.action="REPEAT"', "found 'REPEAT'", "Did you mean 'repeat'?"),
+        ('skip.action="CACHE"', "found 'CACHE'", "Did you mean 'cache'?"),
+        ('skip.action="REPEAT_LAST"', "found 'REPEAT_LAST'", "Did you mean 'repeat_last'?"),
+        ("refill.filter=true", "found True", "Did you mean 'reward_spread', verl's 'true'?"),
+        ('metrics.trackers="wandb"', "found 'wandb'", 'Write ["wandb"].'),
+        ('metrics.trackers=["swanlab"]', "found 'swanlab' in item 0", "verl's 'swanlab' is missing here."),
+        ('metrics.trackers=["console"]', "found 'console' in item 0", "Leave it out: metrics.console chooses"),
+    ],
+)
+def test_values_that_users_of_verl_bring(setting: str, found: str, hint: str) -> None:
+    name, _, value = setting.partition("=")
+    section, _, key = name.partition(".")
+    needed = {"policy": {"path": "p"}, "prompts": {"train": "t"}, "reward": {"function": "exact_match"}}
+    with pytest.raises(SettingsError) as error:
+        build_settings({**needed, section: {key: parse_toml(f"value = {value}", where=name)["value"]}})
+    assert str(error.value).startswith(f"{name}: must be ")
+    assert f"; {found}. {hint}" in str(error.value)
 
 
 def _rows(heading: str) -> Iterator[list[list[str]]]:

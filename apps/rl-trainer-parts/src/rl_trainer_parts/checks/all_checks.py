@@ -20,6 +20,7 @@ from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_pa
 from rl_trainer_parts.checks.shared_gpu import shared_gpu_problems
 from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.metrics import LEVELS
+from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings
 
 SCRIPTED = "scripted"
@@ -134,7 +135,7 @@ def _options(settings: Settings) -> Iterator[str]:
         try:
             resolve_filter(settings.refill.filter)
         except SettingsError as error:
-            yield f"refill.filter: {error}"
+            yield f"refill.filter: {error}{value_hint('refill.filter', settings.refill.filter)}"
 
 
 def _skip(settings: Settings) -> Iterator[str]:

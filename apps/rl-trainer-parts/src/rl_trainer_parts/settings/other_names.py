@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os.path
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -14,6 +15,13 @@ LISTS = {"verl": "verl-0.9.1.txt", "trl": "trl-1.16.0.txt"}
 
 MAX_MEANINGS = 2
 """A short name that may mean more than this, such as "name", says nothing."""
+
+
+MIN_LETTERS = 6
+"""A name with fewer letters is too near to other words for a guess at a misspelling."""
+
+OF_OTHER_ENGINES = ("*.reward_model.*", "reward_model.*", "distillation.teacher_model*.inference.*")
+"""Rows of sections that repeat the names of the policy's engine; alone, such a name means the policy's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +71,8 @@ def meaning_of(name: str, library: str) -> Meaning | None:
 def meanings(name: str) -> list[Meaning]:
     """What a name may mean: a full name, or the end of one, such as "optim.lr".
 
-    A full name means one thing. The end of several names may mean several settings; with a counterpart for one of
-    them, the others' reasons are left out. The end of many names means nothing.
+    A full name means one thing. The end of several names may mean two settings, or have one reason, which must be about
+    the name itself and not about its section. Any other end means nothing.
     """
     for library in LISTS:
         is_full = name in full_names(library) or _is_filled_in(name, library)
@@ -73,18 +81,41 @@ def meanings(name: str) -> list[Meaning]:
     found_by: dict[tuple[str, ...], Meaning] = {}
     for library, full in _ending_with(name):
         row = meaning_of(full, library)
-        if row is not None:
-            found_by.setdefault(row.settings or (row.note,), dataclasses.replace(row, name=full))
-    named = [row for row in found_by.values() if row.settings]
-    found = named or list(found_by.values())
+        if row is not None and row.name not in OF_OTHER_ENGINES:
+            is_named = row.name.rpartition(".")[2] != "*" and fnmatchcase(name, f"*{row.name.rpartition('.')[2]}")
+            found_by.setdefault(row.settings or (row.note,) * is_named, dataclasses.replace(row, name=full))
+    found = list(found_by.values())
+    if any(not row.settings for row in found):
+        return found if len(found) == 1 and () not in found_by else []
     return found if len(found) <= MAX_MEANINGS else []
 
 
+def misspelled(name: str) -> list[Meaning]:
+    """What a name with one wrong letter means, in the same section or without one; empty if it has no counterpart."""
+    section, _, ending = name.rpartition(".")
+    if len(ending) < MIN_LETTERS:
+        return []
+    every = [one.rpartition(".") for library in LISTS for one in full_names(library)]
+    near = {last for where, _, last in every if section in ("", where) and _is_one_edit(ending, last)}
+    found = meanings(f"{section}.{near.pop()}".removeprefix(".")) if len(near) == 1 else []
+    return [row for row in found if row.settings]
+
+
+def _is_one_edit(name: str, other: str) -> bool:
+    """Whether one letter is missing, added or wrong, or two neighbours have changed places."""
+    start = len(os.path.commonprefix((name, other)))
+    one, two = name[start:], other[start:]
+    is_swapped = one[:2] == two[1::-1] and one[2:] == two[2:]
+    return name != other and (is_swapped or two[1:] in (one, one[1:]) or one[1:] == two)
+
+
 def value_hint(setting: str, value: str) -> str:
-    """A hint for verl's value of one of our settings; empty if verl has no such value."""
+    """A hint for verl's value of one of our settings; empty if the table has no such value."""
     ours = _document()["values"].get(setting, {}).get(value)
     if ours is None:
         return ""
+    if ours.endswith("."):
+        return f" {ours}"
     return f" Did you mean {ours!r}, verl's {value!r}?" if ours else f" verl's {value!r} is missing here."
 
 

@@ -14,6 +14,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.files import parse_toml, read_toml
 from rl_core.secret_settings import redact_option, redacted_names
 from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields
+from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
 
@@ -138,19 +139,35 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
         )
     where = _origin(name, origins)
     expected, found = describe_type(known[name].annotation), _shown(problem["input"], known[name])
+    hint = _value_hint(name, problem["input"], known[name].annotation)
     if not is_whole:
         item, naming = ", ".join(place[2:]), {"missing": "required", "unexpected_keyword_argument": "unknown name"}
         if problem["type"] in naming:
             return f"{name}: must be {expected}; item {item}: {naming[problem['type']]}{where}."
         if problem["type"].startswith("dataclass_"):
             return f"{name}: must be {expected}; item {item} must be {{name = value}}; found {found}{where}."
-        return f"{name}: must be {expected}; found {_kind(problem)} in item {item}{where}."
-    return f"{name}: must be {expected}; found {found}{where}. {known[name].meaning}"
+        return f"{name}: must be {expected}; found {_kind(problem)} in item {item}{where}.{hint}"
+    return f"{name}: must be {expected}; found {found}{where}.{hint} {known[name].meaning}"
 
 
 def _kind(problem: Mapping[str, Any]) -> str:
-    """The type of a part of a value, which is not shown because it may be secret."""
+    """A part of a value that must be one of some words, or else its type, because the part may be secret."""
+    if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+        return repr(problem["input"])
     return describe_type(type(problem["input"]))
+
+
+def _value_hint(name: str, value: Any, annotation: Any) -> str:
+    """What to write instead of a value: verl's, one in capitals, or one without the brackets of a list."""
+    options, text = typing.get_args(annotation), str(value).lower() if isinstance(value, bool) else value
+    if not isinstance(text, str):
+        return ""
+    if hint := value_hint(name, text):
+        return hint
+    is_list = typing.get_origin(annotation) is tuple and options[-1] is ...
+    if is_list and text in typing.get_args(options[0]):
+        return f' Write ["{text}"].'
+    return f" Did you mean {text.lower()!r}?" if text.lower() in options else ""
 
 
 def _shown(value: Any, setting: SettingField) -> str:
