@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl_async_trainer.settings import AsyncSettings, schedule_problems
+from rl_core.errors import SettingsError
 from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.other_names import table
@@ -32,6 +33,11 @@ def test_where_an_update_moves_away_from_the_policy_that_sampled(tmp_path: Path,
     }
     settings = build_settings(given | sections, kind=AsyncSettings)
     assert settings.zero_metrics == (() if expected else ("actor/ppo_kl", "rollout_corr/kl"))
+
+
+def test_an_item_of_a_table_says_what_it_must_be():
+    with pytest.raises(SettingsError, match=r"^trainer\.target: value must be a number; found text\.$"):
+        build_settings(PLAIN | {"trainer": {"target": {"value": "high"}}}, kind=AsyncSettings)
 
 
 def test_every_counterpart_of_a_setting_of_verl_is_a_setting_of_this_trainer():

@@ -123,6 +123,10 @@ def _origin(name: str, origins: Mapping[str, str]) -> str:
     return f" ({origins[name]})" if name in origins else ""
 
 
+PART_TYPES = {"float": "a number", "int": "an integer", "bool": "true or false", "string": "text"}
+"""What a part of a table must be, by the beginning of pydantic's type of error."""
+
+
 def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[Settings]) -> str:
     place = [str(part) for part in problem["loc"]]
     known = setting_fields(kind)
@@ -146,6 +150,9 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
             return f"{name}: must be {expected}; item {item}: {naming[problem['type']]}{where}."
         if problem["type"].startswith("dataclass_"):
             return f"{name}: must be {expected}; item {item} must be {{name = value}}; found {found}{where}."
+        wanted = PART_TYPES.get(problem["type"].partition("_")[0])
+        if expected == "{name = value}" and wanted:
+            return f"{name}: {item} must be {wanted}; found {_kind(problem)}{where}."
         return f"{name}: must be {expected}; found {_kind(problem)} in item {item}{where}.{hint}"
     return f"{name}: must be {expected}; found {found}{where}.{hint} {known[name].meaning}"
 
