@@ -115,6 +115,8 @@ def _says(hint: str, meaning: Meaning | None, name: str) -> bool:
         ("reward_function", "reward.function"),
         ("reward_fn", "reward.function"),
         ("skip.rollout", "skip.enabled skip.action"),
+        ("expert_parallel_size", "parallel.expert"),
+        ("rollout", "rollout.engine rollout.placement rollout.loop"),
         ("num-generations", "rollout.group_size"),
         ("+actor_rollout_ref.actor.optim.lr", "learner.learning_rate"),
     ],
@@ -154,7 +156,15 @@ def test_what_is_missing_is_said_with_the_reason() -> None:
         *("distillation.model", "distillation.loss_type", "distillation.mode", "skip.max_steps", "lora.target"),
         *("model_path", "reward.model_path", "judge.model_path", "algorithm.name", "algorithm.type", "mode", "type"),
         *("reward.seed", "skip.top_p", "distillation.tokenizer", "critic.beta", "skip.repeat", "max_seq_len"),
-        *("attn_implementation", "step", "lora.fp16", "trainer.devote", "trainer.stats"),
+        *(
+            "attn_implementation",
+            "health.ppo_epochs",
+            "cluster.limit_images",
+            "step",
+            "lora.fp16",
+            "trainer.devote",
+            "trainer.stats",
+        ),
     ],
 )
 def test_other_words_get_no_suggestion(name: str) -> None:

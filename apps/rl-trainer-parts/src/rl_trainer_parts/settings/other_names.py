@@ -137,7 +137,7 @@ def _is_filled_in(name: str, library: str) -> bool:
     """Whether a row such as distillation.teacher_model*.model_path names the setting itself, and not only a section."""
     ending = f".{name.rpartition('.')[2]}"
     rows = (row.name for row in table() if row.library == library and row.name.endswith(ending))
-    return any(fnmatchcase(name, row) for row in rows)
+    return any(fnmatchcase(name, row) for row in rows if not row.startswith("*."))
 
 
 def _ending_with(name: str) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,14 @@ FLAGS = ("dry-run", "replay", "resume")
 OF_ASYNC = ("schedule", "roles")
 """Sections that only rl-async-trainer has."""
 
-ONLY_ASYNC = ("max_staleness", "sync_every", "partial_rollout", "max_inflight_groups", "validate_on", "validation_batch")
+ONLY_ASYNC = (
+    "max_staleness",
+    "sync_every",
+    "partial_rollout",
+    "max_inflight_groups",
+    "validate_on",
+    "validation_batch",
+)
 """Settings of [schedule], which their names alone tell."""
 
 OF_ROUTERS = ("aux_loss", "z_loss", "bias_update")
@@ -66,7 +73,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
     if foreign and foreign[0].name == name:
         return _explained(foreign, name, names)
     own = _misspelled(name, names)
-    is_ours = any(_likeness(name, one) >= LIKE_NAME or one.endswith(f".{name}") for one in own)
+    is_ours = any(
+        _likeness(name, one) >= LIKE_NAME or one.endswith(f".{name}") or one.startswith(f"{name}.") for one in own
+    )
     foreign = [] if is_ours else _by_its_end(name, names) if "." in name or not own else foreign
     if not own and not foreign:
         foreign = [dataclasses.replace(row, name=name) for row in misspelled(name)]
