@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os.path
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -103,7 +102,8 @@ def misspelled(name: str) -> list[Meaning]:
 
 def _is_one_edit(name: str, other: str) -> bool:
     """Whether one letter is missing, added or wrong, or two neighbours have changed places."""
-    start = len(os.path.commonprefix((name, other)))
+    pairs = enumerate(zip(name, other, strict=False))
+    start = next((place for place, (left, right) in pairs if left != right), min(len(name), len(other)))
     one, two = name[start:], other[start:]
     is_swapped = one[:2] == two[1::-1] and one[2:] == two[2:]
     return name != other and (is_swapped or two[1:] in (one, one[1:]) or one[1:] == two)

@@ -38,7 +38,7 @@ LIKE_NAME = 0.8
 """Minimum similarity of a misspelled name. Below it are other words, which a suggestion would mislead."""
 
 MIN_LETTERS = 5
-"""Shorter names without a section, such as "cp" and "type", are no misspellings."""
+"""Shorter names without a section, such as `cp` and `type`, are no misspellings."""
 
 MAX_EXTRA = 2
 """Maximum difference of the lengths of a name and of its misspelling."""
