@@ -33,6 +33,8 @@ IN_TESTS = {
     "timing_s/wait_rollouts": "test_async_run_metrics.py",
     "queue/*": "test_async_run_metrics.py",
     "validation/policy_version/*": "test_async_validation.py",
+    "validation/is_exact": "test_async_validation.py",
+    "test/*": "test_algorithms.py",
     "weights/size_gb": "test_lora_runs.py",
     "rollout/failed_rewards": "test_failed_sessions.py",
     "rollout/rescored_*": "test_algorithms.py",

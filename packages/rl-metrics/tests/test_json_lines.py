@@ -160,6 +160,8 @@ def test_generations_are_whole_lines_with_step_and_name(tmp_path):
         "source": "r",
         "failure": None,
         "components": {"acc": None},
+        "data_source": "default",
+        "finish": "stop",
     }
     assert line.count("\n") == 1
     tracker.close()

@@ -30,7 +30,7 @@ MIN_DRAW_S = 0.25
 SETTLE_S = 0.5
 """Maximum wait for the terminal before others write to it, in seconds."""
 
-FIRST = ("step", "loss", "reward", "validation")
+FIRST = ("step", "reward", "validation")
 """First columns of the table, in order."""
 
 STYLES = {
