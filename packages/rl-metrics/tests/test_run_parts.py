@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 def test_the_runs_own_verdict_wins(folder):
     check = {"rule": "kl", "side": "convergence", "title": "KL", "status": "warning", "reading": "0.04",
-             "applies": True}  # fmt: skip
+             "applies": True, "excuse": ""}  # fmt: skip
     finding = {"rule": "kl", "side": "convergence", "severity": "warning", "what": "KL is high.", "since_step": 2,
                "evidence": [{"metric": "actor/ppo_kl", "text": "0.04", "value": 0.04}], "causes": ["x"],
                "advice": ["y"], "because": []}  # fmt: skip

@@ -37,8 +37,7 @@ USAGE = """usage: rl-async-trainer COMMAND ...
   train --help [SECTION]
       Explain every setting, or those of one section.
   validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
-      Evaluate a Hugging Face folder or a checkpoint on the validation and test problems; --best: the best checkpoint of
-      a run.
+      Evaluate a Hugging Face folder, a checkpoint, or a run's best one on the validation and test problems.
   status RUN
       Show what a live run is doing: its roles, groups in flight and ready, and policy versions.
   scale RUN --engines N

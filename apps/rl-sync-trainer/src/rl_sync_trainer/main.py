@@ -31,8 +31,7 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
   train --help [SECTION]
       Explain every setting, or those of one section.
   validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
-      Evaluate a Hugging Face folder or a checkpoint on the validation and test problems; --best: the best checkpoint of
-      a run.
+      Evaluate a Hugging Face folder, a checkpoint, or a run's best one on the validation and test problems.
   export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]
       Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint, or
       with --best of its best validated one. A LoRA adapter is merged into its base, or written alone in peft's format.
