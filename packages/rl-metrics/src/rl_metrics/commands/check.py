@@ -113,9 +113,9 @@ def _stability_lines(rows: Sequence[StabilityRow]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-    for mark, row in zip([line[0] for line in cells[1:]], rows, strict=True):
+    for (shown, *_), row in zip(cells[1:], rows, strict=True):
         if row.why:
-            yield f"  {mark} {row.metric}: {row.why}"
+            yield f"  {shown} {row.metric}: {row.why}"
 
 
 def _finding_lines(finding: Finding) -> Iterator[str]:
