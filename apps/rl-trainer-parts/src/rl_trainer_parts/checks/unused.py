@@ -113,12 +113,10 @@ RULES = (
         because='with rollout.engine = "transformers"',
     ),
     Unused(
-        names=("prompts.validation_limit", "prompts.validation_samples", "prompts.validation_temperature"),
-        when=lambda s: s.prompts.validation is None and s.prompts.test is None,
-        because="without prompts.validation and prompts.test",
-    ),
-    Unused(
-        names=("trainer.validate_first", "metrics.log_val_generations"),
+        names=(
+            *("prompts.validation_limit", "prompts.validation_samples", "prompts.validation_temperature"),
+            *("trainer.validate_first", "metrics.log_val_generations"),
+        ),
         when=lambda s: s.prompts.validation is None and s.prompts.test is None,
         because="without prompts.validation and prompts.test",
     ),
