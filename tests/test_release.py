@@ -255,7 +255,7 @@ def test_a_project_without_mistakes_has_its_files_and_no_others(small: tuple[Pat
 def test_each_file_that_is_wrong_is_named(small: tuple[Path, Project], tmp_path: Path):
     root, project = small
     for path, text in {
-        "src/rl_small/notes.txt": "",
+        "src/rl_small/notes.rst": "",
         "src/rl_small/large.py": "x" * 500_000,
         "src/rl_small/theirs.LICENSE": "MIT",
         "src/rl_other/__init__.py": "",
@@ -267,8 +267,8 @@ def test_each_file_that_is_wrong_is_named(small: tuple[Path, Project], tmp_path:
     _, mistakes = build(project, tmp_path / "dist", root=root)
     assert mistakes == [
         "rl_small-1.0.0-py3-none-any.whl lacks rl_other/__init__.py.",
-        "packages/rl-small/src/rl_small/notes.txt does not belong in a package: it is neither a licence nor "
-        ".css, .html, .js, .py, .toml, .LICENSE.",
+        "packages/rl-small/src/rl_small/notes.rst does not belong in a package: it is neither a licence nor "
+        ".css, .html, .js, .py, .toml, .txt, .LICENSE.",
         "packages/rl-small/src/rl_small/large.py has 500,000 bytes; a file of a package has at most 400,000.",
         "packages/rl-small/NOTICE is missing in license-files.",
         "packages/rl-small/src/rl_small/theirs.LICENSE is missing in license-files.",

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from types import SimpleNamespace
 
+import pynvml
 import pytest
 
 from rl_core.errors import EngineError
@@ -130,6 +131,12 @@ def test_a_machine_without_the_library_or_a_driver_has_no_driver(monkeypatch):
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(FakeNvml.NVMLError)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert driver.open_driver() is None
+
+
+def test_the_library_has_what_its_stand_in_has():
+    names = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML"))]
+    assert len(names) == 7
+    assert [name for name in names if not hasattr(pynvml, name)] == []
 
 
 def test_an_owner_that_does_not_report_or_answer_has_no_figures():
