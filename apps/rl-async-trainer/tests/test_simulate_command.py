@@ -123,6 +123,7 @@ def test_a_split_of_ones_own_and_whole_rollouts(small: str, capsys: pytest.Captu
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--search", "--split", "4:4"], "not allowed with"),
         (["--published"], "Leave out the workload"),
+        (["--run-gpus", "2"], "Name the run, or leave it out"),
         (["--from", "run"], "either a workload or --from RUN; found both"),
         (["--json", "/nowhere/found.json", "--gpus", "8", "--steps", "1"], "/nowhere/found.json cannot be written"),
     ],
@@ -131,6 +132,12 @@ def test_words_that_cannot_be_are_refused(small: str, words: list[str], message:
     with pytest.raises(SettingsError) as refusal:
         simulate([small, *words])
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("words", [["--gpus", "8"], ["--sync-every", "2"], ["--staleness", "1"], ["--write", "w.toml"]])
+def test_the_published_table_ignores_no_option(words: list[str]) -> None:
+    with pytest.raises(SettingsError, match=f"Leave out {words[0]}."):
+        simulate(["--published", *words])
 
 
 def write_run(folder: Path, *, steps: int, gen_s: float) -> None:

@@ -56,6 +56,8 @@ def simulate(words: list[str]) -> int:
         raise SettingsError(f"--steps must be at least 1; found {options.steps}.")
     if options.seed < 0:
         raise SettingsError(f"--seed must be at least 0; found {options.seed}.")
+    if options.run is None and options.run_gpus is not None:
+        raise SettingsError("--run-gpus is the number of GPUs of the run in --from. Name the run, or leave it out.")
     if options.published:
         return _compare(options)
     workload = _workload(options)
@@ -74,9 +76,11 @@ def simulate(words: list[str]) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     """Print the published table; its workload, GPUs and schedules are fixed."""
-    for name, value in {"the workload": options.workload, "--gpus": options.gpus, "--from": options.run}.items():
-        if value is not None:
-            raise SettingsError(f"--published simulates the rows of the published table. Leave out {name}.")
+    default = _parser().parse_args([])
+    for name, value in vars(options).items():
+        if name not in ("published", "steps", "seed", "json") and value != getattr(default, name):
+            found = {"workload": "the workload", "run": "--from"}.get(name, f"--{name.replace('_', '-')}")
+            raise SettingsError(f"--published simulates the rows of the published table. Leave out {found}.")
     compared = compare_published(num_versions=options.steps, seed=options.seed)
     say(published_table(compared))
     if options.json is not None:
@@ -108,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the lengths (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     parser.add_argument("--from", dest="run", metavar="RUN", help="measure the workload in this run's folder")
-    parser.add_argument("--run-gpus", default="1", metavar="N", help="GPUs of that run, or R:T (default: 1)")
+    parser.add_argument("--run-gpus", metavar="N", help="GPUs of that run, or R:T (default: 1)")
     parser.add_argument("--write", metavar="FILE", help="write the workload to this file, to edit it")
     return parser
 
@@ -117,7 +121,7 @@ def _workload(options: argparse.Namespace) -> Workload:
     if options.run is not None and options.workload is not None:
         raise SettingsError("simulate accepts either a workload or --from RUN; found both.")
     if options.run is not None:
-        gpus = options.run_gpus
+        gpus = options.run_gpus or "1"
         rollout, train = _split(gpus if ":" in gpus else f"{gpus}:{gpus}", "--run-gpus")
         return measure_run(Path(options.run), rollout_gpus=rollout, train_gpus=train)
     return built_in_workload() if options.workload is None else read_workload(Path(options.workload))
