@@ -158,7 +158,7 @@ class RewardOptions:
     def problems(self) -> Iterator[str]:
         """Yield one message for each invalid option."""
         if bool(self.function) == bool(self.parts):
-            found = "both" if self.parts else "neither"
+            found = 'both. Set function = "" to use the parts' if self.parts else "neither"
             yield f"function must name a reward, or parts must list several; found {found}."
         if self.parts and self.options:
             yield "options belong to function; with parts, give each part its own options."
