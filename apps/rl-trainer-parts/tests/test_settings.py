@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "settings.toml"
     path.write_text(REQUIRED)
     return path
+
+
+@pytest.mark.parametrize("case", [str.upper, str.lower, str.capitalize])
+def test_variables_named_like_sections_are_not_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch, case: Callable[[str], str]
+) -> None:
+    before = load_settings(file)
+    for section in Settings.model_fields:
+        monkeypatch.setenv(case(section), "prod")
+    monkeypatch.setenv(case("algorithm"), '{"kl_coefficient": 0.5}')
+    assert load_settings(file) == before
 
 
 def test_command_line_over_environment_over_file_over_default(file: Path) -> None:

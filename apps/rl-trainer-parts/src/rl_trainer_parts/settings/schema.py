@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from rl_core.data import Json
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
@@ -375,6 +375,13 @@ class Settings(BaseSettings):
     parallel: ParallelOptions = Field(default_factory=ParallelOptions)
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     weights: WeightSettings = Field(default_factory=WeightSettings)
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read no environment variable named like a section, such as ENGINE; `load_settings` reads RL__SECTION__NAME."""
+        return (init_settings,)
 
     @property
     def placements(self) -> dict[str, str]:
