@@ -172,8 +172,9 @@ def test_the_learners_own_broken_logprobs_are_not_blamed_on_an_engine():
     update, canary = update_and_canary()
     canary.logprobs[1][2] = math.nan
     engine = FakeEngine()
-    with pytest.raises(WeightProofError, match="learner's own logprobs of canary sequence 1 are not finite"):
+    with pytest.raises(WeightProofError, match="learner's own logprobs of canary sequence 1 are not finite") as found:
         asyncio.run(publish_weights(update, [engine], canary=canary, tolerances=EXACT))
+    assert str(found.value).count("canary sequence 1") == 1
     assert engine.version == 0
 
 

@@ -98,6 +98,20 @@ def test_group_with_equal_rewards_gets_exact_zeros(reward, size):
         assert estimate(rewards, group).tolist() == [0.0] * size
 
 
+@pytest.mark.parametrize(
+    "estimate",
+    [grpo_advantages, dr_grpo_advantages, rloo_advantages, gpg_advantages, passk_advantages],
+)
+def test_rewards_that_differ_by_rounding_teach_nothing(estimate):
+    group = torch.zeros(8, dtype=torch.int64)
+    noise = torch.tensor([1.0] * 7 + [1.0 + 1.2e-7])
+    assert noise[-1] > 1.0
+    assert estimate(noise, group).tolist() == [0.0] * 8
+    assert estimate(-noise, group).tolist() == [0.0] * 8
+    small = torch.tensor([0.0] * 7 + [1e-5])
+    assert estimate(small, group)[-1] > 0.0
+
+
 def test_last_trajectory_decides_for_its_session():
     # Session 0 has outputs 0 and 1, in reverse order; the reward of output 1 counts.
     rows = rows_of([1.0, 9.0, 0.0], [0, 0, 0], [0, 0, 1], [1, 0, 0], lengths=[2, 1, 2])

@@ -161,6 +161,12 @@ def test_groups_of_one_have_no_spread_to_judge():
     assert metrics["rollout/group_reward_std"] == 0.5
 
 
+def test_a_group_whose_rewards_differ_by_rounding_has_no_spread():
+    rewards = np.array([1.0, 1.0 + 1.2e-7, 0.0, 1e-5])
+    metrics = summarize_rewards(rewards, group_index=np.array([0, 0, 1, 1]))
+    assert metrics["rollout/groups_without_spread_ratio"] == 0.5
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.1, 0.2, 0.7])), min_size=1, max_size=30))
 def test_group_spread_agrees_with_a_loop(rows):

@@ -55,6 +55,11 @@ def refilled(groups: Sequence[GroupResult], *, wanted: int, max_rounds: int) -> 
     return found, asked
 
 
+def test_a_group_whose_rewards_differ_by_rounding_is_refused():
+    assert reward_spread(group("p", 1.0, 1.0 + 1.2e-7, 1.0)) == "every session has the reward 1.0"
+    assert reward_spread(group("p", 0.0, 1e-5)) is None
+
+
 def uids(groups: Sequence[GroupResult]) -> list[str]:
     return [one.prompt.uid for one in groups]
 

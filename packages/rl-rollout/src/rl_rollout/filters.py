@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from rl_core.equal_rewards import are_equal
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_rollout.loops.protocol import SessionResult
@@ -25,10 +26,10 @@ def reward_spread(group: GroupResult) -> str | None:
 
     A session's reward is that of its last trajectory. Sessions without a finite reward are ignored.
     """
-    rewards = {session.trajectories[-1].reward for session in group.sessions if _trains(session)}
-    if len(rewards) > 1:
-        return None
-    return f"every session has the reward {next(iter(rewards))}" if rewards else "no session can train"
+    rewards = [session.trajectories[-1].reward or 0.0 for session in group.sessions if _trains(session)]
+    if not rewards:
+        return "no session can train"
+    return f"every session has the reward {rewards[0]}" if are_equal(min(rewards), max(rewards)) else None
 
 
 def resolve_filter(reference: str) -> GroupFilter:

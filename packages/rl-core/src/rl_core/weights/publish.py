@@ -248,7 +248,6 @@ def _check_finite(update: WeightUpdate, canary: Canary) -> None:
         if not np.isfinite(logprobs).all():
             raise WeightProofError(
                 f"the learner's own logprobs of canary sequence {index} are not finite at version {update.version}, "
-                f"the learner's own logprobs of canary sequence {index} are not finite at version {update.version}, "
                 "although its weights are; nothing was published. Its forward pass overflows: compute in float32."
             )
 
