@@ -377,10 +377,10 @@ class Settings(BaseSettings):
     weights: WeightSettings = Field(default_factory=WeightSettings)
 
     @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: PydanticBaseSettingsSource
+    def settings_customise_sources(  # type: ignore[override]  # names only what it uses
+        cls, _: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_others: PydanticBaseSettingsSource
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read no environment variable named like a section, such as ENGINE; `load_settings` reads RL__SECTION__NAME."""
+        """Read no environment variable named like a section, such as ENGINE; `load_settings` reads RL__ variables."""
         return (init_settings,)
 
     @property
