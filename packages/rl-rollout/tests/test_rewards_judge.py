@@ -95,6 +95,13 @@ def test_a_long_response_loses_its_middle():
         ("Score: 7. The 2nd proof is better", {}, 0.7),
         ("Between 1, 2 and 3, I say 4", {}, 0.4),
         ("It is 6.", {}, 0.6),
+        ("Score: 9 (criteria 1-3 met)", {}, 0.9),
+        ("I give 9 (criteria 1 and 3 are met)", {}, 0.9),
+        ("**Score:** 4, because steps 1 and 2 are wrong", {}, 0.4),
+        ("Score for style: 3\nOverall rating is 8. Only rule 2 is broken", {}, 0.8),
+        ("Score (from 0 to 10): 8", {}, 0.8),
+        ("The score is in parentheses (7)", {}, 0.7),
+        ("Points 1 to 3 are met, so 9", {}, 0.9),
     ],
 )
 def test_how_scores_are_read(answer, options, reward):

@@ -92,7 +92,10 @@ def test_built_in_functions_refuse_unknown_options():
     ("options", "message"),
     [
         ({}, "function must name a reward, or parts must list several; found neither"),
-        ({"function": "x", "parts": (RewardPart(function="y"),)}, "or parts must list several; found both. Set function = \"\""),
+        (
+            {"function": "x", "parts": (RewardPart(function="y"),)},
+            'or parts must list several; found both. Set function = ""',
+        ),
         ({"parts": (RewardPart(function="y"),), "options": {"a": 1}}, "give each part its own options"),
         ({"function": "x", "timeout_s": 0}, "timeout_s must be above 0, or none; found 0"),
         ({"function": "x", "timeout_s": float("nan")}, "timeout_s must be above 0"),

@@ -6,7 +6,9 @@ expected gradients differ: k1's is 0 (only noise), k2's is that of KL(policy || 
 KL(reference || policy).
 
 A name with "+" is a straight-through form: the estimator's value with k2's gradient. "k3+" thus reports an unbiased,
-non-negative KL, and minimizes KL(policy || reference).
+non-negative KL, and minimizes KL(policy || reference). k3 is bounded (`K3_BOUND`), but a gradient of k2 is not: it is
+the log ratio, such as -100 for a token that the policy has made e^100 times less likely than the reference. Only
+clip_grad bounds what one such token does to a step; k3 itself ignores it.
 
 Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients, Tang and Munos 2025, arXiv:2506.09477.
 """

@@ -25,6 +25,9 @@ SCALE = re.compile(
 )
 # "2nd", "1,5" and "5e-1" are not scores.
 NUMBER = re.compile(r"(?<![\w./\u2212-])(?<!\d,)-?\d+(?:\.\d+)?(?!\w|[.,][\w.]*\d)")
+# "Score: 9", "**Rating** is 9" and "grade of 9": what follows may name other numbers, such as of criteria or steps.
+NAMED = re.compile(r"\b(?:score|rating|grade|mark)\b[^\w\n.-]*(?:(?:is|of|at)\b[^\w\n.-]*)?(?=-?\d)", re.IGNORECASE)
+ASIDE = re.compile(r"\([^()]*\)")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
@@ -71,8 +74,9 @@ class JudgeReward:
         model: The judge's engine and tokenizer. This is not a setting: the code that builds the reward passes it.
         template: The question, with {prompt}, {response}, {ground_truth}, {data_source} and {column:NAME}; other braces
             are literal.
-        parse: "number" reads the last number, "yes_no" the last yes (`high`) or no (`low`). Anything else is a regular
-            expression whose first group (or whole match) is a number.
+        parse: "number" reads the last number that is named a score, such as in "Score: 9", or else the last one
+            outside of parentheses; "yes_no" the last yes (`high`) or no (`low`). Anything else is a regular expression
+            whose first group (or whole match) is a number.
         low: Minimum score.
         high: Maximum score.
         max_tokens: Maximum number of tokens in the answer.
@@ -180,9 +184,11 @@ class JudgeReward:
         Raises:
             NoScoreError: The answer has no score between low and high.
         """
-        patterns = {"number": NUMBER, "yes_no": YES_NO}
-        words = SCALE.sub(" ", answer) if self.parse == "number" else answer
-        matches = list(patterns.get(self.parse, re.compile(self.parse)).finditer(words))
+        if self.parse == "number":
+            matches = _numbers(answer)
+        else:
+            pattern = YES_NO if self.parse == "yes_no" else re.compile(self.parse)
+            matches = list(pattern.finditer(answer))
         if not matches:
             raise NoScoreError(
                 f"the judge's answer has no score (parse = {self.parse!r}): {shown(answer[-200:], max_characters=220)}."
@@ -197,6 +203,14 @@ class JudgeReward:
         if not self.low <= score <= self.high:
             raise NoScoreError(f"the judge's score must be from {self.low:g} to {self.high:g}; found {score:g}.")
         return score
+
+
+def _numbers(answer: str) -> list[re.Match[str]]:
+    """Return the numbers that may be the score: those named as one, or all outside of parentheses, or all."""
+    answer = SCALE.sub(" ", answer)
+    words = ASIDE.sub(" ", answer)
+    named = [found for name in NAMED.finditer(words) if (found := NUMBER.match(words, name.end()))]
+    return named or list(NUMBER.finditer(words)) or list(NUMBER.finditer(answer))
 
 
 def _middle_out(text: str, *, max_characters: int) -> str:
