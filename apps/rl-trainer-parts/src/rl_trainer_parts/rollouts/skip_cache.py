@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from rl_core import Prompt
 from rl_core.data import Json
-from rl_core.errors import NotReadyError
+from rl_core.errors import NotReadyError, SettingsError
 from rl_core.secret_settings import redact
 from rl_core.weights import PublishReport
 from rl_distill.teacher import model_fingerprint
@@ -97,11 +97,19 @@ class SkipCacheReplay:
 
 
 def with_absolute_cache(settings: SettingsT) -> SettingsT:
-    """Return settings whose skip cache has an absolute path, so that roles with other working directories share it."""
+    """Return settings whose skip cache has an absolute path, so that roles with other working directories share it.
+
+    Raises:
+        SettingsError: The path starts with ~, and the user has no home folder.
+    """
     directory = settings.skip.directory
     if not settings.skip.enabled or "://" in directory:
         return settings
-    skip = replace(settings.skip, directory=str(Path(directory).expanduser().absolute()))
+    try:
+        absolute = str(Path(directory).expanduser().absolute())
+    except RuntimeError as error:  # "~" without a home folder
+        raise SettingsError(f"skip.directory = {directory!r} cannot be used: {error} Write the whole path.") from error
+    skip = replace(settings.skip, directory=absolute)
     return settings.model_copy(update={"skip": skip})
 
 

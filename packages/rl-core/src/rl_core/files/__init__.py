@@ -22,9 +22,11 @@ from rl_core.files.plain_files import (
 )
 from rl_core.files.safetensors_header import StoredTensor, read_safetensors_header
 from rl_core.files.trials import run_trial, try_arrow_files
+from rl_core.files.user_caches import cache_folder
 
 __all__ = [
     "StoredTensor",
+    "cache_folder",
     "checksum",
     "count_values",
     "current_umask",

@@ -1,5 +1,6 @@
 """Trial reads of untrusted files in a child process, so that a crash does not end this process."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -15,6 +16,7 @@ from rl_core.data.records import Json
 from rl_core.errors import DataError, RLError
 from rl_core.files.bounded_json import shown
 from rl_core.files.plain_files import open_plain
+from rl_core.files.user_caches import cache_folder
 from rl_core.record_fields import converts_arguments
 
 MEMORY_BYTES = 1 << 31
@@ -60,18 +62,17 @@ def run_trial(
         error: Exception class to raise if the files cannot be used.
         what: Name in error messages if it is not a file.
     """
-    passed = _cache_folder() / _digest(script, request, files, libraries, error=error)
-    if passed.exists():
+    folder = cache_folder(CACHE)
+    passed = folder and folder / _digest(script, request, files, libraries, error=error)
+    if passed and passed.exists():
         return
     cpu_s = BASE_CPU_S + extra_cpu_s + sum(file.stat().st_size for file in files) // BYTES_PER_CPU_S
     problem = _problem(script, request, cpu_s=cpu_s)
     if problem is not None:
         raise error(f"{what or files[0]} cannot be used: {problem}.")
-    try:
-        passed.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        passed.touch()
-    except OSError:  # the next call repeats the trial
-        return
+    if passed:
+        with contextlib.suppress(OSError):  # the next call repeats the trial
+            passed.touch()
 
 
 @converts_arguments
@@ -123,7 +124,3 @@ def _digest(
             while chunk := stream.read(CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / CACHE

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 
 from rl_core.errors import DataError
-from rl_core.files import read_json_object
+from rl_core.files import cache_folder, read_json_object
 
-FILE = "rl-metrics/usual_times.json"
+FILE = "usual_times.json"
 NUM_KEPT = 5
 MAX_SUBJECTS = 50
 
@@ -26,10 +26,9 @@ class UsualTimes:
             file: File of the durations; None uses the user's cache folder.
         """
         self._subject = subject
+        if file is None and (folder := cache_folder("rl-metrics")):
+            file = folder / FILE
         self._file = file
-        if file is None:
-            with suppress(RuntimeError):  # the user has no home folder
-                self._file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / FILE
         self._known = self._read().get(subject, {})
 
     def of(self, phase: str) -> float | None:

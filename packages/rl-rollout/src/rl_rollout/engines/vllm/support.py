@@ -1,5 +1,7 @@
 """Features of the installed vLLM: queried in a child process, because importing vLLM takes seconds, and cached."""
 
+import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -16,7 +18,7 @@ from typing import Any
 
 from rl_core.cluster import visible_gpus
 from rl_core.errors import DataError, DeadlineError, EngineError, MissingExtraError
-from rl_core.files import read_json_object
+from rl_core.files import cache_folder, read_json_object
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.vllm.lora_support import lora_problems
@@ -127,22 +129,21 @@ def installed_support() -> VLLMSupport:
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(f"the vLLM engine needs vLLM, which is not installed here. {INSTALL}")
-    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-rollout" / f"vllm-{_digest()}.json"
-    try:
+    folder = cache_folder("rl-rollout")
+    if folder is None:
+        return VLLMSupport(**_ask())
+    file = folder / f"vllm-{_digest()}.json"
+    with contextlib.suppress(DataError, TypeError):  # not cached yet
         return VLLMSupport(**read_json_object(file))
-    except (DataError, TypeError):  # not cached yet
-        pass
     found = _ask()
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # the next call queries again
         beside = file.with_suffix(f".{os.getpid()}")
         beside.write_text(json.dumps(found))
         beside.replace(file)
-    except OSError:  # the next call queries again
-        pass
     return VLLMSupport(**found)
 
 
+@functools.cache
 def _ask() -> dict[str, Any]:
     command = [sys.executable, "-P", str(QUERY)]
     try:
