@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rl_core.equal_rewards import are_equal
+from rl_core.data import are_equal_rewards
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_rollout.loops.protocol import SessionResult
@@ -29,7 +29,7 @@ def reward_spread(group: GroupResult) -> str | None:
     rewards = [session.trajectories[-1].reward or 0.0 for session in group.sessions if _trains(session)]
     if not rewards:
         return "no session can train"
-    return f"every session has the reward {rewards[0]}" if are_equal(min(rewards), max(rewards)) else None
+    return f"every session has the reward {rewards[0]}" if are_equal_rewards(min(rewards), max(rewards)) else None
 
 
 def resolve_filter(reference: str) -> GroupFilter:

@@ -16,6 +16,7 @@ from rl_core.data.records import (
     Timings,
     Trajectory,
 )
+from rl_core.data.reward_noise import are_equal_rewards
 from rl_core.data.row_keys import RowKey
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "RowKey",
     "Timings",
     "Trajectory",
+    "are_equal_rewards",
     "column_spec",
     "declare_column",
     "encodable",

@@ -11,7 +11,7 @@ arXiv:2504.02546; pass@k, Tang et al. 2025, arXiv:2503.19595.
 import torch
 from torch import Tensor
 
-from rl_core.equal_rewards import are_equal
+from rl_core.data import are_equal_rewards
 from rl_core.errors import ShapeError
 from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.option_rules import Addend, checked
@@ -199,7 +199,7 @@ def _centered(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     means = zeros.index_add(0, index, values) / sizes
     lowest = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, index, values, "amax", include_self=False)
-    is_equal = are_equal(lowest, highest)[index]
+    is_equal = are_equal_rewards(lowest, highest)[index]
     return torch.where(is_equal, torch.zeros_like(values), values - means[index]), index
 
 

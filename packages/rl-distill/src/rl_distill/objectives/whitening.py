@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rl_core.equal_rewards import are_equal
+from rl_core.data import are_equal_rewards
 from rl_distill.objectives.option_rules import Addend, checked
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
@@ -29,7 +29,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, eps: Addend = 1e-8) -> Tensor
     kept = values[mask].double()
     if len(kept) == 0:
         return torch.zeros_like(values)
-    is_equal = are_equal(kept.min(), kept.max())
+    is_equal = are_equal_rewards(kept.min(), kept.max())
     centered = kept - kept.mean()
     variance = centered.square().sum() / max(len(kept) - 1, 1)
     whitened = torch.where(is_equal, torch.zeros_like(kept), centered * (variance + eps).rsqrt())

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data import Batch, Timings, Trajectory
-from rl_core.equal_rewards import are_equal
+from rl_core.data import Batch, Timings, Trajectory, are_equal_rewards
 from rl_core.errors import ShapeError
 
 Array = NDArray[Any]
@@ -100,7 +99,9 @@ def summarize_rewards(rewards: Array, *, group_index: Array) -> dict[str, float]
         lows, highs = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
         np.minimum.at(lows, groups, scored)
         np.maximum.at(highs, groups, scored)
-        metrics["rollout/groups_without_spread_ratio"] = float(are_equal(lows[with_pairs], highs[with_pairs]).mean())
+        metrics["rollout/groups_without_spread_ratio"] = float(
+            are_equal_rewards(lows[with_pairs], highs[with_pairs]).mean()
+        )
         metrics["rollout/group_reward_std"] = float(np.sqrt(variances[with_pairs]).mean())
     return metrics
 

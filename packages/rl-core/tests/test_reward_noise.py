@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl_core.equal_rewards import are_equal
+from rl_core.data import are_equal_rewards
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from rl_core.equal_rewards import are_equal
     ],
 )
 def test_rewards_are_equal_up_to_rounding(lowest: float, highest: float, expected: bool) -> None:
-    assert are_equal(lowest, highest) == expected
+    assert are_equal_rewards(lowest, highest) == expected
 
 
 def test_arrays_are_compared_by_element() -> None:
-    assert are_equal(np.array([0.0, 1.0]), np.array([1.0, 1.0])).tolist() == [False, True]
+    assert are_equal_rewards(np.array([0.0, 1.0]), np.array([1.0, 1.0])).tolist() == [False, True]

@@ -6,7 +6,7 @@ RELATIVE_NOISE = 1e-6
 """Largest difference of equal rewards, relative to them: some roundings in float32, whose unit is 1.2e-7."""
 
 
-def are_equal(lowest: Any, highest: Any) -> Any:
+def are_equal_rewards(lowest: Any, highest: Any) -> Any:
     """Return True if all rewards between these two differ only by rounding.
 
     A group of such rewards has nothing to teach, and a division by its standard deviation would amplify the rounding.
