@@ -36,6 +36,12 @@ NETWORK = {**PROCESS, "weights.transport": "tcp"}
 LORA = {"lora.rank": 2}
 SKIP = {"skip.enabled": True, "skip.directory": "{folder}/runs/cache"}
 REFILL = {"refill.filter": "reward_spread"}
+DATED = {
+    "prompts.plain_prompts": "chat",
+    "prompts.max_tokens": 32,
+    "prompts.template_options": '{ stamp = "%d" }',
+    "prompts.date": "2020-01-02",
+}
 RETRY = {"reward.on_failure": "retry"}
 CORRECTED = {"algorithm.old_logprobs": "recompute", "correction.weights": "token"}
 TEACHER = {"distillation.teachers.t.model": "{folder}/teacher", "distillation.top_k": 4}
@@ -83,6 +89,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "prompts.plain_prompts": other("chat", prompts__max_tokens=32),
     "prompts.requires_ground_truth": other(False, prompts__train="{folder}/unanswered.jsonl"),
     "prompts.template_options": other('{ suffix = "+" }', prompts__plain_prompts="chat", prompts__max_tokens=32),
+    "prompts.date": other("2021-03-04", DATED),
     "prompts.validation_limit": other(1),
     "prompts.validation_samples": other(2, prompts__validation_temperature=0.7),
     "prompts.validation_temperature": other(0.5),

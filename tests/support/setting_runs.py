@@ -73,7 +73,7 @@ def make_inputs(folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = example_module("prepare").make_tokenizer()
-    tokenizer.chat_template += "{{ suffix }}"
+    tokenizer.chat_template += "{{ suffix }}{{ strftime_now(stamp) if stamp }}"
     for name, seed in (("policy", 0), ("teacher", 1)):
         make_tiny_policy(folder / name, tokenizer, seed=seed)
     make_like(folder, "deep", num_hidden_layers=4, layer_types=["full_attention"] * 4)

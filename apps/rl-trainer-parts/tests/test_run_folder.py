@@ -1,5 +1,6 @@
 """A run's folder: one holder at a time, and the runs that may follow an earlier one."""
 
+import datetime
 import math
 import os
 import stat
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import DataError, EngineError, SettingsError
-from rl_trainer_parts.run.folder import RunFolder, choose_products, open_run
+from rl_trainer_parts.run.folder import RunFolder, choose_date, choose_products, open_run
 from rl_trainer_parts.settings.fields import changeable_on_resume, setting_fields
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
@@ -82,6 +83,25 @@ def test_a_resumed_run_computes_with_the_products_that_it_began_with(
     begin(resumed, resume=True)
     with pytest.raises(SettingsError, match=r"learner\.products: the run has 'onednn', now 'torch'"):
         begin(settings_in(tmp_path, learner__products="torch"), resume=True)
+
+
+def test_a_resumed_run_keeps_the_date_on_which_it_began(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    today = datetime.date.today().isoformat()
+    assert choose_date(settings, resume=True).prompts.date == today, "no run is there yet"
+    begin(settings_in(tmp_path, prompts__date="2020-02-29"))
+    resumed = choose_date(settings, resume=True)
+    assert resumed.prompts.date == "2020-02-29"
+    begin(resumed, resume=True)
+    assert choose_date(settings, resume=False).prompts.date == today
+    with pytest.raises(SettingsError, match=r"prompts\.date: the run has '2020-02-29', now '2021-01-01'"):
+        begin(settings_in(tmp_path, prompts__date="2021-01-01"), resume=True)
+
+
+def test_a_run_of_an_earlier_version_has_no_date_to_keep(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    begin(settings)
+    assert choose_date(settings, resume=True) == settings
 
 
 def test_a_new_run_writes_its_settings_defaults_included(tmp_path: Path) -> None:

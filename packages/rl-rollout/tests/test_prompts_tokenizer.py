@@ -1,3 +1,5 @@
+import datetime
+
 import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -45,6 +47,28 @@ def test_template_options_and_a_given_template(tmp_path):
     assert not bare.has_chat_template
     with pytest.raises(DataError, match=r"f, row 3: .* no chat template"):
         bare.render(messages, where="f, row 3")
+
+
+def test_a_template_prints_the_date_that_it_is_given(tmp_path):
+    folder = save_tokenizer(tmp_path, chat_template="{{ strftime_now('%d %b %Y') }} " + TEMPLATE)
+    messages = [{"role": "user", "content": "hi"}]
+    first = PromptTokenizer.load(folder, date=datetime.date(2024, 7, 26))
+    later = PromptTokenizer.load(folder, date=datetime.date(2024, 7, 27))
+    assert first.render(messages).startswith("26 Jul 2024 ")
+    assert later.render(messages).startswith("27 Jul 2024 ")
+    assert first.fingerprint == {**later.fingerprint, "date": "2024-07-26"}
+    today = datetime.date.today().strftime("%d %b %Y")
+    assert PromptTokenizer.load(folder).render(messages).startswith(today)
+    assert "date" not in PromptTokenizer.load(folder, chat_template=TEMPLATE).fingerprint
+
+
+@pytest.mark.parametrize(
+    "part", ["{{ [1, 2] | random }}", "{{[1,2]|random}}", "{{ lipsum() }}", "{% for i in x|random %}{% endfor %}"]
+)
+def test_a_template_that_draws_is_refused(tmp_path, part):
+    with pytest.raises(SettingsError, match="chat template of .* would render a prompt differently each time"):
+        PromptTokenizer.load(save_tokenizer(tmp_path, chat_template=part + TEMPLATE))
+    PromptTokenizer.load(save_tokenizer(tmp_path, chat_template="be random {# |random #}" + TEMPLATE))
 
 
 def test_a_template_that_refuses_names_the_row(tmp_path):

@@ -1,6 +1,7 @@
 """All checks that run before models load: arithmetic, names and files."""
 
 import contextlib
+import datetime
 import math
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
@@ -54,6 +55,7 @@ def _value_problems(settings: Settings) -> Iterator[str]:
         _ranges,
         _options,
         _validation,
+        _date,
         _arithmetic,
         _names,
         algorithm_problems,
@@ -88,6 +90,9 @@ AT_LEAST = {
 }
 """Settings by their minimum; a setting that is none is not checked."""
 
+AT_MOST = {2**63 - 1: ("run.seed",), 10**9: ("trainer.steps", "trainer.epochs")}
+"""Settings by their maximum: the largest seed of every library, and more steps than any run takes."""
+
 ABOVE_0 = (
     *("rollout.temperature", "correction.cap", "critic.learning_rate", "critic.value_clip", "cluster.start_deadline_s"),
     *("cluster.call_deadline_s", "weights.deadline_s", "rollout.deadline_s", "rollout.start_deadline_s"),
@@ -110,6 +115,10 @@ def _ranges(settings: Settings) -> Iterator[str]:
         for name, value in _given(settings, names):
             if not value >= least:
                 yield f"{name} must be at least {least}; found {value}."
+    for most, names in AT_MOST.items():
+        for name, value in _given(settings, names):
+            if value > most:
+                yield f"{name} must be at most {most}; found {value}."
     for name, value in _given(settings, AT_LEAST_1_OR_NONE):
         if value < 1:
             yield f"{name} must be at least 1, or none; found {value}."
@@ -170,6 +179,14 @@ def _validation(settings: Settings) -> Iterator[str]:
     yield from _without_validation(settings)
     if temperature == float("inf"):
         yield "prompts.validation_temperature must be finite; found inf."
+
+
+def _date(settings: Settings) -> Iterator[str]:
+    if (date := settings.prompts.date) is not None:
+        try:
+            datetime.date.fromisoformat(date)
+        except ValueError:
+            yield f'prompts.date must be a day such as "2026-01-31"; found {date!r}.'
 
 
 def _without_validation(settings: Settings) -> Iterator[str]:

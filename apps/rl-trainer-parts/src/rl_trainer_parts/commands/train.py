@@ -15,7 +15,14 @@ from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.commands.command_line import say
 from rl_trainer_parts.commands.plan import PromptCounts
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs, what_to_look_at
-from rl_trainer_parts.run.folder import RunFolder, choose_products, open_run, require_free, require_resumable
+from rl_trainer_parts.run.folder import (
+    RunFolder,
+    choose_date,
+    choose_products,
+    open_run,
+    require_free,
+    require_resumable,
+)
 from rl_trainer_parts.settings.schema import Settings
 
 Chosen = TypeVar("Chosen", bound=Settings)
@@ -49,6 +56,7 @@ def train_checked(
         DataError: A user's file cannot be used.
     """
     with console.phase("checking settings and files", is_brief=True):
+        settings = choose_date(settings, resume=resume)
         lacking = list(machine_problems(settings))
         check_settings(settings, [*also_refused, *trainable_problems(settings), *([] if dry_run else lacking)])
         inputs = read_inputs(settings)

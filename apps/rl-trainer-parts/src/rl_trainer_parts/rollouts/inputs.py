@@ -1,6 +1,7 @@
 """Inputs that a run reads before models load: tokenizer, prompts, reward."""
 
 import asyncio
+import datetime
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,12 @@ def read_tokenizer(settings: Settings) -> PromptTokenizer:
     Raises:
         SettingsError: It cannot be used.
     """
-    return PromptTokenizer.load(settings.policy.path, template_options=settings.prompts.template_options)
+    date = settings.prompts.date
+    return PromptTokenizer.load(
+        settings.policy.path,
+        template_options=settings.prompts.template_options,
+        date=None if date is None else datetime.date.fromisoformat(date),
+    )
 
 
 def check_vocabulary(settings: Settings, tokenizer: PromptTokenizer) -> None:

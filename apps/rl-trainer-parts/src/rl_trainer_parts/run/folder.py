@@ -1,5 +1,6 @@
 """A run's folder: its lock, settings and summary."""
 
+import datetime
 import fcntl
 import json
 import os
@@ -194,6 +195,15 @@ def require_resumable(folder: RunFolder, settings: Settings) -> None:
         )
 
 
+def choose_date(settings: Chosen, *, resume: bool) -> Chosen:
+    """Resolve `prompts.date = none`: the resumed run's date, else today."""
+    if settings.prompts.date is not None:
+        return settings
+    before = _resumed(settings, resume=resume)
+    date = datetime.date.today().isoformat() if before is None else before.get("prompts", {}).get("date")
+    return settings.model_copy(update={"prompts": replace(settings.prompts, date=date)})
+
+
 def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
     """Resolve `learner.products = "auto"`: the resumed run's choice, else what is faster on this machine.
 
@@ -202,15 +212,23 @@ def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
     """
     if settings.learner.products != "auto":
         return settings
-    products = "auto"
-    file = settings.run_folder / "settings.toml"
-    if (resume or settings.run.if_exists == "resume") and file.exists():
-        with suppress(DataError):  # check_resume reports it
-            products = read_toml(file).get("learner", {}).get("products", "torch")
+    before = _resumed(settings, resume=resume)
+    products = "auto" if before is None else before.get("learner", {}).get("products", "torch")
     from rl_distill.learners import chosen_products  # imports torch, which other commands do not need
 
     learner = replace(settings.learner, products=chosen_products(products))
     return settings.model_copy(update={"learner": learner})
+
+
+def _resumed(settings: Settings, *, resume: bool) -> dict[str, Any] | None:
+    """Return the settings with which the run started that is resumed; None if a new one starts."""
+    file = settings.run_folder / "settings.toml"
+    if not (resume or settings.run.if_exists == "resume") or not file.exists():
+        return None
+    try:
+        return read_toml(file)
+    except DataError:  # check_resume reports it
+        return None
 
 
 @contextmanager

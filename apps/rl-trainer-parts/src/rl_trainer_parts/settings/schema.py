@@ -73,6 +73,8 @@ class PromptSettings:
             message.
         requires_ground_truth: Refuse rows that have neither `reward_model.ground_truth` nor `answer`.
         template_options: Variables passed to the chat template, such as {enable_thinking = false}.
+        date: Day that a chat template prints as today's, such as "2026-01-31". None is the day on which the run starts,
+            which it keeps when it is resumed.
         validation_limit: Use only the first N validation prompts; none uses all.
         validation_samples: Responses per validation and test prompt. With several, pass@k, best, worst and
             majority-vote scores are reported.
@@ -87,6 +89,7 @@ class PromptSettings:
     plain_prompts: Literal["raw", "chat"] = "raw"
     requires_ground_truth: bool = True
     template_options: dict[str, str | bool | int | float] = field(default_factory=dict)
+    date: str | None = None
     validation_limit: int | None = None
     validation_samples: int = 1
     validation_temperature: float = 0.0

@@ -1,6 +1,7 @@
 """Read settings from their sources, and report what is wrong with them."""
 
 import dataclasses
+import datetime
 import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,8 @@ def load_settings(
         ("environment", _from_environment(environment, kind, wrong)),
         ("command line", _from_arguments(arguments, kind, wrong)),
     ):
-        for name, value in values.items():
+        for name, given in values.items():
+            value = given.isoformat() if type(given) is datetime.date else given  # TOML has dates
             if encodable_json([name, value], keep_infinite=True) != [name, value]:
                 wrong.append(f"{name}: must be text in UTF-8; found {value!r} ({origin}).")
             elif _is_known(name, origin, kind, wrong):

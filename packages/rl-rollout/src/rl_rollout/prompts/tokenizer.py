@@ -1,9 +1,11 @@
 """Converts text to tokens and back with the tokenizer in a model folder."""
 
+import datetime
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ class PromptTokenizer:
         *,
         chat_template: str | None = None,
         template_options: Mapping[str, Json] | None = None,
+        date: datetime.date | None = None,
     ) -> None:
         """Wrap a tokenizer that is already loaded.
 
@@ -58,11 +61,22 @@ class PromptTokenizer:
             tokenizer: A transformers tokenizer.
             chat_template: Jinja text used instead of the tokenizer's own template.
             template_options: Variables of the template, such as {"enable_thinking": False}.
+            date: Day that the template prints as today's; None is today, for as long as this object lives.
+
+        Raises:
+            SettingsError: The template draws random numbers, so no prompt could be rendered twice.
         """
         self._tokenizer = tokenizer
         self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         self._chat_template = chat_template or tokenizer.chat_template
         self._template_options = dict(template_options or {})
+        self._prints_date = "strftime_now" in str(self._chat_template)
+        self._midnight = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
+        if self._chat_template and _draws(str(self._chat_template)):
+            raise SettingsError(
+                f"the chat template of {self._name} uses `random` or `lipsum`, so it would render a prompt differently "
+                "each time. Replace that part."
+            )
 
     @classmethod
     @converts_arguments
@@ -72,11 +86,13 @@ class PromptTokenizer:
         *,
         chat_template: str | None = None,
         template_options: Mapping[str, Json] | None = None,
+        date: datetime.date | None = None,
     ) -> "PromptTokenizer":
         """Load the tokenizer of a model folder. Nothing is downloaded, and no code of the folder runs.
 
         Raises:
-            SettingsError: The folder is missing, or has no tokenizer that transformers can load.
+            SettingsError: The folder is missing, has no tokenizer that transformers can load, or a template that draws
+                random numbers.
             MissingExtraError: transformers is not installed.
         """
         if not folder.is_dir():
@@ -102,7 +118,7 @@ class PromptTokenizer:
             raise SettingsError(
                 f"{folder}: transformers cannot load the tokenizer ({type(error).__name__}: {error})."
             ) from error
-        return cls(tokenizer, chat_template=chat_template, template_options=template_options)
+        return cls(tokenizer, chat_template=chat_template, template_options=template_options, date=date)
 
     @property
     def wrapped(self) -> Any:
@@ -133,14 +149,15 @@ class PromptTokenizer:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Digests of the text-to-token mapping (`vocabulary`) and the message format (`template`)."""
+        """Digests of the text-to-token mapping (`vocabulary`) and the message format (`template`), and any `date`."""
         if getattr(self._tokenizer, "is_fast", False):
             vocabulary = self._tokenizer.backend_tokenizer.to_str()
         else:
             vocabulary = json.dumps([self._tokenizer.get_vocab(), self.special_tokens], sort_keys=True)
         template = json.dumps([self._chat_template, self._template_options], sort_keys=True)
         digests = {"vocabulary": vocabulary, "template": template}
-        return {name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in digests.items()}
+        found = {name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in digests.items()}
+        return found | ({"date": self._midnight.date().isoformat()} if self._prints_date else {})
 
     @property
     def as_json(self) -> str:
@@ -190,6 +207,7 @@ class PromptTokenizer:
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **({"strftime_now": self._midnight.strftime} if self._prints_date else {}),
                 **self._template_options,
             ),
             what=f"{where}: the chat template",
@@ -295,3 +313,14 @@ def _templates(contents: Mapping[Path, bytes]) -> Iterator[str]:
                 raise SettingsError(f"{file} must contain a JSON object ({error}).") from None
             several = found if isinstance(found, list) else [{"template": found}]
             yield from (str(one["template"]) for one in several if isinstance(one, dict) and one.get("template"))
+
+
+def _draws(template: str) -> bool:
+    """True if a template uses Jinja's random filter or random text."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        words = [value for _, kind, value in Environment(autoescape=True).lex(template) if kind in ("name", "operator")]
+    except TemplateSyntaxError:  # rendering reports it
+        return False
+    return "lipsum" in words or ("|", "random") in pairwise(words)

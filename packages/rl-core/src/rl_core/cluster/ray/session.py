@@ -22,7 +22,7 @@ from rl_core.files.locked_folders import make_locked_folder, remove_unlocked_fol
 from rl_core.record_fields import settings_record
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_TOKEN = "~/.ray/auth_token"
+DEFAULT_TOKEN = Path("~/.ray/auth_token")
 """Ray's own default path of the token."""
 NUM_STARTS = 2
 ENDING_S = 10.0
@@ -203,7 +203,7 @@ def prepare_environment(options: RayOptions) -> None:
             "yourself first: a running Ray is used unchanged."
         )
     has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
-    if options.address is not None and not (has_token or os.path.exists(os.path.expanduser(DEFAULT_TOKEN))):
+    if options.address is not None and not (has_token or _has_default_token()):
         raise SettingsError(
             f"joining the Ray cluster at {options.address} needs its token: set RAY_AUTH_TOKEN or "
             f"RAY_AUTH_TOKEN_PATH, or write it to {DEFAULT_TOKEN}."
@@ -226,3 +226,10 @@ def stop_ray() -> None:
         path, lock = _folders.pop()
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+def _has_default_token() -> bool:
+    try:
+        return DEFAULT_TOKEN.expanduser().exists()
+    except (OSError, RuntimeError):  # the user has no home folder, or another user's
+        return False
