@@ -66,7 +66,7 @@ def test_a_template_prints_the_date_that_it_is_given(tmp_path):
     "part", ["{{ [1, 2] | random }}", "{{[1,2]|random}}", "{{ lipsum() }}", "{% for i in x|random %}{% endfor %}"]
 )
 def test_a_template_that_draws_is_refused(tmp_path, part):
-    with pytest.raises(SettingsError, match="chat template of .* would render a prompt differently each time"):
+    with pytest.raises(SettingsError, match=r"chat template of .* would render a prompt differently each time"):
         PromptTokenizer.load(save_tokenizer(tmp_path, chat_template=part + TEMPLATE))
     PromptTokenizer.load(save_tokenizer(tmp_path, chat_template="be random {# |random #}" + TEMPLATE))
 
