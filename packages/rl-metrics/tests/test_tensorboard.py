@@ -1,11 +1,11 @@
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as PlainReader
 from tensorboard.plugin_util import markdown_to_safe_html
-from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.tensor_util import make_ndarray
 from tracker_files import table_cells, tensorboard_events, tensorboard_series
 
@@ -15,12 +15,6 @@ from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.tensorboard import TensorBoardTracker
 
 EVIL = "<script>x</script> | **bold** `code` [a](b) ![i](j) _u_ &amp; \\| # 1. ~~~\nline\x1b[2J http://a.b <br>"
-
-
-@pytest.fixture(autouse=True)
-def first_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restart the file counter: readers sort names as text, and with ten files in a second, 10 sorts before 9."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def sample(**changed):
@@ -135,6 +129,17 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     assert [(event.step, event.value) for event in plain.Scalars("a")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert [step for step, _ in tensorboard_series(tmp_path, "val")] == [1, 2, 3]
     assert b"new" in tensorboard_series(tmp_path, "val")[-1][1]
+
+
+@pytest.mark.parametrize("clock", [[5_000.0, 1_400.0, 1_500.0], [5_000.0] * 12], ids=["went back", "stands still"])
+def test_a_resumed_run_is_shown_last_whatever_the_clock_says(tmp_path, monkeypatch, clock):
+    for step, now in enumerate(clock):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        tracker = TensorBoardTracker(tmp_path)
+        tracker.log(step, {"a": float(step)})
+        tracker.log(step + 1, {"a": -1.0})  # the next run replaces it
+        tracker.close()
+    assert tensorboard_series(tmp_path, "a") == [(step, float(step)) for step in range(len(clock))] + [(len(clock), -1)]
 
 
 def test_what_comes_late_of_a_step_that_was_done_drops_none_of_it(tmp_path):

@@ -54,7 +54,7 @@ class TensorBoardTracker:
         self._events, self._summaries = event_pb2, summary_pb2
         self._text = text_pb
         self._directory = directory
-        is_resumed = any(directory.glob("*.tfevents.*"))
+        is_resumed = _sort_before(directory, now=int(time.time()))
         self._writer = EventFileWriter(str(directory))
         self._early: list[Event] | None = []
         self._is_closed = False
@@ -154,6 +154,21 @@ class TensorBoardTracker:
             self._early.append(event)
         self._writer.add_event(event)
         self._writer.flush()
+
+
+def _sort_before(directory: Path, *, now: int) -> bool:
+    """Rename event files whose names a new file's would not follow; return True if there are event files.
+
+    Readers take files in the order of their names, which begin with the time at which they were made. A clock that went
+    back, or two files in a second, would hide the later steps.
+    """
+    files = sorted(directory.glob("events.out.tfevents.*"))
+    stamps = [file.name.split(".")[3] for file in files]
+    if stamps and stamps[-1] >= f"{now:010d}":
+        for index, (file, stamp) in enumerate(zip(files, stamps, strict=True)):
+            rest = file.name.removeprefix(f"events.out.tfevents.{stamp}")
+            file.rename(file.with_name(f"events.out.tfevents.{now - len(files) + index:010d}{rest}"))
+    return bool(files)
 
 
 def _row(sample: GenerationSample) -> str:
