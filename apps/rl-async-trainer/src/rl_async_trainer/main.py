@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rl_core.terminal_text import use_utf8
 from rl_trainer_parts.commands.amounts import counted
 from rl_trainer_parts.commands.command_line import (
     Program,
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     From the shell, `train` runs in a separate process that is restarted if it is killed; otherwise it runs in this
     process.
     """
+    if arguments is None:
+        use_utf8()
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
         "train": train_supervised if arguments is None else train,

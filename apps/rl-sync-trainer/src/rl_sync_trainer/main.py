@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from rl_core.terminal_text import use_utf8
 from rl_trainer_parts.commands.command_line import (
     Program,
     export,
@@ -40,6 +41,8 @@ USAGE = """usage: rl-sync-trainer COMMAND ...
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    if arguments is None:
+        use_utf8()
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands = {"train": train, "export": export}
     return Program(name="rl-sync-trainer", usage=USAGE, commands=commands, settings=_settings_class).run(words)

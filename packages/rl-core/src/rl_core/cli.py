@@ -11,7 +11,7 @@ import msgspec
 from rl_core.errors import RLError
 from rl_core.queue.journal.inspection import inspect_journal
 from rl_core.queue.journal.report_text import as_text
-from rl_core.terminal_text import describe_version, json_text, printable, write_out
+from rl_core.terminal_text import describe_version, json_text, printable, use_utf8, write_out
 
 REFUSED = 2
 DEFAULT_LIMIT = 100
@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 if the directory is not a queue, is damaged, or has another format version.
     """
+    if argv is None:
+        use_utf8()
     arguments = _parser().parse_args(argv)
     limit = arguments.limit
     if limit is None and not arguments.json:

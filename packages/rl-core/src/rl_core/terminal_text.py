@@ -82,6 +82,16 @@ def json_text(document: Json) -> str:
     return json.dumps(document, indent=2).replace("\x7f", "\\u007f") + "\n"
 
 
+def use_utf8() -> None:
+    """Restart this process in Python's UTF-8 mode if its locale has another encoding, such as ISO-8859-1.
+
+    Settings, data and run folders are in UTF-8, so in such a locale, a path in them would not exist.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this program again
+
+
 def write_out(text: str) -> None:
     """Write to standard output, with escapes for characters that its encoding lacks.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import structlog
 
 from rl_core.errors import RLError
-from rl_core.terminal_text import describe_version, escaped_event, print_uncaught
+from rl_core.terminal_text import describe_version, escaped_event, print_uncaught, use_utf8
 from rl_metrics.commands import check, compare, doctor, importing, plot, report, rules, serve
 from rl_metrics.commands import list as listing
 from rl_metrics.commands.parts import Parser, Run, Verbs, refuse
@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 on success, 2 on an error; `check` and `doctor` return 1 for findings.
     """
+    if argv is None:
+        use_utf8()
     arguments = _parser().parse_args(argv)
     if not structlog.is_configured():  # warnings, which are not part of a verb's output
         *before, renderer = structlog.get_config()["processors"]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rl_core.errors import BrokenEntryError, RLError
-from rl_core.terminal_text import describe_version, escaped_lines, json_text, write_out
+from rl_core.terminal_text import describe_version, escaped_lines, json_text, use_utf8, write_out
 from rl_rollout.gateway_command import add_gateway
 from rl_rollout.skip.commands import (
     EntryReport,
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0; 1 if an entry is broken; 2 if the command cannot run as requested.
     """
+    if argv is None:
+        use_utf8()
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
