@@ -9,11 +9,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import nox
 
 from tooling import compatibility
+from tooling.claims import outdated
 from tooling.environments import CONSTRAINTS, ROOT, TOOLS, TORCH, ensure, install
 from tooling.projects import RELEASED, Project, last_release, read_projects, with_needs
 from tooling.release_checks import mistakes_of, need_mistakes
@@ -74,6 +76,7 @@ def check(session: nox.Session, chosen: Sequence[Project], projects: dict[str, P
     names = {project.name for project in chosen}
     found = {one.name: mistakes_of(one, projects, ROOT) + need_mistakes(one, names, projects, ROOT) for one in chosen}
     mistakes = [f"{name}: {line}" for name, lines in found.items() for line in lines]
+    mistakes += outdated(ROOT, datetime.now(tz=UTC).date())
     if mistakes:
         session.error(("not ready for a release:\n  " + "\n  ".join(mistakes)).removesuffix("."))  # nox adds one
     session.log(f"Versions, changelogs and bounds are right: {', '.join(f'{p.name} {p.version}' for p in chosen)}.")
