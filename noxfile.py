@@ -42,7 +42,7 @@ from tooling.processors import Suite, run_on_processors
 from tooling.projects import read_projects
 from tooling.pythons import HERE, PYTHONS, how_to_get, needed_python, other_pythons
 from tooling.release import DIST, build, release_projects, try_from_index
-from tooling.runs import LOGS, STOP_S, Job, end, run_jobs, run_pytest, summary
+from tooling.runs import LOGS, METRICS, STOP_S, Job, end, run_jobs, run_pytest, summary
 
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "tooling", "noxfile.py", "conftest.py")
@@ -67,6 +67,8 @@ WORKSPACE_SUITES = (
     *(f"{project}/tests" for project in PROJECTS if project.startswith("apps/")),
 )
 """What `tests` runs in the workspace's environment; `unit` covers the packages."""
+RECORDED_TEST = "tests/test_recorded_metrics.py"
+"""Reads the names of metrics that the other tests recorded."""
 AGENTS_TESTS = "packages/rl-rollout/tests/test_gateway_agents.py"
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -133,7 +135,7 @@ def tests(session: nox.Session) -> None:
             ensure(session, DOCS)
             failure = None
             try:
-                run_pytest(session, workspace(session), *TWO_WORKERS, *WORKSPACE_SUITES)
+                run_workspace(session)
             except CommandFailed as error:
                 failure = error
             session.log(f"Waiting for the checks, which write to {LOGS.relative_to(ROOT)}.")
@@ -146,6 +148,17 @@ def tests(session: nox.Session) -> None:
         raise failure
     if running.returncode:
         session.error("the tests passed, but a check above failed")
+
+
+def run_workspace(session: nox.Session) -> None:
+    """Run the workspace's tests, then compare the metrics that they recorded with the defined ones."""
+    python = workspace(session)
+    os.environ[METRICS] = str(LOGS / "metrics.txt")
+    try:
+        run_pytest(session, python, *TWO_WORKERS, f"--ignore={RECORDED_TEST}", *WORKSPACE_SUITES)
+        run_pytest(session, python, RECORDED_TEST)
+    finally:
+        del os.environ[METRICS]
 
 
 @nox.session

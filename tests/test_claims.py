@@ -30,7 +30,7 @@ def test_marks_are_read() -> None:
 )
 def test_a_claim_without_them_is_found(text: str) -> None:
     (line,) = unmarked(text)
-    assert "needs its version and the month" in line
+    assert "needs its version (or main) and the month" in line
 
 
 def test_code_and_addresses_are_no_claims() -> None:

@@ -53,7 +53,7 @@ def unmarked(text: str) -> Iterator[str]:
     prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
     for project in dict.fromkeys(NAMED.findall(prose)):
         if project not in marked:
-            yield f'{project} needs its version and the month, such as "{project} 1.2, 2026-11" (or main for no version).'
+            yield f'{project} needs its version (or main) and the month, such as "{project} 1.2, 2026-11".'
 
 
 def outdated(root: Path, today: date) -> list[str]:

@@ -22,6 +22,8 @@ from tooling.environments import ROOT, STARTS
 LOGS = ROOT / ".nox" / "log"
 TIMES = "RL_TEST_TIMES"
 """Variable with the file to which each pytest run appends its tests' durations."""
+METRICS = "RL_TEST_METRICS"
+"""Variable with the file to which a pytest run writes the names of the metrics that its runs recorded."""
 STOP_S = 120.0  # after Ctrl-C a child may still write its checkpoint
 TEST_ENV = {
     "OMP_NUM_THREADS": "1",  # two processes with two threads each would starve each other on two cores

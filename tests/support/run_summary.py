@@ -1,7 +1,8 @@
-"""Reports the duration of each test to nox, which sums up all the pytest runs it started.
+"""Reports what the tests of a pytest run took and recorded to nox. The root conftest.py loads this plugin.
 
-The root conftest.py loads this plugin. Each run appends one JSON line for each test to the file named by
-`RL_TEST_TIMES`: the test's name and its seconds, fixtures included.
+Each run appends one JSON line for each test to the file named by `RL_TEST_TIMES`: the test's name and its seconds,
+fixtures included. It writes the names of all metrics of the runs in its temporary folders to the file named by
+`RL_TEST_METRICS`, which tests/test_recorded_metrics.py reads.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 TIMES_VARIABLE = "RL_TEST_TIMES"
+METRICS_VARIABLE = "RL_TEST_METRICS"
 
 
 class RunTimes:
@@ -31,8 +33,24 @@ class RunTimes:
             file.writelines(json.dumps({"test": name, "seconds": s}) + "\n" for name, s in self._seconds.items())
 
 
+class RecordedMetrics:
+    """Collects the names of metrics from the runs of all tests, which pytest keeps until two sessions later."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write one name a line; nothing if no test trained."""
+        tests = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        runs = [file for file in tests.rglob("metrics.jsonl") if (file.parent / "checkpoints").is_dir()]
+        rows = [json.loads(line) for file in runs for line in file.read_text().splitlines() if line.endswith("}")]
+        if names := sorted({name for row in rows for name in row}):
+            self._file.write_text("\n".join(names))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register, except in a worker of pytest-xdist: the controller reports its tests."""
-    file = os.environ.get(TIMES_VARIABLE)
-    if file and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(RunTimes(Path(file)))
+    for variable, plugin in ((TIMES_VARIABLE, RunTimes), (METRICS_VARIABLE, RecordedMetrics)):
+        file = os.environ.get(variable)
+        if file and not hasattr(config, "workerinput"):
+            config.pluginmanager.register(plugin(Path(file)))
