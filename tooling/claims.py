@@ -59,8 +59,8 @@ def unmarked(text: str) -> Iterator[str]:
 def outdated(root: Path, today: date) -> list[str]:
     """Return a sentence for each mark that is too old for a release."""
     return [
-        f"{name} describes {mark.project} {mark.version} as of {mark.year}-{mark.month:02}, more than {MAX_MONTHS} months "
-        "ago. Check what it says with today's version, and update the mark."
+        f"{name} describes {mark.project} {mark.version} as of {mark.year}-{mark.month:02}, more than {MAX_MONTHS} "
+        "months ago. Check what it says with today's version, and update the mark."
         for name in DOCUMENTS
         for mark in dict.fromkeys(marks((root / name).read_text()))
         if mark.months_before(today) > MAX_MONTHS
