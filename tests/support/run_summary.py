@@ -42,9 +42,10 @@ class RecordedMetrics:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write one name a line; nothing if no test trained."""
         tests = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-        runs = [file for file in tests.rglob("metrics.jsonl") if (file.parent / "checkpoints").is_dir()]
+        files = [file for name in ("metrics", "histograms") for file in tests.rglob(f"{name}.jsonl")]
+        runs = [file for file in files if (file.parent / "checkpoints").is_dir()]
         rows = [json.loads(line) for file in runs for line in file.read_text().splitlines() if line.endswith("}")]
-        if names := sorted({name for row in rows for name in row}):
+        if names := sorted({name for row in rows for name in (*row, *row.get("histograms", ()))}):
             self._file.write_text("\n".join(names))
 
 

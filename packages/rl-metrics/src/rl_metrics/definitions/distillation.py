@@ -51,18 +51,18 @@ def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
             healthy=Band(high=0.01, source=THUMB),
         ),
         mean(f"{stem}/agreement", "1", f"Share of tokens where both have the same top token{of}.", over="token"),
-        mean(
-            f"{stem}/aligned_fraction",
-            "1",
-            f"Share of trained tokens that a teacher scored{of}; below 1 if its tokenizer differs.",
-            over="token",
-            healthy=Band(low=0.5, high=1.0, source=THUMB),
-        ),
     )
 
 
 DISTILLATION = (
     *_comparison("actor/distillation", of=""),
+    mean(
+        "actor/distillation/aligned_fraction",
+        "1",
+        "Share of trained tokens that a teacher scored; below 1 if its tokenizer differs.",
+        over="token",
+        healthy=Band(low=0.5, high=1.0, source=THUMB),
+    ),
     *_comparison("actor/distillation/{teacher}", of=", on this teacher's tokens"),
     one(
         "teacher/{teacher}/score_s", "s", "Time that its replicas spent scoring, summed over replicas.", reduction="sum"
