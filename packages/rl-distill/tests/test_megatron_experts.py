@@ -1,13 +1,17 @@
 """Experts in two stacked weights, computed in turn and grouped, compared with megatron's own module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -17,14 +21,15 @@ from torch import Tensor
 import rl_distill.megatron.setup as setup
 import rl_distill.products as products
 from rl_core.data import Batch
-from rl_core.errors import ShapeError
-from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
+from rl_core.errors import SettingsError, ShapeError
+from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.megatron.kernels import Kernels, PolicyTransformerConfig
 from rl_distill.megatron.layers.swiglu import SwiGLU
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.megatron.mixtures.experts import Experts
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.parallel_layout import check_layout
 from rl_distill.products import computing_with, has_onednn
 from rl_distill.supervised import supervised_objective
 
@@ -287,3 +292,51 @@ def test_on_a_gpu_grouped_is_in_turn(counts: list[int], dtype: torch.dtype, mixt
             torch.testing.assert_close(found[name].cpu(), tensor, rtol=0, atol=tolerance * scale, msg=name)
             if name.startswith("linear"):  # experts without tokens get zeros, not uninitialized memory
                 assert not found[name][torch.tensor(counts) == 0].any()
+
+
+def divisible_policy(policy_dir: Path) -> PolicyConfig:
+    """Return a mixture whose sizes every number up to 8 divides."""
+    policy = parse_policy_config(read_policy_config(policy_dir))
+    assert policy.mixture is not None
+    mixture = replace(policy.mixture, num_experts=840, ffn_hidden_size=840, layers=tuple(range(840)))
+    heads = {"num_heads": 840, "num_key_value_heads": 840}
+    return replace(policy, **heads, ffn_hidden_size=840, num_layers=840, mixture=mixture)
+
+
+def accepted_layouts(policy: PolicyConfig) -> Iterator[ParallelOptions]:
+    """Yield every layout of up to 8 ranks that the checks accept."""
+    sizes = range(1, 9)
+    for ranks, tensor, pipeline, context in product(sizes, repeat=4):
+        if ranks % (tensor * pipeline * context):
+            continue
+        for expert, expert_tensor in product(sizes, repeat=2):
+            layout = ParallelOptions(
+                ranks=ranks,
+                tensor=tensor,
+                pipeline=pipeline,
+                context=context,
+                expert=expert,
+                expert_tensor=expert_tensor,
+                sequence=tensor > 1,
+            )
+            with suppress(SettingsError):
+                check_layout(layout, policy)
+                yield layout
+
+
+def test_in_every_layout_gradients_of_experts_are_summed_over_the_ranks_with_the_same_experts(mixture_policy: Path):
+    policy = divisible_policy(mixture_policy)
+    layouts = list(accepted_layouts(policy))
+    for layout in layouts:
+        size, order = layout.expert_tensor or layout.tensor, "tp-cp-ep-dp-pp"
+        copies = layout.ranks // (size * layout.expert * layout.pipeline)
+        dense = RankGenerator(layout.tensor, 1, layout.data, layout.pipeline, layout.context, order)
+        of_experts = RankGenerator(size, layout.expert, copies, layout.pipeline, 1, order)
+        config = transformer_config(policy, dtype=torch.float32, init_method=lambda weight: weight, parallel=layout)
+        group = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda size=size: size))
+        is_alike = sorted(of_experts.get_ranks("dp")) == sorted(dense.get_ranks("cp-dp"))
+        for name, weight in Experts(1, config, pg_collection=group).named_parameters():
+            assert not weight.allreduce or is_alike, (layout, name)
+        split, tensors = of_experts.get_ranks("tp"), [set(ranks) for ranks in dense.get_ranks("tp")]
+        assert all(any(ranks >= set(part) for ranks in tensors) for part in split), layout
+    assert len(layouts) > 100

@@ -59,6 +59,7 @@ TWO_OF_EXPERTS = {
     "EP2 distributed optimizer": ParallelOptions(ranks=2, expert=2, distributed_optimizer=True),
     "PP2": ParallelOptions(ranks=2, pipeline=2),
     "CP2": ParallelOptions(ranks=2, context=2),
+    "TP2+SP, experts whole": ParallelOptions(ranks=2, tensor=2, sequence=True, expert_tensor=1),
 }
 FOUR_OF_EXPERTS = {
     "TP2 EP2": ParallelOptions(ranks=4, tensor=2, sequence=True, expert=2),

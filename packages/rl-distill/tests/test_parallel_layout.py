@@ -69,7 +69,13 @@ def test_a_layout_that_does_not_divide_is_refused(sizes: dict[str, int], said: s
             {"ranks": 2, "tensor": 2},
             "sequence must be true for a mixture of experts with tensor = 2, since Megatron requires it; found false",
         ),
-        ({"ranks": 3, "expert_tensor": 3}, "expert_tensor = 3 must divide the policy's moe_intermediate_size = 32"),
+        (
+            {"ranks": 6, "tensor": 6, "sequence": True, "expert_tensor": 3},
+            "expert_tensor = 3 must divide the policy's moe_intermediate_size = 32",
+        ),
+        ({"ranks": 2, "expert_tensor": 2}, "expert_tensor = 2 must divide tensor = 1"),
+        ({"ranks": 4, "tensor": 2, "sequence": True, "expert_tensor": 4}, "expert_tensor = 4 must divide tensor = 2"),
+        ({"ranks": 4, "expert": 2, "expert_tensor": 2}, "expert_tensor = 2 must divide tensor = 1"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_experts_is_refused(sizes: dict[str, int], said: str):

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def folder(made: Path, tmp_path: Path) -> Path:
 def test_it_comes_back_as_it_was(made: Path) -> None:
     assert TensorFolder(made).shapes() == SHAPES
     assert not is_refused_or_right(made)
+
+
+def test_a_folder_of_an_old_patch_release_of_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.2, Debian 12's own, pickles an enum's member as an attribute of its class."""
+    monkeypatch.setattr(Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
+    folder = write_example(tmp_path)
+    monkeypatch.undo()
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert TensorFolder(folder).shapes() == SHAPES
+    assert not is_refused_or_right(folder)
 
 
 def cuts(random_of: random.Random, size: int) -> list[tuple[int, int]]:

@@ -228,6 +228,19 @@ def test_the_reference_takes_all_tensors_and_no_other(mixture_dir: Path) -> None
             reference_logprobs(mixture_dir, sequence, tensors=wrong)
 
 
+def test_weights_that_the_folder_lacks_are_named_at_the_start(tmp_path: Path) -> None:
+    config = transformers.Qwen2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, eos_token_id=1
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if "q_proj.bias" not in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(WeightProofError, match="does not have, so its values are random") as raised:
+        started(tmp_path)
+    assert raised.value.tensor == "model.layers.0.self_attn.q_proj.bias"
+
+
 def test_the_same_requests_give_the_same_bits(tied_model_dir: Path) -> None:
     requests = [
         GenerateRequest(input_ids=PROMPT[: 1 + i % 5], sampling=SamplingParams(max_tokens=6 + i, seed=i), num_samples=3)

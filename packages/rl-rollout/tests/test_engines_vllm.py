@@ -96,6 +96,17 @@ def test_a_tied_head_that_stays_stale_is_named(
     assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-5
 
 
+def test_layers_that_differ_from_the_folder_are_named_at_the_start(
+    vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor], tied_model_dir: Path
+) -> None:
+    stepper: Any = vllm_engine._stepper
+    stepper._prove_first_weights(tied_model_dir, "float32")
+    changed = load_file(tied_model_dir / "model.safetensors") | {"model.norm.weight": weights["model.norm.weight"]}
+    asyncio.run(vllm_engine.update_weights(packed(changed, version=10)))
+    with pytest.raises(WeightProofError, match=r"serves something else as tensor 'model\.norm\.weight'"):
+        stepper._prove_first_weights(tied_model_dir, "float32")
+
+
 def test_a_buffer_that_a_sleep_has_changed_is_named(
     vllm_engine: VLLMEngine, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,16 @@ CONFIG = {
             {"tensor_parallel_size": 2},
             ["tensor_parallel_size must divide moe_intermediate_size = 49; found 2."],
         ),
+        (
+            CPU,
+            {"architectures": ["Glm4MoeForCausalLM"], "tie_word_embeddings": True},
+            {},
+            [
+                "tie_word_embeddings must be false for Glm4MoeForCausalLM, whose head it would leave uninitialized; "
+                "found true. Save the folder with its own lm_head.weight, or use the transformers engine."
+            ],
+        ),
+        (CPU, {"architectures": ["Glm4MoeForCausalLM"], "tie_word_embeddings": False}, {}, []),
         (VLLMSupport(name="another vLLM"), {"head_dim": 16}, {"block_size": 7, "dtype": "float16"}, []),
     ],
 )

@@ -203,7 +203,7 @@ class ParallelOptions:
         virtual_pipeline: Chunks of layers per pipeline stage; above 1 uses the interleaved schedule.
         context: Context-parallel size: ranks that share the tokens of each micro-batch.
         expert: Expert-parallel size: ranks that share the experts of a mixture.
-        expert_tensor: Tensor-parallel size of each expert; none uses `tensor`.
+        expert_tensor: Tensor-parallel size of each expert, which divides `tensor`; none uses `tensor`.
         sequence: Sequence parallelism: also shard activations between the matrices over the tensor-parallel ranks. A
             mixture of experts with tensor > 1 needs it.
         distributed_optimizer: Shard Adam's moments and the float32 master weights over the data-parallel ranks.

@@ -124,6 +124,11 @@ def _expert_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterato
             )
         return
     expert_tensor = parallel.expert_tensor or parallel.tensor
+    if parallel.tensor % expert_tensor:
+        yield (
+            f"expert_tensor = {expert_tensor} must divide tensor = {parallel.tensor}: the ranks that split an expert "
+            "must compute the same sequences. Leave it at none, or set expert_tensor = 1."
+        )
     yield from _not_divided("num_experts", mixture.num_experts, "expert", parallel.expert)
     shared = mixture.shared_ffn_hidden_size
     yield from _not_divided("n_shared_experts * moe_intermediate_size", shared, "tensor", parallel.tensor)
@@ -132,7 +137,7 @@ def _expert_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterato
     if parallel.ranks % expert_ranks:
         yield (
             f"ranks = {parallel.ranks} must be a multiple of expert_tensor * expert * pipeline = {expert_tensor} * "
-            f"{parallel.expert} * {parallel.pipeline} = {expert_ranks}; set expert_tensor = 1, or more ranks."
+            f"{parallel.expert} * {parallel.pipeline} = {expert_ranks}; set a smaller expert or expert_tensor, or more ranks."
         )
     if parallel.tensor > 1 and not parallel.sequence:
         yield (

@@ -33,6 +33,7 @@ _ALLOWED = {
     _STORED,
     "torch.Size",
     "torch.serialization._get_layout",
+    "builtins.getattr",  # a memory format, which is not used, in the enum pickles of Python 3.11.0 to 3.11.3
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
     *_DTYPES,
 }

@@ -13,7 +13,8 @@ from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rl_core.errors import EngineError
-from rl_core.weights import PassingChecksums, WeightReceipt, WeightUpdate
+from rl_core.weights import PassingChecksums, WeightReceipt, WeightUpdate, probe_tensor
+from rl_rollout.engines.first_weights import check_first_weights, folder_probes
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure, TokenScores
@@ -26,6 +27,7 @@ from rl_rollout.engines.weight_checks import (
     check_adapter,
     check_update,
     each_expert,
+    tensor_shapes,
     update_tensors,
 )
 
@@ -85,6 +87,9 @@ class TransformersStepper:
             can_match_text=has_tokenizer(model_dir),
             max_lora_rank=options.max_lora_rank,
         )
+        probes = folder_probes(model_dir, tensor_shapes(model_dir))
+        live = {name: probe_tensor(tensor) for name, tensor in self._base().items()}
+        check_first_weights(probes, live, model_dir=model_dir, dtype=options.dtype)
 
     @property
     def traits(self) -> EngineTraits:

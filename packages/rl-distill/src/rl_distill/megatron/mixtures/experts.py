@@ -82,7 +82,9 @@ def _parameter(shape: tuple[int, int, int], config: Any, *, axis: int, parts: in
     """
     parameter: Any = Parameter(torch.empty(shape, dtype=config.params_dtype))
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=parts)
-    parameter.allreduce = config.expert_model_parallel_size == 1
+    # True only if the data-parallel ranks are the ranks with the same experts.
+    is_split_alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+    parameter.allreduce = config.expert_model_parallel_size == 1 and is_split_alike
     return parameter  # type: ignore[no-any-return]
 
 

@@ -160,6 +160,8 @@ def expert_parts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, ExpertP
 def served_experts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, ExpertPart, FloatArray]]:
     """Return this rank's rows of each expert tensor's probe; NaN if the layer serves other weights."""
     is_readable, wrong = _is_readable(layer), set[str]()
+    if not is_readable and layer not in _asked:  # no update has arrived yet
+        return
     first, *_, down = _projections(layer)
     for name, part in expert_parts(path, layer):
         if is_readable:

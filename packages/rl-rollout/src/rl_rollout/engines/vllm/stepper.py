@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import structlog
 import torch
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm import __version__ as vllm_version
@@ -24,6 +25,7 @@ from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGon
 from rl_core.gpus import GpuUse
 from rl_core.weights import WeightReceipt, WeightUpdate
 from rl_core.weights.broadcast import WeightSources, receive_plan
+from rl_rollout.engines.first_weights import check_first_weights, folder_probes
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, Structure, TokenScores
@@ -37,6 +39,8 @@ from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, co
 from rl_rollout.engines.vllm.update import expected_probes, join_arrived, replacement, update_shapes, workers_source
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
 from rl_rollout.engines.weight_checks import check_adapter, check_update, tensor_shapes
+
+log = structlog.get_logger(__name__)
 
 FINISH_REASONS: Mapping[FinishReason, OurFinishReason] = {
     FinishReason.STOP: "stop",
@@ -85,6 +89,11 @@ class VLLMStepper:
         self._client: Any = self._engine.engine_core
         self._core: Any = self._client.engine_core
         self._watch = self._take_workers()
+        try:
+            self._prove_first_weights(model_dir, options.dtype)
+        except Exception:
+            self.close()
+            raise
         self._core.collective_rpc("score_in_pieces")
         if self._is_cpu:
             self._core.collective_rpc("draw_by_seed_and_position")
@@ -225,6 +234,15 @@ class VLLMStepper:
             self._shut_down_on_error(),
         ):
             return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
+
+    def _prove_first_weights(self, model_dir: Path, dtype: str) -> None:
+        """Compare the live layers with the folder that vLLM loaded."""
+        if (quantization := self._engine.model_config.quantization) is not None:
+            log.warning("first_weights_not_proven", folder=str(model_dir), quantization=str(quantization))
+            return
+        probes = folder_probes(model_dir, self._shapes)
+        parts = self._core.collective_rpc("probe_live_weights", args=([*probes], True))
+        check_first_weights(probes, join_parts(parts, probes), model_dir=model_dir, dtype=dtype)
 
     def _take_workers(self) -> WorkerWatch:
         """Watch the workers' processes, and unlink all shared resources that could outlive them."""

@@ -27,6 +27,17 @@ QUERY = Path(__file__).with_name("support_query.py")
 DEADLINE_S = 600
 INSTALL = "Install rl-rollout[vllm] for GPUs, or locks/cpu.txt for CPUs (see the README)."
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+UNTIED = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GptOssForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen3NextForCausalLM",
+)
+"""Architectures whose head vLLM never ties to the embedding, whatever config.json says."""
 MOST_SHOWN = 16
 CPU_BLOCK = 32
 CPU_CACHE_GIB = 1.0
@@ -70,6 +81,11 @@ class VLLMSupport:
         for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
             if isinstance(size := text.get(name), int) and size % tensor:
                 yield f"tensor_parallel_size must divide {name} = {size}; found {tensor}."
+        if text.get("tie_word_embeddings") and (untied := set(config.get("architectures") or ()) & set(UNTIED)):
+            yield (
+                f"tie_word_embeddings must be false for {min(untied)}, whose head it would leave uninitialized; found "
+                "true. Save the folder with its own lm_head.weight, or use the transformers engine."
+            )
         groups = text.get("num_key_value_heads")
         if isinstance(groups, int) and groups % tensor and tensor % groups:
             yield f"tensor_parallel_size must divide num_key_value_heads = {groups}, or be a multiple; found {tensor}."

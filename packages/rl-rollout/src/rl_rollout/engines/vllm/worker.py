@@ -127,16 +127,20 @@ class WorkerExtension:
             self._adapter_slot.drop()
 
     @torch.inference_mode()
-    def probe_live_weights(self, names: Iterable[str]) -> LiveParts:
+    def probe_live_weights(self, names: Iterable[str], with_others: bool = False) -> LiveParts:
         """Return this rank's live part of each named Hugging Face tensor, and of its adapter's.
 
-        Names without a live layer are omitted.
+        Args:
+            names: Names of tensors. Those without a live layer are omitted.
+            with_others: True to return the parts of live layers that have none of these names, by vLLM's names.
         """
         model = self.model_runner.get_model()
         live, vllm_name = live_parts(model), loader_names(model)
         found = {name: live.get(vllm_name(name)) for name in names}
         adapter = {} if self._adapter_slot is None else self._adapter_slot.live_parts()
-        return {name: parts for name, parts in found.items() if parts is not None} | adapter
+        known = {vllm_name(name) for name in found}
+        others = {name: parts for name, parts in live.items() if with_others and name not in known}
+        return {name: parts for name, parts in found.items() if parts is not None} | others | adapter
 
     @torch.inference_mode()
     def note_buffers(self) -> None:
