@@ -277,7 +277,9 @@ class RewardScorer:
         return f"reward function {self.name!r} on prompt {given.prompt_uid}"
 
 
-def reward_input(prompt: Prompt, *, text: str, ids: Any, finish_reason: Any = "stop") -> RewardInput:
+def reward_input(
+    prompt: Prompt, *, text: str, ids: Any, finish_reason: Any = "stop", begins_thinking: bool = False
+) -> RewardInput:
     """Return the input of a reward function for a response to a prompt."""
     return RewardInput(
         prompt_uid=prompt.uid,
@@ -288,6 +290,7 @@ def reward_input(prompt: Prompt, *, text: str, ids: Any, finish_reason: Any = "s
         data_source=prompt.data_source,
         columns=prompt.columns,
         finish_reason=finish_reason,
+        begins_thinking=begins_thinking,
     )
 
 
