@@ -167,6 +167,12 @@ def test_prompts_to_rewards(prepare: ModuleType, raw: tuple[Path, Path], tmp_pat
         rollout.run([prompt], num_sessions=len(texts), sampling=SamplingParams(max_tokens=60), seed=0)
     )
     assert result.failures == ()
-    assert [trajectory.reward for trajectory in result.trajectories] == [1.0] * 5 + [0.0] * 4 + [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert [trajectory.reward for trajectory in result.trajectories] == [1.0] * 5 + [0.0] * 4 + [
+        1.0,
+        1.0,
+        0.0,
+        1.0,
+        0.0,
+    ]
     boxed = [trajectory.reward_components["boxed"] for trajectory in result.trajectories]
     assert boxed == [1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1]

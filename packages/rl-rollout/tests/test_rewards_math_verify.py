@@ -1,6 +1,7 @@
 import asyncio
 import os
 import threading
+import time
 
 import math_verify
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, RoleError
-from rl_rollout.rewards import MathVerify, RewardInput
+from rl_rollout.rewards import MathVerify, RewardInput, RewardScorer, call_clock
 from rl_rollout.rewards.check_processes import CheckProcesses
 
 HANGS = "9^{9^{9^{9}}} + 1"  # sympy computes a number too large for memory, in one C call
@@ -153,3 +154,35 @@ def test_a_process_that_a_response_ends_gives_no_verdict(tmp_path, monkeypatch):
     processes = CheckProcesses("dies", timeout_s=60.0, num_processes=1)
     assert [processes.check({}), processes.check({})] == [None, None]
     processes.close()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_start_of_a_worker_does_not_count_against_the_timeout_of_the_scorer(tmp_path, monkeypatch, is_async):
+    module = tmp_path / "starts.py"
+    module.write_text("import sys\nprint('{}', flush=True)\nfor line in sys.stdin:\n    print('{}\\n{}', flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    processes = CheckProcesses("starts", timeout_s=60.0, num_processes=1)
+    start, ready_at = processes.workers[0]._start, []
+
+    def start_slowly():
+        time.sleep(0.3)  # longer than the timeout
+        process = start()
+        ready_at.append(time.perf_counter())
+        return process
+
+    monkeypatch.setattr(processes.workers[0], "_start", start_slowly)
+    monkeypatch.setattr(call_clock, "now", lambda: (*ready_at, time.perf_counter())[0])  # nothing later counts
+
+    def in_thread(given):
+        return float(processes.check({}) == {})
+
+    async def in_loop(given):
+        clock = call_clock.current_clock()
+        return float(await asyncio.to_thread(processes.check, {}, clock=clock) == {})
+
+    scorer = RewardScorer(in_loop if is_async else in_thread, timeout_s=0.1)
+    given_input = RewardInput(prompt_uid="p", response_text="", response_ids=np.array([1]))
+    (scored,) = asyncio.run(scorer.score([given_input]))
+    scorer.close()
+    processes.close()
+    assert (scored.failure, scored.result.reward) == (None, 1.0)

@@ -77,7 +77,10 @@ def test_last_number(text, number):
     assert last_number(text) == Decimal(number)
 
 
-@pytest.mark.parametrize("text", ["4²", "44²", "4.4³", "3½", "4₂", "4①", "4^2", "4**2", "2^{10}", "1/4", "1e4", "1_4", "4 1/2", r"4\frac12", "4_8"])
+@pytest.mark.parametrize(
+    "text",
+    ["4²", "44²", "4.4³", "3½", "4₂", "4①", "4^2", "4**2", "2^{10}", "1/4", "1e4", "1_4", "4 1/2", r"4\frac12", "4_8"],
+)
 def test_what_is_written_with_several_numbers_is_none_of_them(text):
     assert last_number(text) is None
     assert number_match(response(text, "4")) == 0.0

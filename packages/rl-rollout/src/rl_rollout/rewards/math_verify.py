@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from rl_core.data import Json
 from rl_core.errors import DataError, DeadlineError, MissingExtraError
 from rl_rollout.rewards.answers import MAX_TAIL, boxed_answer
+from rl_rollout.rewards.call_clock import CallClock, current_clock
 from rl_rollout.rewards.check_processes import CheckProcesses
 from rl_rollout.rewards.math_notation import plain_math
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
@@ -82,11 +83,13 @@ class MathVerify:
         self._threads.shutdown(wait=False)
 
     async def _compare(self, request: Mapping[str, Json]) -> bool | None:
-        return await asyncio.wrap_future(self._threads.submit(self._compare_in_worker, request))
+        clock = current_clock()
+        clock.pause()
+        return await asyncio.wrap_future(self._threads.submit(self._compare_in_worker, request, clock))
 
-    def _compare_in_worker(self, request: Mapping[str, Json]) -> bool | None:
+    def _compare_in_worker(self, request: Mapping[str, Json], clock: CallClock) -> bool | None:
         try:
-            verdict = self._processes.check(request)
+            verdict = self._processes.check(request, clock=clock)
         except DeadlineError:
             return None
         return None if verdict is None else bool(verdict["is_equal"])
