@@ -154,13 +154,25 @@ def test_prompts_to_rewards(prepare: ModuleType, raw: tuple[Path, Path], tmp_pat
         "It is 1006, or 7",
         "I do not know.",
         r"\boxed{}",
+        "**Answer: 1,006**",
+        r"It is $1{,}006^\circ$.",
+        r"<think>\boxed{1006}",
+        r"<think>7</think>\boxed{1006\text{ apples}}",
+        r"\boxed{1006 1/2}",
     ]
     scorer = RewardScorer(resolve_reward(f"{FOLDER / 'reward.py'}:reward"))
     rollout = Rollout(ScriptedAnswers(*texts), SingleTurnLoop(), scorer=scorer, decode=tokenizer.decode)  # type: ignore[arg-type]
     asyncio.run(scorer.rehearse(Prompt(uid="p", input_ids=prompt.input_ids, ground_truth="1")))
     (result,) = asyncio.run(
-        rollout.run([prompt], num_sessions=len(texts), sampling=SamplingParams(max_tokens=40), seed=0)
+        rollout.run([prompt], num_sessions=len(texts), sampling=SamplingParams(max_tokens=60), seed=0)
     )
     assert result.failures == ()
-    assert [trajectory.reward for trajectory in result.trajectories] == [1.0] * 5 + [0.0] * 4
-    assert [trajectory.reward_components["boxed"] for trajectory in result.trajectories] == [1, 1, 0, 1, 1, 1, 0, 0, 0]
+    assert [trajectory.reward for trajectory in result.trajectories] == [1.0] * 5 + [0.0] * 4 + [
+        1.0,
+        1.0,
+        0.0,
+        1.0,
+        0.0,
+    ]
+    boxed = [trajectory.reward_components["boxed"] for trajectory in result.trajectories]
+    assert boxed == [1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1]

@@ -7,8 +7,9 @@ verify = MathVerify()
 
 async def reward(given: RewardInput) -> dict[str, float]:
     r"""Return the accuracy as the reward, and whether the answer was in a `\boxed{}`."""
-    boxed = last_boxed(given.response_text)
-    answer = boxed if boxed is not None else last_number(given.response_text)
+    text = given.final_text
+    boxed = last_boxed(text)
+    answer = boxed if boxed is not None else last_number(text)
     if answer is None or not str(answer).strip():
         return {"reward": 0.0, "accuracy": 0.0, "boxed": 0.0, "timed_out": 0.0}
     is_equal = await verify.compare(str(given.ground_truth), str(answer))  # None after a time-out

@@ -67,6 +67,26 @@ def run(engine, reward=is_ground_truth, loop=None, seed=100):
     return asyncio.run((loop or SingleTurnLoop()).run_group(PROMPT, num_sessions=num_sessions, context=context))
 
 
+@pytest.mark.parametrize(("prompt_text", "text"), [("gh", "18"), ("<think>\n", ""), ("<think>g", "18")])
+def test_a_response_after_an_open_thinking_mark_in_the_prompt_is_no_answer(prompt_text, text):
+    prompt = Prompt(uid="p", input_ids=np.array(list(map(ord, prompt_text)), dtype=np.int32))
+    seen = []
+
+    def judge(given):
+        seen.append(given)
+        return 0.0
+
+    context = LoopContext(
+        engine=FixedEngine(generation(*map(ord, "18"))),
+        sampling=SamplingParams(max_tokens=4),
+        scorer=RewardScorer(quick(judge)),
+        decode=lambda sequences: ["".join(map(chr, sequence)) for sequence in sequences],
+    )
+    loop = SingleTurnLoop()
+    (session,) = asyncio.run(loop.run_group(prompt, num_sessions=1, context=context))
+    assert [seen[0].final_text, loop.judged(session, context).as_input(prompt).final_text] == [text, text]
+
+
 def test_a_trajectory_holds_prompt_and_response_as_sampled():
     engine = FixedEngine(generation(1), generation(2, 3, finish_reason="length", num_preempted=2))
     first, second = run(engine)

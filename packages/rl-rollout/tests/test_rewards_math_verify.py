@@ -1,6 +1,7 @@
 import asyncio
 import os
 import threading
+import time
 
 import math_verify
 import numpy as np
@@ -9,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, RoleError
-from rl_rollout.rewards import MathVerify, RewardInput
+from rl_rollout.rewards import MathVerify, RewardInput, RewardScorer, call_clock
 from rl_rollout.rewards.check_processes import CheckProcesses
-from rl_rollout.rewards.math_verify import answer_of, is_integer
 
 HANGS = "9^{9^{9^{9}}} + 1"  # sympy computes a number too large for memory, in one C call
 
@@ -52,6 +52,8 @@ def score(verify, text, ground_truth):
         ("it is \u22124", "-4", 1.0),
         ("it is \u20134", "4", 0.0),
         ("it is 1e4", "1", 0.0),
+        (r"<think>\boxed{18}", "18", 0.0),
+        (r"<think>17</think>\boxed{18}", "18", 1.0),
         (r"\boxed{2.5e-3}", "0.0025", 1.0),
         ("it is 1_000", "1", 0.0),
         (r"\boxed{1_000}", "1000", 1.0),
@@ -77,29 +79,35 @@ def test_it_works_outside_the_main_thread(verify):
 def test_a_comparison_that_hangs_is_ended_marked_and_harms_no_other(request):
     verify = MathVerify(timeout_s=5.0, num_workers=1)  # enough for the others on a busy machine
     request.addfinalizer(verify.close)
-    assert score(verify, r"\boxed{\frac{1}{2}}", "0.5").reward == 1.0
+    assert score(verify, r"\boxed{\sqrt{4}}", "2").reward == 1.0
     hung = score(verify, rf"\boxed{{{HANGS}}}", r"\boxed{3^{3^{3^{3}}} + 1}")
     assert (hung.reward, hung.components["math_verify_timed_out"]) == (0.0, 1.0)
-    assert score(verify, r"\boxed{\frac{1}{2}}", "0.5").reward == 1.0
+    assert score(verify, r"\boxed{\sqrt{4}}", "2").reward == 1.0
 
 
 def test_a_worker_that_dies_is_an_error_and_is_replaced(verify):
-    assert score(verify, r"\boxed{\frac{1}{2}}", "0.5").reward == 1.0
+    assert score(verify, r"\boxed{\sqrt{4}}", "2").reward == 1.0
     process = verify._processes.workers[0]._process
     process.kill()
     process.wait()
-    assert score(verify, r"\boxed{\frac{1}{2}}", "0.5").reward == 1.0
+    assert score(verify, r"\boxed{\sqrt{4}}", "2").reward == 1.0
 
 
-def test_a_ground_truth_without_expression_is_the_rows_fault(verify):
-    with pytest.raises(DataError, match="no expression in the ground truth 'none'"):
-        score(verify, r"\boxed{\frac{1}{2}}", "none")
+@pytest.mark.parametrize("ground_truth", ["", " . ", r"\frac{1}{2", r"\boxed{}"])
+def test_a_ground_truth_without_expression_is_the_rows_fault(verify, ground_truth):
+    with pytest.raises(DataError, match="no expression in the ground truth"):
+        score(verify, r"\boxed{x}", ground_truth)
+
+
+def test_a_row_without_ground_truth_is_the_rows_fault(verify):
+    with pytest.raises(DataError, match="the row has no ground truth"):
+        score(verify, r"\boxed{None}", None)
 
 
 def test_closing_ends_the_processes():
     verify = MathVerify(num_workers=1)
     assert verify._processes.workers[0]._process is None, "nothing starts before it is needed"
-    score(verify, r"\boxed{\frac{1}{2}}", "0.5")
+    score(verify, r"\boxed{\sqrt{4}}", "2")
     process = verify._processes.workers[0]._process
     verify.close()
     assert process.poll() is not None
@@ -110,7 +118,7 @@ def test_a_worker_that_cannot_start_says_so(monkeypatch):
     verify = MathVerify(num_workers=1)
     monkeypatch.setattr("rl_rollout.rewards.check_processes.sys.executable", "/bin/false")
     with pytest.raises(RoleError, match="exit code 1"):
-        score(verify, r"\boxed{\frac{1}{2}}", "0.5")
+        score(verify, r"\boxed{\sqrt{4}}", "2")
     verify.close()
 
 
@@ -137,15 +145,6 @@ def test_the_short_cut_for_integers_agrees_with_the_library(gold, change, separa
     assert asyncio.run(verify.compare(gold_text, answer)) == by_library == (change == 0)
 
 
-def test_answer_of():
-    assert answer_of(r"a \boxed{ 12 } b") == "12"
-    assert answer_of(r"a \boxed{x+1} b") == r"\boxed{x+1}"
-    assert answer_of("no box") == "no box"
-    assert [is_integer(text) for text in ("12", "1,234", "+3", "1.0", "12,34", "", "9" * 301)] == [True] * 3 + [
-        False
-    ] * 4
-
-
 def test_a_process_that_a_response_ends_gives_no_verdict(tmp_path, monkeypatch):
     module = tmp_path / "dies.py"
     module.write_text(
@@ -155,3 +154,35 @@ def test_a_process_that_a_response_ends_gives_no_verdict(tmp_path, monkeypatch):
     processes = CheckProcesses("dies", timeout_s=60.0, num_processes=1)
     assert [processes.check({}), processes.check({})] == [None, None]
     processes.close()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_start_of_a_worker_does_not_count_against_the_timeout_of_the_scorer(tmp_path, monkeypatch, is_async):
+    module = tmp_path / "starts.py"
+    module.write_text("import sys\nprint('{}', flush=True)\nfor line in sys.stdin:\n    print('{}\\n{}', flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    processes = CheckProcesses("starts", timeout_s=60.0, num_processes=1)
+    start, ready_at = processes.workers[0]._start, []
+
+    def start_slowly():
+        time.sleep(0.3)  # longer than the timeout
+        process = start()
+        ready_at.append(time.perf_counter())
+        return process
+
+    monkeypatch.setattr(processes.workers[0], "_start", start_slowly)
+    monkeypatch.setattr(call_clock, "now", lambda: (*ready_at, time.perf_counter())[0])  # nothing later counts
+
+    def in_thread(given):
+        return float(processes.check({}) == {})
+
+    async def in_loop(given):
+        clock = call_clock.current_clock()
+        return float(await asyncio.to_thread(processes.check, {}, clock=clock) == {})
+
+    scorer = RewardScorer(in_loop if is_async else in_thread, timeout_s=0.1)
+    given_input = RewardInput(prompt_uid="p", response_text="", response_ids=np.array([1]))
+    (scored,) = asyncio.run(scorer.score([given_input]))
+    scorer.close()
+    processes.close()
+    assert (scored.failure, scored.result.reward) == (None, 1.0)

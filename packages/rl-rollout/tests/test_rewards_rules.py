@@ -1,3 +1,4 @@
+from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
@@ -40,13 +41,46 @@ def response(text, ground_truth):
         ("7, not 1e5 or 4E-3", "7"),
         ("7, not 1_000_000", "7"),
         ("7, not 2 ^ 4 or 2 ** 4", "7"),
+        ("**18**", "18"),
+        ("The answer is **18**.", "18"),
+        ("**Answer: 18**", "18"),
+        ("**Answer:** 18", "18"),
+        ("***18*** or `19`", "19"),
+        ("__18__", "18"),
+        ("**$18**", "18"),
+        (r"**\boxed{18}**", "18"),
+        ("**7** and **4**12", "7"),
+        (r"$90^\circ$", "90"),
+        (r"$90^{\circ}$", "90"),
+        ("90^\u00b0", "90"),
+        ("1{,}234", "1234"),
+        (r"1\,234\,567.5", "1234567.5"),
+        (r"1,\!234", "1234"),
+        (r"1\!,\!234", "1234"),
+        ("1\u202f234", "1234"),
+        ("1 234", "1234"),
+        ("In 2019 500 came", "500"),
+        ("-$18", "-18"),
+        (r"-\$18.50", "-18.50"),
+        ("x = - 18", "-18"),
+        ("5 - 3", "3"),
+        ("18 cm^2", "18"),
+        (r"18\,\text{cm}^{2}", "18"),
+        ("18 m2", "18"),
+        ("7, not x_1", "7"),
+        ("7, not 2 1/4", "7"),
+        (r"7, not 2\frac{1}{4} or 2 \frac14", "7"),
+        ("7, not 2516_{8}", "7"),
     ],
 )
 def test_last_number(text, number):
     assert last_number(text) == Decimal(number)
 
 
-@pytest.mark.parametrize("text", ["4²", "44²", "4.4³", "3½", "4₂", "4①", "4^2", "4**2", "2^{10}", "1/4", "1e4", "1_4"])
+@pytest.mark.parametrize(
+    "text",
+    ["4²", "44²", "4.4³", "3½", "4₂", "4①", "4^2", "4**2", "2^{10}", "1/4", "1e4", "1_4", "4 1/2", r"4\frac12", "4_8"],
+)
 def test_what_is_written_with_several_numbers_is_none_of_them(text):
     assert last_number(text) is None
     assert number_match(response(text, "4")) == 0.0
@@ -86,6 +120,25 @@ def test_exact_match():
     assert exact_match(response(" 18\n", "18")) == 1.0
     assert exact_match(response("18", 18)) == 1.0
     assert exact_match(response("18.0", 18)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "begins_thinking", "reward"),
+    [
+        ("<think>18", False, 0.0),
+        ("<think>17</think>18", False, 1.0),
+        ("<think>18</think>17", False, 0.0),
+        ("<think>17</think> or <think>18", False, 0.0),
+        ("17</think>18", False, 1.0),
+        ("18", True, 0.0),
+        ("17</think>18", True, 1.0),
+        ("18 <think>17", False, 1.0),
+    ],
+)
+def test_thinking_is_no_answer(text, begins_thinking, reward):
+    given = replace(response(text, "18"), begins_thinking=begins_thinking)
+    assert number_match(given) == reward
+    assert last_boxed(given.final_text.replace("18", r"\boxed{18}")) == ("18" if reward else None)
 
 
 def test_number_match():

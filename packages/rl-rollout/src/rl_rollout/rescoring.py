@@ -9,7 +9,6 @@ from rl_core.errors import SettingsError
 from rl_rollout.loops.outcomes import check_sessions
 from rl_rollout.loops.protocol import AgentLoop, Judged, LoopContext, SessionResult, loop_name
 from rl_rollout.loops.single_turn import with_reward
-from rl_rollout.rewards.scorer import reward_input
 
 Judge = Callable[[SessionResult, LoopContext], Judged]
 
@@ -43,9 +42,7 @@ async def _score(
 ) -> tuple[SessionResult, ...]:
     finished = [session for session in sessions if session.failure is None]
     responses = [judged(session, context) for session in finished]
-    inputs = [
-        reward_input(prompt, text=each.text, ids=each.ids, finish_reason=each.finish_reason) for each in responses
-    ]
+    inputs = [each.as_input(prompt) for each in responses]
     scores = await context.scorer.score(inputs) if inputs else []
     unscored = [[replace(row, reward=None, reward_components={}) for row in one.trajectories] for one in finished]
     scored = map(with_reward, unscored, scores)

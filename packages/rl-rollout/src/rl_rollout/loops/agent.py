@@ -20,7 +20,7 @@ from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionR
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.protocol import AgentRun
-from rl_rollout.rewards.scorer import Scored, reward_input
+from rl_rollout.rewards.scorer import Scored
 from rl_rollout.user_errors import ends_the_run
 
 
@@ -127,7 +127,8 @@ class AgentsLoop(SessionLoop):
         start = int(np.flatnonzero(~last.loss_mask[:stop]).max(initial=-1)) + 1
         ids = last.input_ids[start:stop]
         (text,) = context.decode([ids])
-        return Judged(text=text, ids=ids, finish_reason=last.finish_reason)
+        begins_thinking = context.begins_thinking(last.input_ids[:start])
+        return Judged(text=text, ids=ids, finish_reason=last.finish_reason, begins_thinking=begins_thinking)
 
     async def _run(self, gateway: Gateway, session: Session, prompt: Prompt, context: LoopContext) -> SessionResult:
         index = session.session_index
@@ -149,7 +150,7 @@ class AgentsLoop(SessionLoop):
             if outcome.reward is not None:
                 return with_reward(result.trajectories, Scored(result=outcome.reward))
             judged = self.judged(result, context)
-            given = reward_input(prompt, text=judged.text, ids=judged.ids, finish_reason=judged.finish_reason)
+            given = judged.as_input(prompt)
             (scored,) = await context.scorer.score([replace(given, agent=outcome.run)])
             return with_reward(result.trajectories, scored)
 

@@ -127,10 +127,12 @@ class Conversation:
     _open: _Open = field(init=False)
     _closed: list[Trajectory] = field(init=False, default_factory=list)
     _turns: list[Generation] = field(init=False, default_factory=list)
+    _turn_prompt: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
         """Start with the prompt."""
         self._open = _Open(parts=[self.prompt_ids], sampled=[None], first_own=1)
+        self._turn_prompt = self.prompt_ids
 
     @property
     def is_last_turn(self) -> bool:
@@ -150,6 +152,7 @@ class Conversation:
             EngineError: The engine cannot serve the request, aborted it, or returned no tokens.
         """
         request = self._request()
+        self._turn_prompt = request.input_ids
         started_at = time.perf_counter()
         (generation,) = await self.context.engine.generate(request)
         current = self._open
@@ -208,6 +211,7 @@ class Conversation:
             text=text,
             ids=np.concatenate([turn.token_ids for turn in self._turns]),
             finish_reason=self._open.finish_reason,
+            begins_thinking=self.context.begins_thinking(self._turn_prompt),
         )
         (scored,) = await self.context.scorer.score([given])
         return self.settled(scored, extras=extras)

@@ -13,11 +13,15 @@ from rl_core.record_fields import Axes, record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown_error
-from rl_rollout.rewards.scorer import RewardScorer
+from rl_rollout.rewards.protocol import RewardInput
+from rl_rollout.rewards.scorer import RewardScorer, reward_input
+from rl_rollout.rewards.thinking import THINKING
 from rl_rollout.user_errors import describe_raised, ends_the_run
 
 SEED_BITS = 52
 """Seeds are below 2**52, so that seed + i is exact in JSON, int64 and double."""
+THINKING_TOKENS = 8
+"""Number of last prompt tokens that may hold `<think>` and the line breaks after it."""
 
 
 @record
@@ -41,11 +45,23 @@ class Judged:
         text: The response as text, without special tokens.
         ids: [R] int32, the response as sampled.
         finish_reason: Why it ended.
+        begins_thinking: True if its prompt ends with `<think>`.
     """
 
     text: str
     ids: Annotated[IntArray, Axes("R")]
     finish_reason: FinishReason
+    begins_thinking: bool = False
+
+    def as_input(self, prompt: Prompt) -> RewardInput:
+        """Return the input of a reward function."""
+        return reward_input(
+            prompt,
+            text=self.text,
+            ids=self.ids,
+            finish_reason=self.finish_reason,
+            begins_thinking=self.begins_thinking,
+        )
 
 
 @record
@@ -76,6 +92,11 @@ class LoopContext:
             return self.sampling
         session_seed = seed + session_index
         return replace(self.sampling, seed=session_seed if turn == 0 else stable_seed(session_seed, f"turn {turn}"))
+
+    def begins_thinking(self, prompt_ids: IntArray) -> bool:
+        """Return True if a turn's prompt ends with `<think>`, so that the turn begins inside its thinking."""
+        (tail,) = self.decode([prompt_ids[-THINKING_TOKENS:]])
+        return tail.rstrip().endswith(THINKING)
 
 
 class AgentLoop(Protocol):

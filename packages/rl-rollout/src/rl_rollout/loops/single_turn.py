@@ -37,9 +37,16 @@ class SingleTurnLoop:
             for index, generation in enumerate(generations)
         ]
         finished = [index for index, generation in enumerate(generations) if _failure_of(generation) is None]
+        begins_thinking = context.begins_thinking(prompt.input_ids)
         texts = context.decode([generations[index].token_ids for index in finished])
         inputs = [
-            reward_input(prompt, text=text, ids=generations[i].token_ids, finish_reason=generations[i].finish_reason)
+            reward_input(
+                prompt,
+                text=text,
+                ids=generations[i].token_ids,
+                finish_reason=generations[i].finish_reason,
+                begins_thinking=begins_thinking,
+            )
             for i, text in zip(finished, texts, strict=True)
         ]
         scored = dict(zip(finished, await context.scorer.score(inputs) if inputs else (), strict=True))
@@ -55,7 +62,8 @@ class SingleTurnLoop:
         (trajectory,) = session.trajectories
         ids = trajectory.input_ids[trajectory.num_prompt_tokens :]
         (text,) = context.decode([ids])
-        return Judged(text=text, ids=ids, finish_reason=trajectory.finish_reason)
+        begins_thinking = context.begins_thinking(trajectory.input_ids[: trajectory.num_prompt_tokens])
+        return Judged(text=text, ids=ids, finish_reason=trajectory.finish_reason, begins_thinking=begins_thinking)
 
 
 def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int, generate_s: float) -> Trajectory:

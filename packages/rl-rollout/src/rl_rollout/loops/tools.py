@@ -176,13 +176,15 @@ class ToolsLoop(SessionLoop):
         last = session.trajectories[-1]
         sampled = np.flatnonzero(last.loss_mask)
         starts = np.flatnonzero(np.diff(sampled, prepend=-2) > 1)
+        start = int(sampled[starts[-1]])
         turn_ids = last.input_ids[sampled[starts[-1] :]]
         ids = np.concatenate([row.input_ids[row.loss_mask] for row in session.trajectories])
         (text,) = context.decode([turn_ids])
         if last.extras.get("ended_by") == "answer":
             turn = self._parser.parse(self._text(context, turn_ids), parameters=self._toolbox.parameters())
             text = text if turn.answer is None else turn.answer
-        return Judged(text=text, ids=ids, finish_reason=last.finish_reason)
+        begins_thinking = context.begins_thinking(last.input_ids[:start])
+        return Judged(text=text, ids=ids, finish_reason=last.finish_reason, begins_thinking=begins_thinking)
 
     async def _converse(self, conversation: Conversation, turns: Turns) -> SessionResult:
         outcomes: Counter[str] = Counter()

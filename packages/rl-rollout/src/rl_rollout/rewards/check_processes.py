@@ -15,6 +15,7 @@ from typing import IO, Any, NoReturn, cast
 
 from rl_core.data import Json
 from rl_core.errors import DataError, DeadlineError, RoleError
+from rl_rollout.rewards.call_clock import CallClock, current_clock
 
 START_TIMEOUT_S = 120.0
 
@@ -39,18 +40,27 @@ class CheckProcesses:
         for worker in self.workers:
             self._idle.put(worker)
 
-    def check(self, request: Mapping[str, Json]) -> dict[str, Any] | None:
+    def check(self, request: Mapping[str, Json], *, clock: CallClock | None = None) -> dict[str, Any] | None:
         """Return the verdict on one response; None if the response took too long or ended the process.
+
+        Args:
+            request: What the module checks.
+            clock: Clock of the call, which stops until a process is ready.
 
         Raises:
             DataError: The row is invalid.
             DeadlineError: Reading the row took too long.
             RoleError: The process cannot start, or died before it reached the response.
         """
+        clock = clock or current_clock()
+        clock.pause()
         worker = self._idle.get()
         try:
-            return worker.check(request)
+            process = worker.started()
+            clock.resume()
+            return worker.check(process, request)
         finally:
+            clock.resume()
             self._idle.put(worker)
 
     def close(self) -> None:
@@ -69,15 +79,23 @@ class _Worker:
         self._finalizer: weakref.finalize[[subprocess.Popen[bytes]], _Worker] | None = None
         self._buffer = b""
 
-    def check(self, request: Mapping[str, Json]) -> dict[str, Any] | None:
+    def started(self) -> "subprocess.Popen[bytes]":
+        """Return the process, started if it does not run.
+
+        Raises:
+            DeadlineError: It did not start in time.
+            RoleError: It cannot start.
+        """
+        return self._process if self._process is not None and self._process.poll() is None else self._start()
+
+    def check(self, process: "subprocess.Popen[bytes]", request: Mapping[str, Json]) -> dict[str, Any] | None:
         """Send a request and wait for its verdict; None if the response took too long or ended the process.
 
         Raises:
             DataError: The row is invalid.
             DeadlineError: Reading the row took too long.
-            RoleError: The process cannot start, or died before it reached the response.
+            RoleError: The process died before it reached the response.
         """
-        process = self._process if self._process is not None and self._process.poll() is None else self._start()
         try:
             stdin = cast(IO[bytes], process.stdin)
             stdin.write(json.dumps(request).encode() + b"\n")

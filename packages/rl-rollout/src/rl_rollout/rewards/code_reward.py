@@ -143,7 +143,7 @@ class CodeReward:
         """
         cases, steps = read_tests(given.ground_truth)
         num_tests = len(cases) + sum(step.kind == "check" for step in steps)
-        program = program_of(given.response_text, needs_fence=self.needs_fence)
+        program = program_of(given.final_text, needs_fence=self.needs_fence)
         if program is None:
             outcomes = [Outcome(is_passed=False, reason="the response has no program")]
         else:

@@ -66,7 +66,7 @@ class JsonSchemaReward:
         """
         request = {
             "schema": self._schema_of(given),
-            "text": given.response_text,
+            "text": given.final_text,
             "is_fractional": self.is_fractional,
         }
         found = self.processes.check(request)

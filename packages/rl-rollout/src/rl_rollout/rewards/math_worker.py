@@ -1,33 +1,36 @@
-"""Worker process that runs math-verify."""
+"""Worker process that compares answers."""
 
 import logging
 from collections.abc import Callable
 from typing import Any
 
+from rl_rollout.rewards.answers import final_answer
 from rl_rollout.rewards.check_worker import main
+from rl_rollout.rewards.math_equality import check_readable, is_equal
+
+MAX_CHARACTERS = 5000
+"""Maximum length of an answer. A longer one is wrong."""
 
 
 def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Parse the ground truth, and return a function that compares the answer with it.
+    """Read the ground truth, and return a function that compares the answer with it.
 
     Raises:
         ValueError: The ground truth has no expression.
     """
-    from math_verify import parse, verify
-
-    gold = parse(request["gold"], parsing_timeout=None)
-    if not gold:
-        raise ValueError(f"math-verify finds no expression in the ground truth {request['gold']!r}. Repair the row.")
+    found = final_answer(request["gold"])
+    gold = request["gold"] if found is None else found
+    check_readable(gold)
 
     def judge() -> dict[str, Any]:
-        found = parse(request["answer"], parsing_timeout=None)
-        return {"is_equal": bool(found and verify(gold, found, timeout_seconds=None))}
+        answer = request["answer"] if "answer" in request else final_answer(request["response"])
+        is_short = answer is not None and len(answer) <= MAX_CHARACTERS
+        return {"is_equal": is_short and is_equal(gold, answer)}
 
     return judge
 
 
 if __name__ == "__main__":
-    import math_verify  # noqa: F401 (before the first deadline)
-
+    is_equal("x + 1", "1 + x")  # loads the library and its grammar before the first deadline
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     main(prepare, {"is_equal": False})

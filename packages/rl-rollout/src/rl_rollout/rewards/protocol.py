@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from rl_core.data import FinishReason, IntArray, Json
 from rl_core.record_fields import Axes, record
+from rl_rollout.rewards.thinking import final_text
 
 
 @record
@@ -41,6 +42,7 @@ class RewardInput:
         data_source: The row's data source.
         columns: All columns of the row.
         finish_reason: Why the response ended.
+        begins_thinking: True if the prompt ends with `<think>`, so that the response begins inside its thinking.
         agent: Outcome of the agent's program, on its last response; None for other loops and for stored sessions.
     """
 
@@ -52,7 +54,13 @@ class RewardInput:
     data_source: str = "default"
     columns: Mapping[str, Json] = field(default_factory=dict)
     finish_reason: FinishReason = "stop"
+    begins_thinking: bool = False
     agent: AgentRun | None = None
+
+    @property
+    def final_text(self) -> str:
+        """Return the response after its thinking; empty if the thinking does not end."""
+        return final_text(self.response_text, begins_thinking=self.begins_thinking)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

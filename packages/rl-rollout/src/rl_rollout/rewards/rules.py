@@ -7,19 +7,22 @@ from rl_rollout.rewards.protocol import RewardInput, quick
 
 # A minus is a sign unless it subtracts: "5-3" ends in 3, "= -3" in -3.
 # Suffixes that change the value of the digits before them: powers, indices and fractions, as single characters or as
-# `^2`, `**2`, `/2`, `e2` and `_2`. Such numbers are skipped.
+# `^2`, `**2`, `/2`, `e2`, `_2`, ` 1/2` and `\frac12`. Such numbers are skipped. A degree sign is no power, and `**`
+# after a number may end bold type.
 SCRIPT = (
-    r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u2189\u2460-\u24ff\u2776-\u2793]+| ?(?:\^|\*\*) ?\{?[-+]?\d*"
-    r"|(?: ?/ ?-?\d+(?:\.\d+)?)+|[eE][-+]?\d+|(?:_\d+)+"
+    r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2189\u2460-\u24ff\u2776-\u2793]+"
+    r"| ?\^(?! ?\{? ?(?:\\circ|\\degree|\u00b0)) ?\{?[-+]?\d*|\*\*[-+]?[\w(]+| \*\* [-+]?[\w(]+"
+    r"|(?: ?/ ?-?\d+(?:\.\d+)?)+| \d+ ?/ ?\d+| ?\\[cdt]?frac(?: ?(?:\{[^{}]*\}|\d)){0,2}|[eE][-+]?\d+|(?:_\{?\d+\}?)+"
 )
 MINUS = "-\u2212\u2013\ufe63\uff0d"
+THOUSANDS = r"(?:\\!,\\!|,\\!|\\!,|,|\{,\}|\\[,;: ]|[ ~\u00a0\u2009\u202f])"
+SIGN = rf"(?:(?:(?<==)[{MINUS}] |(?<== )[{MINUS}] |(?<![\w.)\]}}])[{MINUS}])(?:\\?[$\u20ac\u00a3])?)?"
 NUMBER = re.compile(
-    rf"(?:(?:(?<![\w.)])[{MINUS}])?(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])[{MINUS}])?\.\d+)"
-    rf"(?P<script>{SCRIPT})?"
-    r"|(?P<fraction>\\[cdt]?frac(?: ?(?:\{[^{}]*\}|\d)){2})"
+    r"(?:\^|(?<=[A-Za-z}])_)\{?[-+]?\d+|(?<![A-Za-z])(?:[kcdm]?m|ft|in)[23](?!\d)"
+    r"|\\[cdt]?frac(?: ?(?:\{[^{}]*\}|\d)){2}"
+    rf"|(?P<number>{SIGN}(?:(?:\d{{1,3}}(?:{THOUSANDS}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+))(?P<script>{SCRIPT})?"
 )
-PLAIN = str.maketrans(dict.fromkeys(MINUS, "-") | {",": None})
-BRACE = re.compile(r"\\boxed\{|[{}]")
+DIGITS = re.compile(r"[\d.]+")
 
 
 @quick
@@ -30,8 +33,8 @@ def exact_match(given: RewardInput) -> float:
 
 @quick
 def number_match(given: RewardInput) -> float:
-    """Return 1 if the last number of the response equals the ground truth's last number."""
-    found = last_number(given.response_text)
+    """Return 1 if the last number after the response's thinking equals the ground truth's last number."""
+    found = last_number(given.final_text)
     expected = last_number(str(given.ground_truth))
     return float(found is not None and found == expected)
 
@@ -40,19 +43,8 @@ def last_number(text: str) -> Decimal | None:
     """Return the last decimal number of a text, without thousands separators."""
     last = None
     for found in NUMBER.finditer(text):
-        last = last if found["script"] or found["fraction"] else found
-    return None if last is None else Decimal(last.group().translate(PLAIN))
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}`, with inner braces balanced."""
-    opened: list[tuple[int, bool]] = []
-    last = (-1, -1)
-    for brace in BRACE.finditer(text):
-        if brace.group() != "}":
-            opened.append((brace.end(), brace.group() != "{"))
-        elif opened:
-            start, is_box = opened.pop()
-            if is_box and start > last[0]:
-                last = (start, brace.start())
-    return None if last[0] < 0 else text[last[0] : last[1]]
+        last = found if found["number"] and not found["script"] else last
+    if last is None:
+        return None
+    number = Decimal("".join(DIGITS.findall(last["number"])))
+    return -number if last["number"][0] in MINUS else number

@@ -6,6 +6,7 @@ import inspect
 import math
 import time
 from collections.abc import Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from rl_core.data import Prompt
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_rollout.rewards.call_clock import CLOCK, CallClock
 from rl_rollout.rewards.options import FailurePolicy
 from rl_rollout.rewards.outputs import read_output, shown_error
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
@@ -91,7 +93,8 @@ class RewardScorer:
 
         Args:
             function: The reward function.
-            timeout_s: Maximum seconds of one call; None sets no limit. Quick functions have none.
+            timeout_s: Maximum seconds of one call, without the start of its worker process; None sets no limit. Quick
+                functions have none.
             max_concurrency: Maximum number of threads or async calls at once. A function's own `max_concurrency` also
                 applies.
             max_calls_per_s: Maximum calls per second; None sets no limit.
@@ -203,13 +206,16 @@ class RewardScorer:
         async with self._slots:
             if self._rate is not None:
                 await self._rate.wait()
-            call = asyncio.create_task(self._await_call(given))
+            clock, context = CallClock(), copy_context()
+            context.run(CLOCK.set, clock)
+            call = asyncio.create_task(self._await_call(given), context=context)
             try:
-                done, _ = await asyncio.wait({call}, timeout=self._timeout_s)
+                while not call.done() and (left_s := self._timeout_s - clock.used_s()) > 0:
+                    await asyncio.wait({call}, timeout=max(left_s, 0.01))
             except asyncio.CancelledError:
                 call.cancel()
                 raise
-            if done:
+            if call.done():
                 return call.result()
             call.cancel()  # and abandon it: a function can refuse to be cancelled
             return self._timed_out(given)
@@ -277,7 +283,9 @@ class RewardScorer:
         return f"reward function {self.name!r} on prompt {given.prompt_uid}"
 
 
-def reward_input(prompt: Prompt, *, text: str, ids: Any, finish_reason: Any = "stop") -> RewardInput:
+def reward_input(
+    prompt: Prompt, *, text: str, ids: Any, finish_reason: Any = "stop", begins_thinking: bool = False
+) -> RewardInput:
     """Return the input of a reward function for a response to a prompt."""
     return RewardInput(
         prompt_uid=prompt.uid,
@@ -288,6 +296,7 @@ def reward_input(prompt: Prompt, *, text: str, ids: Any, finish_reason: Any = "s
         data_source=prompt.data_source,
         columns=prompt.columns,
         finish_reason=finish_reason,
+        begins_thinking=begins_thinking,
     )
 
 

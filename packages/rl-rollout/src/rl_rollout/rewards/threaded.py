@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Generic, TypeVar
+
+from rl_rollout.rewards.call_clock import CLOCK, CallClock
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -62,19 +63,20 @@ class _Job(Generic[Given, Result]):
         self._call = call
         self._inputs = inputs
         self._results: list[Result] = []
-        self._call_started_at = time.perf_counter()
+        self._clock = CallClock()
         self._lock = Lock()
         self._loop = asyncio.get_running_loop()
         self._done = asyncio.Event()
 
     def run(self) -> None:
         for given in self._inputs:
+            CLOCK.set(self._clock)
             result = self._call(given)
             with self._lock:
                 if self.is_abandoned:
                     return
                 self._results.append(result)
-                self._call_started_at = time.perf_counter()
+                self._clock = CallClock()
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             self._loop.call_soon_threadsafe(self._done.set)
 
@@ -85,7 +87,7 @@ class _Job(Generic[Given, Result]):
                 if self.is_abandoned:
                     break
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(remaining_s, 0.001)):
+                    async with asyncio.timeout(max(remaining_s, 0.01)):
                         await self._done.wait()
         except asyncio.CancelledError:
             self.is_abandoned = True
@@ -94,7 +96,7 @@ class _Job(Generic[Given, Result]):
 
     def _give_up_after(self, timeout_s: float) -> float:
         with self._lock:
-            remaining_s = self._call_started_at + timeout_s - time.perf_counter()
+            remaining_s = timeout_s - self._clock.used_s()
             self.is_abandoned = remaining_s <= 0 and len(self._results) < len(self._inputs)
             return remaining_s
 
