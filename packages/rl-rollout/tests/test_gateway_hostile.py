@@ -160,6 +160,49 @@ def test_text_that_no_context_holds_is_refused_before_it_is_encoded():
     run_within(talk)
 
 
+NAMED = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
+DEEP = '{"a": ' * 150 + "1" + "}" * 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        (r'{"a": "\ud83d"}', {"a": r"\ud83d"}),
+        (r'{"\ud83d": {"b": ["\udc00"]}}', {r"\ud83d": {"b": [r"\udc00"]}}),
+        ('{"a": NaN, "b": [-Infinity, 1e999]}', {"a": None, "b": [None, None]}),
+        (r'{"\ud83d": 1, "\\ud83d": 2}', None),
+        (DEEP, None),
+    ],
+)
+def test_arguments_that_json_cannot_carry_are_escaped_or_stay_text(arguments, read):
+    async def talk(gateway, client, path, fields):
+        session = gateway.open("p")
+        given = await client.post(path, json={"model": "any", **fields}, headers={"x-api-key": session.key}, timeout=60)
+        assert given.status_code == 200, given.text
+        (sample,) = session.tree.samples
+        assert [json.loads(call.arguments) for call in sample.message.calls] == ([] if read is None else [read])
+        assert (sample.message.content == "") == (read is not None)
+        session.set_reward(1.0)
+        assert (await gateway.finish(session)).failure is None
+
+    async def everywhere():
+        said, flat = BODY["messages"], {"name": "add", "parameters": {"type": "object"}}
+        apis = {
+            "chat/completions": {"messages": said, "tools": [{"type": "function", "function": flat}]},
+            "messages": {"messages": said, "tools": [{"name": "add", "input_schema": {}}], "max_tokens": 1500},
+            "responses": {"input": said, "tools": [{"type": "function", **flat}]},
+        }
+        async with (
+            gateway_site(lambda _: NAMED % arguments) as gateway,
+            httpx.AsyncClient(base_url=f"{gateway.url}/v1/") as client,
+        ):
+            for path, fields in apis.items():
+                for stream in (False, True):
+                    await talk(gateway, client, path, {**fields, "stream": stream})
+
+    run_within(everywhere)
+
+
 async def some_turns(*_):
     """Yield to the event loop often enough that each token becomes a separate event."""
     for _ in range(10):

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
-from rl_core.errors import EngineError
+from rl_core.errors import DataError, EngineError
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, Structure
 from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.asks import Ask
@@ -53,7 +53,10 @@ def within_means(ask: Ask, traits: EngineTraits, tokenizer: PromptTokenizer, *, 
     if wishes.stop and not traits.can_match_text:
         raise RefusedError("this engine does not support stop strings. Omit stop.", param="stop")
     if isinstance(ask.prompt, str):
-        ask = replace(ask, prompt=tokenizer.encode([ask.prompt], add_special_tokens=True)[0])
+        try:
+            ask = replace(ask, prompt=tokenizer.encode([ask.prompt], add_special_tokens=True)[0])
+        except DataError as error:
+            raise RefusedError(str(error), param="prompt") from error
     elif ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < traits.vocab_size:
         raise RefusedError(f"token ids of a prompt must be from 0 to {traits.vocab_size - 1}.", param="prompt")
     if ask.must_call and may_force and "json_schema" in traits.structures and wishes.structure is None:

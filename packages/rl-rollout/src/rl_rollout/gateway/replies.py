@@ -3,15 +3,17 @@
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from rl_core.data import IntArray, Json
+from rl_core.data import IntArray, Json, encodable, encodable_json
+from rl_core.errors import DataError
 from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools.parsers.markup import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
+from rl_rollout.tools.protocol import ToolCall
 
 ReplyForm = Literal["chat", "call", "text"]
 NOTHING_SAID: Mapping[str, str] = {"reasoning": "", "content": ""}
@@ -126,8 +128,12 @@ class ReplyReader:
             return ParsedTurn()
         schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
         parsed = self.parser.parse(text, parameters=schemas)
-        if tools and all(call.fault is None for call in parsed.calls):
-            return parsed
+        try:
+            calls = tuple(map(_encodable, parsed.calls))
+        except DataError:  # JSON that no client could read
+            calls = None
+        if tools and calls is not None and all(call.fault is None for call in calls):
+            return replace(parsed, calls=calls)
         return ParsedTurn(answer=parsed.answer if not parsed.calls else None, reasoning=parsed.reasoning)
 
 
@@ -222,16 +228,26 @@ def _forced_call(text: str) -> tuple[Call, ...]:
     """Parse a call that was sampled under a structure; return an empty tuple if a length limit truncated it."""
     try:
         call = json.loads(text)
-        return (_call(call["name"], call["arguments"]),)
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return (_call(_encodable(ToolCall(name=call["name"], arguments=call["arguments"]))),)
+    except (ValueError, TypeError, KeyError, RecursionError, DataError):
         return ()
 
 
-def _call(name: str, arguments: Mapping[str, Json]) -> Call:
-    written = json.dumps(dict(arguments), ensure_ascii=False)
-    return Call(name=name, arguments=written, call_id=f"call_{secrets.token_hex(12)}")
+def _encodable(call: ToolCall) -> ToolCall:
+    """Return a call that every client and encoder accepts: no lone surrogates, and no NaN.
+
+    Raises:
+        DataError: The arguments are nested too deeply, or two of their keys become equal.
+    """
+    return replace(call, name=encodable(call.name), arguments=encodable_json(call.arguments))
+
+
+def _call(call: ToolCall) -> Call:
+    written = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return Call(name=call.name, arguments=written, call_id=f"call_{secrets.token_hex(12)}")
 
 
 def _message(content: str, reasoning: str, parsed: ParsedTurn) -> ChatMessage:
-    calls = tuple(_call(call.name, call.arguments) for call in parsed.calls)
-    return ChatMessage(role="assistant", content=content.strip(), reasoning=reasoning, calls=calls)
+    calls = tuple(map(_call, parsed.calls))
+    content, reasoning = encodable(content.strip()), encodable(reasoning)
+    return ChatMessage(role="assistant", content=content, reasoning=reasoning, calls=calls)

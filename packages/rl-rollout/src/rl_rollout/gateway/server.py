@@ -255,7 +255,7 @@ class Gateway:
 
     async def _session(self, request: Request) -> Session:
         """Return the session of a request's key; the request counts as attended until its response is sent."""
-        session = self.sessions.by_key(secret_of(request))
+        request.state.session = session = self.sessions.by_key(secret_of(request))
         await request.state.stack.enter_async_context(session.attend())
         return session
 

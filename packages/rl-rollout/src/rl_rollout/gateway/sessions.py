@@ -7,13 +7,13 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from rl_core.data import Json, Trajectory
-from rl_core.errors import DataError, RLError, SettingsError
+from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.refusals import RefusedError
@@ -158,8 +158,8 @@ class Session:
         try:
             yield number, name
         except Exception as error:
-            if not isinstance(error, RLError):  # the gateway's fault, not the agent's
-                self.note_fault(name.encode(), f"the gateway failed: {shown_error(error)}")
+            if not isinstance(error, RefusedError):
+                self.note_own_fault(error)
             raise
         finally:
             self.running.discard(name)
@@ -174,6 +174,12 @@ class Session:
         """Record a failed request, unless the session is finished: finishing aborts requests."""
         if not self.is_finished:
             self.faults[digest] = reason
+
+    def note_own_fault(self, error: Exception) -> None:
+        """Record a fault of the gateway, which fails the session even if a retry succeeds."""
+        self.note_fault(b"", f"the gateway failed: {shown_error(error)}")
+        with suppress(RefusedError):  # if this cannot be stored, the session has failed too
+            self.keep()
 
     def set_reward(self, reward: float, components: Mapping[str, float] | None = None) -> None:
         """Set the reward; a later call replaces it.
