@@ -1,6 +1,7 @@
 """Converts a model's tokens to the client's message: reasoning, text and tool calls."""
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from rl_rollout.tools.protocol import ToolCall
 ReplyForm = Literal["chat", "call", "text"]
 NOTHING_SAID: Mapping[str, str] = {"reasoning": "", "content": ""}
 TAIL_TOKENS = 16
-"""Number of tokens at the end of a prompt that are searched for the start of the reasoning."""
+"""Least number of tokens at the end of a prompt that are searched for the start of the reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,15 @@ class ReplyReader:
         tokenizer: The policy's tokenizer.
         parser: Parser of tool calls; None leaves them in the text.
         ends: Text of each token that ends a turn, by token id; removed from the message.
+        asking: The template's generation prompt; empty if it cannot be told from the messages.
+        num_tail: Number of tokens at the end of a prompt that contain the generation prompt.
     """
 
     tokenizer: PromptTokenizer
     parser: ToolParser | None
     ends: Mapping[int, str]
+    asking: str = ""
+    num_tail: int = TAIL_TOKENS
 
     @classmethod
     def of(cls, tokenizer: PromptTokenizer, parser: ToolParser | None, stop_token_ids: Sequence[int]) -> "ReplyReader":
@@ -41,12 +46,28 @@ class ReplyReader:
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         ends = list(dict.fromkeys((*stop_token_ids, *own)))
         texts = tokenizer.decode([[end] for end in ends], skip_special_tokens=False)
-        return cls(tokenizer=tokenizer, parser=parser, ends=dict(zip(ends, texts, strict=True)))
+        asking = _generation_prompt(tokenizer)
+        return cls(
+            tokenizer=tokenizer,
+            parser=parser,
+            ends=dict(zip(ends, texts, strict=True)),
+            asking=asking,
+            num_tail=max(TAIL_TOKENS, *map(len, tokenizer.encode([asking], add_special_tokens=False))),
+        )
 
     def opens_reasoning(self, new_ids: IntArray) -> bool:
-        """Return True if the engine's input ends inside an open `<think>`."""
-        (tail,) = self.tokenizer.decode([new_ids[-TAIL_TOKENS:]], skip_special_tokens=False)
-        return _opens_reasoning(tail)
+        """Return True if the engine's input ends with a generation prompt that opens `<think>`."""
+        (tail,) = self.tokenizer.decode([new_ids[-self.num_tail :]], skip_special_tokens=False)
+        return self._is_open(tail)
+
+    def _is_open(self, tail: str) -> bool:
+        """Search only what the template added: `<think>` in a client's text opens nothing."""
+        if self.asking and tail.endswith(self.asking):
+            tail = self.asking
+        else:  # the generation prompt depends on the conversation; clients cannot write control tokens
+            control = [re.escape(token) for token in self.tokenizer.special_tokens if token not in (THINKING, THOUGHT)]
+            tail = re.split("|".join(control) or r"(?!)", tail)[-1]
+        return tail.rfind(THINKING) > tail.rfind(THOUGHT)
 
     def read(
         self,
@@ -68,7 +89,7 @@ class ReplyReader:
             stop: Stop string that ended the turn; the message ends before it.
             form: "chat" parses reasoning and calls, "call" parses the JSON of a forced call, "text" keeps the text.
         """
-        tail, text = self.tokenizer.decode([after[-TAIL_TOKENS:], token_ids], skip_special_tokens=False)
+        tail, text = self.tokenizer.decode([after[-self.num_tail :], token_ids], skip_special_tokens=False)
         shown = text if stop is None else text[: text.find(stop)]
         if len(token_ids) and int(token_ids[-1]) in self.ends:
             shown = shown.removesuffix(self.ends[int(token_ids[-1])])
@@ -78,7 +99,7 @@ class ReplyReader:
         parsed = self._parsed(text if stop is None else shown, tools)
         if parsed.answer is not None:
             return _message(parsed.answer, parsed.reasoning, parsed)
-        reasoning, start = split_reasoning(shown, is_open=_opens_reasoning(tail))
+        reasoning, start = split_reasoning(shown, is_open=self._is_open(tail))
         end = len(shown) if parsed.calls_at is None or not parsed.calls else max(parsed.calls_at, start)
         return _message(shown[start:end], reasoning, parsed)
 
@@ -152,8 +173,16 @@ def split_reasoning(text: str, *, is_open: bool) -> tuple[str, int]:
     return (text[start:].strip(), len(text)) if end < 0 else (text[start:end].strip(), end + len(THOUGHT))
 
 
-def _opens_reasoning(tail: str) -> bool:
-    return tail.rfind(THINKING) > tail.rfind(THOUGHT)
+def _generation_prompt(tokenizer: PromptTokenizer) -> str:
+    """Return the text with which the template asks for a turn; empty if it writes none after a question."""
+    if not tokenizer.has_chat_template:
+        return ""
+    question = [{"role": "user", "content": "Hello."}]
+    try:
+        asked, before = (tokenizer.render(question, add_generation_prompt=asks) for asks in (True, False))
+    except DataError:
+        return ""
+    return asked[len(before) :] if asked.startswith(before) else ""
 
 
 class ReplyStream:
