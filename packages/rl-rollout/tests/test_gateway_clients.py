@@ -263,7 +263,7 @@ def test_choices_and_a_request_made_outside_of_the_task_do_not_train():
     run(talk)
 
 
-def test_a_context_that_is_full_has_the_code_that_agents_look_for_and_is_no_turn():
+def test_a_context_that_is_full_has_the_code_that_agents_look_for_and_counts_as_a_turn():
     async def talk():
         async with gateway_site(lambda _: "3", max_model_len=256) as gateway:
             session, said = gateway.open("p"), [USER]
@@ -277,8 +277,8 @@ def test_a_context_that_is_full_has_the_code_that_agents_look_for_and_is_no_turn
                 answer = await client.chat.completions.create(model="any", messages=said)
                 said += [answer.choices[0].message, USER]
             counts = [session.counts[name] for name in ("turns", "roots_first", "roots_user", "forks")]
-            assert counts == [2, 1, 0, 0]
-            assert gateway.service.counts["turns"] == 2
+            assert counts == [6, 1, 0, 0]
+            assert gateway.service.counts["turns"] == 6
             _, texts = await finished(gateway, session)
             assert texts == ["3<|im_end|>3<|im_end|>"]
 

@@ -68,10 +68,19 @@ class Ask:
     @property
     def num_chars(self) -> int:
         """Approximate number of characters to encode."""
+        return sum(map(len, self._texts)) + len(msgspec.json.encode(self.tools))
+
+    @property
+    def num_double_spaces(self) -> int:
+        """Number of pairs of spaces in the texts."""
+        return sum(text.count("  ") for text in self._texts)
+
+    @property
+    def _texts(self) -> list[str]:
         texts = [
             text for one in self.messages for text in (one.content, one.reasoning, *(c.arguments for c in one.calls))
         ]
-        return sum(map(len, (*texts, self.prompt or ""))) + len(msgspec.json.encode(self.tools))
+        return [*texts, self.prompt] if isinstance(self.prompt, str) else texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,7 +274,7 @@ class Gateway:
     async def _count_tokens(self, request: Request) -> Response:
         session = await self._session(request)
         ask = read_messages_request(await self._bodies.read(request, session.session_id), needs_limit=False)
-        return JSONResponse({"input_tokens": self.service.num_input_tokens(ask)})
+        return JSONResponse({"input_tokens": await self.service.num_input_tokens(session, ask)})
 
     async def _models(self, request: Request) -> Response:
         await self._session(request)

@@ -3,26 +3,25 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import structlog
 
-from rl_core.data import IntArray
 from rl_core.errors import RLError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.encoding import ConversationEncoder
-from rl_rollout.gateway.means import GatewayEngine, check_asked, check_length, too_long, within_means
-from rl_rollout.gateway.messages import context_digests
+from rl_rollout.gateway.means import TOO_LONG, GatewayEngine, check_asked, check_length, too_long, within_means
+from rl_rollout.gateway.placing import PlacedRequest, Placer
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.replies import ReplyReader
 from rl_rollout.gateway.sampling import DecidedBy, decide
 from rl_rollout.gateway.sessions import Session
-from rl_rollout.gateway.tree import Place, Sample, Turn, digest_of
+from rl_rollout.gateway.tree import Place, Sample, digest_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools.parsers import ToolParser, resolve_parser
 
@@ -73,21 +72,6 @@ class ServiceOptions:
             )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Request:
-    """An encoded request and its place in the session's tree."""
-
-    session: Session
-    ask: Ask
-    number: int
-    digests: Sequence[bytes]
-    place: Place
-    turn: Turn
-    input_ids: IntArray
-    is_own: bool = True  # sampled from the session's own distribution
-    started_at: float = field(default_factory=time.perf_counter)
-
-
 class PolicyService:
     """The policy as a service for agents.
 
@@ -120,7 +104,7 @@ class PolicyService:
         self._encoder = ConversationEncoder(tokenizer, end_token_ids=self._stop_token_ids)
         if options.chats:
             self._encoder.try_template()
-        self._tokenizer = tokenizer
+        self._placer = Placer(self._encoder, tokenizer)
         self._reader = ReplyReader.of(tokenizer, parser, self._stop_token_ids)
         self._logged: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
@@ -174,23 +158,20 @@ class PolicyService:
             task.cancel()
             raise
 
-    def num_input_tokens(self, ask: Ask) -> int:
+    async def num_input_tokens(self, session: Session, ask: Ask) -> int:
         """Return the number of tokens of a conversation, without sampling or storing anything.
 
         Raises:
             RefusedError: The conversation is too long, or the chat template refuses it.
         """
         check_length(ask, self.engine.traits)
-        toolset = context_digests(ask.tools, ())[0]
-        return len(self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset))
+        return await self._placer.num_tokens(session, ask)
 
     async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
+        request = await self._placed(session, ask)
         with session.admit() as (number, name):
-            ask = within_means(ask, self.engine.traits, self._tokenizer, decided_by=self.options.decided_by)
-            request = self._placed(session, ask, number)
+            ask, request.number = request.ask, number
             room = self.engine.traits.max_model_len - len(request.input_ids)
-            if room < 1:
-                raise too_long(f"{len(request.input_ids)} tokens", self.engine.traits)
             own = session.sampling(number)
             sampling, overridden = decide(ask.wishes, own, decided_by=self.options.decided_by, room=room)
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._stop_token_ids)))
@@ -225,51 +206,33 @@ class PolicyService:
                 log=session.log,
             )
 
-    def _placed(self, session: Session, ask: Ask, number: int) -> _Request:
-        started_at = time.perf_counter()
-        tree, messages = session.tree, ask.messages
-        digests = ask.digests
-        if ask.prompt is not None:
-            input_ids = np.array(ask.prompt, dtype=np.int32)
-            place, num_said = tree.place_tokens(input_ids)
-            new_ids = input_ids[num_said:]
-        else:
-            place = tree.place(digests, messages)
-            new_ids = self._new_ids(place, ask, digests[0])
-        asked_by = messages[-1].role if messages else "user"
-        turn = place.turn or Turn(after=place.after, new_ids=new_ids, asked_by=asked_by)
-        return _Request(
-            session=session,
-            ask=ask,
-            number=number,
-            digests=digests,
-            place=place,
-            turn=turn,
-            input_ids=turn.input_ids,
-            started_at=started_at,
-        )
+    async def _placed(self, session: Session, ask: Ask) -> PlacedRequest:
+        """Encode and place a request. One that is too long counts as a turn, so that an agent cannot repeat it forever.
 
-    def _accept(self, request: _Request) -> None:
-        """Count an accepted request and open its turn. No other request has been accepted since it was admitted."""
+        Raises:
+            RefusedError: The request cannot be served; the message has the reason.
+        """
+        session.check_may_ask()
+        traits = self.engine.traits
+        try:
+            ask = within_means(ask, traits, decided_by=self.options.decided_by)
+            request = await self._placer.placed(session, ask)
+            if len(request.input_ids) >= traits.max_model_len:
+                raise too_long(f"{len(request.input_ids)} tokens", traits)
+        except RefusedError as error:
+            if error.code == TOO_LONG:
+                self._count(session, "turns")
+            raise
+        return request
+
+    def _accept(self, request: PlacedRequest) -> None:
+        """Count an accepted request and open its turn. No other request has been accepted since it was placed."""
         session, place, turn = request.session, request.place, request.turn
         self._count(session, "turns")
         self._count_place(session, place, request.ask)
         request.turn = session.tree.open_turn(place, request.digests, turn.new_ids, asked_by=turn.asked_by)
 
-    def _new_ids(self, place: Place, ask: Ask, toolset: bytes) -> IntArray:
-        if place.turn is not None:
-            return place.turn.new_ids
-        if place.after is None:
-            return self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)
-        return self._encoder.following_ids(
-            ask.messages,
-            after=place.num_matched,
-            last_token=int(place.after.generation.token_ids[-1]),
-            tools=ask.tools,
-            toolset=toolset,
-        )
-
-    async def _generate(self, request: _Request, asked: GenerateRequest) -> tuple[list[Generation], float]:
+    async def _generate(self, request: PlacedRequest, asked: GenerateRequest) -> tuple[list[Generation], float]:
         session, digest = request.session, request.digests[-1]
         started_at = time.perf_counter()
         task = asyncio.ensure_future(self.engine.generate(asked))
@@ -305,7 +268,7 @@ class PolicyService:
             return
         self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
 
-    def _keep(self, request: _Request, generation: Generation, engine_s: float) -> Sample:
+    def _keep(self, request: PlacedRequest, generation: Generation, engine_s: float) -> Sample:
         ask, session = request.ask, request.session
         tools = ask.tools if ask.may_call else ()
         stop = generation.matched_stop

@@ -36,7 +36,7 @@ class SessionLimits:
     """Limits of a session. Requests beyond a limit are refused; earlier samples are kept.
 
     Attributes:
-        max_turns: Maximum number of answered requests.
+        max_turns: Maximum number of requests that were answered, or refused as too long for the context.
         max_tokens: Maximum number of sampled tokens; no request starts beyond it.
         max_concurrent: Maximum number of concurrent requests.
         wall_s: Maximum duration in seconds from the opening.
@@ -83,6 +83,7 @@ class Session:
         opened_at: Opening time by the monotonic clock.
         running: Request ids of the running requests, as the engine knows them.
         num_attended: Number of client requests whose response is incomplete.
+        encoding: Held while a long text is encoded.
         log: Records the session on disk; None if sessions are not stored.
     """
 
@@ -106,6 +107,7 @@ class Session:
     opened_at: float = field(default_factory=time.monotonic)
     running: set[str] = field(default_factory=set)
     num_attended: int = 0
+    encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     log: "SessionLog | None" = None
 
     @property
@@ -138,9 +140,8 @@ class Session:
         finally:
             self.num_attended -= 1
 
-    @contextmanager
-    def admit(self) -> Iterator[tuple[int, str]]:
-        """Admit a request; yield the number of its turn, which is not counted yet, and its unique name.
+    def check_may_ask(self) -> None:
+        """Check whether the session accepts a request now.
 
         Raises:
             RefusedError: The session has ended or failed, or a limit is reached.
@@ -152,6 +153,15 @@ class Session:
             raise self._over(f"has reached its limit of {self.limits.max_tokens} tokens")
         if self.failure is not None:
             raise RefusedError(f"the session has failed: {self.failure}", kind="api_error")
+
+    @contextmanager
+    def admit(self) -> Iterator[tuple[int, str]]:
+        """Admit a request; yield the number of its turn, which is not counted yet, and its unique name.
+
+        Raises:
+            RefusedError: The session has ended or failed, or a limit is reached.
+        """
+        self.check_may_ask()
         number = self.counts["turns"]
         name = f"{self.session_id}/{number}"
         self.running.add(name)
