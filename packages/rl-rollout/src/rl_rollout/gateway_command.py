@@ -19,7 +19,8 @@ def serve(arguments: argparse.Namespace) -> int:
     The owner's key opens sessions, one per agent run; the session's key is the agent's API key.
     --open-session opens one session at the start, for use with any SDK. With --sessions, the next start
     resumes it with the same key.
-    Ctrl-C or SIGTERM stops the server; running requests get a few seconds to finish.
+    Ctrl-C or SIGTERM stops the server; running requests get a few seconds to finish. If the engine fails, the
+    server stops with exit status 2; with --sessions, the next start continues its sessions.
 
     Examples:
       rl-rollout serve models/Qwen3-0.6B --open-session

@@ -285,7 +285,9 @@ class Gateway:
         return JSONResponse(self._model_card())
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
-        return JSONResponse({"status": "ok", "sessions": len(self.sessions)})
+        has_failed = self.service.engine_failure is not None
+        status = "engine failed" if has_failed else "ok"
+        return JSONResponse({"status": status, "sessions": len(self.sessions)}, status_code=503 if has_failed else 200)
 
     async def _metrics(self, request: Request) -> Response:  # noqa: ARG002
         return PlainTextResponse(metrics_text(self.service, self.sessions))

@@ -10,11 +10,12 @@ from typing import Literal
 import numpy as np
 import structlog
 
-from rl_core.errors import RLError, SettingsError
+from rl_core.errors import EngineDiedError, RLError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.encoding import ConversationEncoder
+from rl_rollout.gateway.faults import FaultLog
 from rl_rollout.gateway.means import TOO_LONG, GatewayEngine, check_asked, check_length, too_long, within_means
 from rl_rollout.gateway.placing import PlacedRequest, Placer
 from rl_rollout.gateway.refusals import RefusedError
@@ -107,7 +108,15 @@ class PolicyService:
         self._placer = Placer(self._encoder, tokenizer)
         self._reader = ReplyReader.of(tokenizer, parser, self._stop_token_ids)
         self._logged: set[str] = set()
+        self._faults = FaultLog()
+        self._failure: EngineDiedError | None = None
         self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def engine_failure(self) -> Exception | None:
+        """Why the engine serves no requests; None while it does."""
+        failure: Exception | None = getattr(self.engine, "death", None) or self._failure
+        return failure
 
     async def begin(self, session: Session, ask: Ask) -> Live:
         """Start a streamed answer. Cancel its `answer` to abort it.
@@ -247,7 +256,12 @@ class PolicyService:
             session.note_fault(digest, str(error))
             self._count(session, "engine_errors")
             session.keep()
-            raise RefusedError(f"the engine cannot serve the request: {error}", kind="api_error") from error
+            said = f"the engine cannot serve the request: {error}"
+            if isinstance(error, EngineDiedError):
+                self._failure = error
+                self._faults.note("gateway_engine_failed", error)
+                said = "the engine has failed; the gateway's log has the reason."  # the error has stacks and paths
+            raise RefusedError(said, kind="api_error") from error
         for generation in generations:
             if generation.finish_reason == "abort" or not len(generation.token_ids):
                 reason = f"the engine aborted after {len(generation.token_ids)} tokens"
@@ -256,6 +270,7 @@ class PolicyService:
                 session.keep()
                 raise RefusedError(f"{reason}.", kind="api_error")
         session.faults.pop(digest, None)
+        self._failure = None
         return generations, time.perf_counter() - started_at
 
     async def _abandon(self, session: Session, task: "asyncio.Future[list[Generation]]", request_id: str) -> None:

@@ -41,7 +41,7 @@ def run_serve(arguments: Namespace) -> int:
     """Run `serve` until SIGINT or SIGTERM; running requests then get some seconds to finish.
 
     Raises:
-        RLError: The gateway cannot be started; the message says what to do.
+        RLError: The gateway cannot be started, or its engine has failed; the message says what to do.
     """
     asyncio.run(_serve(arguments))
     return 0
@@ -74,9 +74,10 @@ async def _serve(arguments: Namespace) -> None:
             _check_sampling(sampling, engine.traits)
             await gateway.start()
             write_out(_greeting(gateway, key_file, opens_session=arguments.open_session))
-            while True:
+            while (failure := gateway.service.engine_failure) is None:
                 await asyncio.sleep(FEED_S)
                 await asyncio.to_thread(feed)
+            raise failure
     finally:
         await gateway.close()
         await engine.close()
