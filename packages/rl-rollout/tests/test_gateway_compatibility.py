@@ -1,4 +1,4 @@
-"""Fields that agents send and the answers that they accept, as recorded from AI SDK 7, Codex CLI and Anthropic's SDK."""
+"""Fields that agents send and answers that they accept, as recorded from AI SDK, Codex CLI and Anthropic's SDK."""
 
 import json
 
@@ -134,3 +134,34 @@ def test_a_tool_of_a_namespace_without_a_name_is_refused():
     for inner in ([{"type": "function"}], [{"type": "custom", "name": "x"}], ["x"]):
         with pytest.raises(ValueError, match=r"tools\[0\]"):
             read_responses_request({"input": "hi", "tools": [{**NAMESPACE, "tools": inner}]})
+
+
+def test_calls_whose_text_the_client_drops_stay_in_their_trajectory_after_a_restart_too(tmp_path):
+    def ask(client, history):
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        return client.post("/v1/chat/completions", json={"model": "m", "messages": history, "tools": tools})
+
+    history, keys = [USER], []
+
+    async def turn(client):
+        message = (await ask(client, history)).json()["choices"][0]["message"]
+        history.append({"role": "assistant", "content": None, "tool_calls": message["tool_calls"]})
+        history.append({"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"})
+
+    async def test(client, _gateway, session):
+        keys.append(session.key)
+        await turn(client)
+
+    async def again(_client, gateway, _session):
+        session = gateway.sessions.by_key(keys[0])
+        headers = {"authorization": f"Bearer {keys[0]}"}
+        async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=50) as client:
+            await turn(client)
+            await ask(client, history)
+        assert session.counts["roots_first"] == 1
+        said = f"I add.{CALL}<|im_end|>I add again.{CALL}<|im_end|>It is 3.<|im_end|>"
+        assert await trained(gateway, session) == [said]
+
+    turns = (f"I add.{CALL}", f"I add again.{CALL}", "It is 3.")
+    talk(test, *turns, sessions=tmp_path)
+    talk(again, *turns, sessions=tmp_path)

@@ -227,8 +227,11 @@ class PolicyService:
 
     def _placed(self, session: Session, ask: Ask, number: int) -> _Request:
         started_at = time.perf_counter()
-        tree, messages = session.tree, ask.messages
-        digests = ask.digests
+        tree, digests = session.tree, ask.digests
+        messages = tree.with_dropped_text(digests[0], ask.messages)
+        if messages is not ask.messages:
+            ask = replace(ask, messages=tuple(messages))
+            digests = ask.digests
         if ask.prompt is not None:
             input_ids = np.array(ask.prompt, dtype=np.int32)
             place, num_said = tree.place_tokens(input_ids)

@@ -48,7 +48,7 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
     """
     if body.get("thread") is not None:
         raise RefusedError(
-            'this server stores no messages. Send the entire conversation, without thread; with the SDK, set '
+            "this server stores no messages. Send the entire conversation, without thread; with the SDK, set "
             'unsupported_request_behavior = "continue_unthreaded".',
             param="thread",
             code="thread_unsupported_request",

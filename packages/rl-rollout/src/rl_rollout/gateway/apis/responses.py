@@ -21,8 +21,9 @@ READ = (
     "text",
 )  # fmt: skip
 WITHOUT_EFFECT = (
-    "client_metadata", "include", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user",
+    "client_metadata", "include", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store",
+    "stream_options", "user",
 )  # fmt: skip
 CHOICES = {"auto": "auto", "none": "none", "required": "required", "function": "named"}
 A_TOOL = 'an object with type "function" and a name, or with type "namespace" and such tools'
