@@ -158,8 +158,9 @@ class Gateway:
         """Start the server and set `url`.
 
         Raises:
-            SettingsError: The address is not available.
+            SettingsError: The address is not available, or the engine does not support an option.
         """
+        self.service.check_engine()
         self.bind()
         self.url = f"http://{self.options.host}:{await self._listener.start()}"
         gc.freeze()  # otherwise turns wait 0.2 s whenever the collector visits half a million permanent objects

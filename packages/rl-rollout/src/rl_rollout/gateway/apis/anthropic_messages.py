@@ -82,6 +82,7 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
             stop="stop_sequences",
             without_effect=(*WITHOUT_EFFECT, "tool_choice") if is_serial else WITHOUT_EFFECT,
             schema=read_schema(config.get("format"), "output_config.format"),
+            schema_field="output_config.format",
         ),
     )
 

@@ -78,9 +78,13 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
     messages = _messages(body.get("input"))
     if body.get("instructions"):
         messages.insert(0, ChatMessage(role="system", content=text_of(body["instructions"], "instructions")))
-    schema = read_schema(text.get("format"), "text.format")
     wishes = read_wishes(
-        body, max_tokens="max_output_tokens", stop="stop", without_effect=WITHOUT_EFFECT, schema=schema
+        body,
+        max_tokens="max_output_tokens",
+        stop="stop",
+        without_effect=WITHOUT_EFFECT,
+        schema=read_schema(text.get("format"), "text.format"),
+        schema_field="text.format",
     )
     return Ask(messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, wishes=wishes)
 
