@@ -223,7 +223,6 @@ def test_alone_the_client_decides():
     ("fields", "param"),
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"stop": ["\n"]}, "stop"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
@@ -376,7 +375,7 @@ def test_a_stop_string_is_not_shown_and_its_token_trains():
     run(talk)
 
 
-def test_a_structure_is_followed_where_nothing_trains():
+def test_in_a_run_a_structure_is_ignored_with_a_notice_except_where_nothing_trains():
     async def talk():
         engine, steps = paced("{}", "{}", structures=("json_schema",))
         for _ in range(60):
@@ -386,10 +385,12 @@ def test_a_structure_is_followed_where_nothing_trains():
             schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
             async with openai_client(gateway, session) as client:
                 asked = {"model": "any", "messages": [USER], "response_format": schema}
-                with pytest.raises(openai.BadRequestError, match="cannot train"):
-                    await client.chat.completions.create(**asked)
+                raw = await client.chat.completions.with_raw_response.create(**asked)
+                assert raw.headers["x-rl-overridden"] == "response_format=ignored"
                 await client.chat.completions.create(**asked, extra_headers={"x-rl-train": "false"})
-            assert engine.requests[0].sampling.structure.json_schema == '{"type": "object"}'
-            assert (await gateway.finish(session)).failure == "the agent made no request that trains"
+            assert engine.requests[0].sampling.structure is None
+            assert engine.requests[1].sampling.structure.json_schema == '{"type": "object"}'
+            _, texts = await finished(gateway, session)
+            assert texts == ["{}<|im_end|>"]
 
     run(talk)

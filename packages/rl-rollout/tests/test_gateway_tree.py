@@ -36,6 +36,7 @@ class Talk:
         self.num_encoded = 0
 
     def ask(self, messages, *texts, tools=(), **fields):
+        messages = self.tree.with_dropped_text(context_digests(tools, ())[0], messages)
         digests = context_digests(tools, messages)
         place = self.tree.place(digests, messages)
         self.places.append(place)
@@ -370,3 +371,37 @@ def test_whatever_an_agent_does_each_token_trains_at_most_once_in_its_own_contex
         len(one.generation.token_ids) for one in talk.tree.samples if one not in trained
     )
     assert sum(int(row.loss_mask.sum()) for row in rows) == sum(len(one.generation.token_ids) for one in trained)
+
+
+def test_a_call_whose_text_the_client_drops_is_the_sample_with_its_ids():
+    talk = Talk()
+    history = [user("1+2?")]
+    for text in (f"I add. {CALL}{CALL}", f"Again. {CALL}"):
+        reply = talk.ask(history, text, tools=TOOLS)
+        calls = tuple(replace(call, arguments='{"b":[2],"a":1}') for call in reply.calls)
+        results = [ChatMessage(role="tool", content="3", call_id=call.call_id) for call in calls]
+        history += [ChatMessage(role="assistant", content=" ", calls=calls), *results]
+    talk.ask(history, "3", tools=TOOLS)
+    (row,) = talk.trajectories()
+    assert talk.trained(row) == f"I add. {CALL}{CALL}<|im_end|>Again. {CALL}<|im_end|>3<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "change", [{"call_id": "other"}, {"name": "multiply"}, {"arguments": '{"a": 2}'}, {"content": "I subtract."}]
+)
+def test_a_call_that_the_client_changes_is_another_message(change):
+    talk = Talk()
+    first = talk.ask([user("1+2?")], f"I add. {CALL}", tools=TOOLS)
+    (call,) = first.calls
+    content, other = change.get("content", ""), {key: one for key, one in change.items() if key != "content"}
+    sent = ChatMessage(role="assistant", content=content, calls=(replace(call, **other),))
+    talk.ask([user("1+2?"), sent, ChatMessage(role="tool", content="3", call_id=call.call_id)], "3", tools=TOOLS)
+    assert talk.places[1].after is None
+
+
+def test_a_call_in_another_conversation_gets_no_text():
+    talk = Talk()
+    reply = talk.ask([user("1+2?")], f"I add. {CALL}", tools=TOOLS)
+    sent = ChatMessage(role="assistant", calls=reply.calls)
+    talk.ask([user("Compacted."), sent, ChatMessage(role="tool", content="3")], "3", tools=TOOLS)
+    assert "I add." not in talk.text(talk.trajectories()[1])

@@ -96,6 +96,8 @@ def add_gateway(parts: Any) -> None:
     parsers = "parser of tool calls: a registered name, path.py:Class, vllm:NAME, or none (default: hermes)"
     add("--tool-parser", default="hermes", type=lambda name: None if name == "none" else name, help=parsers)
     add("--reasoning-parser", metavar="NAME", help="parser of reasoning: vllm:NAME (default: <think> tags)")
+    formed = "response formats and forced calls: ignore, or enforce without training on them (default: as --decided-by)"
+    add("--structures", choices=("ignore", "enforce"), help=formed)
     kept = "keep or drop reasoning in later contexts (default: keep)"
     add("--reasoning", choices=("keep", "drop"), default="keep", help=kept)
     stops = "additional token that ends a turn; repeatable"

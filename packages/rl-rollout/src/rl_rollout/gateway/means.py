@@ -10,7 +10,6 @@ from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generatio
 from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.asks import Ask
 from rl_rollout.gateway.refusals import RefusedError
-from rl_rollout.gateway.sampling import DecidedBy
 
 MAX_CHARS_PER_TOKEN = 32
 """Far above the average of any text."""
@@ -42,16 +41,22 @@ def check_asked(request: GenerateRequest, traits: EngineTraits) -> None:
         raise RefusedError(str(error)) from error
 
 
-def within_means(ask: Ask, traits: EngineTraits, *, decided_by: DecidedBy) -> Ask:
+def within_means(ask: Ask, traits: EngineTraits, *, enforces: bool) -> Ask:
     """Return the request with a forced call as a structure.
 
-    If the engine cannot force a call, or a forced call must train, the model decides and "tool_choice" has no effect.
+    If the engine cannot force a call, or nothing is enforced, the model decides and "tool_choice" has no effect. The
+    same holds for a response format, except that it is refused if it must be enforced.
+
+    Args:
+        ask: The request.
+        traits: The engine's traits.
+        enforces: Enforce response formats and forced calls; False does so only for requests outside the task.
 
     Raises:
-        RefusedError: A field cannot be honoured, or its samples could not train; the error names it.
+        RefusedError: A field cannot be honoured; the error names it.
     """
     check_length(ask, traits)
-    wishes, may_force = ask.wishes, decided_by == "client" or not ask.trains
+    wishes, may_force = ask.wishes, enforces or not ask.trains
     if wishes.stop and not traits.can_match_text:
         raise RefusedError("this engine does not support stop strings. Omit stop.", param="stop")
     is_ids = ask.prompt and not isinstance(ask.prompt, str)
@@ -60,19 +65,13 @@ def within_means(ask: Ask, traits: EngineTraits, *, decided_by: DecidedBy) -> As
     if ask.must_call and may_force and "json_schema" in traits.structures and wishes.structure is None:
         return replace(ask, wishes=replace(wishes, structure=Structure(json_schema=json.dumps(ask.must_call))))
     if ask.must_call:
-        ignored = replace(wishes, without_effect=(*wishes.without_effect, "tool_choice"))
-        ask = replace(ask, must_call=None, wishes=ignored)
-    if wishes.structure is None:
-        return ask
-    if not set(wishes.structure.kinds) <= set(traits.structures):
-        raise RefusedError("this engine does not support structures. Omit response_format.", param="response_format")
-    if not may_force:
-        raise RefusedError(
-            "tokens sampled under a structure cannot train: their logprobs are those of another distribution. Omit "
-            "response_format, or send the header x-rl-train: false.",
-            param="response_format",
-        )
-    return ask
+        wishes = wishes.ignoring("tool_choice")
+    name = wishes.structure_field
+    if wishes.structure is not None and not (may_force and set(wishes.structure.kinds) <= set(traits.structures)):
+        if enforces:
+            raise RefusedError(f"this engine does not support structures. Omit {name}.", param=name)
+        wishes = replace(wishes.ignoring(name), structure=None)
+    return ask if wishes is ask.wishes else replace(ask, must_call=None, wishes=wishes)
 
 
 def check_length(ask: Ask, traits: EngineTraits) -> None:

@@ -63,8 +63,13 @@ def context_digests(tools: Sequence[Mapping[str, Json]], messages: Iterable[Chat
     """Return a digest of each prefix of a conversation: the tools alone, then one more message each."""
     digests = [_digest(json.dumps(list(tools), sort_keys=True))]
     for message in messages:
-        digests.append(blake2b(digests[-1] + message.digest, digest_size=DIGEST_BYTES).digest())
+        digests.append(next_digest(digests[-1], message))
     return digests
+
+
+def next_digest(digest: bytes, message: ChatMessage) -> bytes:
+    """Return the digest of a conversation with one more message."""
+    return blake2b(digest + message.digest, digest_size=DIGEST_BYTES).digest()
 
 
 def canonical_json(text: str) -> str:

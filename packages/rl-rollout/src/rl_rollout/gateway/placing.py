@@ -59,6 +59,10 @@ class Placer:
         if isinstance(ask.prompt, str):
             ask = replace(ask, prompt=await self._prompt_ids(session, ask.prompt))
         digests = ask.digests
+        messages = session.tree.with_dropped_text(digests[0], ask.messages)
+        if messages is not ask.messages:
+            ask = replace(ask, messages=tuple(messages))
+            digests = ask.digests
         if ask.prompt is None:
             place, new_ids = await self._place(session, ask, digests)
         else:

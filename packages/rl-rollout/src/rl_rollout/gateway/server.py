@@ -33,7 +33,7 @@ try:
     from rl_rollout.gateway.apis.anthropic_messages import AnthropicMessages, read_messages_request
     from rl_rollout.gateway.apis.chat_completions import ChatCompletions
     from rl_rollout.gateway.apis.completions import Completions, TokenPrompts
-    from rl_rollout.gateway.apis.responses import Responses
+    from rl_rollout.gateway.apis.responses import Responses, with_items
     from rl_rollout.gateway.apis.streams import WireApi, events
     from rl_rollout.gateway.listening import Listener
     from rl_rollout.gateway.metrics import metrics_text
@@ -158,8 +158,9 @@ class Gateway:
         """Start the server and set `url`.
 
         Raises:
-            SettingsError: The address is not available.
+            SettingsError: The address is not available, or the engine does not support an option.
         """
+        self.service.check_engine()
         self.bind()
         self.url = f"http://{self.options.host}:{await self._listener.start()}"
         gc.freeze()  # otherwise turns wait 0.2 s whenever the collector visits half a million permanent objects
@@ -262,7 +263,7 @@ class Gateway:
     async def _answered(self, kind: Callable[[Mapping[str, Json], str], WireApi], request: Request) -> Response:
         session = await self._session(request)
         body = await self._bodies.read(request, session.session_id)
-        api = kind(body, self.options.model)
+        api = kind(with_items(body, session) if kind is Responses else body, self.options.model)
         ask, is_stream = _with_headers(api.ask, request), bool(body.get("stream"))
         del body  # it may be large
         if not is_stream:

@@ -45,6 +45,9 @@ class ServiceOptions:
             vLLM's; None leaves calls in the text.
         reasoning_parser: Parser of the model's reasoning: "vllm:NAME"; None parses `<think>` and whatever
             `tool_parser` recognizes.
+        structures: "ignore" leaves the response to the model if a request asks for a response format or a forced call,
+            and says so in the answer's header. "enforce" honours both; such responses never train. None ignores them
+            if the run decides, and enforces them if the client does.
         reasoning: "keep" leaves reasoning in later contexts, so that a conversation is one trajectory. "drop" removes
             it, and each turn with reasoning is a separate trajectory.
         stop_tokens: Tokens that end a turn, in addition to the tokenizer's own end token.
@@ -54,9 +57,15 @@ class ServiceOptions:
     decided_by: DecidedBy = "run"
     tool_parser: str | None = "hermes"
     reasoning_parser: str | None = None
+    structures: Literal["ignore", "enforce"] | None = None
     reasoning: Literal["keep", "drop"] = "keep"
     stop_tokens: tuple[str, ...] = ()
     chats: bool = True
+
+    @property
+    def enforces_structures(self) -> bool:
+        """True if response formats and forced calls are enforced."""
+        return (self.structures or ("ignore" if self.decided_by == "run" else "enforce")) == "enforce"
 
     def __post_init__(self) -> None:
         """Check that the parsers are compatible.
@@ -117,6 +126,19 @@ class PolicyService:
         """Why the engine serves no requests; None while it does."""
         failure: Exception | None = getattr(self.engine, "death", None) or self._failure
         return failure
+
+    def check_engine(self) -> None:
+        """Check that the engine, once started, supports the options.
+
+        Raises:
+            SettingsError: Structures must be enforced, and the engine has none.
+        """
+        traits = self.engine.traits
+        if self.options.structures == "enforce" and "json_schema" not in traits.structures:
+            raise SettingsError(
+                f'structures = "enforce" needs an engine with structures, such as vllm; {traits.name} has none. Use '
+                'structures = "ignore".'
+            )
 
     async def begin(self, session: Session, ask: Ask) -> Live:
         """Start a streamed answer. Cancel its `answer` to abort it.
@@ -224,7 +246,7 @@ class PolicyService:
         session.check_may_ask()
         traits = self.engine.traits
         try:
-            ask = within_means(ask, traits, decided_by=self.options.decided_by)
+            ask = within_means(ask, traits, enforces=self.options.enforces_structures)
             request = await self._placer.placed(session, ask)
             if len(request.input_ids) >= traits.max_model_len:
                 raise too_long(f"{len(request.input_ids)} tokens", traits)

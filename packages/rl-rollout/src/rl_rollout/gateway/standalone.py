@@ -34,7 +34,7 @@ ENDLESS = SessionLimits(max_turns=1 << 40, max_tokens=1 << 50, max_concurrent=10
 MAX_KEY_BYTES = 4096
 FEED_S = 1.0
 OF_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-OF_SERVICE = ("decided_by", "tool_parser", "reasoning_parser", "reasoning", "stop_tokens")
+OF_SERVICE = ("decided_by", "tool_parser", "reasoning_parser", "structures", "reasoning", "stop_tokens")
 
 
 def run_serve(arguments: Namespace) -> int:

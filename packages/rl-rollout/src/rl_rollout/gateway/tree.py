@@ -12,7 +12,7 @@ from rl_core.data import NO_VERSION, IntArray, Json, Timings, Trajectory
 from rl_core.errors import DataError
 from rl_rollout.audit import SampledSpan, audit_session
 from rl_rollout.engines.protocol import Generation
-from rl_rollout.gateway.messages import ChatMessage, MessageRole
+from rl_rollout.gateway.messages import ChatMessage, MessageRole, next_digest
 from rl_rollout.loops.outcomes import join_experts
 
 PROBE = "probe"
@@ -110,6 +110,7 @@ class SessionTree:
         self._samples: dict[bytes, list[Sample]] = {}
         self._known: set[bytes] = set()
         self._in_order: list[Sample] = []
+        self._with_text: dict[str, Sample] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -120,6 +121,36 @@ class SessionTree:
     def samples(self) -> Sequence[Sample]:
         """All samples, in the order of their completion."""
         return self._in_order
+
+    def with_dropped_text(self, toolset: bytes, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Return a conversation in which the model's calls have their text again, which some frameworks drop.
+
+        A message gets the text of a sample if it has the same calls with the same ids, in the same conversation.
+
+        Args:
+            toolset: Digest of the tools.
+            messages: The conversation as the client sent it.
+        """
+        if not any(self._sample_of(message) for message in messages):
+            return messages
+        digest, whole = toolset, []
+        for message in messages:
+            sample = self._sample_of(message)
+            if sample is not None and sample in self._samples.get(next_digest(digest, sample.message), ()):
+                message = replace(message, content=sample.message.content)
+            digest = next_digest(digest, message)
+            whole.append(message)
+        return tuple(whole)
+
+    def _sample_of(self, message: ChatMessage) -> Sample | None:
+        """Return the sample with text whose calls a message without text has."""
+        if not message.calls or message.content.strip():
+            return None
+        sample = self._with_text.get(message.calls[0].call_id)
+        if sample is None or replace(sample.message, content="").digest != replace(message, content="").digest:
+            return None
+        ids = [[call.call_id for call in one.calls] for one in (sample.message, message)]
+        return sample if ids[0] == ids[1] else None
 
     def place(self, digests: Sequence[bytes], messages: Sequence[ChatMessage]) -> Place:
         """Find the place of a conversation.
@@ -168,7 +199,9 @@ class SessionTree:
 
     def add(self, sample: Sample, digests: Sequence[bytes]) -> None:
         """Add a sample to its turn, whose conversation has these digests."""
-        digest = blake2b(digests[-1] + sample.message.digest, digest_size=len(digests[-1])).digest()
+        digest = next_digest(digests[-1], sample.message)
+        if sample.message.content:
+            self._with_text.update((call.call_id, sample) for call in sample.message.calls)
         sample.turn.samples.append(sample)
         self._samples.setdefault(digest, []).append(sample)
         self._known.add(digest)
