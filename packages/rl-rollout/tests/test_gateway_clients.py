@@ -113,13 +113,40 @@ def test_openai_streams_what_the_whole_answer_would_be_and_the_next_turn_matches
     run(talk)
 
 
+LINES = 'é "\n\r\v\f\x1c\x85\u2028\u2029'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_have_the_text_of_each_token_streamed_or_not(stream):
+    async def talk():
+        async with gateway_site(lambda _: "<think>hm</think>3") as gateway:
+            session = gateway.open("p")
+            client = openai_client(gateway, session)
+            asked = {"model": "any", "messages": [USER], "logprobs": True, "n": 2}
+            given = await client.chat.completions.create(**asked, stream=stream)
+            choices = [choice async for chunk in given for choice in chunk.choices] if stream else given.choices
+            held = [choice.logprobs.content for choice in choices if choice.logprobs]
+            assert len(held) == 2
+            for content, sample in zip(held, session.tree.samples, strict=True):
+                assert [one.token for one in content] == [*"<think>hm</think>3", "<|im_end|>"]
+                assert bytes(byte for one in content for byte in one.bytes) == b"<think>hm</think>3<|im_end|>"
+                assert [one.logprob for one in content] == sample.generation.logprobs.tolist()
+            asked = {"model": "any", "prompt": "1+2?", "logprobs": 0, "stream": stream}
+            given = await client.completions.create(**asked)
+            choices = [choice async for chunk in given for choice in chunk.choices] if stream else given.choices
+            assert choices[-1].logprobs.tokens == [*"<think>hm</think>3", "<|im_end|>"]
+
+    run(talk)
+
+
 def test_the_event_of_a_streamed_token_is_as_openais_own_type_writes_it():
     api, live = ChatCompletions({"messages": [{"role": "user", "content": "hi"}]}, "policy"), Live()
     (first,) = api.begin(live)
     for kind, name in (("content", "content"), ("reasoning", "reasoning_content")):
-        (event,) = api.piece(0, kind, 'é "\n')
+        (event,) = api.piece(0, kind, LINES)
+        assert event.splitlines() == [event.strip(), ""]  # clients' readers of lines see one line
         chunk = ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
-        assert getattr(chunk.choices[0].delta, name) == 'é "\n'
+        assert getattr(chunk.choices[0].delta, name) == LINES
         assert chunk.model_dump(exclude_unset=True) == json.loads(event.removeprefix("data: "))
         assert chunk.id == ChatCompletionChunk.model_validate_json(first.removeprefix("data: ")).id
 

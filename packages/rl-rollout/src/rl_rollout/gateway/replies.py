@@ -129,6 +129,12 @@ class ReplyReader:
             for _ in range(num_choices)
         ]
 
+    def texts_of(self, token_ids: IntArray, *, after: IntArray) -> list[str]:
+        """Return the text of each token of a turn. A character of several tokens counts to its last one."""
+        text = self.tokenizer.response_text(after[-TAIL_TOKENS:].tolist())
+        texts = [text.feed([token_id]) for token_id in token_ids.tolist()]
+        return [*texts[:-1], texts[-1] + text.finish()] if texts else []
+
     def without_reasoning(self, token_ids: IntArray, *, after: IntArray) -> IntArray:
         """Return the [K] int32 tokens of a turn from its answer on; the same array if it has no reasoning."""
         is_open = self.opens_reasoning(after)

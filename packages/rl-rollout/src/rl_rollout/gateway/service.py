@@ -234,6 +234,7 @@ class PolicyService:
                 samples=samples,
                 num_prompt_tokens=len(request.input_ids),
                 overridden=overridden,
+                texts_of=lambda one: self._reader.texts_of(one.generation.token_ids, after=one.turn.new_ids),
                 log=session.log,
             )
 
