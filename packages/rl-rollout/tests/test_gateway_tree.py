@@ -242,6 +242,44 @@ def test_equal_samples_of_one_request_are_told_apart_by_the_ids_of_their_calls()
     assert sorted(set(row.policy_versions.tolist())) == [-1, 0, 2]
 
 
+def foreign(content="x", *, reasoning="", ids=("c", "d"), arguments="{}"):
+    calls = tuple(Call(name="add", arguments=arguments, call_id=one) for one in ids)
+    return ChatMessage(role="assistant", content=content, reasoning=reasoning, calls=calls)
+
+
+def tool(call_id):
+    return ChatMessage(role="tool", content="3", call_id=call_id)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([foreign()], [foreign(" x")]),
+        ([foreign("x\n")], [foreign("x")]),
+        ([foreign(reasoning="hm")], [foreign(reasoning="so")]),
+        ([foreign(arguments='{"a":1, "b":2}')], [foreign(arguments='{"b": 2, "a": 1}')]),
+        ([foreign(), tool("c"), tool("d")], [foreign(), tool("d"), tool("c")]),
+        ([foreign(), tool("d")], [foreign(), tool("c")]),
+    ],
+)
+def test_messages_that_the_model_did_not_write_must_be_exactly_those_of_the_context(first, second):
+    talk = Talk()
+    histories = [[user("a"), *said, user("b")] for said in (first, second, first)]
+    replies = [talk.ask(history, "A", tools=TOOLS) for history in histories]
+    assert [place.turn is not None for place in talk.places] == [False, False, True]
+    for history, reply in zip(histories[:2], replies, strict=False):
+        talk.ask([*history, reply, user("c")], "B", tools=TOOLS)
+    assert [place.after.turn for place in talk.places[3:]] == [one.turn for one in talk.tree.samples[:2]]
+    assert len(talk.trajectories()) == 2
+
+
+def test_the_same_history_with_other_call_ids_is_the_same_turn():
+    talk = Talk()
+    talk.ask([user("a"), foreign(), tool("d"), tool("c")], "A", tools=TOOLS)
+    talk.ask([user("a"), foreign(ids=("1", "2")), tool("2"), tool("1")], "A", tools=TOOLS)
+    assert talk.places[-1].turn is not None
+
+
 def test_what_never_reached_the_agent_does_not_train():
     talk = Talk()
     talk.ask([user("a")], "lost", is_delivered=False)

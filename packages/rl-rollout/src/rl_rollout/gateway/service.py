@@ -265,7 +265,7 @@ class PolicyService:
         request.turn = session.tree.open_turn(place, request.digests, turn.new_ids, asked_by=turn.asked_by)
 
     async def _generate(self, request: PlacedRequest, asked: GenerateRequest) -> tuple[list[Generation], float]:
-        session, digest = request.session, request.digests[-1]
+        session, digest = request.session, request.place.key
         started_at = time.perf_counter()
         task = asyncio.ensure_future(self.engine.generate(asked))
         try:
