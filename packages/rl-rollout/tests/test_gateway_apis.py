@@ -3,12 +3,14 @@
 import json
 
 import anthropic
+import httpx
 import openai
 import pytest
 from chat_model import CHATML, TOOLS, Speaker, encode, in_turn, make_tokenizer
 from gateway_site import gateway_site
 from gateway_site import run as run_within
 
+from rl_core.errors import SettingsError
 from rl_rollout.engines.protocol import EngineTraits
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.gateway.apis.responses import read_responses_request
@@ -107,7 +109,7 @@ def test_items_become_the_turns_that_they_were():
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "c"}, "conversation"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
@@ -236,6 +238,54 @@ def test_in_a_run_a_demanded_call_is_left_to_the_model_and_reported_but_outside_
             )
 
     talk(test, None, engine=forced("{cut"))
+
+
+FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+FORMATS = [
+    ("/v1/chat/completions", "response_format", {"messages": [USER], "response_format": {"type": "json_object"}}),
+    ("/v1/responses", "text.format", {"input": [USER], "text": {"format": FORMAT}}),
+    (
+        "/v1/messages",
+        "output_config.format",
+        {"messages": [USER], "max_tokens": 9, "output_config": {"format": FORMAT}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "body"), FORMATS)
+def test_a_run_chooses_whether_response_formats_are_ignored_or_enforced_without_training(path, name, body):
+    async def test(client, gateway, session):
+        async with httpx.AsyncClient(base_url=gateway.url, headers={"x-api-key": session.key}) as plain:
+            answer = await plain.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        is_enforced = gateway.service.options.enforces_structures
+        assert (name not in answer.headers.get("x-rl-overridden", "")) == is_enforced
+        (request,) = gateway.service.engine.requests
+        assert (request.sampling.structure is not None) == is_enforced
+        if is_enforced:
+            session.set_reward(1.0)
+            assert (await gateway.finish(session)).failure == "the agent made no request that trains"
+        else:
+            assert await trained(gateway, session) == ["{}<|im_end|>"]
+
+    for structures in (None, "enforce"):
+        talk(test, None, engine=forced("{}"), service=ServiceOptions(structures=structures))
+
+
+def test_a_response_format_that_cannot_be_enforced_is_ignored_in_a_run_and_refused_by_its_name_otherwise():
+    async def test(client, gateway, session):
+        async with httpx.AsyncClient(base_url=gateway.url, headers={"x-api-key": session.key}) as plain:
+            for path, name, body in FORMATS:
+                answer = await plain.post(path, json=body, headers={"x-rl-train": "false"})
+                if gateway.service.options.enforces_structures:
+                    assert f"Omit {name}" in answer.json()["error"]["message"]
+                else:
+                    assert f"{name}=ignored" in answer.headers["x-rl-overridden"]
+
+    for service in (ALONE, ServiceOptions()):
+        talk(test, lambda _: "3", service=service)
+    with pytest.raises(SettingsError, match='structures = "enforce" needs an engine'):
+        talk(test, lambda _: "3", service=ServiceOptions(structures="enforce"))
 
 
 def test_a_result_that_is_an_error_says_so_to_the_model():

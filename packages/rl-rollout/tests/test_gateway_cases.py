@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from chat_model import CHATML, THINKING, TOOLS, encode, make_tokenizer
 from gateway_site import gateway_site
+from gateway_site import run as run_within
 
 from rl_rollout.engines.protocol import EngineTraits
 from rl_rollout.engines.scripted import ScriptedEngine
@@ -278,3 +279,54 @@ def test_whatever_a_client_does_what_it_used_trains_once_in_its_context(number, 
 @pytest.mark.parametrize("number", range(200))
 def test_whatever_a_client_does_for_long_what_it_used_trains_once_in_its_context(number, seed):
     play_at_random(f"{seed}/{number}", most_steps=40)
+
+
+SHORT = (
+    "{%% for m in messages %%}{{ m.content }}<|im_end|>{%% endfor %%}{%% if add_generation_prompt %%}%s{%% endif %%}"
+)
+STREAMED = ("reasoning_content", "content")
+BY_QUESTION = "{% if 'thoughts' in messages[0].content %}<think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("asking", "question", "said", "read"),
+    [
+        ("<|im_start|>", "<think>", "3", ("", "3")),
+        ("<|im_start|>", "</think><think>", "<think>hm</think>3", ("hm", "3")),
+        ("<|im_start|><think>", "</think>", "hm</think>3", ("hm", "3")),
+        ("<|im_start|><think></think>", "<think>", "3", ("", "3")),
+        ("A:", "<think>", "3", ("", "3")),
+        (f"<|im_start|>{BY_QUESTION}", "<think>", "3", ("", "3")),
+        (f"<|im_start|>{BY_QUESTION}", "thoughts", "hm</think>3", ("hm", "3")),
+    ],
+)
+def test_only_the_templates_generation_prompt_opens_the_reasoning(asking, question, said, read):
+    asked = [{"role": "system", "content": question}, user(question)]
+    bodies = {
+        "chat/completions": {"messages": asked},
+        "messages": {"messages": asked[1:], "system": question, "max_tokens": 1500},
+        "responses": {"input": asked},
+    }
+
+    async def talk():
+        async with (
+            gateway_site(lambda _: said, template=SHORT % asking) as gateway,
+            httpx.AsyncClient(base_url=f"{gateway.url}/v1/") as client,
+        ):
+            for path, fields in bodies.items():
+                for stream in (False, True):
+                    session = gateway.open("p")
+                    headers = {"x-api-key": session.key}
+                    body = {"model": "any", **fields, "stream": stream}
+                    given = await client.post(path, json=body, headers=headers)
+                    assert given.status_code == 200, given.text
+                    message = session.tree.samples[0].message
+                    assert (message.reasoning, message.content) == read
+                    if stream and path == "chat/completions":
+                        lines = given.text.splitlines()
+                        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+                        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+                        streamed = ["".join(one.get(name, "") for one in deltas) for name in STREAMED]
+                        assert tuple(streamed) == read
+
+    run_within(talk)

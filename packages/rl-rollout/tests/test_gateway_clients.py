@@ -113,13 +113,40 @@ def test_openai_streams_what_the_whole_answer_would_be_and_the_next_turn_matches
     run(talk)
 
 
+LINES = 'é "\n\r\v\f\x1c\x85\u2028\u2029'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_have_the_text_of_each_token_streamed_or_not(stream):
+    async def talk():
+        async with gateway_site(lambda _: "<think>hm</think>3") as gateway:
+            session = gateway.open("p")
+            client = openai_client(gateway, session)
+            asked = {"model": "any", "messages": [USER], "logprobs": True, "n": 2}
+            given = await client.chat.completions.create(**asked, stream=stream)
+            choices = [choice async for chunk in given for choice in chunk.choices] if stream else given.choices
+            held = [choice.logprobs.content for choice in choices if choice.logprobs]
+            assert len(held) == 2
+            for content, sample in zip(held, session.tree.samples, strict=True):
+                assert [one.token for one in content] == [*"<think>hm</think>3", "<|im_end|>"]
+                assert bytes(byte for one in content for byte in one.bytes) == b"<think>hm</think>3<|im_end|>"
+                assert [one.logprob for one in content] == sample.generation.logprobs.tolist()
+            asked = {"model": "any", "prompt": "1+2?", "logprobs": 0, "stream": stream}
+            given = await client.completions.create(**asked)
+            choices = [choice async for chunk in given for choice in chunk.choices] if stream else given.choices
+            assert choices[-1].logprobs.tokens == [*"<think>hm</think>3", "<|im_end|>"]
+
+    run(talk)
+
+
 def test_the_event_of_a_streamed_token_is_as_openais_own_type_writes_it():
     api, live = ChatCompletions({"messages": [{"role": "user", "content": "hi"}]}, "policy"), Live()
     (first,) = api.begin(live)
     for kind, name in (("content", "content"), ("reasoning", "reasoning_content")):
-        (event,) = api.piece(0, kind, 'é "\n')
+        (event,) = api.piece(0, kind, LINES)
+        assert event.splitlines() == [event.strip(), ""]  # clients' readers of lines see one line
         chunk = ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
-        assert getattr(chunk.choices[0].delta, name) == 'é "\n'
+        assert getattr(chunk.choices[0].delta, name) == LINES
         assert chunk.model_dump(exclude_unset=True) == json.loads(event.removeprefix("data: "))
         assert chunk.id == ChatCompletionChunk.model_validate_json(first.removeprefix("data: ")).id
 
@@ -223,7 +250,6 @@ def test_alone_the_client_decides():
     ("fields", "param"),
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"stop": ["\n"]}, "stop"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
@@ -263,7 +289,7 @@ def test_choices_and_a_request_made_outside_of_the_task_do_not_train():
     run(talk)
 
 
-def test_a_context_that_is_full_has_the_code_that_agents_look_for_and_is_no_turn():
+def test_a_context_that_is_full_has_the_code_that_agents_look_for_and_counts_as_a_turn():
     async def talk():
         async with gateway_site(lambda _: "3", max_model_len=256) as gateway:
             session, said = gateway.open("p"), [USER]
@@ -277,8 +303,8 @@ def test_a_context_that_is_full_has_the_code_that_agents_look_for_and_is_no_turn
                 answer = await client.chat.completions.create(model="any", messages=said)
                 said += [answer.choices[0].message, USER]
             counts = [session.counts[name] for name in ("turns", "roots_first", "roots_user", "forks")]
-            assert counts == [2, 1, 0, 0]
-            assert gateway.service.counts["turns"] == 2
+            assert counts == [6, 1, 0, 0]
+            assert gateway.service.counts["turns"] == 6
             _, texts = await finished(gateway, session)
             assert texts == ["3<|im_end|>3<|im_end|>"]
 
@@ -376,7 +402,7 @@ def test_a_stop_string_is_not_shown_and_its_token_trains():
     run(talk)
 
 
-def test_a_structure_is_followed_where_nothing_trains():
+def test_in_a_run_a_structure_is_ignored_with_a_notice_except_where_nothing_trains():
     async def talk():
         engine, steps = paced("{}", "{}", structures=("json_schema",))
         for _ in range(60):
@@ -386,10 +412,12 @@ def test_a_structure_is_followed_where_nothing_trains():
             schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
             async with openai_client(gateway, session) as client:
                 asked = {"model": "any", "messages": [USER], "response_format": schema}
-                with pytest.raises(openai.BadRequestError, match="cannot train"):
-                    await client.chat.completions.create(**asked)
+                raw = await client.chat.completions.with_raw_response.create(**asked)
+                assert raw.headers["x-rl-overridden"] == "response_format=ignored"
                 await client.chat.completions.create(**asked, extra_headers={"x-rl-train": "false"})
-            assert engine.requests[0].sampling.structure.json_schema == '{"type": "object"}'
-            assert (await gateway.finish(session)).failure == "the agent made no request that trains"
+            assert engine.requests[0].sampling.structure is None
+            assert engine.requests[1].sampling.structure.json_schema == '{"type": "object"}'
+            _, texts = await finished(gateway, session)
+            assert texts == ["{}<|im_end|>"]
 
     run(talk)

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import re
 import resource
 import socket
+import threading
 
 import httpx
 import pytest
@@ -14,6 +16,7 @@ from gateway_site import gateway_site
 from gateway_site import run as run_within
 
 from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.gateway.sessions import SessionLimits
 
 BODY = {"model": "any", "messages": [{"role": "user", "content": "1+2?"}]}
 MIB = 1 << 20
@@ -158,6 +161,112 @@ def test_text_that_no_context_holds_is_refused_before_it_is_encoded():
             assert given.status_code == 400
 
     run_within(talk)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages/count_tokens"])
+def test_a_session_is_answered_while_a_long_text_of_another_is_encoded(path):
+    long = "a" * 50_000
+    body = {"prompt": long} if path == "/v1/completions" else {"messages": [{"role": "user", "content": long}]}
+
+    async def talk():
+        async with (
+            gateway_site(lambda _: "3") as gateway,
+            httpx.AsyncClient(base_url=gateway.url, timeout=50) as client,
+        ):
+            begun, goes_on, running, most = threading.Event(), threading.Event(), [], []
+            tokenizer = gateway.service._encoder._tokenizer
+            encode = tokenizer.encode
+
+            def slow_encode(texts, **fields):
+                if len(texts[0]) >= len(long):
+                    running.append(1)
+                    most.append(len(running))
+                    begun.set()
+                    assert goes_on.wait(50)
+                    running.pop()
+                return encode(texts, **fields)
+
+            tokenizer.encode = slow_encode
+            greedy, other = ({"x-api-key": gateway.open("p", index).key} for index in range(2))
+            asked = [asyncio.create_task(client.post(path, json=body, headers=greedy)) for _ in range(3)]
+            await asyncio.to_thread(begun.wait, 50)
+            assert (await client.post("/v1/chat/completions", json=BODY, headers=other)).status_code == 200
+            goes_on.set()
+            assert [given.status_code for given in await asyncio.gather(*asked)] == [200] * 3
+            assert set(most) == {1}
+
+    run_within(talk)
+
+
+def test_long_texts_that_are_refused_use_up_the_turns_and_runs_of_spaces_are_not_long():
+    async def talk():
+        async with (
+            gateway_site(lambda _: "3", max_model_len=1000) as gateway,
+            httpx.AsyncClient(base_url=gateway.url) as client,
+        ):
+            session = gateway.open("p", limits=SessionLimits(max_turns=3))
+            headers = {"x-api-key": session.key}
+
+            async def said(text):
+                body = {**BODY, "messages": [{"role": "user", "content": text}]}
+                return (await client.post("/v1/chat/completions", json=body, headers=headers)).json()["error"]
+
+            for text, size in (
+                ("a" * 10_000, "10002 characters"),
+                ("a" * 2000, "20.. tokens"),
+                (" " * 10_000, "100.. t"),
+            ):
+                error = await said(text)
+                assert error["code"] == "context_length_exceeded"
+                assert re.search(size, error["message"])
+            assert (await said("a"))["code"] == "session_limit"
+            given = await client.post("/v1/completions", json={"prompt": [9] * 1000}, headers=headers)
+            assert given.json()["error"]["code"] == "session_limit"
+
+    run_within(talk)
+
+
+NAMED = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
+DEEP = '{"a": ' * 150 + "1" + "}" * 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        (r'{"a": "\ud83d"}', {"a": r"\ud83d"}),
+        (r'{"\ud83d": {"b": ["\udc00"]}}', {r"\ud83d": {"b": [r"\udc00"]}}),
+        ('{"a": NaN, "b": [-Infinity, 1e999]}', {"a": None, "b": [None, None]}),
+        (r'{"\ud83d": 1, "\\ud83d": 2}', None),
+        (DEEP, None),
+    ],
+)
+def test_arguments_that_json_cannot_carry_are_escaped_or_stay_text(arguments, read):
+    async def talk(gateway, client, path, fields):
+        session = gateway.open("p")
+        given = await client.post(path, json={"model": "any", **fields}, headers={"x-api-key": session.key}, timeout=60)
+        assert given.status_code == 200, given.text
+        (sample,) = session.tree.samples
+        assert [json.loads(call.arguments) for call in sample.message.calls] == ([] if read is None else [read])
+        assert (sample.message.content == "") == (read is not None)
+        session.set_reward(1.0)
+        assert (await gateway.finish(session)).failure is None
+
+    async def everywhere():
+        said, flat = BODY["messages"], {"name": "add", "parameters": {"type": "object"}}
+        apis = {
+            "chat/completions": {"messages": said, "tools": [{"type": "function", "function": flat}]},
+            "messages": {"messages": said, "tools": [{"name": "add", "input_schema": {}}], "max_tokens": 1500},
+            "responses": {"input": said, "tools": [{"type": "function", **flat}]},
+        }
+        async with (
+            gateway_site(lambda _: NAMED % arguments) as gateway,
+            httpx.AsyncClient(base_url=f"{gateway.url}/v1/") as client,
+        ):
+            for path, fields in apis.items():
+                for stream in (False, True):
+                    await talk(gateway, client, path, {**fields, "stream": stream})
+
+    run_within(everywhere)
 
 
 async def some_turns(*_):

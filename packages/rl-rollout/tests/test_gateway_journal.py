@@ -72,6 +72,24 @@ def test_after_a_kill_the_same_key_goes_on_with_exactly_the_same_tree(tmp_path):
     run(talk)
 
 
+def test_exact_histories_are_told_apart_after_a_restart_too(tmp_path):
+    histories = [[USER, {"role": "assistant", "content": text}, USER] for text in ("x", " x")]
+
+    async def talk():
+        async with gateway_site(lambda _: "3", sessions=tmp_path) as gateway:
+            key = gateway.open("p").key
+            for history in histories:
+                await said(gateway, key, history)
+        async with gateway_site(lambda _: "3", sessions=tmp_path) as gateway:
+            (session,) = gateway.sessions
+            for history in histories:
+                await said(gateway, key, history)
+            assert session.counts["repeated"] == 2
+            assert len({sample.turn for sample in session.tree.samples}) == 2
+
+    run(talk)
+
+
 def test_reasoning_that_is_dropped_is_restored_too(tmp_path):
     from rl_rollout.gateway.service import ServiceOptions
 

@@ -10,7 +10,10 @@ import httpx
 import pytest
 from chat_model import make_tokenizer
 
+from rl_core.errors import EngineDiedError
 from rl_rollout.cli import main
+from rl_rollout.engines.process import ProcessEngine
+from rl_rollout.engines.scripted import ScriptedEngine
 
 SPEAKER = str(Path(__file__).parents[3] / "tests" / "support" / "speaker_engine")
 
@@ -81,7 +84,12 @@ class Client:
         headers = {"x-api-key": words["ANTHROPIC_API_KEY"]}
         with httpx.Client(base_url=words["ANTHROPIC_BASE_URL"], headers=headers, timeout=50, verify=False) as client:
             for _ in range(2):
-                self.answers.append(client.post("/v1/messages", json=body).json())
+                answer = client.post("/v1/messages", json=body)
+                self.answers.append(answer.json())
+                if answer.is_error:  # the gateway ends by itself
+                    health = client.get("/health")
+                    self.health = health.status_code, health.json()["status"]
+                    return
                 self.answers.append(client.get("/v1/models").json()["data"][0]["id"])
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -108,3 +116,26 @@ def test_it_serves_until_a_signal_and_goes_on_with_the_open_session_at_the_next_
     export = ["sessions", "export", str(tmp_path / "sessions"), "--to", str(tmp_path / "out.jsonl")]
     assert main(export) == 0
     assert "0 trajectories of 0 sessions" in capfd.readouterr().out
+
+
+def test_it_ends_when_its_engine_dies_and_tells_clients_no_stack(folder, capfd, monkeypatch):
+    monkeypatch.syspath_prepend(SPEAKER)
+
+    async def die(*_):
+        raise EngineDiedError("Traceback at /secret/place")
+
+    monkeypatch.setattr(ScriptedEngine, "generate", die)
+    client = Client(capfd)
+    assert main(["serve", str(folder), "--engine", "speaker", "--port", "0", "--open-session"]) == 2
+    client.thread.join(60)
+    assert client.answers[0]["error"]["message"] == "the engine has failed; the gateway's log has the reason."
+    assert client.health == (503, "engine failed")
+    assert "Traceback at /secret/place" in capfd.readouterr().err
+
+
+def test_it_ends_when_the_process_of_its_engine_dies_without_a_request(folder, capfd, monkeypatch):
+    monkeypatch.syspath_prepend(SPEAKER)
+    assert hasattr(ProcessEngine, "death")
+    monkeypatch.setattr(ScriptedEngine, "death", EngineDiedError("the process of the engine ended"), raising=False)
+    assert main(["serve", str(folder), "--engine", "speaker", "--port", "0"]) == 2
+    assert "the process of the engine ended" in capfd.readouterr().err

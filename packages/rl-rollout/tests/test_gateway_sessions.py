@@ -11,9 +11,11 @@ import pytest
 from chat_model import encode, make_tokenizer
 from gateway_site import gateway_site, run
 
-from rl_core.errors import EngineError
+from rl_core.errors import DataError, EngineError
 from rl_rollout.engines.protocol import EngineTraits
 from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.gateway.apis.chat_completions import ChatCompletions
+from rl_rollout.gateway.journal import read_session
 from rl_rollout.gateway.sessions import SessionLimits
 
 USER = {"role": "user", "content": "1+2?"}
@@ -388,17 +390,49 @@ def test_a_request_that_the_end_of_its_session_aborts_is_no_fault_of_the_engine(
     run(talk)
 
 
-def test_a_fault_of_the_gateway_is_no_reward(monkeypatch):
+def _divide(*_, **__):
+    return 1 / 0
+
+
+def _refuse_to_decode(*_, **__):
+    raise DataError("the tokenizer took longer than 30 s")
+
+
+FAULTS = {
+    "the samples are read": ("_keep", _divide, "ZeroDivisionError", 503),
+    "the samples are decoded": ("_keep", _refuse_to_decode, "DataError", 400),
+    "an answer is written": ("whole", _divide, "ZeroDivisionError", 503),
+    "a stream begins": ("begin", _divide, "ZeroDivisionError", None),
+    "a stream goes on": ("piece", _divide, "ZeroDivisionError", None),
+    "a stream ends": ("end", _divide, "ZeroDivisionError", None),
+}
+
+
+@pytest.mark.parametrize("place", FAULTS)
+def test_a_fault_of_the_gateway_is_no_reward_wherever_it_happens(place, monkeypatch, tmp_path):
+    name, fails, error, status = FAULTS[place]
+
     async def talk():
-        async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+        async with (
+            gateway_site(lambda _: "3", sessions=tmp_path) as gateway,
+            httpx.AsyncClient(base_url=gateway.url) as client,
+        ):
             session = gateway.open("p")
             await client.post("/v1/chat/completions", json=BODY, headers=key_of(session))
-            monkeypatch.setattr(gateway.service, "_keep", lambda *_: 1 / 0)
-            given = await client.post("/v1/chat/completions", json=BODY, headers=key_of(session))
-            assert given.status_code == 503
+            broken = gateway.service if name == "_keep" else ChatCompletions
+            with monkeypatch.context() as patched:
+                patched.setattr(broken, name, fails)
+                body = {**BODY, "stream": status is None}
+                try:
+                    given = await client.post("/v1/chat/completions", json=body, headers=key_of(session))
+                    assert given.status_code == (status or 503)
+                except httpx.RemoteProtocolError:
+                    assert status is None
+            kept, _ = read_session(tmp_path / f"{session.session_id}.open")
+            assert kept.faults == session.faults
             session.set_reward(1.0)
             result = await gateway.finish(session)
-            assert result.failure.startswith("the gateway failed: ZeroDivisionError")
+            assert result.failure.startswith(f"the gateway failed: {error}")
             assert len(result.trajectories) == 1
 
     run(talk)

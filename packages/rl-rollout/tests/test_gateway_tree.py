@@ -36,6 +36,7 @@ class Talk:
         self.num_encoded = 0
 
     def ask(self, messages, *texts, tools=(), **fields):
+        messages = self.tree.with_dropped_text(context_digests(tools, ())[0], messages)
         digests = context_digests(tools, messages)
         place = self.tree.place(digests, messages)
         self.places.append(place)
@@ -241,6 +242,44 @@ def test_equal_samples_of_one_request_are_told_apart_by_the_ids_of_their_calls()
     assert sorted(set(row.policy_versions.tolist())) == [-1, 0, 2]
 
 
+def foreign(content="x", *, reasoning="", ids=("c", "d"), arguments="{}"):
+    calls = tuple(Call(name="add", arguments=arguments, call_id=one) for one in ids)
+    return ChatMessage(role="assistant", content=content, reasoning=reasoning, calls=calls)
+
+
+def tool(call_id):
+    return ChatMessage(role="tool", content="3", call_id=call_id)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([foreign()], [foreign(" x")]),
+        ([foreign("x\n")], [foreign("x")]),
+        ([foreign(reasoning="hm")], [foreign(reasoning="so")]),
+        ([foreign(arguments='{"a":1, "b":2}')], [foreign(arguments='{"b": 2, "a": 1}')]),
+        ([foreign(), tool("c"), tool("d")], [foreign(), tool("d"), tool("c")]),
+        ([foreign(), tool("d")], [foreign(), tool("c")]),
+    ],
+)
+def test_messages_that_the_model_did_not_write_must_be_exactly_those_of_the_context(first, second):
+    talk = Talk()
+    histories = [[user("a"), *said, user("b")] for said in (first, second, first)]
+    replies = [talk.ask(history, "A", tools=TOOLS) for history in histories]
+    assert [place.turn is not None for place in talk.places] == [False, False, True]
+    for history, reply in zip(histories[:2], replies, strict=False):
+        talk.ask([*history, reply, user("c")], "B", tools=TOOLS)
+    assert [place.after.turn for place in talk.places[3:]] == [one.turn for one in talk.tree.samples[:2]]
+    assert len(talk.trajectories()) == 2
+
+
+def test_the_same_history_with_other_call_ids_is_the_same_turn():
+    talk = Talk()
+    talk.ask([user("a"), foreign(), tool("d"), tool("c")], "A", tools=TOOLS)
+    talk.ask([user("a"), foreign(ids=("1", "2")), tool("2"), tool("1")], "A", tools=TOOLS)
+    assert talk.places[-1].turn is not None
+
+
 def test_what_never_reached_the_agent_does_not_train():
     talk = Talk()
     talk.ask([user("a")], "lost", is_delivered=False)
@@ -370,3 +409,37 @@ def test_whatever_an_agent_does_each_token_trains_at_most_once_in_its_own_contex
         len(one.generation.token_ids) for one in talk.tree.samples if one not in trained
     )
     assert sum(int(row.loss_mask.sum()) for row in rows) == sum(len(one.generation.token_ids) for one in trained)
+
+
+def test_a_call_whose_text_the_client_drops_is_the_sample_with_its_ids():
+    talk = Talk()
+    history = [user("1+2?")]
+    for text in (f"I add. {CALL}{CALL}", f"Again. {CALL}"):
+        reply = talk.ask(history, text, tools=TOOLS)
+        calls = tuple(replace(call, arguments='{"b":[2],"a":1}') for call in reply.calls)
+        results = [ChatMessage(role="tool", content="3", call_id=call.call_id) for call in calls]
+        history += [ChatMessage(role="assistant", content=" ", calls=calls), *results]
+    talk.ask(history, "3", tools=TOOLS)
+    (row,) = talk.trajectories()
+    assert talk.trained(row) == f"I add. {CALL}{CALL}<|im_end|>Again. {CALL}<|im_end|>3<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "change", [{"call_id": "other"}, {"name": "multiply"}, {"arguments": '{"a": 2}'}, {"content": "I subtract."}]
+)
+def test_a_call_that_the_client_changes_is_another_message(change):
+    talk = Talk()
+    first = talk.ask([user("1+2?")], f"I add. {CALL}", tools=TOOLS)
+    (call,) = first.calls
+    content, other = change.get("content", ""), {key: one for key, one in change.items() if key != "content"}
+    sent = ChatMessage(role="assistant", content=content, calls=(replace(call, **other),))
+    talk.ask([user("1+2?"), sent, ChatMessage(role="tool", content="3", call_id=call.call_id)], "3", tools=TOOLS)
+    assert talk.places[1].after is None
+
+
+def test_a_call_in_another_conversation_gets_no_text():
+    talk = Talk()
+    reply = talk.ask([user("1+2?")], f"I add. {CALL}", tools=TOOLS)
+    sent = ChatMessage(role="assistant", calls=reply.calls)
+    talk.ask([user("Compacted."), sent, ChatMessage(role="tool", content="3")], "3", tools=TOOLS)
+    assert "I add." not in talk.text(talk.trajectories()[1])

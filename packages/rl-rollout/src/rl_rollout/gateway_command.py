@@ -19,7 +19,8 @@ def serve(arguments: argparse.Namespace) -> int:
     The owner's key opens sessions, one per agent run; the session's key is the agent's API key.
     --open-session opens one session at the start, for use with any SDK. With --sessions, the next start
     resumes it with the same key.
-    Ctrl-C or SIGTERM stops the server; running requests get a few seconds to finish.
+    Ctrl-C or SIGTERM stops the server; running requests get a few seconds to finish. If the engine fails, the
+    server stops with exit status 2; with --sessions, the next start continues its sessions.
 
     Examples:
       rl-rollout serve models/Qwen3-0.6B --open-session
@@ -95,6 +96,8 @@ def add_gateway(parts: Any) -> None:
     parsers = "parser of tool calls: a registered name, path.py:Class, vllm:NAME, or none (default: hermes)"
     add("--tool-parser", default="hermes", type=lambda name: None if name == "none" else name, help=parsers)
     add("--reasoning-parser", metavar="NAME", help="parser of reasoning: vllm:NAME (default: <think> tags)")
+    formed = "response formats and forced calls: ignore, or enforce without training on them (default: as --decided-by)"
+    add("--structures", choices=("ignore", "enforce"), help=formed)
     kept = "keep or drop reasoning in later contexts (default: keep)"
     add("--reasoning", choices=("keep", "drop"), default="keep", help=kept)
     stops = "additional token that ends a turn; repeatable"

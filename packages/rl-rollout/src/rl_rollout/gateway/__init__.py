@@ -1,4 +1,4 @@
-"""A gateway that serves the policy to any agent over HTTP. Exactly the sampled tokens train."""
+"""A gateway that serves the policy to agents over OpenAI's and Anthropic's APIs. Exactly the sampled tokens train."""
 
 from rl_rollout.gateway.server import Gateway, GatewayOptions
 from rl_rollout.gateway.service import ServiceOptions

@@ -1,7 +1,7 @@
 """An agent's request and its answer, in a form independent of the API."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -68,10 +68,19 @@ class Ask:
     @property
     def num_chars(self) -> int:
         """Approximate number of characters to encode."""
+        return sum(map(len, self._texts)) + len(msgspec.json.encode(self.tools))
+
+    @property
+    def num_double_spaces(self) -> int:
+        """Number of pairs of spaces in the texts."""
+        return sum(text.count("  ") for text in self._texts)
+
+    @property
+    def _texts(self) -> list[str]:
         texts = [
             text for one in self.messages for text in (one.content, one.reasoning, *(c.arguments for c in one.calls))
         ]
-        return sum(map(len, (*texts, self.prompt or ""))) + len(msgspec.json.encode(self.tools))
+        return [*texts, self.prompt] if isinstance(self.prompt, str) else texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +92,13 @@ class Answer:
         num_prompt_tokens: Number of tokens in the engine's input.
         overridden: Fields of the request that were not honoured, each with its change, such as "0.2->1.0".
         name: Unique name of the request.
+        texts_of: Returns the text of each token of a sample.
         log: Records the delivery on disk.
     """
 
     name: str
     samples: Sequence[Sample]
+    texts_of: Callable[[Sample], list[str]]
     num_prompt_tokens: int
     overridden: Mapping[str, str]
     log: "SessionLog | None" = None

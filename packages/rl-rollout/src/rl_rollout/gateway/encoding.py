@@ -1,5 +1,6 @@
 """Encodes conversations as tokens: first the entire opening, then only what follows a sampled turn."""
 
+import threading
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ class ConversationEncoder:
         self._tokenizer = tokenizer
         self._end_token_ids = tuple(end_token_ids)
         self._known: OrderedDict[tuple[bytes, Role], ChatTurns] = OrderedDict()
+        self._lock = threading.Lock()
 
     def try_template(self) -> None:
         """Check the template without tools.
@@ -102,18 +104,22 @@ class ConversationEncoder:
 
     def _turns(self, toolset: bytes, tools: Sequence[Mapping[str, Json]], *, role: Role) -> ChatTurns:
         key = (toolset, role)
-        if key not in self._known:
-            try:
-                self._known[key] = ChatTurns(self._tokenizer, role=role, tools=tools, end_token_ids=self._end_token_ids)
-            except SettingsError as error:
-                raise SettingsError(
-                    f"the gateway cannot serve this tokenizer's chat template: {error} In the gateway, set stop_tokens "
-                    "(`rl-rollout serve --stop-token`) or another template (`--chat-template`)."
-                ) from error
-            if len(self._known) > MAX_TOOLSETS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key]
+        with self._lock:  # long texts are encoded in threads
+            if key not in self._known:
+                self._known[key] = self._checked(tools, role=role)
+                if len(self._known) > MAX_TOOLSETS:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+            return self._known[key]
+
+    def _checked(self, tools: Sequence[Mapping[str, Json]], *, role: Role) -> ChatTurns:
+        try:
+            return ChatTurns(self._tokenizer, role=role, tools=tools, end_token_ids=self._end_token_ids)
+        except SettingsError as error:
+            raise SettingsError(
+                f"the gateway cannot serve this tokenizer's chat template: {error} In the gateway, set stop_tokens "
+                "(`rl-rollout serve --stop-token`) or another template (`--chat-template`)."
+            ) from error
 
 
 def _encoded(

@@ -73,6 +73,7 @@ class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True
     new_ids: IntArray | None = None
     asked_by: MessageRole = "user"
     kept_ids: IntArray | None = None  # None if all tokens are kept
+    key: bytes = b""  # of the turn; empty if it is the last digest
     state: _State | None = None
 
 
@@ -124,7 +125,7 @@ class SessionLog:
         turn, kept = sample.turn, sample.kept_ids
         kept_fields = {name: getattr(sample, name) for name in _OF_SAMPLE}
         said = _Said(**kept_fields, digests=list(digests), new_ids=turn.new_ids, state=_state(self._session))
-        said.asked_by = turn.asked_by
+        said.asked_by, said.key = turn.asked_by, turn.key
         said.after = None if turn.after is None else self._numbers[turn.after]
         said.kept_ids = None if kept is sample.generation.token_ids else kept
         self.append(said)
@@ -306,7 +307,8 @@ def _take(session: Session, record: Any) -> None:
 
 def _sample(session: Session, said: _Said) -> Sample:
     after = None if said.after is None else session.tree.samples[said.after]
-    place = Place(after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False)
+    key = said.key or said.digests[-1]
+    place = Place(after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False, key=key)
     turn: Turn = session.tree.open_turn(place, said.digests, np.asarray(said.new_ids, np.int32), asked_by=said.asked_by)
     kept = said.generation.token_ids if said.kept_ids is None else said.kept_ids
     fields = {name: getattr(said, name) for name in _OF_SAMPLE}

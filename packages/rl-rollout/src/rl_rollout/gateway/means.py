@@ -10,11 +10,12 @@ from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generatio
 from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.asks import Ask
 from rl_rollout.gateway.refusals import RefusedError
-from rl_rollout.gateway.sampling import DecidedBy
-from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 MAX_CHARS_PER_TOKEN = 32
-"""Far above the average of any text; only long runs of spaces have more characters per token."""
+"""Far above the average of any text."""
+MAX_CHARS_WITHOUT_RUNS = 8
+"""The same without runs of spaces, which may have over a hundred characters per token."""
+TOO_LONG = "context_length_exceeded"
 
 
 class GatewayEngine(Protocol):
@@ -40,48 +41,52 @@ def check_asked(request: GenerateRequest, traits: EngineTraits) -> None:
         raise RefusedError(str(error)) from error
 
 
-def within_means(ask: Ask, traits: EngineTraits, tokenizer: PromptTokenizer, *, decided_by: DecidedBy) -> Ask:
-    """Return the request with its prompt as tokens and a forced call as a structure.
+def within_means(ask: Ask, traits: EngineTraits, *, enforces: bool) -> Ask:
+    """Return the request with a forced call as a structure.
 
-    If the engine cannot force a call, or a forced call must train, the model decides and "tool_choice" has no effect.
+    If the engine cannot force a call, or nothing is enforced, the model decides and "tool_choice" has no effect. The
+    same holds for a response format, except that it is refused if it must be enforced.
+
+    Args:
+        ask: The request.
+        traits: The engine's traits.
+        enforces: Enforce response formats and forced calls; False does so only for requests outside the task.
 
     Raises:
-        RefusedError: A field cannot be honoured, or its samples could not train; the error names it.
+        RefusedError: A field cannot be honoured; the error names it.
     """
     check_length(ask, traits)
-    wishes, may_force = ask.wishes, decided_by == "client" or not ask.trains
+    wishes, may_force = ask.wishes, enforces or not ask.trains
     if wishes.stop and not traits.can_match_text:
         raise RefusedError("this engine does not support stop strings. Omit stop.", param="stop")
-    if isinstance(ask.prompt, str):
-        ask = replace(ask, prompt=tokenizer.encode([ask.prompt], add_special_tokens=True)[0])
-    elif ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < traits.vocab_size:
+    is_ids = ask.prompt and not isinstance(ask.prompt, str)
+    if is_ids and not 0 <= min(ask.prompt) <= max(ask.prompt) < traits.vocab_size:
         raise RefusedError(f"token ids of a prompt must be from 0 to {traits.vocab_size - 1}.", param="prompt")
     if ask.must_call and may_force and "json_schema" in traits.structures and wishes.structure is None:
         return replace(ask, wishes=replace(wishes, structure=Structure(json_schema=json.dumps(ask.must_call))))
     if ask.must_call:
-        ignored = replace(wishes, without_effect=(*wishes.without_effect, "tool_choice"))
-        ask = replace(ask, must_call=None, wishes=ignored)
-    if wishes.structure is None:
-        return ask
-    if not set(wishes.structure.kinds) <= set(traits.structures):
-        raise RefusedError("this engine does not support structures. Omit response_format.", param="response_format")
-    if not may_force:
-        raise RefusedError(
-            "tokens sampled under a structure cannot train: their logprobs are those of another distribution. Omit "
-            "response_format, or send the header x-rl-train: false.",
-            param="response_format",
-        )
-    return ask
+        wishes = wishes.ignoring("tool_choice")
+    name = wishes.structure_field
+    if wishes.structure is not None and not (may_force and set(wishes.structure.kinds) <= set(traits.structures)):
+        if enforces:
+            raise RefusedError(f"this engine does not support structures. Omit {name}.", param=name)
+        wishes = replace(wishes.ignoring(name), structure=None)
+    return ask if wishes is ask.wishes else replace(ask, must_call=None, wishes=wishes)
 
 
 def check_length(ask: Ask, traits: EngineTraits) -> None:
-    """Check the number of characters before encoding, which would block the event loop.
+    """Check the number of characters before encoding, which takes seconds for long texts.
 
     Raises:
-        RefusedError: The request has too many characters for the model's context.
+        RefusedError: The request has too many characters, or tokens, for the model's context.
     """
-    if ask.num_chars > MAX_CHARS_PER_TOKEN * traits.max_model_len:
-        raise too_long(f"{ask.num_chars} characters", traits)
+    longest = traits.max_model_len
+    if isinstance(ask.prompt, str) or ask.prompt is None:
+        num_chars, num_others = ask.num_chars, ask.num_chars - 2 * ask.num_double_spaces
+        if num_chars > MAX_CHARS_PER_TOKEN * longest or num_others > MAX_CHARS_WITHOUT_RUNS * longest:
+            raise too_long(f"{num_chars} characters", traits)
+    elif len(ask.prompt) >= longest:
+        raise too_long(f"{len(ask.prompt)} tokens", traits)
 
 
 def too_long(size: str, traits: EngineTraits) -> RefusedError:
@@ -90,5 +95,5 @@ def too_long(size: str, traits: EngineTraits) -> RefusedError:
         f"the conversation has {size}; this model's maximum context length is {traits.max_model_len} tokens. "
         "Shorten the messages.",
         param="messages",
-        code="context_length_exceeded",
+        code=TOO_LONG,
     )

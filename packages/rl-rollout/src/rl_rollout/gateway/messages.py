@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
@@ -63,8 +63,53 @@ def context_digests(tools: Sequence[Mapping[str, Json]], messages: Iterable[Chat
     """Return a digest of each prefix of a conversation: the tools alone, then one more message each."""
     digests = [_digest(json.dumps(list(tools), sort_keys=True))]
     for message in messages:
-        digests.append(blake2b(digests[-1] + message.digest, digest_size=DIGEST_BYTES).digest())
+        digests.append(next_digest(digests[-1], message))
     return digests
+
+
+def next_digest(digest: bytes, message: ChatMessage) -> bytes:
+    """Return the digest of a conversation with one more message."""
+    return blake2b(digest + message.digest, digest_size=DIGEST_BYTES).digest()
+
+
+def exact_digests(
+    digests: Sequence[bytes], messages: Sequence[ChatMessage], is_sampled: Callable[[bytes, bytes], bool]
+) -> list[bytes]:
+    """Return digests of prefixes that also differ in what contexts show of messages that the model did not write.
+
+    These are outer white space, reasoning and the writing of arguments in a foreign assistant's message, and which call
+    a tool's message answers. In most conversations there is none of it, and the digests are those given.
+
+    Args:
+        digests: The result of `context_digests`.
+        messages: The conversation.
+        is_sampled: Whether a message is a sample, by the digest after it and the exact digest before it.
+    """
+    exact, shown = [digests[0]], b""
+    calls: Sequence[Call] = ()
+    num_answered = 0
+    for digest, message in zip(digests[1:], messages, strict=True):
+        seen: tuple[object, ...] = ()
+        if message.role == "assistant":
+            calls, num_answered = message.calls, 0
+            if not is_sampled(digest, exact[-1]):
+                text = message.content
+                outer = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+                seen = (*outer, message.reasoning, *(call.arguments for call in calls))
+        elif message.role == "tool":
+            index = answered_call(message, calls, num_answered)
+            seen = (f"call {index}",) if index != num_answered else ()
+            num_answered += 1
+        if any(seen):
+            shown = blake2b(shown + digest + _digest(json.dumps(seen)), digest_size=DIGEST_BYTES).digest()
+        exact.append(blake2b(digest + shown, digest_size=DIGEST_BYTES).digest() if shown else digest)
+    return exact
+
+
+def answered_call(message: ChatMessage, calls: Sequence[Call], num_answered: int) -> int:
+    """Return the index of the call that a tool's message answers: the one with its id, else the next one."""
+    named = (index for index, call in enumerate(calls) if call.call_id == message.call_id != "")
+    return next(named, num_answered)
 
 
 def canonical_json(text: str) -> str:
@@ -118,8 +163,7 @@ def template_messages(
                 for index, call in enumerate(message.calls)
             ]
         if message.role == "tool":
-            named = (index for index, call in enumerate(calls) if call.call_id == message.call_id != "")
-            index = next(named, num_answered)
+            index = answered_call(message, calls, num_answered)
             num_answered += 1
             one["tool_call_id"] = numbered_call(index)
             one["name"] = harmless(calls[index].name) if index < len(calls) else ""

@@ -43,7 +43,7 @@ class RefusedError(RLError, ValueError):
             message: What is wrong and what to do.
             kind: Error type, in the names that both providers use.
             param: Field of the request that caused the error.
-            code: OpenAI's error code, which agents recognize.
+            code: Error code, which agents and SDKs recognize.
         """
         super().__init__(message)
         self.kind, self.param, self.code = kind, param, code
@@ -63,8 +63,9 @@ class RefusedError(RLError, ValueError):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     def as_anthropic(self) -> dict[str, Json]:
-        """Return the body of an Anthropic error."""
-        return {"type": "error", "error": {"type": self.kind, "message": str(self)}}
+        """Return the body of an Anthropic error, whose helpers look for a code in the details."""
+        details: dict[str, Json] = {} if self.code is None else {"details": {"error_code": self.code}}
+        return {"type": "error", "error": {"type": self.kind, "message": str(self), **details}}
 
 
 def refused_field(name: str, found: object, expected: str) -> RefusedError:

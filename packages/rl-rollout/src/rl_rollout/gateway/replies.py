@@ -1,22 +1,25 @@
 """Converts a model's tokens to the client's message: reasoning, text and tool calls."""
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from rl_core.data import IntArray, Json
+from rl_core.data import IntArray, Json, encodable, encodable_json
+from rl_core.errors import DataError
 from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools.parsers.markup import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
+from rl_rollout.tools.protocol import ToolCall
 
 ReplyForm = Literal["chat", "call", "text"]
 NOTHING_SAID: Mapping[str, str] = {"reasoning": "", "content": ""}
 TAIL_TOKENS = 16
-"""Number of tokens at the end of a prompt that are searched for the start of the reasoning."""
+"""Least number of tokens at the end of a prompt that are searched for the start of the reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +30,15 @@ class ReplyReader:
         tokenizer: The policy's tokenizer.
         parser: Parser of tool calls; None leaves them in the text.
         ends: Text of each token that ends a turn, by token id; removed from the message.
+        asking: The template's generation prompt; empty if it cannot be told from the messages.
+        num_tail: Number of tokens at the end of a prompt that contain the generation prompt.
     """
 
     tokenizer: PromptTokenizer
     parser: ToolParser | None
     ends: Mapping[int, str]
+    asking: str = ""
+    num_tail: int = TAIL_TOKENS
 
     @classmethod
     def of(cls, tokenizer: PromptTokenizer, parser: ToolParser | None, stop_token_ids: Sequence[int]) -> "ReplyReader":
@@ -39,12 +46,28 @@ class ReplyReader:
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         ends = list(dict.fromkeys((*stop_token_ids, *own)))
         texts = tokenizer.decode([[end] for end in ends], skip_special_tokens=False)
-        return cls(tokenizer=tokenizer, parser=parser, ends=dict(zip(ends, texts, strict=True)))
+        asking = _generation_prompt(tokenizer)
+        return cls(
+            tokenizer=tokenizer,
+            parser=parser,
+            ends=dict(zip(ends, texts, strict=True)),
+            asking=asking,
+            num_tail=max(TAIL_TOKENS, *map(len, tokenizer.encode([asking], add_special_tokens=False))),
+        )
 
     def opens_reasoning(self, new_ids: IntArray) -> bool:
-        """Return True if the engine's input ends inside an open `<think>`."""
-        (tail,) = self.tokenizer.decode([new_ids[-TAIL_TOKENS:]], skip_special_tokens=False)
-        return _opens_reasoning(tail)
+        """Return True if the engine's input ends with a generation prompt that opens `<think>`."""
+        (tail,) = self.tokenizer.decode([new_ids[-self.num_tail :]], skip_special_tokens=False)
+        return self._is_open(tail)
+
+    def _is_open(self, tail: str) -> bool:
+        """Search only what the template added: `<think>` in a client's text opens nothing."""
+        if self.asking and tail.endswith(self.asking):
+            tail = self.asking
+        else:  # the generation prompt depends on the conversation; clients cannot write control tokens
+            control = [re.escape(token) for token in self.tokenizer.special_tokens if token not in (THINKING, THOUGHT)]
+            tail = re.split("|".join(control) or r"(?!)", tail)[-1]
+        return tail.rfind(THINKING) > tail.rfind(THOUGHT)
 
     def read(
         self,
@@ -66,7 +89,7 @@ class ReplyReader:
             stop: Stop string that ended the turn; the message ends before it.
             form: "chat" parses reasoning and calls, "call" parses the JSON of a forced call, "text" keeps the text.
         """
-        tail, text = self.tokenizer.decode([after[-TAIL_TOKENS:], token_ids], skip_special_tokens=False)
+        tail, text = self.tokenizer.decode([after[-self.num_tail :], token_ids], skip_special_tokens=False)
         shown = text if stop is None else text[: text.find(stop)]
         if len(token_ids) and int(token_ids[-1]) in self.ends:
             shown = shown.removesuffix(self.ends[int(token_ids[-1])])
@@ -76,7 +99,7 @@ class ReplyReader:
         parsed = self._parsed(text if stop is None else shown, tools)
         if parsed.answer is not None:
             return _message(parsed.answer, parsed.reasoning, parsed)
-        reasoning, start = split_reasoning(shown, is_open=_opens_reasoning(tail))
+        reasoning, start = split_reasoning(shown, is_open=self._is_open(tail))
         end = len(shown) if parsed.calls_at is None or not parsed.calls else max(parsed.calls_at, start)
         return _message(shown[start:end], reasoning, parsed)
 
@@ -106,6 +129,12 @@ class ReplyReader:
             for _ in range(num_choices)
         ]
 
+    def texts_of(self, token_ids: IntArray, *, after: IntArray) -> list[str]:
+        """Return the text of each token of a turn. A character of several tokens counts to its last one."""
+        text = self.tokenizer.response_text(after[-TAIL_TOKENS:].tolist())
+        texts = [text.feed([token_id]) for token_id in token_ids.tolist()]
+        return [*texts[:-1], texts[-1] + text.finish()] if texts else []
+
     def without_reasoning(self, token_ids: IntArray, *, after: IntArray) -> IntArray:
         """Return the [K] int32 tokens of a turn from its answer on; the same array if it has no reasoning."""
         is_open = self.opens_reasoning(after)
@@ -126,8 +155,12 @@ class ReplyReader:
             return ParsedTurn()
         schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
         parsed = self.parser.parse(text, parameters=schemas)
-        if tools and all(call.fault is None for call in parsed.calls):
-            return parsed
+        try:
+            calls = tuple(map(_encodable, parsed.calls))
+        except DataError:  # JSON that no client could read
+            calls = None
+        if tools and calls is not None and all(call.fault is None for call in calls):
+            return replace(parsed, calls=calls)
         return ParsedTurn(answer=parsed.answer if not parsed.calls else None, reasoning=parsed.reasoning)
 
 
@@ -146,8 +179,16 @@ def split_reasoning(text: str, *, is_open: bool) -> tuple[str, int]:
     return (text[start:].strip(), len(text)) if end < 0 else (text[start:end].strip(), end + len(THOUGHT))
 
 
-def _opens_reasoning(tail: str) -> bool:
-    return tail.rfind(THINKING) > tail.rfind(THOUGHT)
+def _generation_prompt(tokenizer: PromptTokenizer) -> str:
+    """Return the text with which the template asks for a turn; empty if it writes none after a question."""
+    if not tokenizer.has_chat_template:
+        return ""
+    question = [{"role": "user", "content": "Hello."}]
+    try:
+        asked, before = (tokenizer.render(question, add_generation_prompt=asks) for asks in (True, False))
+    except DataError:
+        return ""
+    return asked[len(before) :] if asked.startswith(before) else ""
 
 
 class ReplyStream:
@@ -222,16 +263,26 @@ def _forced_call(text: str) -> tuple[Call, ...]:
     """Parse a call that was sampled under a structure; return an empty tuple if a length limit truncated it."""
     try:
         call = json.loads(text)
-        return (_call(call["name"], call["arguments"]),)
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return (_call(_encodable(ToolCall(name=call["name"], arguments=call["arguments"]))),)
+    except (ValueError, TypeError, KeyError, RecursionError, DataError):
         return ()
 
 
-def _call(name: str, arguments: Mapping[str, Json]) -> Call:
-    written = json.dumps(dict(arguments), ensure_ascii=False)
-    return Call(name=name, arguments=written, call_id=f"call_{secrets.token_hex(12)}")
+def _encodable(call: ToolCall) -> ToolCall:
+    """Return a call that every client and encoder accepts: no lone surrogates, and no NaN.
+
+    Raises:
+        DataError: The arguments are nested too deeply, or two of their keys become equal.
+    """
+    return replace(call, name=encodable(call.name), arguments=encodable_json(call.arguments))
+
+
+def _call(call: ToolCall) -> Call:
+    written = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return Call(name=call.name, arguments=written, call_id=f"call_{secrets.token_hex(12)}")
 
 
 def _message(content: str, reasoning: str, parsed: ParsedTurn) -> ChatMessage:
-    calls = tuple(_call(call.name, call.arguments) for call in parsed.calls)
-    return ChatMessage(role="assistant", content=content.strip(), reasoning=reasoning, calls=calls)
+    calls = tuple(map(_call, parsed.calls))
+    content, reasoning = encodable(content.strip()), encodable(reasoning)
+    return ChatMessage(role="assistant", content=content, reasoning=reasoning, calls=calls)

@@ -143,6 +143,8 @@ class InWordsOf:
                 return RefusedError("the body is nested too deeply. Reduce its nesting.")
         route = getattr(request.scope.get("route"), "path", "")  # the actual path may contain a session's key
         self._faults.note("gateway_request_failed", error, route=route)
+        if (session := getattr(request.state, "session", None)) is not None:
+            session.note_own_fault(error)
         return RefusedError("the gateway failed; its log has the reason.", kind="api_error")
 
 

@@ -26,6 +26,7 @@ class Wishes:
         stop: Strings that end a response.
         stop_token_ids: Tokens that end a response.
         structure: Structure that the response must follow.
+        structure_field: Name of the field of the structure.
         without_effect: Names of given fields that the gateway ignores.
     """
 
@@ -34,7 +35,12 @@ class Wishes:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     structure: Structure | None = None
+    structure_field: str = "response_format"
     without_effect: tuple[str, ...] = ()
+
+    def ignoring(self, name: str) -> "Wishes":
+        """Return the wishes with one more field that the gateway ignores."""
+        return replace(self, without_effect=(*self.without_effect, name))
 
 
 def decide(
@@ -74,6 +80,7 @@ def read_wishes(
     stop: str,
     without_effect: tuple[str, ...],
     schema: Json = None,
+    schema_field: str = "response_format",
 ) -> Wishes:
     """Read the sampling parameters of a request.
 
@@ -83,6 +90,7 @@ def read_wishes(
         stop: Name of the field for stop strings.
         without_effect: Names of fields that the gateway ignores.
         schema: JSON schema that the response must follow, already extracted from the request.
+        schema_field: Name of the field of the schema.
 
     Raises:
         RefusedError: A field has an invalid value.
@@ -112,6 +120,7 @@ def read_wishes(
         drawing={name: body[name] for name in DRAWING if body.get(name) is not None},
         stop=tuple(stops),
         structure=None if schema is None else Structure(json_schema=json.dumps(schema)),
+        structure_field=schema_field,
         without_effect=tuple(name for name in without_effect if body.get(name) is not None),
     )
 

@@ -33,7 +33,7 @@ try:
     from rl_rollout.gateway.apis.anthropic_messages import AnthropicMessages, read_messages_request
     from rl_rollout.gateway.apis.chat_completions import ChatCompletions
     from rl_rollout.gateway.apis.completions import Completions, TokenPrompts
-    from rl_rollout.gateway.apis.responses import Responses
+    from rl_rollout.gateway.apis.responses import Responses, with_items
     from rl_rollout.gateway.apis.streams import WireApi, events
     from rl_rollout.gateway.listening import Listener
     from rl_rollout.gateway.metrics import metrics_text
@@ -158,8 +158,9 @@ class Gateway:
         """Start the server and set `url`.
 
         Raises:
-            SettingsError: The address is not available.
+            SettingsError: The address is not available, or the engine does not support an option.
         """
+        self.service.check_engine()
         self.bind()
         self.url = f"http://{self.options.host}:{await self._listener.start()}"
         gc.freeze()  # otherwise turns wait 0.2 s whenever the collector visits half a million permanent objects
@@ -255,14 +256,14 @@ class Gateway:
 
     async def _session(self, request: Request) -> Session:
         """Return the session of a request's key; the request counts as attended until its response is sent."""
-        session = self.sessions.by_key(secret_of(request))
+        request.state.session = session = self.sessions.by_key(secret_of(request))
         await request.state.stack.enter_async_context(session.attend())
         return session
 
     async def _answered(self, kind: Callable[[Mapping[str, Json], str], WireApi], request: Request) -> Response:
         session = await self._session(request)
         body = await self._bodies.read(request, session.session_id)
-        api = kind(body, self.options.model)
+        api = kind(with_items(body, session) if kind is Responses else body, self.options.model)
         ask, is_stream = _with_headers(api.ask, request), bool(body.get("stream"))
         del body  # it may be large
         if not is_stream:
@@ -274,7 +275,7 @@ class Gateway:
     async def _count_tokens(self, request: Request) -> Response:
         session = await self._session(request)
         ask = read_messages_request(await self._bodies.read(request, session.session_id), needs_limit=False)
-        return JSONResponse({"input_tokens": self.service.num_input_tokens(ask)})
+        return JSONResponse({"input_tokens": await self.service.num_input_tokens(session, ask)})
 
     async def _models(self, request: Request) -> Response:
         await self._session(request)
@@ -285,7 +286,9 @@ class Gateway:
         return JSONResponse(self._model_card())
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
-        return JSONResponse({"status": "ok", "sessions": len(self.sessions)})
+        has_failed = self.service.engine_failure is not None
+        status = "engine failed" if has_failed else "ok"
+        return JSONResponse({"status": status, "sessions": len(self.sessions)}, status_code=503 if has_failed else 200)
 
     async def _metrics(self, request: Request) -> Response:  # noqa: ARG002
         return PlainTextResponse(metrics_text(self.service, self.sessions))

@@ -3,26 +3,26 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import structlog
 
-from rl_core.data import IntArray
-from rl_core.errors import RLError, SettingsError
+from rl_core.errors import EngineDiedError, RLError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.encoding import ConversationEncoder
-from rl_rollout.gateway.means import GatewayEngine, check_asked, check_length, too_long, within_means
-from rl_rollout.gateway.messages import context_digests
+from rl_rollout.gateway.faults import FaultLog
+from rl_rollout.gateway.means import TOO_LONG, GatewayEngine, check_asked, check_length, too_long, within_means
+from rl_rollout.gateway.placing import PlacedRequest, Placer
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.replies import ReplyReader
 from rl_rollout.gateway.sampling import DecidedBy, decide
 from rl_rollout.gateway.sessions import Session
-from rl_rollout.gateway.tree import Place, Sample, Turn, digest_of
+from rl_rollout.gateway.tree import Place, Sample, digest_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools.parsers import ToolParser, resolve_parser
 
@@ -45,6 +45,9 @@ class ServiceOptions:
             vLLM's; None leaves calls in the text.
         reasoning_parser: Parser of the model's reasoning: "vllm:NAME"; None parses `<think>` and whatever
             `tool_parser` recognizes.
+        structures: "ignore" leaves the response to the model if a request asks for a response format or a forced call,
+            and says so in the answer's header. "enforce" honours both; such responses never train. None ignores them
+            if the run decides, and enforces them if the client does.
         reasoning: "keep" leaves reasoning in later contexts, so that a conversation is one trajectory. "drop" removes
             it, and each turn with reasoning is a separate trajectory.
         stop_tokens: Tokens that end a turn, in addition to the tokenizer's own end token.
@@ -54,9 +57,15 @@ class ServiceOptions:
     decided_by: DecidedBy = "run"
     tool_parser: str | None = "hermes"
     reasoning_parser: str | None = None
+    structures: Literal["ignore", "enforce"] | None = None
     reasoning: Literal["keep", "drop"] = "keep"
     stop_tokens: tuple[str, ...] = ()
     chats: bool = True
+
+    @property
+    def enforces_structures(self) -> bool:
+        """True if response formats and forced calls are enforced."""
+        return (self.structures or ("ignore" if self.decided_by == "run" else "enforce")) == "enforce"
 
     def __post_init__(self) -> None:
         """Check that the parsers are compatible.
@@ -71,21 +80,6 @@ class ServiceOptions:
             raise SettingsError(
                 f'reasoning_parser must be "vllm:NAME", with tool_parser = None or "vllm:NAME"; found {names}.'
             )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Request:
-    """An encoded request and its place in the session's tree."""
-
-    session: Session
-    ask: Ask
-    number: int
-    digests: Sequence[bytes]
-    place: Place
-    turn: Turn
-    input_ids: IntArray
-    is_own: bool = True  # sampled from the session's own distribution
-    started_at: float = field(default_factory=time.perf_counter)
 
 
 class PolicyService:
@@ -120,10 +114,31 @@ class PolicyService:
         self._encoder = ConversationEncoder(tokenizer, end_token_ids=self._stop_token_ids)
         if options.chats:
             self._encoder.try_template()
-        self._tokenizer = tokenizer
+        self._placer = Placer(self._encoder, tokenizer)
         self._reader = ReplyReader.of(tokenizer, parser, self._stop_token_ids)
         self._logged: set[str] = set()
+        self._faults = FaultLog()
+        self._failure: EngineDiedError | None = None
         self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def engine_failure(self) -> Exception | None:
+        """Why the engine serves no requests; None while it does."""
+        failure: Exception | None = getattr(self.engine, "death", None) or self._failure
+        return failure
+
+    def check_engine(self) -> None:
+        """Check that the engine, once started, supports the options.
+
+        Raises:
+            SettingsError: Structures must be enforced, and the engine has none.
+        """
+        traits = self.engine.traits
+        if self.options.structures == "enforce" and "json_schema" not in traits.structures:
+            raise SettingsError(
+                f'structures = "enforce" needs an engine with structures, such as vllm; {traits.name} has none. Use '
+                'structures = "ignore".'
+            )
 
     async def begin(self, session: Session, ask: Ask) -> Live:
         """Start a streamed answer. Cancel its `answer` to abort it.
@@ -174,23 +189,20 @@ class PolicyService:
             task.cancel()
             raise
 
-    def num_input_tokens(self, ask: Ask) -> int:
+    async def num_input_tokens(self, session: Session, ask: Ask) -> int:
         """Return the number of tokens of a conversation, without sampling or storing anything.
 
         Raises:
             RefusedError: The conversation is too long, or the chat template refuses it.
         """
         check_length(ask, self.engine.traits)
-        toolset = context_digests(ask.tools, ())[0]
-        return len(self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset))
+        return await self._placer.num_tokens(session, ask)
 
     async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
+        request = await self._placed(session, ask)
         with session.admit() as (number, name):
-            ask = within_means(ask, self.engine.traits, self._tokenizer, decided_by=self.options.decided_by)
-            request = self._placed(session, ask, number)
+            ask, request.number = request.ask, number
             room = self.engine.traits.max_model_len - len(request.input_ids)
-            if room < 1:
-                raise too_long(f"{len(request.input_ids)} tokens", self.engine.traits)
             own = session.sampling(number)
             sampling, overridden = decide(ask.wishes, own, decided_by=self.options.decided_by, room=room)
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._stop_token_ids)))
@@ -222,55 +234,38 @@ class PolicyService:
                 samples=samples,
                 num_prompt_tokens=len(request.input_ids),
                 overridden=overridden,
+                texts_of=lambda one: self._reader.texts_of(one.generation.token_ids, after=one.turn.new_ids),
                 log=session.log,
             )
 
-    def _placed(self, session: Session, ask: Ask, number: int) -> _Request:
-        started_at = time.perf_counter()
-        tree, messages = session.tree, ask.messages
-        digests = ask.digests
-        if ask.prompt is not None:
-            input_ids = np.array(ask.prompt, dtype=np.int32)
-            place, num_said = tree.place_tokens(input_ids)
-            new_ids = input_ids[num_said:]
-        else:
-            place = tree.place(digests, messages)
-            new_ids = self._new_ids(place, ask, digests[0])
-        asked_by = messages[-1].role if messages else "user"
-        turn = place.turn or Turn(after=place.after, new_ids=new_ids, asked_by=asked_by)
-        return _Request(
-            session=session,
-            ask=ask,
-            number=number,
-            digests=digests,
-            place=place,
-            turn=turn,
-            input_ids=turn.input_ids,
-            started_at=started_at,
-        )
+    async def _placed(self, session: Session, ask: Ask) -> PlacedRequest:
+        """Encode and place a request. One that is too long counts as a turn, so that an agent cannot repeat it forever.
 
-    def _accept(self, request: _Request) -> None:
-        """Count an accepted request and open its turn. No other request has been accepted since it was admitted."""
+        Raises:
+            RefusedError: The request cannot be served; the message has the reason.
+        """
+        session.check_may_ask()
+        traits = self.engine.traits
+        try:
+            ask = within_means(ask, traits, enforces=self.options.enforces_structures)
+            request = await self._placer.placed(session, ask)
+            if len(request.input_ids) >= traits.max_model_len:
+                raise too_long(f"{len(request.input_ids)} tokens", traits)
+        except RefusedError as error:
+            if error.code == TOO_LONG:
+                self._count(session, "turns")
+            raise
+        return request
+
+    def _accept(self, request: PlacedRequest) -> None:
+        """Count an accepted request and open its turn. No other request has been accepted since it was placed."""
         session, place, turn = request.session, request.place, request.turn
         self._count(session, "turns")
         self._count_place(session, place, request.ask)
         request.turn = session.tree.open_turn(place, request.digests, turn.new_ids, asked_by=turn.asked_by)
 
-    def _new_ids(self, place: Place, ask: Ask, toolset: bytes) -> IntArray:
-        if place.turn is not None:
-            return place.turn.new_ids
-        if place.after is None:
-            return self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)
-        return self._encoder.following_ids(
-            ask.messages,
-            after=place.num_matched,
-            last_token=int(place.after.generation.token_ids[-1]),
-            tools=ask.tools,
-            toolset=toolset,
-        )
-
-    async def _generate(self, request: _Request, asked: GenerateRequest) -> tuple[list[Generation], float]:
-        session, digest = request.session, request.digests[-1]
+    async def _generate(self, request: PlacedRequest, asked: GenerateRequest) -> tuple[list[Generation], float]:
+        session, digest = request.session, request.place.key
         started_at = time.perf_counter()
         task = asyncio.ensure_future(self.engine.generate(asked))
         try:
@@ -284,7 +279,12 @@ class PolicyService:
             session.note_fault(digest, str(error))
             self._count(session, "engine_errors")
             session.keep()
-            raise RefusedError(f"the engine cannot serve the request: {error}", kind="api_error") from error
+            said = f"the engine cannot serve the request: {error}"
+            if isinstance(error, EngineDiedError):
+                self._failure = error
+                self._faults.note("gateway_engine_failed", error)
+                said = "the engine has failed; the gateway's log has the reason."  # the error has stacks and paths
+            raise RefusedError(said, kind="api_error") from error
         for generation in generations:
             if generation.finish_reason == "abort" or not len(generation.token_ids):
                 reason = f"the engine aborted after {len(generation.token_ids)} tokens"
@@ -293,6 +293,7 @@ class PolicyService:
                 session.keep()
                 raise RefusedError(f"{reason}.", kind="api_error")
         session.faults.pop(digest, None)
+        self._failure = None
         return generations, time.perf_counter() - started_at
 
     async def _abandon(self, session: Session, task: "asyncio.Future[list[Generation]]", request_id: str) -> None:
@@ -305,7 +306,7 @@ class PolicyService:
             return
         self._count(session, "abandoned_tokens", sum(len(one.token_ids) for one in generations))
 
-    def _keep(self, request: _Request, generation: Generation, engine_s: float) -> Sample:
+    def _keep(self, request: PlacedRequest, generation: Generation, engine_s: float) -> Sample:
         ask, session = request.ask, request.session
         tools = ask.tools if ask.may_call else ()
         stop = generation.matched_stop

@@ -7,13 +7,13 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from rl_core.data import Json, Trajectory
-from rl_core.errors import DataError, RLError, SettingsError
+from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.refusals import RefusedError
@@ -36,7 +36,7 @@ class SessionLimits:
     """Limits of a session. Requests beyond a limit are refused; earlier samples are kept.
 
     Attributes:
-        max_turns: Maximum number of answered requests.
+        max_turns: Maximum number of requests that were answered, or refused as too long for the context.
         max_tokens: Maximum number of sampled tokens; no request starts beyond it.
         max_concurrent: Maximum number of concurrent requests.
         wall_s: Maximum duration in seconds from the opening.
@@ -83,6 +83,7 @@ class Session:
         opened_at: Opening time by the monotonic clock.
         running: Request ids of the running requests, as the engine knows them.
         num_attended: Number of client requests whose response is incomplete.
+        encoding: Held while a long text is encoded.
         log: Records the session on disk; None if sessions are not stored.
     """
 
@@ -106,6 +107,7 @@ class Session:
     opened_at: float = field(default_factory=time.monotonic)
     running: set[str] = field(default_factory=set)
     num_attended: int = 0
+    encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     log: "SessionLog | None" = None
 
     @property
@@ -138,9 +140,8 @@ class Session:
         finally:
             self.num_attended -= 1
 
-    @contextmanager
-    def admit(self) -> Iterator[tuple[int, str]]:
-        """Admit a request; yield the number of its turn, which is not counted yet, and its unique name.
+    def check_may_ask(self) -> None:
+        """Check whether the session accepts a request now.
 
         Raises:
             RefusedError: The session has ended or failed, or a limit is reached.
@@ -152,14 +153,23 @@ class Session:
             raise self._over(f"has reached its limit of {self.limits.max_tokens} tokens")
         if self.failure is not None:
             raise RefusedError(f"the session has failed: {self.failure}", kind="api_error")
+
+    @contextmanager
+    def admit(self) -> Iterator[tuple[int, str]]:
+        """Admit a request; yield the number of its turn, which is not counted yet, and its unique name.
+
+        Raises:
+            RefusedError: The session has ended or failed, or a limit is reached.
+        """
+        self.check_may_ask()
         number = self.counts["turns"]
         name = f"{self.session_id}/{number}"
         self.running.add(name)
         try:
             yield number, name
         except Exception as error:
-            if not isinstance(error, RLError):  # the gateway's fault, not the agent's
-                self.note_fault(name.encode(), f"the gateway failed: {shown_error(error)}")
+            if not isinstance(error, RefusedError):
+                self.note_own_fault(error)
             raise
         finally:
             self.running.discard(name)
@@ -174,6 +184,12 @@ class Session:
         """Record a failed request, unless the session is finished: finishing aborts requests."""
         if not self.is_finished:
             self.faults[digest] = reason
+
+    def note_own_fault(self, error: Exception) -> None:
+        """Record a fault of the gateway, which fails the session even if a retry succeeds."""
+        self.note_fault(b"", f"the gateway failed: {shown_error(error)}")
+        with suppress(RefusedError):  # if this cannot be stored, the session has failed too
+            self.keep()
 
     def set_reward(self, reward: float, components: Mapping[str, float] | None = None) -> None:
         """Set the reward; a later call replaces it.

@@ -34,14 +34,14 @@ ENDLESS = SessionLimits(max_turns=1 << 40, max_tokens=1 << 50, max_concurrent=10
 MAX_KEY_BYTES = 4096
 FEED_S = 1.0
 OF_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-OF_SERVICE = ("decided_by", "tool_parser", "reasoning_parser", "reasoning", "stop_tokens")
+OF_SERVICE = ("decided_by", "tool_parser", "reasoning_parser", "structures", "reasoning", "stop_tokens")
 
 
 def run_serve(arguments: Namespace) -> int:
     """Run `serve` until SIGINT or SIGTERM; running requests then get some seconds to finish.
 
     Raises:
-        RLError: The gateway cannot be started; the message says what to do.
+        RLError: The gateway cannot be started, or its engine has failed; the message says what to do.
     """
     asyncio.run(_serve(arguments))
     return 0
@@ -74,9 +74,10 @@ async def _serve(arguments: Namespace) -> None:
             _check_sampling(sampling, engine.traits)
             await gateway.start()
             write_out(_greeting(gateway, key_file, opens_session=arguments.open_session))
-            while True:
+            while (failure := gateway.service.engine_failure) is None:
                 await asyncio.sleep(FEED_S)
                 await asyncio.to_thread(feed)
+            raise failure
     finally:
         await gateway.close()
         await engine.close()

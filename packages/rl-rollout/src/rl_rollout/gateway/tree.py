@@ -12,7 +12,7 @@ from rl_core.data import NO_VERSION, IntArray, Json, Timings, Trajectory
 from rl_core.errors import DataError
 from rl_rollout.audit import SampledSpan, audit_session
 from rl_rollout.engines.protocol import Generation
-from rl_rollout.gateway.messages import ChatMessage, MessageRole
+from rl_rollout.gateway.messages import ChatMessage, MessageRole, exact_digests, next_digest
 from rl_rollout.loops.outcomes import join_experts
 
 PROBE = "probe"
@@ -29,12 +29,14 @@ class Turn:
         after: The preceding sample; None at the beginning of a conversation.
         new_ids: [N] int32 tokens after that sample, including the generation prompt.
         asked_by: Role of the last message.
+        key: Exact digest of its conversation, from `exact_digests`.
         samples: Samples of this input; several if the request was retried or asked for several choices.
     """
 
     after: "Sample | None"
     new_ids: IntArray
     asked_by: MessageRole = "user"
+    key: bytes = b""
     samples: list["Sample"] = field(default_factory=list)
 
     @property
@@ -63,7 +65,7 @@ class Sample:
         generate_s: The engine's time in seconds, divided by the number of choices.
         never_trains: True for probes and for samples from another distribution than the session's.
         is_delivered: True if the client received it.
-        turns: The turns that follow it, by digest of the conversation.
+        turns: The turns that follow it, by `Turn.key`.
     """
 
     turn: Turn
@@ -88,6 +90,7 @@ class Place(NamedTuple):
         num_known: Length in messages of the longest prefix shared with an earlier request.
         knows_tools: True if an earlier request of the session had the same tools.
         is_fork: True if another conversation also continues from `after`.
+        key: Exact digest of the conversation.
     """
 
     after: Sample | None
@@ -96,6 +99,7 @@ class Place(NamedTuple):
     num_known: int
     knows_tools: bool
     is_fork: bool
+    key: bytes
 
 
 class SessionTree:
@@ -110,6 +114,7 @@ class SessionTree:
         self._samples: dict[bytes, list[Sample]] = {}
         self._known: set[bytes] = set()
         self._in_order: list[Sample] = []
+        self._with_text: dict[str, Sample] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -121,6 +126,36 @@ class SessionTree:
         """All samples, in the order of their completion."""
         return self._in_order
 
+    def with_dropped_text(self, toolset: bytes, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Return a conversation in which the model's calls have their text again, which some frameworks drop.
+
+        A message gets the text of a sample if it has the same calls with the same ids, in the same conversation.
+
+        Args:
+            toolset: Digest of the tools.
+            messages: The conversation as the client sent it.
+        """
+        if not any(self._sample_of(message) for message in messages):
+            return messages
+        digest, whole = toolset, []
+        for message in messages:
+            sample = self._sample_of(message)
+            if sample is not None and sample in self._samples.get(next_digest(digest, sample.message), ()):
+                message = replace(message, content=sample.message.content)
+            digest = next_digest(digest, message)
+            whole.append(message)
+        return tuple(whole)
+
+    def _sample_of(self, message: ChatMessage) -> Sample | None:
+        """Return the sample with text whose calls a message without text has."""
+        if not message.calls or message.content.strip():
+            return None
+        sample = self._with_text.get(message.calls[0].call_id)
+        if sample is None or replace(sample.message, content="").digest != replace(message, content="").digest:
+            return None
+        ids = [[call.call_id for call in one.calls] for one in (sample.message, message)]
+        return sample if ids[0] == ids[1] else None
+
     def place(self, digests: Sequence[bytes], messages: Sequence[ChatMessage]) -> Place:
         """Find the place of a conversation.
 
@@ -129,14 +164,15 @@ class SessionTree:
             messages: The conversation.
         """
         num_known = next((i for i, digest in enumerate(digests) if digest not in self._known), len(digests))
+        exact = exact_digests(digests, messages, lambda after, before: bool(self._found(after, before)))
         for num_matched in range(len(messages), 0, -1):
-            if candidates := self._samples.get(digests[num_matched]):
+            if candidates := self._found(digests[num_matched], exact[num_matched - 1]):
                 after = _likeliest(candidates, messages[num_matched - 1])
                 break
         else:
             after, num_matched = None, 0
         beside = self._roots if after is None else after.turns
-        turn = beside.get(digests[-1])
+        turn = beside.get(exact[-1])
         return Place(
             after=after,
             num_matched=num_matched,
@@ -144,7 +180,12 @@ class SessionTree:
             num_known=max(num_known - 1, 0),
             knows_tools=num_known > 0,
             is_fork=after is not None and bool(beside) and turn is None,
+            key=exact[-1],
         )
+
+    def _found(self, digest: bytes, before: bytes) -> list[Sample]:
+        """Return the samples that end a prefix, by its digest and the exact digest of the conversation before them."""
+        return [one for one in self._samples.get(digest, ()) if one.turn.key == before]
 
     def place_tokens(self, input_ids: IntArray) -> tuple[Place, int]:
         """Find the place of a prompt of tokens, after the longest matching sample; also return the matched length."""
@@ -154,9 +195,10 @@ class SessionTree:
             if num_said <= len(said) <= len(input_ids) and np.array_equal(said, input_ids[: len(said)]):
                 after, num_said = sample, len(said)
         beside = self._roots if after is None else after.turns
-        turn = beside.get(digest_of(input_ids))
+        key = digest_of(input_ids)
+        turn = beside.get(key)
         is_fork = after is not None and bool(beside) and turn is None
-        return Place(after, num_matched=0, turn=turn, num_known=0, knows_tools=True, is_fork=is_fork), num_said
+        return Place(after, num_matched=0, turn=turn, num_known=0, knows_tools=True, is_fork=is_fork, key=key), num_said
 
     def open_turn(
         self, place: Place, digests: Sequence[bytes], new_ids: IntArray, *, asked_by: MessageRole = "user"
@@ -164,11 +206,14 @@ class SessionTree:
         """Add the turn of a request; an identical request returns the existing turn."""
         beside = self._roots if place.after is None else place.after.turns
         self._known.update(digests)
-        return beside.setdefault(digests[-1], Turn(after=place.after, new_ids=new_ids, asked_by=asked_by))
+        turn = Turn(after=place.after, new_ids=new_ids, asked_by=asked_by, key=place.key)
+        return beside.setdefault(place.key, turn)
 
     def add(self, sample: Sample, digests: Sequence[bytes]) -> None:
         """Add a sample to its turn, whose conversation has these digests."""
-        digest = blake2b(digests[-1] + sample.message.digest, digest_size=len(digests[-1])).digest()
+        digest = next_digest(digests[-1], sample.message)
+        if sample.message.content:
+            self._with_text.update((call.call_id, sample) for call in sample.message.calls)
         sample.turn.samples.append(sample)
         self._samples.setdefault(digest, []).append(sample)
         self._known.add(digest)

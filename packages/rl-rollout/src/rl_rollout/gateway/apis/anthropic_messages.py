@@ -46,6 +46,13 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
     Raises:
         RefusedError: A field is invalid or not supported.
     """
+    if body.get("thread") is not None:
+        raise RefusedError(
+            "this server stores no messages. Send the entire conversation, without thread; with the SDK, set "
+            'unsupported_request_behavior = "continue_unthreaded".',
+            param="thread",
+            code="thread_unsupported_request",
+        )
     check_fields(body, (*READ, *WITHOUT_EFFECT))
     if needs_limit and body.get("max_tokens") is None:
         raise refused_field("max_tokens", None, "an integer of at least 1")
@@ -75,6 +82,7 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
             stop="stop_sequences",
             without_effect=(*WITHOUT_EFFECT, "tool_choice") if is_serial else WITHOUT_EFFECT,
             schema=read_schema(config.get("format"), "output_config.format"),
+            schema_field="output_config.format",
         ),
     )
 
@@ -98,12 +106,15 @@ class AnthropicMessages:
         """Return the answer as JSON."""
         (sample,) = answer.samples
         usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled}
-        return self._message(answer.name, usage, content=_blocks(sample), **_stopped(sample)).model_dump_json()
+        return self._message(answer.name, usage, content=_blocks(sample), **_stopped(sample)).model_dump_json(
+            exclude_unset=True  # unset fields would be null, which clients with strict types refuse
+        )
 
     def begin(self, live: Live) -> Iterable[str]:
         """Yield the events at the start of a stream."""
-        message = self._message(live.name, {"input_tokens": live.num_prompt_tokens, "output_tokens": 0}, content=[])
-        yield _event("message_start", message=message.model_dump())
+        usage = {"input_tokens": live.num_prompt_tokens, "output_tokens": 0}
+        message = self._message(live.name, usage, content=[], stop_reason=None, stop_sequence=None)
+        yield _event("message_start", message=message.model_dump(exclude_unset=True))
 
     def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:  # noqa: ARG002 - there is one choice
         """Yield the events for new text."""

@@ -37,6 +37,7 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 CHOICES = {"auto": "auto", "none": "none", "required": "required", "function": "named"}
 A_TOOL = 'an object with type "function" and a function that has a name'
+LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
 def read_chat_request(body: Mapping[str, Json]) -> Ask:
@@ -91,7 +92,7 @@ class ChatCompletions(OpenAIApi):
                 "index": index,
                 "message": _answered(sample),
                 "finish_reason": finish_reason(sample),
-                "logprobs": _logprobs(sample) if self._with_logprobs else None,
+                "logprobs": _logprobs(answer, sample) if self._with_logprobs else None,
             }
             for index, sample in enumerate(answer.samples)
         ]
@@ -116,13 +117,14 @@ class ChatCompletions(OpenAIApi):
         for index, sample in enumerate(answer.samples):
             for number, call in enumerate(sample.message.calls):
                 yield self._chunk(index, {"tool_calls": [{"index": number, **_call(call)}]})
-            yield self._chunk(index, {}, finish_reason(sample))
+            logprobs = {"logprobs": _logprobs(answer, sample)} if self._with_logprobs else {}
+            yield self._event([{"index": index, "delta": {}, "finish_reason": finish_reason(sample), **logprobs}])
         if self._with_usage:
             yield self._event([], usage=usage(answer))
         yield data("[DONE]")
 
-    def _chunk(self, index: int, delta: Mapping[str, Json], finish: str | None = None) -> str:
-        return self._event([{"index": index, "delta": delta, "finish_reason": finish}])
+    def _chunk(self, index: int, delta: Mapping[str, Json]) -> str:
+        return self._event([{"index": index, "delta": delta, "finish_reason": None}])
 
     def _event(self, choices: Json, **fields: Json) -> str:
         chunk = ChatCompletionChunk.model_validate({**self._head, "choices": choices, **fields})
@@ -130,8 +132,8 @@ class ChatCompletions(OpenAIApi):
 
 
 def data(text: str) -> str:
-    """Return an unnamed event."""
-    return f"data: {text}\n\n"
+    """Return an unnamed event. Characters that some clients take for the end of a line are escaped."""
+    return f"data: {text if text.isascii() else text.translate(LINE_ENDS)}\n\n"
 
 
 def usage(answer: Answer) -> dict[str, Json]:
@@ -200,8 +202,9 @@ def _call(call: Call) -> dict[str, Json]:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _logprobs(sample: Sample) -> dict[str, Json]:
-    generation = sample.generation
-    pairs = zip(generation.token_ids.tolist(), generation.logprobs.tolist(), strict=True)
-    content = [{"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []} for token, logprob in pairs]
+def _logprobs(answer: Answer, sample: Sample) -> dict[str, Json]:
+    pairs = zip(answer.texts_of(sample), sample.generation.logprobs.tolist(), strict=True)
+    content = [
+        {"token": text, "bytes": [*text.encode()], "logprob": logprob, "top_logprobs": []} for text, logprob in pairs
+    ]
     return {"content": content, "refusal": None}

@@ -13,7 +13,6 @@ from rl_rollout.gateway.apis.reading import asks_for_usage, check_fields, read_n
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.refusals import refused_field
 from rl_rollout.gateway.sampling import read_wishes
-from rl_rollout.gateway.tree import Sample
 
 READ = (
     "prompt", "model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop",
@@ -45,7 +44,7 @@ class Completions(OpenAIApi):
     def whole(self, answer: Answer) -> str:
         """Return the answer as JSON."""
         self._head["id"] = f"cmpl-{answer.name}"
-        choices = [self._choice(index, one.message.content, one) for index, one in enumerate(answer.samples)]
+        choices = [self._choice(index, one.message.content, answer) for index, one in enumerate(answer.samples)]
         return self._json(choices, usage=usage(answer))
 
     def begin(self, live: Live) -> Iterable[str]:
@@ -59,19 +58,20 @@ class Completions(OpenAIApi):
 
     def end(self, answer: Answer) -> Iterable[str]:
         """Yield the finish reason of each choice, and the usage if it was requested."""
-        for index, sample in enumerate(answer.samples):
-            yield data(self._json([self._choice(index, "", sample)]))
+        for index in range(len(answer.samples)):
+            yield data(self._json([self._choice(index, "", answer)]))
         if self._with_usage:
             yield data(self._json([], usage=usage(answer)))
         yield data("[DONE]")
 
-    def _choice(self, index: int, text: str, ended: Sample | None = None) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, answer: Answer | None = None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
-        if ended is not None:
-            choice["finish_reason"] = ended.generation.finish_reason
+        if answer is not None:
+            sample = answer.samples[index]
+            choice["finish_reason"] = sample.generation.finish_reason
             if self._with_logprobs:
-                tokens = [f"token_id:{token}" for token in ended.generation.token_ids.tolist()]
-                choice["logprobs"] = {"tokens": tokens, "token_logprobs": ended.generation.logprobs.tolist()}
+                logprobs = sample.generation.logprobs.tolist()
+                choice["logprobs"] = {"tokens": answer.texts_of(sample), "token_logprobs": logprobs}
         return choice
 
     def _json(self, choices: list[dict[str, Any]], **fields: Json) -> str:

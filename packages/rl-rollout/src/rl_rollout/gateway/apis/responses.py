@@ -14,17 +14,21 @@ from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_wishes
+from rl_rollout.gateway.sessions import Session
 
 READ = (
     "input", "model", "instructions", "tools", "tool_choice", "stream", "max_output_tokens", "temperature", "top_p",
     "text",
 )  # fmt: skip
 WITHOUT_EFFECT = (
-    "include", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user",
+    "client_metadata", "include", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store",
+    "stream_options", "user",
 )  # fmt: skip
 CHOICES = {"auto": "auto", "none": "none", "required": "required", "function": "named"}
-A_TOOL = 'an object with type "function" and a name'
+A_TOOL = 'an object with type "function" and a name, or with type "namespace" and such tools'
+NAMESPACE_END = "__"
+"""Separates a namespace from the tool's name, in the name that the model reads and writes."""
 
 
 class Kind(NamedTuple):
@@ -69,16 +73,44 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
     text = body.get("text") or {}
     if not isinstance(text, dict):
         raise refused_field("text", text, "an object")
-    tools = read_tools(body, lambda tool: tool.get("type") == "function" and tool, A_TOOL)
+    tools = read_tools({"tools": _flat(body.get("tools"))}, _function, A_TOOL)
     may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
     messages = _messages(body.get("input"))
     if body.get("instructions"):
         messages.insert(0, ChatMessage(role="system", content=text_of(body["instructions"], "instructions")))
-    schema = read_schema(text.get("format"), "text.format")
     wishes = read_wishes(
-        body, max_tokens="max_output_tokens", stop="stop", without_effect=WITHOUT_EFFECT, schema=schema
+        body,
+        max_tokens="max_output_tokens",
+        stop="stop",
+        without_effect=WITHOUT_EFFECT,
+        schema=read_schema(text.get("format"), "text.format"),
+        schema_field="text.format",
     )
     return Ask(messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, wishes=wishes)
+
+
+def with_items(body: dict[str, Json], session: Session) -> dict[str, Json]:
+    """Return a request with the items of the session's answers instead of references to them.
+
+    Raises:
+        RefusedError: A reference names no item of the session.
+    """
+    given = body.get("input")
+    if not isinstance(given, list) or not any(map(_is_reference, given)):
+        return body
+    items: dict[str, Json] = {}
+    for sample in session.tree.samples:
+        name = f"{session.session_id}-{sample.request_index}"
+        for kind, text in (("reasoning", sample.message.reasoning), ("content", sample.message.content)):
+            items[f"{KINDS[kind].prefix}_{name}"] = _item(name, kind, text)
+        items |= {f"fc_{call.call_id}": _call(call, {}) for call in sample.message.calls}
+    written: list[Json] = []
+    for index, item in enumerate(given):
+        found = items.get(str(item.get("id"))) if _is_reference(item) else item
+        if found is None:
+            raise refused_field(f"input[{index}].id", item.get("id"), "the id of an item in an answer of this session")
+        written.append(found)
+    return {**body, "input": written}
 
 
 class Responses(OpenAIApi):
@@ -101,6 +133,7 @@ class Responses(OpenAIApi):
             "parallel_tool_calls": True,
             "store": False,
         }
+        self._namespaces = _namespaces(body.get("tools"))
         self._name = ""
         self._num_events, self._num_items = 0, 0
         self._kind, self._said = "", ""
@@ -134,11 +167,11 @@ class Responses(OpenAIApi):
             yield from self.piece(0, "content", "")
             yield from self._close()
         for call in message.calls:
-            made = _call(call)
+            made = _call(call, self._namespaces)
             yield self._item("added", {**made, "arguments": "", "status": "in_progress"})
             for event, field in (("delta", "delta"), ("done", "arguments")):
                 place = {"item_id": made["id"], "output_index": self._num_items, field: call.arguments}
-                yield self._event(f"response.function_call_arguments.{event}", name=call.name, **place)
+                yield self._event(f"response.function_call_arguments.{event}", name=made["name"], **place)
             yield self._item("done", made)
         response = self._response(answer)
         yield self._event(f"response.{response['status']}", response=response)
@@ -189,7 +222,7 @@ class Responses(OpenAIApi):
             "id": f"resp_{answer.name}",
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [*items, *map(_call, message.calls)],
+            "output": [*items, *(_call(call, self._namespaces) for call in message.calls)],
             "usage": usage,
         }
         return Response.model_validate(response).model_dump(mode="json", exclude_unset=True)
@@ -205,9 +238,48 @@ def _item(name: str, kind: str, text: str | None) -> dict[str, Json]:
     return {"id": f"{KINDS[kind].prefix}_{name}", "status": status, "content": content, **KINDS[kind].of_item}
 
 
-def _call(call: Call) -> dict[str, Json]:
+def _call(call: Call, namespaces: Mapping[str, str]) -> dict[str, Json]:
     made = {"type": "function_call", "id": f"fc_{call.call_id}", "call_id": call.call_id, "status": "completed"}
-    return {**made, "name": call.name, "arguments": call.arguments}
+    if (namespace := namespaces.get(call.name)) is not None:
+        made |= {"namespace": namespace}
+    name = call.name if namespace is None else call.name.removeprefix(namespace + NAMESPACE_END)
+    return {**made, "name": name, "arguments": call.arguments}
+
+
+def _is_reference(item: Json) -> bool:
+    return isinstance(item, dict) and (item.get("type") == "item_reference" or [*item] == ["id"])
+
+
+def _function(tool: dict[str, Any]) -> Json:
+    return tool.get("type") == "function" and tool
+
+
+def _flat(tools: Json) -> Json:
+    """Return the tools, with those of a namespace under their full names and with the field `namespace`."""
+    if not isinstance(tools, list):
+        return tools
+    flat: list[Json] = []
+    for tool in tools:
+        match tool:
+            case {"type": "namespace", "name": str(namespace), "tools": list(inner)}:
+                flat += (_full(one, namespace) for one in inner)
+            case _:
+                flat.append(tool)
+    return flat
+
+
+def _full(named: Json, namespace: Json) -> Json:
+    """Return a tool or a call of a namespace, with the name that the model reads and writes."""
+    if not isinstance(named, dict) or not isinstance(named.get("name"), str):
+        return named
+    return {**named, "name": f"{namespace}{NAMESPACE_END}{named['name']}", "namespace": namespace}
+
+
+def _namespaces(tools: Json) -> dict[str, str]:
+    """Return the namespace of each tool that has one, by its full name."""
+    flat = _flat(tools)
+    found = (tool for tool in (flat if isinstance(flat, list) else ()) if isinstance(tool, dict))
+    return {tool["name"]: tool["namespace"] for tool in found if isinstance(tool.get("namespace"), str)}
 
 
 def _messages(given: Json) -> list[ChatMessage]:
@@ -228,7 +300,8 @@ def _messages(given: Json) -> list[ChatMessage]:
         if kind == "reasoning":
             turn["reasoning"] = text_of(item.get("content") or item.get("summary"), f"{where}.content")
         elif kind == "function_call":
-            turn["calls"] = (*turn.get("calls", ()), read_call({"function": item, "id": item.get("call_id")}, where))
+            called = _full(item, item["namespace"]) if item.get("namespace") else item
+            turn["calls"] = (*turn.get("calls", ()), read_call({"function": called, "id": item.get("call_id")}, where))
         elif kind == "function_call_output":
             output = text_of(item.get("output"), f"{where}.output")
             messages.append(ChatMessage(role="tool", content=output, call_id=str(item.get("call_id") or "")))
