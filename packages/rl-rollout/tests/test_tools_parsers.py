@@ -114,7 +114,11 @@ CODER = (
             (f"{before}<function=add><parameter=note>{value}</parameter></function>{after}", [("add", {"note": value})])
             for before, after in (("<tool_call>", "</tool_call>"), ("", ""), ("<tool_call>\n", "\n</tool_call>x"))
             for value in (
-                "</tool_call>", "a</tool_call>b<tool_call>c", "</function>", "<tool_call>{}</tool_call>", "<think>x",
+                "</tool_call>",
+                "a</tool_call>b<tool_call>c",
+                "</function>",
+                "<tool_call>{}</tool_call>",
+                "<think>x",
             )
         ),
         (

@@ -5,6 +5,8 @@ import sys
 
 import dspy
 
-model = dspy.LM("openai/policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"], cache=False)
+model = dspy.LM(
+    "openai/policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"], cache=False
+)
 dspy.configure(lm=model, adapter=dspy.JSONAdapter())
 sys.stdout.write(str(dspy.Predict("question -> total: int")(question=sys.argv[1]).total))
