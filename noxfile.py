@@ -56,7 +56,7 @@ WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_engines_vllm_scores.py",
     "packages/rl-rollout/tests/test_engines_vllm_support.py",
     "packages/rl-rollout/tests/test_engines_vllm_tensor_parallel.py",
-    "packages/rl-rollout/tests/test_gateway_vllm_parsers.py",
+    "packages/rl-rollout/tests/test_tools_vllm_parsers.py",
     "packages/rl-rollout/tests/test_loops_verifiers.py",
 )
 """Tests of packages that need undeclared dependencies, such as vLLM; `unit` leaves them out."""

@@ -57,6 +57,14 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_ca
         ('{"name": "add", "arguments": {}}</tool_call>', ["a tool call has no <tool_call>"]),
         (f"{HERMES}</tool_call>", [("add", {"a": 1, "b": 2})]),
         (f"<tool_call>oops</tool_call>{HERMES}", ["a tool call is not JSON", ("add", {"a": 1, "b": 2})]),
+        ("I would use the <tool_call> mark for it.<|im_end|>", []),
+        ("Calls go between <tool_call> and </tool_call>, as in `<tool_call>` ... `</tool_call>`.", []),
+        ("<tool_call> is the mark with which I call a tool.", []),
+        ("A call ends with </tool_call>.", []),
+        (f"First <tool_call>, then JSON: {HERMES}", [("add", {"a": 1, "b": 2})]),
+        ("I add: <tool_call>add(1)</tool_call>", ["a tool call is not JSON"]),
+        ("I add: <tool_call>add 1", ["a tool call has no </tool_call>"]),
+        ("I add: <tool_call>", ["a tool call has no </tool_call>"]),
     ],
 )
 def test_hermes(text, calls):
@@ -102,6 +110,23 @@ CODER = (
             "<tool_call><function=add><parameter=note><think>\n</think></parameter></function></tool_call>",
             [("add", {"note": "<think>\n</think>"})],
         ),
+        *(
+            (f"{before}<function=add><parameter=note>{value}</parameter></function>{after}", [("add", {"note": value})])
+            for before, after in (("<tool_call>", "</tool_call>"), ("", ""), ("<tool_call>\n", "\n</tool_call>x"))
+            for value in (
+                "</tool_call>",
+                "a</tool_call>b<tool_call>c",
+                "</function>",
+                "<tool_call>{}</tool_call>",
+                "<think>x",
+            )
+        ),
+        (
+            f"<tool_call><function=add><parameter=note>a</tool_call>{CODER}",
+            ["a tool call has no </function>", ("add", {"a": 1, "note": "12\nlines"})],
+        ),
+        ("<tool_call><function=add><parameter=a>1</parameter></tool_call>", ["a tool call has no <function=NAME>"]),
+        ("I would use the <tool_call> mark, up to </tool_call>.", []),
         ("<tool_call><function=></function></tool_call>", ["a tool call has no <function=NAME>"]),
         ("<function=add", ["a tool call has no </function>"]),
         ("<parameter=a>1</parameter></tool_call>", ["a tool call has no <function="]),

@@ -24,11 +24,10 @@ from rl_rollout.gateway.sampling import DecidedBy, decide
 from rl_rollout.gateway.sessions import Session
 from rl_rollout.gateway.tree import Place, Sample, digest_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.tools.parsers import ToolParser, resolve_parser
+from rl_rollout.tools.parsers import VLLM, parser_for
 
 log = structlog.get_logger(__name__)
 
-VLLM = "vllm:"
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 KEPT_OVERHEADS = 4096
 FIRST_TOKEN_S = 5.0
@@ -101,7 +100,9 @@ class PolicyService:
         Raises:
             SettingsError: The template cannot join turns, or an option names an unknown parser or token.
         """
-        parser = _parser(options, tokenizer)
+        named = options.tool_parser or (options.reasoning_parser and VLLM)
+        others = {"reasoning": options.reasoning_parser, "stop_tokens": options.stop_tokens}
+        parser = parser_for(named, tokenizer, **others) if named else None
         stops = [tokenizer.token_id(token) for token in (parser.stop_tokens if parser else ())]
         for token in options.stop_tokens:
             stops.append(tokenizer.token_id(token))
@@ -366,24 +367,6 @@ class PolicyService:
     def overhead_ms(self, quantile: float) -> float:
         """Return a quantile of `overheads_ms` in milliseconds; NaN before the first turn."""
         return float(np.quantile(self.overheads_ms, quantile)) if self.overheads_ms else float("nan")
-
-
-def _parser(options: ServiceOptions, tokenizer: PromptTokenizer) -> ToolParser | None:
-    named = options.tool_parser
-    if named is not None and not named.startswith(VLLM):
-        return resolve_parser(named)
-    if named is None and options.reasoning_parser is None:
-        return None
-    from rl_rollout.gateway.vllm_parsers import VLLMParser  # imports vLLM
-
-    reasoning, own = options.reasoning_parser, tokenizer.eos_token_id
-    ends = () if own is None else tokenizer.decode([[own]], skip_special_tokens=False)
-    return VLLMParser(
-        tokenizer,
-        calls=named and named.removeprefix(VLLM),
-        reasoning=reasoning and reasoning.removeprefix(VLLM),
-        ends=(*options.stop_tokens, *ends),
-    )
 
 
 def _first_difference(session: Session, place: Place, ask: Ask) -> str:

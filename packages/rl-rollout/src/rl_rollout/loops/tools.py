@@ -19,7 +19,7 @@ from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools import CallOptions, ToolBox, ToolRunner, resolve_tools
 from rl_rollout.tools.mcp_options import McpServerOptions
-from rl_rollout.tools.parsers import ToolParser, resolve_parser
+from rl_rollout.tools.parsers import VLLM, ParsedTurn, ToolParser, parser_for, resolve_parser
 from rl_rollout.tools.protocol import Tool, ToolCall, ToolResult
 from rl_rollout.user_errors import ends_the_run
 
@@ -34,7 +34,8 @@ class ToolsOptions:
     Attributes:
         tools: Registered names, or `path.py:function`.
         mcp_servers: MCP servers by name; the model gets all of their tools.
-        parser: Format of calls: hermes, qwen3_coder, gpt_oss, a name registered by another package, or `path.py:Class`.
+        parser: Format of calls: hermes, qwen3_coder, gpt_oss, a name registered by another package, `path.py:Class`, or
+            "vllm:NAME" for one of vLLM's parsers, such as vllm:llama3_json and vllm:glm45.
         calls: Options of call execution.
         max_calls_per_turn: Maximum number of calls per turn; further calls return an error.
         limits: Limits of a session.
@@ -70,7 +71,8 @@ class ToolsLoop(SessionLoop):
             SettingsError: A tool or the parser does not exist, or two tools have the same name.
         """
         self._options = options or ToolsOptions()
-        self._parser: ToolParser = resolve_parser(self._options.parser)
+        is_vllm = self._options.parser.startswith(VLLM)  # needs the tokenizer
+        self._parser: ToolParser | None = None if is_vllm else resolve_parser(self._options.parser)
         self._given = [] if toolbox is None else toolbox.tools()
         self._own = resolve_tools(self._options.tools)
         self._toolbox = ToolBox([*self._given, *self._own])
@@ -97,12 +99,13 @@ class ToolsLoop(SessionLoop):
             if not self._toolbox.names():
                 raise SettingsError("the agent loop 'tools' has no tools. Set tools or mcp_servers.")
             self._runner = ToolRunner(self._toolbox, self._options.calls)
+            parser = self._parser_for(tokenizer)
             self._joined = join_turns(
                 tokenizer,
                 self._options.turns,
                 role="tool",
                 tools=self._toolbox.schemas(),
-                known_stops=self._parser.stop_tokens,
+                known_stops=parser.stop_tokens,
             )
         except BaseException:
             self.close()
@@ -181,7 +184,7 @@ class ToolsLoop(SessionLoop):
         ids = np.concatenate([row.input_ids[row.loss_mask] for row in session.trajectories])
         (text,) = context.decode([turn_ids])
         if last.extras.get("ended_by") == "answer":
-            turn = self._parser.parse(self._text(context, turn_ids), parameters=self._toolbox.parameters())
+            turn = self._parsed(context, turn_ids)
             text = text if turn.answer is None else turn.answer
         begins_thinking = context.begins_thinking(last.input_ids[:start])
         return Judged(text=text, ids=ids, finish_reason=last.finish_reason, begins_thinking=begins_thinking)
@@ -192,9 +195,7 @@ class ToolsLoop(SessionLoop):
             generation = await conversation.sample()
             if generation.finish_reason == "length":
                 return await self._scored(conversation, outcomes, ended_by="length")
-            turn = self._parser.parse(
-                self._text(conversation.context, generation.token_ids), parameters=self._toolbox.parameters()
-            )
+            turn = self._parsed(conversation.context, generation.token_ids)
             if not turn.calls:
                 return await self._scored(conversation, outcomes, ended_by="answer", text=turn.answer)
             if conversation.is_last_turn:
@@ -231,9 +232,15 @@ class ToolsLoop(SessionLoop):
             raise SettingsError("the agent loop 'tools' was closed while it ran.")
         return self._joined
 
-    def _text(self, context: LoopContext, ids: IntArray) -> str:
+    def _parsed(self, context: LoopContext, ids: IntArray) -> ParsedTurn:
         tokenizer = context.tokenizer
         if tokenizer is None:
             raise SettingsError("the agent loop 'tools' needs LoopContext.tokenizer.")
         (text,) = tokenizer.decode([ids], skip_special_tokens=False)
-        return text
+        return self._parser_for(tokenizer).parse(text, parameters=self._toolbox.parameters())
+
+    def _parser_for(self, tokenizer: PromptTokenizer) -> ToolParser:
+        if self._parser is None:
+            stop_tokens = self._options.turns.stop_tokens
+            self._parser = parser_for(self._options.parser, tokenizer, stop_tokens=stop_tokens)
+        return self._parser

@@ -5,7 +5,15 @@ import re
 from collections.abc import Mapping
 
 from rl_core.data import Json
-from rl_rollout.tools.parsers.markup import CLOSING, OPENING, Block, BodyEnd, call_blocks, tagged_body_end
+from rl_rollout.tools.parsers.markup import (
+    CLOSING,
+    OPENING,
+    Block,
+    BodyEnd,
+    call_blocks,
+    tagged_body_end,
+    without_mentions,
+)
 from rl_rollout.tools.parsers.protocol import ParsedTurn, call_with, read_arguments, shown
 from rl_rollout.tools.protocol import ToolCall
 
@@ -23,14 +31,15 @@ LONGEST_WORD = 16
 
 
 class HermesParser:
-    """Reads JSON between each `<tool_call>` and `</tool_call>`."""
+    """Reads JSON between each `<tool_call>` and `</tool_call>`. An answer that mentions these marks has no call."""
 
     stop_tokens = ()
     openings = (OPENING,)
 
-    def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:  # noqa: ARG002
+    def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
         """Find the calls of a turn. See `ToolParser.parse`."""
-        blocks = call_blocks(text, openings=(OPENING,), find_end=_find_end)
+        found = call_blocks(text, openings=(OPENING,), find_end=_find_end)
+        blocks = without_mentions(found, text, tools=parameters)
         return ParsedTurn(calls=tuple(map(_read, blocks)), calls_at=blocks[0].start if blocks else None)
 
 

@@ -1,12 +1,16 @@
 """Finds the calls of a turn among its thinking and its text."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 THINKING, THOUGHT = "<think>", "</think>"
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 BOUNDARY = re.compile(f"{OPENING}|{CLOSING}")
+BEGINNINGS = ("{", "[", "<")
+"""Characters with which the body of a call can begin, well formed or not."""
+LINE_CHARS = 80
+"""Number of characters before a mark in which prose on its line is searched."""
 
 
 class Block(NamedTuple):
@@ -75,6 +79,28 @@ def call_blocks(text: str, *, openings: Sequence[str], find_end: Callable[[str, 
                 blocks.append(Block(mark[0], body, end.is_closed, mark.start()))
                 position = end.call
     return blocks
+
+
+def without_mentions(blocks: Sequence[Block], text: str, *, tools: Iterable[str]) -> list[Block]:
+    """Return the blocks without those in which the answer only mentions the marks of a call.
+
+    Args:
+        blocks: Blocks of the turn.
+        text: Text of the turn.
+        tools: Names of the tools. A body with one of them is a call.
+    """
+    names = tuple(name for name in tools if name)
+    return [block for block in blocks if not _is_mention(block, text, names)]
+
+
+def _is_mention(block: Block, text: str, names: tuple[str, ...]) -> bool:
+    body = block.body.strip()
+    if not block.opening:
+        return not text[: block.start].rstrip().endswith(("}", ">"))
+    if block.opening != OPENING or not body or body.startswith((*BEGINNINGS, *names)):
+        return False
+    line = text[max(block.start - LINE_CHARS, 0) : block.start].rpartition("\n")[2].rpartition(">")[2]
+    return not block.is_closed or (bool(line.strip()) and "{" not in body and not any(name in body for name in names))
 
 
 def tagged_body_end(text: str, start: int) -> BodyEnd:

@@ -6,14 +6,26 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from rl_core.data import Json
-from rl_rollout.tools.parsers.markup import CLOSING, OPENING, Block, BodyEnd, call_blocks, tagged_body_end, unclosed
+from rl_rollout.tools.parsers.markup import (
+    CLOSING,
+    OPENING,
+    Block,
+    BodyEnd,
+    call_blocks,
+    tagged_body_end,
+    unclosed,
+    without_mentions,
+)
 from rl_rollout.tools.parsers.protocol import ParsedTurn
 from rl_rollout.tools.parsers.schema_types import allowed_types
 from rl_rollout.tools.protocol import ToolCall
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 FORM = f"{OPENING}{FUNCTION}NAME><parameter=KEY>VALUE</parameter>{FUNCTION_END}{CLOSING}"
-BARE_BOUNDARY = re.compile(f"{OPENING}|{FUNCTION}|{FUNCTION_END}")
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+BOUNDARY = re.compile(f"{OPENING}|{FUNCTION}|{FUNCTION_END}|{CLOSING}|{PARAMETER}")
+VALUE_END = re.compile(rf"{PARAMETER_END}|(?:{OPENING}\s*)?{FUNCTION}")
+"""The end of a value, or the next call if the value has none."""
 INNER = re.compile(rf"\s*{FUNCTION}")
 CLOSING_TOO = re.compile(rf"(?:\s*{CLOSING})?")
 
@@ -30,23 +42,36 @@ class Qwen3CoderParser:
 
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
         """Find the calls of a turn. See `ToolParser.parse`."""
-        blocks = call_blocks(text, openings=(OPENING, FUNCTION), find_end=_find_end)
+        found = call_blocks(text, openings=(OPENING, FUNCTION), find_end=_find_end)
+        blocks = without_mentions(found, text, tools=parameters)
         calls = tuple(_read(block, parameters) for block in blocks)
         return ParsedTurn(calls=calls, calls_at=blocks[0].start if blocks else None)
 
 
 def _find_end(text: str, opening: str, start: int) -> BodyEnd:
-    if opening == OPENING:
-        end = tagged_body_end(text, start)
-        inner = INNER.match(text, start)
-        if end.is_closed or inner is None:
-            return end
-        start = inner.end()
-    boundary = BARE_BOUNDARY.search(text, start)
-    if boundary is None or boundary[0] != FUNCTION_END:
-        return unclosed(boundary, text)
-    after = CLOSING_TOO.match(text, boundary.end())
-    return BodyEnd(boundary.end(), after.end() if after else boundary.end(), is_closed=True)
+    """Find the end of a call, whatever marks its values contain."""
+    inner = INNER.match(text, start) if opening == OPENING else None
+    if opening == OPENING and inner is None:
+        return tagged_body_end(text, start)
+    position = start if inner is None else inner.end()
+    while boundary := BOUNDARY.search(text, position):
+        position = boundary.end()
+        if boundary[0] == PARAMETER:
+            value_end = VALUE_END.search(text, position)
+            if value_end is not None and value_end[0] == PARAMETER_END:
+                position = value_end.end()
+            elif (end := text.find(FUNCTION_END, position, value_end.start() if value_end else len(text))) < 0:
+                return unclosed(value_end, text)
+            else:
+                position = end
+        elif boundary[0] == FUNCTION_END:
+            after = CLOSING_TOO.match(text, position)
+            return BodyEnd(position, after.end() if after else position, is_closed=True)
+        elif boundary[0] == CLOSING and inner is not None:
+            return BodyEnd(boundary.start(), position, is_closed=True)
+        elif boundary[0] != CLOSING:
+            return unclosed(boundary, text)
+    return unclosed(None, text)
 
 
 def _read(block: Block, parameters: Mapping[str, Mapping[str, Json]]) -> ToolCall:
@@ -60,12 +85,12 @@ def _read(block: Block, parameters: Mapping[str, Mapping[str, Json]]) -> ToolCal
         return ToolCall(name="", fault=f"a tool call has no <function=NAME>...</function>. Write calls as {FORM}.")
     root = parameters.get(name)
     properties = root.get("properties") if isinstance(root, Mapping) else None
-    before, *blocks = inner.split("<parameter=")
+    before, *blocks = inner.split(PARAMETER)
     arguments: dict[str, Any] = {}
     is_readable = not before.strip()
     for piece in blocks:
         key, _, rest = piece.partition(">")
-        value, end, after = rest.partition("</parameter>")
+        value, end, after = rest.partition(PARAMETER_END)
         is_readable &= bool(end) and not after.strip()
         key = key.strip()
         schema = properties.get(key) if isinstance(properties, Mapping) else None

@@ -9,6 +9,7 @@ from rl_core.data import Json
 from rl_core.errors import MissingExtraError, SettingsError
 from rl_core.registry import unknown_name
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.tools.parsers.markup import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn, read_arguments
 
 try:
@@ -36,7 +37,7 @@ class VLLMParser:
         Args:
             tokenizer: The policy's tokenizer.
             calls: vLLM's name of a tool call parser; None parses no calls.
-            reasoning: vLLM's name of a reasoning parser; None leaves reasoning in the text.
+            reasoning: vLLM's name of a reasoning parser; None reads `<think>`.
             ends: Texts of the tokens that end a turn.
 
         Raises:
@@ -70,6 +71,9 @@ class VLLMParser:
         if self._reasoning is not None:
             reasoning, rest = self._reasoning.extract_reasoning(text, request)
             content = rest or ""
+        elif text.lstrip().startswith(THINKING):
+            thought, _, content = text.partition(THOUGHT)
+            reasoning = thought.lstrip().removeprefix(THINKING).strip()
         if parser is None:
             return ParsedTurn(answer=content, reasoning=reasoning or "")
         found = parser.extract_tool_calls(content, request)
