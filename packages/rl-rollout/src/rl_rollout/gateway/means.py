@@ -58,7 +58,7 @@ def within_means(ask: Ask, traits: EngineTraits, *, enforces: bool) -> Ask:
     check_length(ask, traits)
     wishes, may_force = ask.wishes, enforces or not ask.trains
     if wishes.stop and not traits.can_match_text:
-        raise RefusedError("this engine does not support stop strings. Omit stop.", param="stop")
+        raise RefusedError("this engine does not support stop strings. Omit them.", param="stop")
     is_ids = ask.prompt and not isinstance(ask.prompt, str)
     if is_ids and not 0 <= min(ask.prompt) <= max(ask.prompt) < traits.vocab_size:
         raise RefusedError(f"token ids of a prompt must be from 0 to {traits.vocab_size - 1}.", param="prompt")
