@@ -49,7 +49,7 @@ class _Opening(msgspec.Struct, tag="opening", forbid_unknown_fields=True):
     session_index: int
     limits: SessionLimits
     metadata: dict[str, Any]
-    unix_s: float = 0.0
+    unix_s: float = 0.0  # no longer used: the clock may jump while no gateway runs
 
 
 class _State(msgspec.Struct, tag="state", forbid_unknown_fields=True):
@@ -59,6 +59,7 @@ class _State(msgspec.Struct, tag="state", forbid_unknown_fields=True):
     reward_components: dict[str, float]
     failure: str | None
     is_finished: bool
+    passed_s: float = 0.0
 
 
 class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True):
@@ -196,14 +197,16 @@ class Journal:
             RefusedError: The file cannot be written.
         """
         file = self.folder / f"{session.session_id}{OPEN}"
-        opening = msgspec.convert(session, _Opening, from_attributes=True)
-        opening.unix_s = time.time()
         try:
             file.touch(mode=0o600, exist_ok=False)
             session.log = SessionLog(session, file, size=_write(file, MAGIC, at=0))
-        except OSError as error:
+            session.log.append(msgspec.convert(session, _Opening, from_attributes=True))
+        except (OSError, RefusedError) as error:
+            with suppress(OSError):
+                file.unlink()  # otherwise every start would report a file without a session
+            if isinstance(error, RefusedError):
+                raise
             raise RefusedError(f"the gateway cannot store the session: {error}", kind="api_error") from error
-        session.log.append(opening)
 
     def restore(self, sampling: Callable[[int], SamplingParams]) -> Iterator[Session]:
         """Yield the sessions that were open when the last gateway ended; invalid files are logged."""
@@ -284,9 +287,9 @@ def _records(stream: BinaryIO, size: int) -> Iterator[tuple[Any, int]]:
 
 def _opened(opening: _Opening, sampling: Callable[[int], SamplingParams] | None) -> Session:
     fields = msgspec.structs.asdict(opening)
-    passed_s = max(time.time() - fields.pop("unix_s"), 0.0)
+    del fields["unix_s"]
     drawn = sampling or (lambda _turn: SamplingParams(max_tokens=1))
-    return Session(**fields, key="", sampling=drawn, opened_at=time.monotonic() - passed_s)
+    return Session(**fields, key="", sampling=drawn)
 
 
 def _take(session: Session, record: Any) -> None:
@@ -300,7 +303,9 @@ def _take(session: Session, record: Any) -> None:
     if isinstance(record, _Said):
         session.tree.add(_sample(session, record), record.digests)
         record = record.state
-    for name, value in msgspec.structs.asdict(record).items():
+    fields = msgspec.structs.asdict(record)
+    session.opened_at = time.monotonic() - fields.pop("passed_s")
+    for name, value in fields.items():
         setattr(session, name, value)
     session.counts = Counter(record.counts)
 
@@ -316,7 +321,9 @@ def _sample(session: Session, said: _Said) -> Sample:
 
 
 def _state(session: Session) -> _State:
-    return msgspec.convert(session, _State, from_attributes=True)
+    state = msgspec.convert(session, _State, from_attributes=True)
+    state.passed_s = session.limits.wall_s - session.seconds_left
+    return state
 
 
 def _write(file: Path, content: bytes, *, at: int) -> int:

@@ -5,17 +5,16 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
-from rl_core.errors import EngineError
+from rl_core.errors import EngineError, RolloutError, SettingsError
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, Structure
 from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.asks import Ask
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway.refusals import TOO_LONG, RefusedError
 
 MAX_CHARS_PER_TOKEN = 32
 """Far above the average of any text."""
 MAX_CHARS_WITHOUT_RUNS = 8
 """The same without runs of spaces, which may have over a hundred characters per token."""
-TOO_LONG = "context_length_exceeded"
 
 
 class GatewayEngine(Protocol):
@@ -41,6 +40,23 @@ def check_asked(request: GenerateRequest, traits: EngineTraits) -> None:
         raise RefusedError(str(error)) from error
 
 
+def check_structures(engine: GatewayEngine) -> None:
+    """Check that a started engine can enforce structures.
+
+    Raises:
+        SettingsError: It cannot.
+    """
+    try:
+        traits = engine.traits
+    except RolloutError:  # an agent loop's engines come with its sessions, whose requests are refused by name
+        return
+    if "json_schema" not in traits.structures:
+        raise SettingsError(
+            f'structures = "enforce" needs an engine with structures, such as vllm; {traits.name} has none. Use '
+            'structures = "ignore".'
+        )
+
+
 def within_means(ask: Ask, traits: EngineTraits, *, enforces: bool) -> Ask:
     """Return the request with a forced call as a structure.
 
@@ -58,9 +74,9 @@ def within_means(ask: Ask, traits: EngineTraits, *, enforces: bool) -> Ask:
     check_length(ask, traits)
     wishes, may_force = ask.wishes, enforces or not ask.trains
     if wishes.stop and not traits.can_match_text:
-        raise RefusedError("this engine does not support stop strings. Omit stop.", param="stop")
-    is_ids = ask.prompt and not isinstance(ask.prompt, str)
-    if is_ids and not 0 <= min(ask.prompt) <= max(ask.prompt) < traits.vocab_size:
+        raise RefusedError("this engine does not support stop strings. Omit them.", param="stop")
+    ids = () if isinstance(ask.prompt, str) or not ask.prompt else ask.prompt
+    if ids and not 0 <= min(ids) <= max(ids) < traits.vocab_size:
         raise RefusedError(f"token ids of a prompt must be from 0 to {traits.vocab_size - 1}.", param="prompt")
     if ask.must_call and may_force and "json_schema" in traits.structures and wishes.structure is None:
         return replace(ask, wishes=replace(wishes, structure=Structure(json_schema=json.dumps(ask.must_call))))

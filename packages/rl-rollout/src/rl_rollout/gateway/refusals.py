@@ -24,6 +24,8 @@ STATUS: Mapping[RefusalKind, int] = {
     "rate_limit_error": 429,
     "api_error": 503,
 }
+TOO_LONG = "context_length_exceeded"
+"""Error code of a request that does not fit into the context."""
 
 
 class RefusedError(RLError, ValueError):

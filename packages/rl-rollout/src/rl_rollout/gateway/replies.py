@@ -90,7 +90,7 @@ class ReplyReader:
             form: "chat" parses reasoning and calls, "call" parses the JSON of a forced call, "text" keeps the text.
         """
         tail, text = self.tokenizer.decode([after[-self.num_tail :], token_ids], skip_special_tokens=False)
-        shown = text if stop is None else text[: text.find(stop)]
+        shown = text if stop is None else self._before(stop, token_ids, after=after)
         if len(token_ids) and int(token_ids[-1]) in self.ends:
             shown = shown.removesuffix(self.ends[int(token_ids[-1])])
         if form != "chat":
@@ -102,6 +102,11 @@ class ReplyReader:
         reasoning, start = split_reasoning(shown, is_open=self._is_open(tail))
         end = len(shown) if parsed.calls_at is None or not parsed.calls else max(parsed.calls_at, start)
         return _message(shown[start:end], reasoning, parsed)
+
+    def _before(self, stop: str, token_ids: IntArray, *, after: IntArray) -> str:
+        """Return the text before a stop string, as the engine read it: in the prompt's context, with a first space."""
+        text = self.tokenizer.response_text(after[-TAIL_TOKENS:].tolist(), stop=[stop])
+        return encodable(text.feed(token_ids.tolist()) + text.finish())
 
     def streams(
         self,

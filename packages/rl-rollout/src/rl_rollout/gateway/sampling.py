@@ -12,6 +12,7 @@ from rl_rollout.gateway.refusals import refused_field
 
 DecidedBy = Literal["run", "client"]
 
+MAX_SEED = 2**52
 DRAWING = ("temperature", "top_p", "top_k", "seed")
 """Request fields that change the sampling distribution or its random seed."""
 
@@ -60,7 +61,7 @@ def decide(
     overridden = dict.fromkeys(wishes.without_effect, "ignored")
     for name, wish in wishes.drawing.items():
         if decided_by == "client":
-            chosen[name] = wish
+            chosen[name] = wish % MAX_SEED if name == "seed" else wish  # engines accept no others
         elif getattr(own, name) != wish:
             overridden[name] = f"{wish}->{getattr(own, name)}"
     longest = min(own.max_tokens, room)
@@ -103,10 +104,10 @@ def read_wishes(
         value = body.get(name)
         if value is not None and not (_is_number(value) and low <= value <= high):
             raise refused_field(name, value, f"a number from {low} to {high}")
-    for name, least in (("top_k", 1), ("seed", 0)):
+    for name, least, most in (("top_k", 1, 2**52 - 1), ("seed", -(2**63), 2**64 - 1)):
         value = body.get(name)
-        if value is not None and not (_is_int(value) and least <= value < 2**52):
-            raise refused_field(name, value, f"an integer of at least {least}")
+        if value is not None and not (_is_int(value) and least <= value <= most):
+            raise refused_field(name, value, f"an integer from {least} to {most}")
     stops = body.get(stop) or []
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):

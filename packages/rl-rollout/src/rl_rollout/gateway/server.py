@@ -1,8 +1,10 @@
 """The gateway's HTTP server. Agents use the keys of their sessions; the owner of the sessions has a separate key."""
 
 import gc
+import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -266,10 +268,11 @@ class Gateway:
         api = kind(with_items(body, session) if kind is Responses else body, self.options.model)
         ask, is_stream = _with_headers(api.ask, request), bool(body.get("stream"))
         del body  # it may be large
-        if not is_stream:
-            answer = await unless_gone(request, self.service.answer(session, ask))
-            return _json(api.whole(answer), answer)
-        live = await unless_gone(request, self.service.begin(session, ask))
+        with _naming_fields_as(api):
+            if not is_stream:
+                answer = await unless_gone(request, self.service.answer(session, ask))
+                return _json(api.whole(answer), answer)
+            live = await unless_gone(request, self.service.begin(session, ask))
         return _stream(events(live, api, request.is_disconnected), live)
 
     async def _count_tokens(self, request: Request) -> Response:
@@ -301,19 +304,32 @@ class Gateway:
 
 WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses", "/models")
 """Paths that OpenAI's clients request if their base URL lacks "/v1"."""
+LONG_SEGMENT = re.compile(r"[^/]{24,}")
+"""Part of a path that may be a key; keys have at least 32 characters."""
+
+
+@contextmanager
+def _naming_fields_as(api: WireApi) -> Iterator[None]:
+    """Name the field in a refusal as the request's API does."""
+    try:
+        yield
+    except RefusedError as error:
+        error.param = api.names.get(error.param or "", error.param)
+        raise
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """Return the error for an unknown path."""
+    """Return the error for an unknown path, without what may be a key in it."""
     status = error.status_code if isinstance(error, HTTPException) else 404
-    path = request.url.path
+    path = LONG_SEGMENT.sub("...", request.url.path)
     said = f"unknown route: {request.method} {path[:200]}."
     if path.startswith(WITHOUT_VERSION):
         said += ' The base URL of OpenAI\'s clients must end in "/v1".'
     elif path.startswith("/v1/v1/"):
         said += ' The base URL of Anthropic\'s clients must not end in "/v1".'
     refused = RefusedError(said, kind="not_found_error")
-    return JSONResponse(refused.as_openai(), status_code=status)
+    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in request.headers
+    return JSONResponse(refused.as_anthropic() if is_anthropic else refused.as_openai(), status_code=status)
 
 
 def _with_headers(ask: Ask, request: Request) -> Ask:

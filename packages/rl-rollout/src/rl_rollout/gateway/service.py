@@ -16,9 +16,9 @@ from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.encoding import ConversationEncoder
 from rl_rollout.gateway.faults import FaultLog
-from rl_rollout.gateway.means import TOO_LONG, GatewayEngine, check_asked, check_length, too_long, within_means
+from rl_rollout.gateway.means import GatewayEngine, check_asked, check_length, check_structures, too_long, within_means
 from rl_rollout.gateway.placing import PlacedRequest, Placer
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway.refusals import TOO_LONG, RefusedError
 from rl_rollout.gateway.replies import ReplyReader
 from rl_rollout.gateway.sampling import DecidedBy, decide
 from rl_rollout.gateway.sessions import Session
@@ -134,12 +134,8 @@ class PolicyService:
         Raises:
             SettingsError: Structures must be enforced, and the engine has none.
         """
-        traits = self.engine.traits
-        if self.options.structures == "enforce" and "json_schema" not in traits.structures:
-            raise SettingsError(
-                f'structures = "enforce" needs an engine with structures, such as vllm; {traits.name} has none. Use '
-                'structures = "ignore".'
-            )
+        if self.options.structures == "enforce":
+            check_structures(self.engine)
 
     async def begin(self, session: Session, ask: Ask) -> Live:
         """Start a streamed answer. Cancel its `answer` to abort it.

@@ -39,7 +39,7 @@ class SessionLimits:
         max_turns: Maximum number of requests that were answered, or refused as too long for the context.
         max_tokens: Maximum number of sampled tokens; no request starts beyond it.
         max_concurrent: Maximum number of concurrent requests.
-        wall_s: Maximum duration in seconds from the opening.
+        wall_s: Maximum duration in seconds from the opening, without the time in which no gateway runs.
     """
 
     max_turns: int = 256

@@ -13,6 +13,7 @@ from rl_core.errors import DataError
 from rl_rollout.audit import SampledSpan, audit_session
 from rl_rollout.engines.protocol import Generation
 from rl_rollout.gateway.messages import ChatMessage, MessageRole, exact_digests, next_digest
+from rl_rollout.gateway.prefixes import Prefixes
 from rl_rollout.loops.outcomes import join_experts
 
 PROBE = "probe"
@@ -115,6 +116,8 @@ class SessionTree:
         self._known: set[bytes] = set()
         self._in_order: list[Sample] = []
         self._with_text: dict[str, Sample] = {}
+        self._said: Prefixes[Sample] = Prefixes()
+        self._num_indexed = 0
 
     @property
     def is_empty(self) -> bool:
@@ -189,11 +192,10 @@ class SessionTree:
 
     def place_tokens(self, input_ids: IntArray) -> tuple[Place, int]:
         """Find the place of a prompt of tokens, after the longest matching sample; also return the matched length."""
-        after, num_said = None, 0
-        for sample in self._in_order:
-            said = np.concatenate([sample.turn.input_ids, sample.kept_ids])
-            if num_said <= len(said) <= len(input_ids) and np.array_equal(said, input_ids[: len(said)]):
-                after, num_said = sample, len(said)
+        for sample in self._in_order[self._num_indexed :]:
+            self._said.add(np.concatenate([sample.turn.input_ids, sample.kept_ids]), sample)
+        self._num_indexed = len(self._in_order)
+        after, num_said = self._said.longest(input_ids)
         beside = self._roots if after is None else after.turns
         key = digest_of(input_ids)
         turn = beside.get(key)

@@ -147,11 +147,11 @@ class ChatTurns:
             DataError: The template refuses the messages.
         """
         tail = self._encode(self._tail(messages, calls))
-        ends = np.flatnonzero(tail == last_token)
+        first_end = int(np.flatnonzero(np.isin(tail, list(self._end_token_ids)))[0])
+        ends = np.flatnonzero(tail[: first_end + 1] == last_token)
         if len(ends) and last_token in self._may_end:  # a turn truncated by a limit may end with any token
             return tail[ends[0] + 1 :]
-        ends = np.flatnonzero(np.isin(tail, list(self._end_token_ids)))
-        return tail[ends[0] :]  # the turn ended with another token; the template's end token follows it
+        return tail[first_end:]  # the turn ended with another token; the template's end token follows it
 
     def _require_shown_tools(self) -> None:
         """Refuse a template that hides tools from the model.

@@ -91,6 +91,7 @@ class AnthropicMessages:
     """A Messages request, as a `WireApi`."""
 
     ping = 'event: ping\ndata: {"type": "ping"}\n\n'
+    names: Mapping[str, str] = {"stop": "stop_sequences"}
 
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
         """Parse a request; `model` is the model name in the answer.

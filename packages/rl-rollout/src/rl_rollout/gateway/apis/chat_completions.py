@@ -66,6 +66,7 @@ class OpenAIApi:
     """Base class of OpenAI's APIs, which send pings as comments and errors as data events."""
 
     ping = ": ping\n\n"
+    names: Mapping[str, str] = {}
 
     def fail(self, error: RefusedError) -> str:
         """Return the event for an error."""
@@ -160,7 +161,9 @@ def read_message(message: Json, where: str) -> ChatMessage:
             f"{where}.role", message.get("role") if isinstance(message, dict) else message, f"one of {[*ROLES]}"
         )
     role: Any = ROLES[message["role"]]
-    calls = message.get("tool_calls") or []
+    if message.get("function_call") is not None:
+        raise refused_field(f"{where}.function_call", message["function_call"], "replaced by tool_calls")
+    calls = [] if message.get("tool_calls") is None else message["tool_calls"]
     if not isinstance(calls, list):
         raise refused_field(f"{where}.tool_calls", calls, "a list of calls")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
@@ -179,13 +182,22 @@ def read_call(call: Json, where: str) -> Call:
     Raises:
         RefusedError: The call is invalid.
     """
-    function = call.get("function") if isinstance(call, dict) else None
+    held = call if isinstance(call, dict) else {}
+    return read_function(held.get("function"), f"{where}.function", call_id=str(held.get("id") or ""))
+
+
+def read_function(function: Json, where: str, *, call_id: str) -> Call:
+    """Parse the name and arguments of a tool call; `where` is their place in the request.
+
+    Raises:
+        RefusedError: The call is invalid.
+    """
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refused_field(f"{where}.function", function, "an object with a name and arguments")
+        raise refused_field(where, function, "an object with a name and arguments")
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
-        raise refused_field(f"{where}.function.arguments", arguments, "a JSON string")
-    return Call(name=function["name"], arguments=arguments, call_id=str(call.get("id") or ""))
+        raise refused_field(f"{where}.arguments", arguments, "a JSON string")
+    return Call(name=function["name"], arguments=arguments, call_id=call_id)
 
 
 def _answered(sample: Sample) -> dict[str, Json]:

@@ -24,6 +24,8 @@ WITHOUT_EFFECT = ("user",)
 class Completions(OpenAIApi):
     """A Completions request, as a `WireApi`."""
 
+    names: Mapping[str, str] = {"messages": "prompt"}
+
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
         """Parse a request; `model` is the model name in the answer.
 
@@ -81,6 +83,8 @@ class Completions(OpenAIApi):
 
 class TokenPrompts(Completions):
     """A request of vLLM's `/inference/v1/generate`, for programs that encode turns themselves."""
+
+    names: Mapping[str, str] = {"messages": "token_ids", "prompt": "token_ids"}
 
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
         """Parse a request; sampling parameters that the gateway does not know have no effect.

@@ -13,6 +13,8 @@ NOTHING: Mapping[str, tuple[Json, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
     "presence_penalty": (0,),
@@ -44,8 +46,8 @@ def read_num_choices(body: Mapping[str, Json]) -> int:
     Raises:
         RefusedError: The number is out of range.
     """
-    number = body.get("n") or 1
-    if not isinstance(number, int) or not 1 <= number <= MAX_CHOICES:
+    number = 1 if body.get("n") is None else body["n"]
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MAX_CHOICES:
         raise refused_field("n", number, f"an integer from 1 to {MAX_CHOICES}")
     return number
 
@@ -99,7 +101,7 @@ def read_tools(
     Raises:
         RefusedError: A tool is invalid or not supported.
     """
-    tools = body.get("tools") or []
+    tools = [] if body.get("tools") is None else body["tools"]
     if not isinstance(tools, list):
         raise refused_field("tools", tools, "a list of tools")
     read: list[Mapping[str, Json]] = []

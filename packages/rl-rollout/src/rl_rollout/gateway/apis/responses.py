@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from openai.types.responses import Response
 
 from rl_core.data import Json
-from rl_rollout.gateway.apis.chat_completions import OpenAIApi, read_call, read_message
+from rl_rollout.gateway.apis.chat_completions import OpenAIApi, read_function, read_message
 from rl_rollout.gateway.apis.reading import as_list, check_fields, read_choice, read_schema, read_tools, text_of
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
@@ -115,6 +115,8 @@ def with_items(body: dict[str, Json], session: Session) -> dict[str, Json]:
 
 class Responses(OpenAIApi):
     """A Responses request, as a `WireApi`."""
+
+    names: Mapping[str, str] = {"messages": "input"}
 
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
         """Parse a request; `model` is the model name in the answer.
@@ -301,7 +303,8 @@ def _messages(given: Json) -> list[ChatMessage]:
             turn["reasoning"] = text_of(item.get("content") or item.get("summary"), f"{where}.content")
         elif kind == "function_call":
             called = _full(item, item["namespace"]) if item.get("namespace") else item
-            turn["calls"] = (*turn.get("calls", ()), read_call({"function": called, "id": item.get("call_id")}, where))
+            call = read_function(called, where, call_id=str(item.get("call_id") or ""))
+            turn["calls"] = (*turn.get("calls", ()), call)
         elif kind == "function_call_output":
             output = text_of(item.get("output"), f"{where}.output")
             messages.append(ChatMessage(role="tool", content=output, call_id=str(item.get("call_id") or "")))

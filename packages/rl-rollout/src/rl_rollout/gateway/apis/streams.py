@@ -1,6 +1,6 @@
 """Answers as server-sent events, for all APIs."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
 from rl_rollout.gateway.asks import Answer, Ask, Live
@@ -18,10 +18,12 @@ class WireApi(Protocol):
     Attributes:
         ask: The request.
         ping: An event without content.
+        names: The API's names of the fields that refusals call "messages", "prompt" and "stop", where they differ.
     """
 
     ask: Ask
     ping: str
+    names: Mapping[str, str]
 
     def whole(self, answer: Answer) -> str:
         """Return the answer as JSON."""

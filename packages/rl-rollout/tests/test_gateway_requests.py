@@ -1,0 +1,185 @@
+"""Requests that clients send rarely, and the words in which they are refused."""
+
+import time
+
+import httpx
+import numpy as np
+import pytest
+from chat_model import encode, make_tokenizer
+from gateway_site import gateway_site, run
+from gateway_talk import said
+
+from rl_rollout import PromptTokenizer, SamplingParams
+from rl_rollout.gateway import journal
+from rl_rollout.gateway.apis.chat_completions import read_chat_request
+from rl_rollout.gateway.apis.responses import read_responses_request
+from rl_rollout.gateway.prefixes import Prefixes
+from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway.replies import ReplyReader
+from rl_rollout.gateway.sampling import decide
+from rl_rollout.loops.turns import ChatTurns
+
+USER = {"role": "user", "content": "1+2?"}
+
+
+def read(**fields):
+    return read_chat_request({"messages": [USER], **fields})
+
+
+def test_a_stop_string_at_the_start_of_a_reply_is_found_though_the_decoder_drops_its_space():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "</s>", "\u2581x", "\u2581y", "\u2581A:"])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PromptTokenizer(PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>"))
+    reader = ReplyReader.of(tokenizer, None, ())
+    for ids, content in (([2, 3], ""), ([3, 2], "y")):
+        message = reader.read(np.array(ids, np.int32), after=np.array([4], np.int32), stop=" x")
+        assert message.content == content
+
+
+@pytest.mark.parametrize("last", ["<|im_start|>", "<|im_end|>", "3"])
+def test_after_a_turn_that_a_templates_token_stopped_the_template_ends_it(last):
+    tokenizer = make_tokenizer()
+    turns = ChatTurns(tokenizer, role="user")
+    (last_token,) = encode(tokenizer, last).tolist()
+    (text,) = tokenizer.decode(
+        [turns.following_ids([USER], calls=[], last_token=last_token)], skip_special_tokens=False
+    )
+    end = "" if last == "<|im_end|>" else "<|im_end|>"
+    assert text == f"{end}\n<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("num_writes", [0, 1])
+def test_a_session_that_a_full_disk_refused_leaves_no_file(num_writes, tmp_path, monkeypatch):
+    left = [num_writes]
+    write = journal._write
+
+    def full(*args, **fields):
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        left[0] -= 1
+        return write(*args, **fields)
+
+    async def talk():
+        async with gateway_site(lambda _: "3", sessions=tmp_path) as gateway:
+            monkeypatch.setattr(journal, "_write", full)
+            with pytest.raises(RefusedError, match="No space left"):
+                gateway.open("p")
+            assert not [*tmp_path.glob("*.open")]
+
+    run(talk)
+
+
+def test_a_clock_that_jumps_while_no_gateway_runs_ends_no_session(tmp_path, monkeypatch):
+    async def talk():
+        async with gateway_site(lambda _: "3", sessions=tmp_path) as gateway:
+            session = gateway.open("p")
+            await said(gateway, session.key, [USER])
+            session.opened_at -= 1000
+            await said(gateway, session.key, [USER])
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 1e9)
+        async with gateway_site(lambda _: "3", sessions=tmp_path) as gateway:
+            await said(gateway, session.key, [USER])
+            (again,) = gateway.sessions
+            assert again.seconds_left == pytest.approx(again.limits.wall_s - 1000, abs=60)
+
+    run(talk)
+
+
+def test_a_prompt_is_read_once_however_many_samples_there_are():
+    prefixes = Prefixes()
+    for length in range(1, 500):
+        prefixes.add(np.arange(length, dtype=np.int32), length)
+    prefixes.add(np.full(600, 3, np.int32), 600)
+    assert prefixes.longest(np.arange(600, dtype=np.int32)) == (499, 499)
+    assert prefixes.longest(np.array([0, 1, 3], np.int64)) == (2, 2)
+    assert prefixes.longest(np.array([3], np.int32)) == (None, 0)
+    prefixes.add(np.arange(2, dtype=np.int32), 7)
+    assert prefixes.longest(np.array([0, 1, 3], np.int32)) == (7, 2)
+
+
+@pytest.mark.parametrize("seed", [2**60, -1, -(2**63), 7])
+def test_any_seed_of_64_bits_is_taken(seed):
+    wishes = read(seed=seed).wishes
+    sampling, overridden = decide(wishes, SamplingParams(max_tokens=1), decided_by="client", room=9)
+    assert sampling.seed == seed % 2**52
+    assert not overridden
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": True}, "n"),
+        ({"n": 0}, "n"),
+        ({"seed": 2**64}, "seed"),
+        ({"tools": {}}, "tools"),
+        ({"functions": [{"name": "add"}]}, "functions"),
+        ({"function_call": {"name": "add"}}, "function_call"),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}}, USER]},
+            "messages[0].function_call",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": {}}, USER]}, "messages[0].tool_calls"),
+    ],
+)
+def test_what_looks_like_nothing_but_is_something_is_refused_by_name(fields, param):
+    with pytest.raises(RefusedError) as caught:
+        read(**fields)
+    assert caught.value.param == param
+
+
+def test_old_fields_without_effect_are_accepted():
+    assistant = {"role": "assistant", "content": "3", "function_call": None, "tool_calls": None}
+    ask = read(functions=[], function_call="none", n=None, tools=None, messages=[assistant, USER])
+    assert (ask.num_choices, ask.tools, ask.messages[0].calls) == (1, (), ())
+
+
+def test_the_arguments_of_an_item_are_named_where_they_are():
+    item = {"type": "function_call", "call_id": "c", "name": "add", "arguments": 3}
+    with pytest.raises(RefusedError) as caught:
+        read_responses_request({"input": [item]})
+    assert caught.value.param == "input[0].arguments"
+
+
+def test_refusals_name_the_fields_of_their_own_api():
+    text = "x" * 400
+    asked = {
+        "/v1/chat/completions": ({"messages": [{**USER, "content": text}]}, "messages"),
+        "/v1/completions": ({"prompt": text}, "prompt"),
+        "/v1/responses": ({"input": text}, "input"),
+        "/inference/v1/generate": ({"token_ids": [9] * 400}, "token_ids"),
+    }
+
+    async def talk():
+        async with gateway_site(lambda _: "3", max_model_len=256) as gateway, httpx.AsyncClient() as client:
+            headers = {"x-api-key": gateway.open("p").key}
+            for stream in (False, True):
+                for path, (fields, param) in asked.items():
+                    body = {"model": "any", **fields, **({} if "inference" in path else {"stream": stream})}
+                    given = await client.post(f"{gateway.url}{path}", json=body, headers=headers)
+                    assert (given.status_code, given.json()["error"]["param"]) == (400, param)
+
+    run(talk)
+
+
+def test_an_unknown_path_is_refused_in_the_words_of_its_api_and_never_shows_a_key():
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient() as client:
+            key = gateway.open("p").key
+            for path in (f"/{key}/v1/nothing", f"/v1/{key}", f"/v1/messages/{gateway.owner_key}"):
+                given = await client.get(f"{gateway.url}{path}")
+                assert given.status_code == 404
+                assert key not in given.text
+                assert gateway.owner_key not in given.text
+                assert (given.json().get("type") == "error") == ("messages" in path)
+            given = await client.get(f"{gateway.url}/v1/nothing", headers={"anthropic-version": "2023-06-01"})
+            assert given.json() == {
+                "type": "error",
+                "error": {"type": "not_found_error", "message": "unknown route: GET /v1/nothing."},
+            }
+
+    run(talk)
