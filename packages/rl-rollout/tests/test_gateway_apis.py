@@ -109,6 +109,7 @@ def test_items_become_the_turns_that_they_were():
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "c"}, "conversation"),
         ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "The"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

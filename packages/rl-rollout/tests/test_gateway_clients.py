@@ -256,6 +256,7 @@ def test_alone_the_client_decides():
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"temperature": 3}, "temperature"),
         ({"n": 99}, "n"),
+        ({"messages": [USER, {"role": "assistant", "content": "The answer is"}]}, "messages"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages[0].content[0].type"),

@@ -36,6 +36,23 @@ def test_messages_become_text_then_the_tokens_that_transformers_gives(tmp_path):
     assert tokenizer.eos_token_id == 1
 
 
+def test_a_beginning_of_the_answer_is_continued(tmp_path):
+    tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
+    question = {"role": "user", "content": "1+2"}
+    begun = [question, {"role": "assistant", "content": "1+2="}]
+    assert tokenizer.render(begun) == "[1+2][1+2="
+    assert tokenizer.render([*begun, question]) == "[1+2][1+2=][1+2]="
+    assert tokenizer.render(begun, add_generation_prompt=False) == "[1+2][1+2=]"
+
+
+@pytest.mark.parametrize("fields", [{"content": " "}, {"content": "1", "tool_calls": [{}]}, {}])
+def test_an_assistants_message_without_text_at_the_end_names_the_row(tmp_path, fields):
+    tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", **fields}]
+    with pytest.raises(DataError, match=r"f, row 3: the messages end with an assistant's message that has no text"):
+        tokenizer.render(messages, where="f, row 3")
+
+
 def test_template_options_and_a_given_template(tmp_path):
     folder = save_tokenizer(tmp_path, chat_template=None)
     messages = [{"role": "user", "content": "1"}]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_rollout.engines import RolloutEngine, ScriptedEngine, end_token_ids, vocabulary_size
+from rl_rollout.engines import RolloutEngine, ScriptedEngine, model_end_tokens, vocabulary_size
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
 from rl_trainer_parts.commands.plan import PromptCounts
@@ -65,7 +65,13 @@ def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
         )
     if settings.prompts.template_options and not _has_messages(inputs):
         yield "prompts.template_options has no effect without prompts in the form of messages"
-    if not end_token_ids(settings.policy.path):
+    named, own = model_end_tokens(settings.policy.path), inputs.tokenizer.eos_token_id
+    if named and own is not None and own not in named:
+        yield (
+            f"the model in {settings.policy.path} ends a response at token {' or '.join(map(str, named))}, and its "
+            f"tokenizer at token {own}; responses end at all of them"
+        )
+    if not named:
         yield (
             f"{settings.policy.path} names no end token, so every response continues until it is truncated; set "
             "eos_token_id in its generation_config.json to the token that ends a turn in its chat template"

@@ -1,7 +1,7 @@
 """Engines that generate responses. Importing this package loads no engine; import each from its own module."""
 
 from rl_rollout.engines.engine_load import EngineLoad
-from rl_rollout.engines.model_folder import end_token_ids, max_positions, vocabulary_size
+from rl_rollout.engines.model_folder import end_token_ids, max_positions, model_end_tokens, vocabulary_size
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import (
@@ -41,6 +41,7 @@ __all__ = [
     "engine_class",
     "known_engines",
     "max_positions",
+    "model_end_tokens",
     "publish_to",
     "stream",
     "vocabulary_size",

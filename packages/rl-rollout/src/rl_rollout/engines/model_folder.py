@@ -76,6 +76,17 @@ def has_tokenizer(model_dir: Path) -> bool:
 
 @converts_arguments
 def end_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """Return the tokens that end a response: the model's, and the end token of its tokenizer if the model names any.
+
+    Raises:
+        EngineError: A file cannot be read, or names an invalid token.
+    """
+    named, own = model_end_tokens(model_dir), tokenizer_end_token(model_dir)
+    return named if own is None or not named or own in named else (*named, own)
+
+
+@converts_arguments
+def model_end_tokens(model_dir: Path) -> tuple[int, ...]:
     """Return the model's end tokens, from generation_config.json if it names any, else from config.json.
 
     Raises:
@@ -90,6 +101,27 @@ def end_token_ids(model_dir: Path) -> tuple[int, ...]:
                 raise EngineError(f"{file} must have integers as eos_token_id; found {shown(found)}.")
             return tuple(several)
     return ()
+
+
+@converts_arguments
+def tokenizer_end_token(model_dir: Path) -> int | None:
+    """Return the end token that tokenizer_config.json names, by its id there or in tokenizer.json; None without one.
+
+    Raises:
+        EngineError: A file cannot be read.
+    """
+    file = model_dir / "tokenizer_config.json"
+    config = _read(file) if file.exists() else {}
+    token = config.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    named = config.get("added_tokens_decoder")
+    ids = {str(one.get("content")): int(at) for at, one in named.items()} if isinstance(named, dict) else {}
+    if text not in ids and (model_dir / "tokenizer.json").exists():
+        added = _read(model_dir / "tokenizer.json").get("added_tokens") or ()
+        ids |= {str(one.get("content")): int(one["id"]) for one in added}
+    return ids.get(text)
 
 
 @converts_arguments

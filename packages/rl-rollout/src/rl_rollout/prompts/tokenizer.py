@@ -185,6 +185,8 @@ class PromptTokenizer:
     ) -> str:
         """Render messages with the template, without lone surrogates, which tokenizers do not accept.
 
+        An assistant's message at the end is the beginning of the model's answer: the text ends with its content.
+
         Args:
             messages: `role`, `content`, and other fields of the template.
             where: Description of the messages, for errors.
@@ -192,13 +194,17 @@ class PromptTokenizer:
             add_generation_prompt: Whether to end where the model answers.
 
         Raises:
-            DataError: There is no template, or it refuses these messages.
+            DataError: There is no template, it refuses these messages, or an assistant's last message has no text.
         """
         if not self._chat_template:
             raise DataError(
                 f"{where}: the prompt is a list of messages, but the tokenizer has no chat template. "
                 "Set a chat template, or use plain string prompts."
             )
+        options = dict(self._template_options)
+        if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
+            _check_beginning(messages[-1], where=where)
+            add_generation_prompt, options["continue_final_message"] = False, True
         text = call_within(
             DEADLINE_S,
             lambda: self._tokenizer.apply_chat_template(
@@ -208,7 +214,7 @@ class PromptTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **({"strftime_now": self._midnight.strftime} if self._prints_date else {}),
-                **self._template_options,
+                **options,
             ),
             what=f"{where}: the chat template",
             error=DataError,
@@ -268,6 +274,15 @@ class PromptTokenizer:
             skip_special_tokens: Omit special tokens.
         """
         return ResponseText(self.decoder(skip_special_tokens=skip_special_tokens), prompt_ids, stop=stop)
+
+
+def _check_beginning(message: Mapping[str, Json], *, where: str) -> None:
+    content = message.get("content")
+    if message.get("tool_calls") or not isinstance(content, str) or not content.strip():
+        raise DataError(
+            f"{where}: the messages end with an assistant's message that has no text or calls tools; expected text "
+            "that the model continues, or a message of the user or a tool at the end. Remove it, or add what follows."
+        )
 
 
 def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, Json] | None) -> None:

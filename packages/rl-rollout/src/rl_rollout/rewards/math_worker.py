@@ -23,9 +23,8 @@ def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     check_readable(gold)
 
     def judge() -> dict[str, Any]:
-        answer = request["answer"] if "answer" in request else final_answer(request["response"])
-        is_short = answer is not None and len(answer) <= MAX_CHARACTERS
-        return {"is_equal": is_short and is_equal(gold, answer)}
+        answer: str | None = request["answer"] if "answer" in request else final_answer(request["response"])
+        return {"is_equal": answer is not None and len(answer) <= MAX_CHARACTERS and is_equal(gold, answer)}
 
     return judge
 

@@ -13,6 +13,7 @@ from rl_rollout.gateway.apis.reading import (
     read_choice,
     read_schema,
     read_tools,
+    refuse_prefill,
     text_field,
     text_of,
 )
@@ -58,10 +59,7 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
         raise refused_field("max_tokens", None, "an integer of at least 1")
     given = as_list(body.get("messages"), "messages", "a list of at least one message")
     messages = [one for index, each in enumerate(given) for one in _messages(each, f"messages[{index}]")]
-    if messages[-1].role == "assistant":
-        raise refused_field(
-            "messages", "an assistant's message at the end", "ended by a user's message: prefill is not supported"
-        )
+    refuse_prefill(messages, "messages")
     if body.get("system"):
         system = text_of(body["system"], "system", between="\n")
         messages.insert(0, ChatMessage(role="system", content=system))

@@ -18,6 +18,7 @@ from rl_rollout.gateway.apis.reading import (
     read_num_choices,
     read_schema,
     read_tools,
+    refuse_prefill,
     text_of,
 )
 from rl_rollout.gateway.asks import Answer, Ask, Live
@@ -47,13 +48,15 @@ def read_chat_request(body: Mapping[str, Json]) -> Ask:
         RefusedError: A field is invalid or not supported.
     """
     check_fields(body, (*READ, *WITHOUT_EFFECT))
-    messages = as_list(body.get("messages"), "messages", "a list of at least one message")
+    given = as_list(body.get("messages"), "messages", "a list of at least one message")
+    messages = tuple(read_message(one, f"messages[{index}]") for index, one in enumerate(given))
+    refuse_prefill(messages, "messages")
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     schema = read_schema(body.get("response_format"), "response_format", "json_schema")
     tools = read_tools(body, lambda tool: tool.get("type") == "function" and tool.get("function"), A_TOOL)
     may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
     return Ask(
-        messages=tuple(read_message(one, f"messages[{index}]") for index, one in enumerate(messages)),
+        messages=messages,
         tools=tools,
         may_call=may_call,
         must_call=must_call,

@@ -1,10 +1,11 @@
 """Parses the fields that are common to the requests of all APIs."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rl_core.data import Json
 from rl_rollout.gateway.asks import MAX_CHOICES
+from rl_rollout.gateway.messages import ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 
 Tools = tuple[Mapping[str, Any], ...]
@@ -38,6 +39,18 @@ def check_fields(body: Mapping[str, Json], known: Collection[str]) -> None:
             raise RefusedError(
                 f"this server does not support {name}. Omit it.", param=name, code="unsupported_parameter"
             )
+
+
+def refuse_prefill(messages: Sequence[ChatMessage], field: str) -> None:
+    """Refuse a conversation that ends with the beginning of the model's answer.
+
+    Raises:
+        RefusedError: The last message is an assistant's.
+    """
+    if messages[-1].role == "assistant":
+        raise refused_field(
+            field, "an assistant's message at the end", "ended by a user's message: prefill is not supported"
+        )
 
 
 def read_num_choices(body: Mapping[str, Json]) -> int:

@@ -9,7 +9,15 @@ from openai.types.responses import Response
 
 from rl_core.data import Json
 from rl_rollout.gateway.apis.chat_completions import OpenAIApi, read_function, read_message
-from rl_rollout.gateway.apis.reading import as_list, check_fields, read_choice, read_schema, read_tools, text_of
+from rl_rollout.gateway.apis.reading import (
+    as_list,
+    check_fields,
+    read_choice,
+    read_schema,
+    read_tools,
+    refuse_prefill,
+    text_of,
+)
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
@@ -76,6 +84,7 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
     tools = read_tools({"tools": _flat(body.get("tools"))}, _function, A_TOOL)
     may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
     messages = _messages(body.get("input"))
+    refuse_prefill(messages, "input")
     if body.get("instructions"):
         messages.insert(0, ChatMessage(role="system", content=text_of(body["instructions"], "instructions")))
     wishes = read_wishes(
