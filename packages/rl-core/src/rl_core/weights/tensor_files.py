@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.errors import DiskError
+from rl_core.record_fields import converts_arguments
 
 if TYPE_CHECKING:
     import torch
 
 
+@converts_arguments
 def write_safetensors(
     tensors: Mapping[str, "torch.Tensor"], file: Path, *, metadata: Mapping[str, str] | None = None
 ) -> None:
