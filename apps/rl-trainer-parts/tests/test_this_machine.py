@@ -77,7 +77,7 @@ def test_weights_that_do_not_fit_into_shared_memory_are_refused_before_anything_
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     policy, apart = {"path": tmp_path}, {"placement": "process"}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64_000_000))
-    assert found(policy=policy, rollout=apart) == ["/dev/shm must have room for 109.2"]
+    assert found(policy=policy, rollout=apart) == ["shared memory (/dev/shm) must hold 109.2"]
     assert found(policy=policy, rollout=apart, weights={"transport": "tcp"}) == []
     assert found(policy=policy, rollout=apart, **JOINED) == []
     assert found(policy=policy) == []

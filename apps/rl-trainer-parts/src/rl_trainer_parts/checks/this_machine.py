@@ -46,7 +46,7 @@ def _shared_memory(settings: Settings) -> Iterator[str]:
     free = shutil.disk_usage(SHARED_MEMORY).free if needed and SHARED_MEMORY.is_dir() else needed
     if needed > free:
         yield (
-            f"/dev/shm must have room for {bytes_text(needed)} of weights on their way to engines; found "
+            f"shared memory ({SHARED_MEMORY}) must hold {bytes_text(needed)} of weights for the engines; found "
             f"{bytes_text(free)} free. In Docker, use --shm-size=16g or --ipc=host; in Kubernetes, mount an emptyDir "
             'with medium: Memory on /dev/shm. Or set weights.transport = "tcp", with engines in separate processes.'
         )

@@ -239,7 +239,8 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
         rope = config.get(name)
         if not isinstance(rope, Mapping | None) or any(isinstance(value, Mapping) for value in (rope or {}).values()):
             raise DataError(
-                f"config.json must have one object of numbers and strings as {name}, for all layers; found {shown(rope)}."
+                f"config.json must have one object of numbers and strings as {name}, for all layers; found "
+                f"{shown(rope)}."
             )
         if rope:
             return rope
