@@ -307,6 +307,7 @@ def test_needs_by_hand(tmp_path: Path) -> None:
     assert apart.rank == (16 + 4) * PARAMETERS + 16 * (PARAMETERS + 65)  # policy, reference, and critic with its head
     assert apart.disk == 3 * (16 + 12) * PARAMETERS
     assert (apart.shares_gpu, apart.shared_memory) == (False, 2 * 4 * PARAMETERS)
+    assert needs(engine={"tensor_parallel_size": 2}).shared_memory == 4 * PARAMETERS  # the engine's workers read a file
     light = needs(rollout={"engine": "transformers"}, policy={"learner": "torch"}, learner={"dtype": "bfloat16"})
     assert (light.libraries, light.gpu_utilization) == (frozenset(("torch", "transformers")), 0.0)
     assert light.disk == 3 * 14 * PARAMETERS

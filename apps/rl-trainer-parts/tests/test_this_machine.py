@@ -1,6 +1,9 @@
-"""Settings that need a GPU or a library that this machine may lack."""
+"""Settings that need a GPU, a library or shared memory that this machine may lack."""
 
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,19 @@ from rl_trainer_parts.checks.this_machine import machine_problems
 from rl_trainer_parts.settings.sources import build_settings
 
 FUSED, ENGINE = {"kernels": "fused"}, {"kernels": "transformer_engine"}
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 212_690,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 JOINED = {"cluster": {"ray_address": "127.0.0.1:6379"}}
 
 
@@ -52,6 +68,21 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_without_a_gpu(sections: dict[str, Any], said: list[str]) -> None:
     assert found(**sections) == said
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_weights_that_do_not_fit_into_shared_memory_are_refused_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    policy, apart = {"path": tmp_path}, {"placement": "process"}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64_000_000))
+    assert found(policy=policy, rollout=apart) == ["shared memory (/dev/shm) must hold 109.2"]
+    assert found(policy=policy, rollout=apart, weights={"transport": "tcp"}) == []
+    assert found(policy=policy, rollout=apart, **JOINED) == []
+    assert found(policy=policy) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=110_000_000))
+    assert found(policy=policy, rollout=apart) == []
 
 
 @pytest.mark.usefixtures("_no_gpu")

@@ -1,5 +1,7 @@
 import fcntl
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rl_core.errors import NotReadyError
+from rl_core.errors import DiskError, NotReadyError
 from rl_core.weights.digests import tensor_checksum
+from rl_core.weights.tensor_files import write_safetensors
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
 
 
@@ -135,3 +138,19 @@ def test_a_folder_that_was_taken_for_abandoned_is_made_again(tmp_path, monkeypat
 
 def folders(parent: Path):
     return sorted(parent.iterdir())
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_a_full_disk_has_a_type_and_leaves_no_file(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(DiskError, match=r"a\.part cannot be written: .* It needs 1048576 bytes, and \d+ are free"):
+            write_safetensors({"w": torch.zeros(1 << 18)}, tmp_path / "a.part", metadata=metadata)
+        with pytest.raises(DiskError, match="Its folder does not exist"):
+            write_safetensors({"w": torch.zeros(1)}, tmp_path / "none" / "a", metadata=metadata)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []

@@ -55,6 +55,9 @@ GLM = {
 """Like GLM-4.5's, which has a single group of experts."""
 
 
+ROPES = ("rope_parameters", "rope_scaling")
+
+
 def llama(**changes: Any) -> dict[str, Any]:
     return {**DENSE, "architectures": ["LlamaForCausalLM"], **changes}
 
@@ -124,6 +127,32 @@ def test_other_rope_scalings():
             parse_policy_config(llama(rope_parameters={"rope_type": kind, "factor": 4.0}))
     with pytest.raises(DataError, match="no field 'low_freq_factor'"):
         parse_policy_config(llama(rope_parameters={"rope_type": "llama3", "factor": 4.0}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *[({name: value}, f"one object .* as {name}") for name in ROPES for value in (7, "yarn", [], [{}], 0, False)],
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "for all layers; found"),
+        ({"rope_theta": 0}, "rope_theta above 0; found 0"),
+        ({"rope_theta": -1e4}, "rope_theta above 0"),
+        ({"rope_parameters": {"rope_theta": 0.0}, "rope_theta": 5e5}, "rope_theta above 0"),
+        ({"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor above 0"),
+        ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 0}}, "high_freq_factor above 0"),
+        ({"head_dim": 0}, "head_dim >= 1; found 0"),
+    ],
+)
+def test_a_rope_that_means_nothing_is_no_default(changes: dict[str, Any], message: str):
+    with pytest.raises(DataError, match=message):
+        parse_policy_config(llama(**changes))
+
+
+def test_a_rope_without_values_has_defaults():
+    for rope in ({}, None):
+        assert parse_policy_config(llama(rope_parameters=rope, rope_scaling=rope, rope_theta=None)).rope_base == 1e4
+    with pytest.raises(SettingsError, match="rope_type '' is not supported"):
+        parse_policy_config(llama(rope_parameters={"rope_type": ""}))
 
 
 def test_layers_of_experts_are_those_that_transformers_makes():

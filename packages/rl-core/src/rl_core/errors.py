@@ -53,6 +53,10 @@ class JournalError(RLError, OSError):
     """A queue's directory cannot be read or written; the message includes the error of the file system or SQLite."""
 
 
+class DiskError(RLError, OSError):
+    """A file cannot be written; the message includes the file, the system's error and the free space."""
+
+
 class WeightProofError(RLError, RuntimeError):
     """An engine's weights differ from the learner's; `tensor` is the first that differs.
 

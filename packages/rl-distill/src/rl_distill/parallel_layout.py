@@ -137,7 +137,8 @@ def _expert_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterato
     if parallel.ranks % expert_ranks:
         yield (
             f"ranks = {parallel.ranks} must be a multiple of expert_tensor * expert * pipeline = {expert_tensor} * "
-            f"{parallel.expert} * {parallel.pipeline} = {expert_ranks}; set a smaller expert or expert_tensor, or more ranks."
+            f"{parallel.expert} * {parallel.pipeline} = {expert_ranks}; set a smaller expert or "
+            "expert_tensor, or more ranks."
         )
     if parallel.tensor > 1 and not parallel.sequence:
         yield (

@@ -1,9 +1,14 @@
 """Settings that this machine does not support, although another machine may."""
 
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 from rl_core.cluster import visible_gpus
+from rl_core.errors import DataError, SettingsError
+from rl_core.terminal_text import bytes_text
+from rl_trainer_parts.machine.needs import shared_memory_bytes
+from rl_trainer_parts.machine.readings import SHARED_MEMORY
 from rl_trainer_parts.settings.schema import Settings
 
 ON_CPUS = {"ipc": "file", "nccl": "tcp"}
@@ -29,6 +34,22 @@ def machine_problems(settings: Settings) -> Iterator[str]:
             )
     if transport in ON_CPUS and not _has_gpu():
         yield _needs_gpu("weights.transport", transport, instead=ON_CPUS[transport])
+    yield from _shared_memory(settings)
+
+
+def _shared_memory(settings: Settings) -> Iterator[str]:
+    """Problems of a shared memory in which the policy's weights do not fit, such as Docker's 64 MB."""
+    try:
+        needed = shared_memory_bytes(settings)
+    except (SettingsError, DataError):  # another check reports a broken policy
+        return
+    free = shutil.disk_usage(SHARED_MEMORY).free if needed and SHARED_MEMORY.is_dir() else needed
+    if needed > free:
+        yield (
+            f"shared memory ({SHARED_MEMORY}) must hold {bytes_text(needed)} of weights for the engines; found "
+            f"{bytes_text(free)} free. In Docker, use --shm-size=16g or --ipc=host; in Kubernetes, mount an emptyDir "
+            'with medium: Memory on /dev/shm. Or set weights.transport = "tcp", with engines in separate processes.'
+        )
 
 
 def _needs_gpu(setting: str, found: str, *, instead: str) -> str:

@@ -119,11 +119,10 @@ def _sizes(settings: Settings, needs: Needs) -> Needs:
         rank += _rank(settings, critic, "critic")
         checkpoint += STATE_BYTES * count_parameters(parse_policy_config(read_policy_config(critic))).total
     is_vllm = rollout.engine == "vllm"
-    is_apart = rollout.placement != "inline" or settings.placements.get("roles.kind", "inline") != "inline"
+    is_apart = _is_apart(settings)
     weights = total * BYTES[engine.dtype]
     cache = int((engine.kv_cache_gib or CPU_CACHE_GIB) * GIB) if is_vllm else 0
     ranks, engines = settings.parallel.ranks, settings.replicas.count
-    update = each * (trained if lora.rank and lora.serving == "adapter" else total)
     return replace(
         needs,
         cpus=ranks * settings.cluster.cpus_per_rank + engines * settings.replicas.cpus,
@@ -131,11 +130,34 @@ def _sizes(settings: Settings, needs: Needs) -> Needs:
         rank=rank,
         engine=weights // engine.tensor_parallel_size,
         memory=ranks * rank + engines * (weights + cache),
-        shared_memory=2 * update if is_apart and settings.weights.transport == "file" else 0,
+        shared_memory=shared_memory_bytes(settings),
         disk=(settings.trainer.keep_checkpoints + 1) * checkpoint,
         gpu_utilization=engine.gpu_memory_utilization if is_vllm else 0.0,
         shares_gpu=not is_apart and not rollout.sleep,
     )
+
+
+def shared_memory_bytes(settings: Settings) -> int:
+    """Bytes of the files in shared memory through which engines get weights; 0 if none are written.
+
+    Raises:
+        SettingsError: The policy's configuration is not supported.
+        DataError: It cannot be read.
+    """
+    lora, config = settings.lora, parse_policy_config(read_policy_config(settings.policy.path))
+    is_adapter = bool(lora.rank) and lora.serving == "adapter"
+    update = BYTES[settings.learner.dtype] * (
+        adapter_size(config, lora) if is_adapter else count_parameters(config).total
+    )
+    if _is_apart(settings):  # the old file is replaced when the new one is complete
+        return 2 * update if settings.weights.transport == "file" else 0
+    has_workers = settings.rollout.engine == "vllm" and settings.engine.tensor_parallel_size > 1
+    return update if has_workers else 0
+
+
+def _is_apart(settings: Settings) -> bool:
+    """Return True if learner and engines are in different processes."""
+    return settings.rollout.placement != "inline" or settings.placements.get("roles.kind", "inline") != "inline"
 
 
 def _rank(

@@ -22,6 +22,7 @@ from rl_core.weights.publish import (
     publish_weights,
     retry_proof,
 )
+from rl_core.weights.tensor_files import write_safetensors
 from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY, SharedFileTransport, TensorTransport
 from rl_core.weights.update import (
     AdapterUpdate,
@@ -69,4 +70,5 @@ __all__ = [
     "retry_proof",
     "tensor_checksum",
     "tensor_crc32c",
+    "write_safetensors",
 ]

@@ -11,6 +11,7 @@ from rl_core.errors import NotReadyError
 from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
 from rl_core.record_fields import converts_arguments
 from rl_core.weights.digests import digest_tensors
+from rl_core.weights.tensor_files import write_safetensors
 from rl_core.weights.update import AdapterUpdate, WeightUpdate
 
 if TYPE_CHECKING:
@@ -74,8 +75,6 @@ class SharedFileTransport:
         adapter: AdapterUpdate | None = None,
     ) -> WeightUpdate:
         """See `WeightTransport.pack`."""
-        from safetensors.torch import save_file
-
         if not self._folder.is_dir():
             raise NotReadyError(
                 f"the weight transport is closed; its folder {self._folder} was removed. Create a new one."
@@ -83,7 +82,7 @@ class SharedFileTransport:
         file = self._folder / "weights.safetensors"
         part = self._folder / "weights.part"
         on_host = host_tensors(tensors)
-        save_file(on_host, part)
+        write_safetensors(on_host, part)
         part.replace(file)
         return WeightUpdate(
             version=version, digests=digest_tensors(on_host), file=file, tied=dict(tied), adapter=adapter

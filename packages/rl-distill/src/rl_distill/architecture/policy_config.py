@@ -208,7 +208,7 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
             f"num_attention_heads must be divisible by num_key_value_heads; found {num_heads} and {groups}."
         )
     head_dim = family.default_head_dim or hidden_size // num_heads
-    if config.get("head_dim"):
+    if config.get("head_dim") is not None:
         head_dim = count(config, "head_dim")
     rope = _rope(config)
     return PolicyConfig(
@@ -222,7 +222,7 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
         vocab_size=count(config, "vocab_size"),
         max_position_embeddings=count(config, "max_position_embeddings"),
         norm_eps=finite(config["rms_norm_eps"]),
-        rope_base=finite(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_base=_positive("rope_theta", _first(rope.get("rope_theta"), config.get("rope_theta"), 10000.0)),
         rope_scaling=_rope_scaling(rope),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         initializer_range=finite(config.get("initializer_range", 0.02)),
@@ -235,13 +235,39 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     # transformers 5 writes rope_parameters; earlier versions write rope_scaling and rope_theta.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope if isinstance(rope, Mapping) else {}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if not isinstance(rope, Mapping | None) or any(isinstance(value, Mapping) for value in (rope or {}).values()):
+            raise DataError(
+                f"config.json must have one object of numbers and strings as {name}, for all layers; found "
+                f"{shown(rope)}."
+            )
+        if rope:
+            return rope
+    return {}
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is given; a null in config.json means the same as a missing field."""
+    return next((value for value in values if value is not None), None)
+
+
+def _positive(name: str, value: Any) -> float:
+    """Return a field as a finite float above 0.
+
+    Raises:
+        DataError: The value is not above 0.
+    """
+    number = finite(value)
+    if number <= 0:
+        raise DataError(f"config.json must have {name} above 0; found {shown(value)}.")
+    return number
 
 
 def _rotary_dim(config: Mapping[str, Any], head_dim: int, default: float | None) -> int:
     """Return the rotated channels of a head; 0 for all. transformers 4 has the factor at the top level of the file."""
-    factor = finite(_rope(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or default or 1)
+    name = "partial_rotary_factor"
+    factor = _positive(name, _first(_rope(config).get(name), config.get(name), default, 1))
     rotary_dim = int(head_dim * factor)
     if factor != 1 and default is None:
         raise SettingsError(f"partial_rotary_factor must be 1.0 for this architecture; config.json has {factor}.")
@@ -253,14 +279,14 @@ def _rotary_dim(config: Mapping[str, Any], head_dim: int, default: float | None)
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> LinearRopeScaling | Llama3RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _first(rope.get("rope_type"), rope.get("type"), "default")
     if kind == "linear":
-        return LinearRopeScaling(factor=finite(rope["factor"]))
+        return LinearRopeScaling(factor=_positive("factor", rope["factor"]))
     if kind == "llama3":
         return Llama3RopeScaling(
-            factor=finite(rope["factor"]),
-            low_freq_factor=finite(rope["low_freq_factor"]),
-            high_freq_factor=finite(rope["high_freq_factor"]),
+            factor=_positive("factor", rope["factor"]),
+            low_freq_factor=_positive("low_freq_factor", rope["low_freq_factor"]),
+            high_freq_factor=_positive("high_freq_factor", rope["high_freq_factor"]),
             original_max_position_embeddings=count(rope, "original_max_position_embeddings"),
         )
     if kind != "default":

@@ -12,11 +12,11 @@ from typing import Any
 import structlog
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_core.errors import DataError
 from rl_core.files import current_umask, read_json_object, read_safetensors_header
+from rl_core.weights import write_safetensors
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
 
@@ -253,6 +253,7 @@ def write_policy_folder(
 
     Raises:
         DataError: The folder has weights, there are no tensors, or a name occurs twice.
+        DiskError: A file cannot be written.
     """
     policy_dir.mkdir(parents=True, exist_ok=True)
     if any(policy_dir.glob("*.safetensors*")):
@@ -262,7 +263,7 @@ def write_policy_folder(
     dtype = ""
     for shard in _shards(pairs, max_shard_bytes):
         path = policy_dir / f"weights-{len(shards)}.partial"
-        save_file(shard, path, metadata={"format": "pt"})
+        write_safetensors(shard, path, metadata={"format": "pt"})
         path.chmod(0o666 & ~current_umask())  # safetensors creates it with mode 0600
         shards.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")

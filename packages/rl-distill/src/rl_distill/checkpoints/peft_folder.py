@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_core.errors import DataError
 from rl_core.files import StoredTensor, current_umask, read_json_object, read_safetensors_header, shown
-from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, write_safetensors
 from rl_distill.architecture.tensor_shapes import Shape
 from rl_distill.checkpoints.hf_folder import STORED_DTYPES
 from rl_distill.options import DTYPES, MAX_ALPHA, LoraOptions
@@ -197,12 +196,13 @@ def write_adapter(
 
     Raises:
         DataError: The folder already has an adapter.
+        DiskError: A file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE)):
         raise DataError(f"{folder} already has an adapter; choose a new folder, or remove it.")
     named = {PEFT_PREFIX + name: tensor.detach().contiguous() for name, tensor in dict(tensors).items()}
-    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_safetensors(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / WEIGHTS_FILE).chmod(0o666 & ~current_umask())  # safetensors creates it with mode 0600
     modules = [name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A) for name in named if name.endswith(LORA_A)]
     alpha = options.alpha_in_use

@@ -7,6 +7,7 @@ sizes and positions are known to match the model.
 """
 
 import io
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,10 @@ def write_pieces(directory: Path, pieces: Sequence[Piece], *, rank: int, num_ran
     try:
         results: list[WriteResult] = writer.write_data(plan, _PieceWriter(pieces)).wait()
     except RuntimeError as error:
-        raise CheckpointError(f"cannot write {directory}: {error}") from error
+        # torch's zip writer reports a full disk as a position: what was written is shorter than expected.
+        is_full, free = "unexpected pos" in str(error), shutil.disk_usage(directory).free
+        cause = f"the disk is probably full ({free} bytes are free)" if is_full else str(error)
+        raise CheckpointError(f"cannot write {directory}: {cause}.") from error
     return SavePlan(plan.items), results
 
 

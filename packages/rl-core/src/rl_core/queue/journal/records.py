@@ -109,8 +109,17 @@ def refuse_many_sessions(groups: Sequence[QueuedGroup]) -> None:
         raise JournalError(f"the journal must have at most {MAX_TOTAL_SESSIONS} sessions; found {total}.")
 
 
+class _NamedPrompt(msgspec.Struct):
+    """The uid of an encoded prompt; its other fields are skipped."""
+
+    uid: str
+
+
 def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) -> QueuedGroup:
-    """Convert and check a row of the table of groups."""
+    """Convert and check a row of the table of groups; an empty prompt is not checked."""
+    named = msgspec.json.decode(prompt, type=_NamedPrompt).uid if prompt else uid
+    if named != uid:
+        raise ValueError(f"the row of prompt {uid!r} has the prompt {named!r}; one of the two was altered")
     found = msgspec.json.decode(record, type=GroupRecord)
     group = QueuedGroup(
         uid=msgspec.convert(uid, str),

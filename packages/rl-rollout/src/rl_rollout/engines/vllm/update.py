@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from rl_core.data import FloatArray
 from rl_core.errors import EngineError
 from rl_core.files import locked_folder
-from rl_core.weights import FOLDER_PREFIX, SHARED_MEMORY, WeightUpdate
+from rl_core.weights import FOLDER_PREFIX, SHARED_MEMORY, WeightUpdate, write_safetensors
 from rl_rollout.engines.weight_checks import announced_tensors, update_file
 
 WeightSource = Mapping[str, torch.Tensor] | Path
@@ -54,7 +53,7 @@ def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[WeightS
     else:
         with locked_folder(SHARED_MEMORY, FOLDER_PREFIX, mode=0o700) as folder:
             file = folder / "weights.safetensors"
-            save_file({name: tensor.detach().contiguous().cpu() for name, tensor in update.tensors.items()}, file)
+            write_safetensors({name: one.detach().contiguous().cpu() for name, one in update.tensors.items()}, file)
             yield file
 
 
