@@ -63,6 +63,13 @@ def test_each_session_is_an_answer() -> None:
     assert {one.source for one in found} == {"rollouter"}
 
 
+def test_a_session_with_several_trajectories_shows_the_one_that_is_scored() -> None:
+    first = make_trajectory("p", 0, output_index=0, reward=0.5)
+    last = make_trajectory("p", 0, output_index=1, reward=0.5, extras={"pred": 7})
+    answers = answers_of([group(SessionResult(trajectories=(first, last)))], source="x")
+    assert [(one.trajectory.output_index, one.prediction) for one in answers] == [(1, "7")]
+
+
 def test_what_a_failed_session_had_is_kept_without_its_worth() -> None:
     (found,) = answers_of(
         [group(session(0, failure="audit", reward=1.0, reward_components={"acc": 1.0}, extras={"pred": "1"}))],

@@ -215,6 +215,27 @@ def test_limits_end_a_session_with_finish_reason_length(limits, max_tokens, ende
     assert trajectory.loss_mask[-1]
 
 
+@pytest.mark.parametrize(
+    ("max_turns", "max_tokens", "ended_by"), [(2, 2000, "max_turns"), (9, 90, "context"), (9, 60, "length")]
+)
+def test_the_arguments_of_a_last_call_are_no_answer(max_turns, max_tokens, ended_by):
+    judged = []
+
+    def judge(given):
+        judged.append(given.response_text)
+        return 0.0
+
+    (group,) = run_loop(
+        loop(limits=TurnLimits(max_turns=max_turns)),
+        Speaker(TOKENIZER, lambda _: f"So far 41: {call('add', a=42, b=42)}{END}"),
+        [chat_prompt(TOKENIZER, "1+2?")],
+        sampling=SamplingParams(max_tokens=max_tokens),
+        reward=quick(judge),
+    )
+    assert group.sessions[0].trajectories[-1].extras["ended_by"] == ended_by
+    assert judged == ["So far 41: "]
+
+
 def test_the_models_context_is_a_limit_too():
     again = f"{call('add', a=1, b=2)}{END}"
     (session,) = sessions(lambda _: again, limits=TurnLimits(max_turns=100), max_model_len=500)

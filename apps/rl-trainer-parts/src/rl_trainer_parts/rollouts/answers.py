@@ -23,7 +23,8 @@ class Answer:
 
     Attributes:
         prompt: The prompt.
-        trajectory: The response; its session_index identifies the session. Only the prompt if the session failed.
+        trajectory: The response, in a session with several trajectories the last, which holds the answer that is scored;
+            its session_index identifies the session. Only the prompt if the session failed.
         failure: Why the session failed; its reward does not count. None if it succeeded.
         source: The process that answered, such as "rollouter".
     """
@@ -66,7 +67,7 @@ def answers_of(groups: Iterable[GroupResult], *, source: str) -> list[Answer]:
     return [
         Answer(
             prompt=group.prompt,
-            trajectory=session.trajectories[0] if session.trajectories else _nothing(group.prompt, index),
+            trajectory=session.trajectories[-1] if session.trajectories else _nothing(group.prompt, index),
             failure=session.failure,
             source=source,
         )

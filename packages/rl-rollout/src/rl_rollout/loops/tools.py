@@ -183,9 +183,8 @@ class ToolsLoop(SessionLoop):
         turn_ids = last.input_ids[sampled[starts[-1] :]]
         ids = np.concatenate([row.input_ids[row.loss_mask] for row in session.trajectories])
         (text,) = context.decode([turn_ids])
-        if last.extras.get("ended_by") == "answer":
-            turn = self._parsed(context, turn_ids)
-            text = text if turn.answer is None else turn.answer
+        answer = self._answer(context, turn_ids)
+        text = text if answer is None else answer
         begins_thinking = context.begins_thinking(last.input_ids[:start])
         return Judged(text=text, ids=ids, finish_reason=last.finish_reason, begins_thinking=begins_thinking)
 
@@ -194,13 +193,13 @@ class ToolsLoop(SessionLoop):
         while True:
             generation = await conversation.sample()
             if generation.finish_reason == "length":
-                return await self._scored(conversation, outcomes, ended_by="length")
+                return await self._scored(conversation, generation.token_ids, outcomes, ended_by="length")
             turn = self._parsed(conversation.context, generation.token_ids)
             if not turn.calls:
-                return await self._scored(conversation, outcomes, ended_by="answer", text=turn.answer)
+                return await self._scored(conversation, generation.token_ids, outcomes, ended_by="answer")
             if conversation.is_last_turn:
                 conversation.mark_cut()
-                return await self._scored(conversation, outcomes, ended_by="max_turns")
+                return await self._scored(conversation, generation.token_ids, outcomes, ended_by="max_turns")
             started_at = time.perf_counter()
             results = await self._run(turn.calls)
             conversation.add_tools_time(time.perf_counter() - started_at)
@@ -208,7 +207,7 @@ class ToolsLoop(SessionLoop):
             replies = [Reply(text=result.text, name=result.call.name) for result in results]
             if not conversation.append(turns.reply_ids(replies, last_token=int(generation.token_ids[-1]))):
                 conversation.mark_cut()
-                return await self._scored(conversation, outcomes, ended_by="context")
+                return await self._scored(conversation, generation.token_ids, outcomes, ended_by="context")
 
     async def _run(self, calls: tuple[ToolCall, ...]) -> list[ToolResult]:
         limit = self._options.max_calls_per_turn
@@ -217,14 +216,15 @@ class ToolsLoop(SessionLoop):
         return await self._runner.run(kept)
 
     async def _scored(
-        self, conversation: Conversation, outcomes: Counter[str], *, ended_by: str, text: str | None = None
+        self, conversation: Conversation, turn_ids: IntArray, outcomes: Counter[str], *, ended_by: str
     ) -> SessionResult:
         extras: dict[str, Json] = {
             "ended_by": ended_by,
             "num_turns": conversation.num_turns,
             "tool_calls": dict(sorted(outcomes.items())),
         }
-        return await conversation.scored(text=text, extras=extras)
+        answer = self._answer(conversation.context, turn_ids)
+        return await conversation.scored(text=answer, extras=extras)
 
     @property
     def _ready(self) -> Joined:
@@ -232,12 +232,27 @@ class ToolsLoop(SessionLoop):
             raise SettingsError("the agent loop 'tools' was closed while it ran.")
         return self._joined
 
+    def _answer(self, context: LoopContext, ids: IntArray) -> str | None:
+        """Return what a turn says outside of its calls, whose arguments are no answer; None if that is all of it."""
+        turn = self._parsed(context, ids)
+        if turn.answer is not None or not turn.calls:
+            return turn.answer
+        tokenizer = self._tokenizer(context)
+        (text,) = tokenizer.decode([ids], skip_special_tokens=False)
+        said = text[: turn.calls_at or 0]
+        for token in tokenizer.special_tokens:
+            said = said.replace(token, "")
+        return said
+
     def _parsed(self, context: LoopContext, ids: IntArray) -> ParsedTurn:
-        tokenizer = context.tokenizer
-        if tokenizer is None:
-            raise SettingsError("the agent loop 'tools' needs LoopContext.tokenizer.")
+        tokenizer = self._tokenizer(context)
         (text,) = tokenizer.decode([ids], skip_special_tokens=False)
         return self._parser_for(tokenizer).parse(text, parameters=self._toolbox.parameters())
+
+    def _tokenizer(self, context: LoopContext) -> PromptTokenizer:
+        if context.tokenizer is None:
+            raise SettingsError("the agent loop 'tools' needs LoopContext.tokenizer.")
+        return context.tokenizer
 
     def _parser_for(self, tokenizer: PromptTokenizer) -> ToolParser:
         if self._parser is None:
