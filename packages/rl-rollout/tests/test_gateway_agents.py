@@ -85,8 +85,13 @@ BASH = [
     f"I look.{call('bash', command='echo $((1+2))')}",
     call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
 ]
-ONCE = [f"<think>hm</think>I add.{SUM}", "It is 3."]
-OBJECT = ['{"total": 3}']
+ADDERS = (
+    "Anthropic's tool_runner", "LangChain, LangGraph", "Agno", "AG2", "AutoGen", "Haystack", "CrewAI", "LlamaIndex",
+    "Semantic Kernel", "Strands", "openai for Node", "anthropic for Node",
+)  # fmt: skip
+PARSERS = ("LangChain, structured output", "DSPy", "Outlines", "Instructor", "AI SDK, generateObject")
+ONCE = (f"<think>hm</think>I add.{SUM}", "It is 3.")
+OBJECT = ('{"total": 3}',)
 SHELL = {"command": "echo $((1+2))", "description": "Adds.", "is_background": False}
 ADDING = [f"<think>hm</think>I add.{SUM}{SUM}", "3 and 3.", SUM, "Yes."]
 HANDING_OVER = [f"I add.{SUM}{SUM}", call("transfer_to_checker"), SUM, "It is 3."]
@@ -100,19 +105,13 @@ SAYS = {
     "openai-agents, Responses": HANDING_OVER,
     "pydantic-ai": ADDING,
     "pydantic-ai, Messages": ADDING,
-    **dict.fromkeys(
-        ("Anthropic's tool_runner", "LangChain, LangGraph", "Agno", "AG2", "AutoGen", "Haystack", "CrewAI", "LlamaIndex",
-         "Semantic Kernel", "Strands", "openai for Node", "anthropic for Node"),
-        ONCE,
-    ),
-    **dict.fromkeys(
-        ("LangChain, structured output", "DSPy", "Outlines", "Instructor", "AI SDK, generateObject"), OBJECT
-    ),
-    **dict.fromkeys(("AI SDK, Messages", "AI SDK, Responses"), [*ONCE, f"Again.{SUM}{SUM}", "Yes."]),
+    **dict.fromkeys(ADDERS, ONCE),
+    **dict.fromkeys(PARSERS, OBJECT),
+    **dict.fromkeys(("AI SDK, Messages", "AI SDK, Responses"), (*ONCE, f"Again.{SUM}{SUM}", "Yes.")),
     "Aider": ["I change it.\n\nsum.py\n```\nx = 3\n```\n"],
     "Codex CLI": [f"I look.{call('exec_command', cmd='echo $((1+2))')}", "It is 3."],
     "Qwen Code": [f"I look.{call('run_shell_command', **SHELL)}", "It is 3."],
-}  # fmt: skip
+}
 FORKS = {
     "smolagents, code": ([1, 1], {"roots_assistant": 1}),  # the agent writes its calls into the response
     "smolagents, calls": ([1, 1], {"roots_assistant": 1}),
@@ -210,7 +209,9 @@ def test_an_agent_with_a_script_trains_what_it_said_and_forks_where_it_forks(nam
         assert {key: n for key, n in session.counts.items() if key.startswith("roots")} == {"roots_first": 1, **roots}
         assert session.counts["forks"] == session.counts["repeated"] == 0
         spans = [(row, *run) for row in result.trajectories for run in runs_of(row.loss_mask)]
-        assert len(spans) == len(asked) >= min(2, len(told))  # each turn trains once, in the context that the engine was given
+        assert (
+            len(spans) == len(asked) >= min(2, len(told))
+        )  # each turn trains once, in the context that the engine was given
         for (row, start, stop), context, said in zip(spans, asked, told, strict=False):
             assert row.input_ids[:start].tolist() == context.tolist()
             assert row.input_ids[start:stop].tolist() == said[: stop - start].tolist()
