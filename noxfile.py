@@ -22,6 +22,8 @@ from nox.command import CommandFailed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tooling.environments import (
     AGENTS,
+    AGENTS_AIDER,
+    AGENTS_OPENAI2,
     DOCS,
     PACKAGES,
     PROJECTS,
@@ -67,8 +69,13 @@ WORKSPACE_SUITES = (
     *(f"{project}/tests" for project in PROJECTS if project.startswith("apps/")),
 )
 """What `tests` runs in the workspace's environment; `unit` covers the packages."""
+<<<<<<< HEAD
 RECORDED_TEST = "tests/test_recorded_metrics.py"
 """Reads the names of metrics that the other tests recorded."""
+=======
+AGENT_LOCKS = ("agents", "agents-openai2", "agents-aider")
+LOCKS = ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", *AGENT_LOCKS, "docs", "gpu")
+>>>>>>> work-c
 AGENTS_TESTS = "packages/rl-rollout/tests/test_gateway_agents.py"
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -340,10 +347,27 @@ def verifiers(session: nox.Session) -> None:
 
 @nox.session
 def agents(session: nox.Session) -> None:
-    """Run unmodified agents from PyPI, in their own environment, against the gateway."""
-    os.environ["AGENTS_PYTHON"] = ensure(session, AGENTS)
+    """Run unmodified agents from PyPI and npm, in their own environments, against the gateway."""
+    agent_environments(session)
     with summary(session):
         run_pytest(session, workspace(session), "-m", "soak", AGENTS_TESTS, *session.posargs)
+
+
+def agent_environments(session: nox.Session) -> None:
+    """Make the environments of agents and set their variables; without npm, the tests skip the agents of Node."""
+    os.environ["AGENTS_PYTHON"] = ensure(session, AGENTS)
+    os.environ["AGENTS_OPENAI2_PYTHON"] = ensure(session, AGENTS_OPENAI2)
+    if sys.version_info < (3, 13):
+        os.environ["AGENTS_AIDER_PYTHON"] = ensure(session, AGENTS_AIDER)
+    if shutil.which("npm") is None:
+        session.log("Skipping the agents of Node: there is no npm. Install Node 20 or later to run them.")
+        return
+    folder = ROOT / ".nox" / "agents-node"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(ROOT / "locks" / "agents-node" / name, folder)
+    session.run("npm", "ci", "--prefix", str(folder), "--no-audit", "--no-fund", external=True, silent=True)
+    os.environ["AGENTS_NODE"] = str(folder)
 
 
 @nox.session
@@ -370,7 +394,7 @@ def soak(session: nox.Session) -> None:
     chosen = ["-k", options.name.replace("-", "_")] if options.name else []
     seeds = [f"--seed={options.seed}", f"--hypothesis-seed={options.seed}", "--hypothesis-profile=soak"]
     limits = ["-o", "faulthandler_timeout=14400"]
-    os.environ["AGENTS_PYTHON"] = ensure(session, AGENTS)
+    agent_environments(session)
     os.environ["RL_TESTS_COLD"] = "1"  # start every process as users do
     with summary(session):
         folders = ("packages", "apps", "tests")
@@ -417,7 +441,7 @@ def lock(session: nox.Session) -> None:
     """Update locks/*.txt from locks/*.in: `nox -s lock -- cpu`; without a name, update all."""
     tools = ensure(session, TOOLS)
     left_out = {line.split(";")[0].strip() for line in (ROOT / "locks/overrides.txt").read_text().splitlines()}
-    for name in session.posargs or ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", "agents", "docs", "gpu"):
+    for name in session.posargs or LOCKS:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             resolve = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report)]

@@ -138,9 +138,21 @@ VERIFIERS = Environment(
 )
 AGENTS = Environment(
     name="agents",
-    cost="0.4 GB to download, 1.1 GB on disk, about a minute",
+    cost="0.5 GB to download, 1.4 GB on disk, about two minutes",
     steps=(("--no-deps", "-r", "locks/agents.txt"),),
     inputs=("locks/agents.txt",),
+)
+AGENTS_OPENAI2 = Environment(
+    name="agents-openai2",
+    cost="0.5 GB to download, 1.5 GB on disk, about two minutes",
+    steps=(("--no-deps", "-r", "locks/agents-openai2.txt"),),
+    inputs=("locks/agents-openai2.txt",),
+)
+AGENTS_AIDER = Environment(
+    name="agents-aider",
+    cost="0.2 GB to download, 0.7 GB on disk, about a minute",
+    steps=(("--no-deps", "-r", "locks/agents-aider.txt"),),
+    inputs=("locks/agents-aider.txt",),
 )
 DOCS = Environment(
     name="docs",

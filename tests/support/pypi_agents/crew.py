@@ -3,7 +3,8 @@
 import os
 import sys
 
-from crewai import LLM, Agent, Crew, Task
+from crewai import LLM as ChatModel
+from crewai import Agent, Crew, Task
 from crewai.tools import tool
 
 
@@ -13,7 +14,7 @@ def add(left: int, right: int) -> int:
     return left + right
 
 
-model = LLM(model="openai/policy", base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+model = ChatModel(model="openai/policy", base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
 agent = Agent(role="adder", goal="Add.", backstory="You add.", llm=model, tools=[add])
 crew = Crew(agents=[agent], tasks=[Task(description=sys.argv[1], expected_output="A number.", agent=agent)])
 sys.stdout.write(str(crew.kickoff()))

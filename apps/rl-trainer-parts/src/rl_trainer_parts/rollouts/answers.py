@@ -23,8 +23,8 @@ class Answer:
 
     Attributes:
         prompt: The prompt.
-        trajectory: The response, in a session with several trajectories the last, which holds the answer that is scored;
-            its session_index identifies the session. Only the prompt if the session failed.
+        trajectory: The response; of several, the last, which holds the answer that is scored. Its session_index
+            identifies the session. Only the prompt if the session failed.
         failure: Why the session failed; its reward does not count. None if it succeeded.
         source: The process that answered, such as "rollouter".
     """

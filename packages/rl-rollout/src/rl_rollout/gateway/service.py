@@ -101,8 +101,8 @@ class PolicyService:
             SettingsError: The template cannot join turns, or an option names an unknown parser or token.
         """
         named = options.tool_parser or (options.reasoning_parser and VLLM)
-        others = {"reasoning": options.reasoning_parser, "stop_tokens": options.stop_tokens}
-        parser = parser_for(named, tokenizer, **others) if named else None
+        reasoning, stop_tokens = options.reasoning_parser, options.stop_tokens
+        parser = parser_for(named, tokenizer, reasoning=reasoning, stop_tokens=stop_tokens) if named else None
         stops = [tokenizer.token_id(token) for token in (parser.stop_tokens if parser else ())]
         for token in options.stop_tokens:
             stops.append(tokenizer.token_id(token))
