@@ -69,13 +69,10 @@ WORKSPACE_SUITES = (
     *(f"{project}/tests" for project in PROJECTS if project.startswith("apps/")),
 )
 """What `tests` runs in the workspace's environment; `unit` covers the packages."""
-<<<<<<< HEAD
 RECORDED_TEST = "tests/test_recorded_metrics.py"
 """Reads the names of metrics that the other tests recorded."""
-=======
 AGENT_LOCKS = ("agents", "agents-openai2", "agents-aider")
 LOCKS = ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", *AGENT_LOCKS, "docs", "gpu")
->>>>>>> work-c
 AGENTS_TESTS = "packages/rl-rollout/tests/test_gateway_agents.py"
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
