@@ -41,13 +41,20 @@ def test_a_head_without_its_own_weights_must_be_the_embedding(
         assert raised.value.tensor == HEAD
 
 
-def test_a_live_tensor_that_the_folder_lacks_is_refused_and_an_unknown_name_is_logged(tmp_path: Path) -> None:
+def test_a_live_tensor_that_the_folder_lacks_is_refused_and_one_that_nobody_serves_is_logged(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, is_tied=True, with_head=False)
     probes = folder_probes(folder, tensor_shapes(folder))
     live = {**probes, "model.bias": np.zeros(3, np.float32)}
     with pytest.raises(WeightProofError, match=r"'model\.bias', which .* does not have"):
         check_first_weights(probes, live, model_dir=folder, dtype="float32")
     del live[NORM]
+    for others in (live, {"language_model.head": np.full(5, 1e30, np.float32)}):
+        with pytest.raises(WeightProofError, match=r"which .* does not have, under this or another name"):
+            check_first_weights(probes, others, model_dir=folder, dtype="float32")
+    with pytest.raises(WeightProofError, match=r"serves no tensor of .* so nothing is proven"):
+        check_first_weights(probes, {}, model_dir=folder, dtype="float32")
+    del live["model.bias"]
     with capture_logs() as logged:
         check_first_weights(probes, live, model_dir=folder, dtype="float32")
+        check_first_weights(probes, {**live, "a.norm": probes[NORM]}, model_dir=folder, dtype="float32")
     assert [(one["event"], one["first"]) for one in logged] == [("first_weights_not_proven", NORM)]

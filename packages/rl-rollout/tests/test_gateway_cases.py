@@ -285,6 +285,10 @@ SHORT = (
     "{%% for m in messages %%}{{ m.content }}<|im_end|>{%% endfor %%}{%% if add_generation_prompt %%}%s{%% endif %%}"
 )
 STREAMED = ("reasoning_content", "content")
+INST = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% else %}[INST] {{ m.content }} [/INST]"
+    "{% endif %}{% endfor %}"
+)
 BY_QUESTION = "{% if 'thoughts' in messages[0].content %}<think>{% endif %}"
 
 
@@ -298,6 +302,7 @@ BY_QUESTION = "{% if 'thoughts' in messages[0].content %}<think>{% endif %}"
         ("A:", "<think>", "3", ("", "3")),
         (f"<|im_start|>{BY_QUESTION}", "<think>", "3", ("", "3")),
         (f"<|im_start|>{BY_QUESTION}", "thoughts", "hm</think>3", ("hm", "3")),
+        (None, "use <think>", "3", ("", "3")),
     ],
 )
 def test_only_the_templates_generation_prompt_opens_the_reasoning(asking, question, said, read):
@@ -310,7 +315,7 @@ def test_only_the_templates_generation_prompt_opens_the_reasoning(asking, questi
 
     async def talk():
         async with (
-            gateway_site(lambda _: said, template=SHORT % asking) as gateway,
+            gateway_site(lambda _: said, template=INST if asking is None else SHORT % asking) as gateway,
             httpx.AsyncClient(base_url=f"{gateway.url}/v1/") as client,
         ):
             for path, fields in bodies.items():

@@ -46,7 +46,8 @@ def check_first_weights(
 ) -> None:
     """Compare an engine's live layers with the folder that it loaded.
 
-    Names that the engine serves under other names are not proven, and logged.
+    A tensor that the engine serves under another name is found by its values. Tensors of the folder that it does not
+    serve, such as those of a layer that only training uses, are not proven, and logged.
 
     Args:
         probes: Result of `folder_probes`.
@@ -55,7 +56,8 @@ def check_first_weights(
         dtype: The engine's dtype.
 
     Raises:
-        WeightProofError: A live tensor differs, or comes from no tensor of the folder; the message names it.
+        WeightProofError: A live tensor differs, or comes from no tensor of the folder (the message names it), or the
+            engine serves none of them.
     """
     tolerances = ProofTolerances() if dtype == "float32" else BFLOAT16_TOLERANCES
     for name in sorted(live.keys() & probes.keys()):
@@ -67,14 +69,22 @@ def check_first_weights(
                 tensor=name,
             )
     unproven = sorted(probes.keys() - live.keys() - {HEAD})
+    for name in sorted(live.keys() - probes.keys()):
+        of = next((one for one in unproven if _difference(probes[one], live[name]) <= tolerances.probe), None)
+        if of is None:
+            raise WeightProofError(
+                f"the engine serves tensor {name!r}, which {model_dir} does not have, under this or another name, so its "
+                "values may be random. Write the folder again with save_pretrained, correct the setting of config.json "
+                "that asks for it, or use the transformers engine.",
+                tensor=name,
+            )
+        unproven.remove(of)
+    if not live:
+        raise WeightProofError(
+            f"the engine serves no tensor of {model_dir} that can be read back, so nothing is proven."
+        )
     if unproven:
         log.warning("first_weights_not_proven", folder=str(model_dir), tensors=len(unproven), first=unproven[0])
-    elif unknown := sorted(live.keys() - probes.keys()):
-        raise WeightProofError(
-            f"the engine serves tensor {unknown[0]!r}, which {model_dir} does not have, so its values are random. "
-            "Write the folder again with save_pretrained, or correct the setting of config.json that asks for it.",
-            tensor=unknown[0],
-        )
 
 
 def _difference(expected: FloatArray, live: FloatArray) -> float:

@@ -122,6 +122,14 @@ def read_tools(
         one = found(tool) if isinstance(tool, dict) else None
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):
             raise refused_field(f"tools[{index}]", tool, expected)
+        for name, kind, shown in (
+            ("description", str, "a string"),
+            (schema, dict, "an object"),
+            ("strict", bool, "true or false"),
+        ):
+            if one.get(name) is not None and not isinstance(one[name], kind):
+                place = f"tools[{index}]{'' if one is tool else '.function'}.{name}"
+                raise refused_field(place, one[name], shown)
         function = {"name": one["name"], "description": one.get("description") or ""}
         parameters = one.get(schema) or {"type": "object"}
         read.append({"type": "function", "function": {**function, "parameters": parameters}})

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
 from openai.types.responses import Response
@@ -35,6 +36,8 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 CHOICES = {"auto": "auto", "none": "none", "required": "required", "function": "named"}
 A_TOOL = 'an object with type "function" and a name, or with type "namespace" and such tools'
+SPARE_DEPTH = 100
+"""How much deeper than what a client sent the stack may be while an answer repeats it."""
 NAMESPACE_END = "__"
 """Separates a namespace from the tool's name, in the name that the model reads and writes."""
 
@@ -85,8 +88,8 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
     may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
     messages = _messages(body.get("input"))
     refuse_prefill(messages, "input")
-    if body.get("instructions"):
-        messages.insert(0, ChatMessage(role="system", content=text_of(body["instructions"], "instructions")))
+    if instructions := text_of(body.get("instructions"), "instructions"):
+        messages.insert(0, ChatMessage(role="system", content=instructions))
     wishes = read_wishes(
         body,
         max_tokens="max_output_tokens",
@@ -138,12 +141,13 @@ class Responses(OpenAIApi):
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
-            "instructions": body.get("instructions"),
-            "tools": body.get("tools") or [],
-            "tool_choice": body.get("tool_choice") or "auto",
+            "instructions": None,
+            "tools": [],
+            "tool_choice": "auto",
             "parallel_tool_calls": True,
             "store": False,
         }
+        self._echo = _echo(body)
         self._namespaces = _namespaces(body.get("tools"))
         self._name = ""
         self._num_events, self._num_items = 0, 0
@@ -156,7 +160,7 @@ class Responses(OpenAIApi):
     def begin(self, live: Live) -> Iterable[str]:
         """Yield the events at the start of a stream."""
         self._name = live.name
-        begun = {**self._head, "id": f"resp_{live.name}", "status": "in_progress", "output": []}
+        begun = {**self._head, **self._echo, "id": f"resp_{live.name}", "status": "in_progress", "output": []}
         for event in ("created", "in_progress"):
             yield self._event(f"response.{event}", response=begun)
 
@@ -236,7 +240,18 @@ class Responses(OpenAIApi):
             "output": [*items, *(_call(call, self._namespaces) for call in message.calls)],
             "usage": usage,
         }
-        return Response.model_validate(response).model_dump(mode="json", exclude_unset=True)
+        return {**Response.model_validate(response).model_dump(mode="json", exclude_unset=True), **self._echo}
+
+
+def _echo(body: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the fields that answers repeat as the client sent them, even where OpenAI's own types are stricter.
+
+    Raises:
+        RecursionError: A field is nested so deeply that writing an answer might fail.
+    """
+    echo = {name: body[name] for name in ("instructions", "tools", "tool_choice") if body.get(name) is not None}
+    json.dumps(reduce(lambda held, _: [held], range(SPARE_DEPTH), echo))
+    return echo
 
 
 def _part(kind: str, text: str) -> dict[str, Json]:
