@@ -1,7 +1,6 @@
 """Answers to problems, and their readable form."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,13 +62,6 @@ def test_each_session_is_an_answer() -> None:
     assert {one.source for one in found} == {"rollouter"}
 
 
-def test_a_session_with_several_trajectories_shows_the_one_that_is_scored() -> None:
-    first = make_trajectory("p", 0, output_index=0, reward=0.5)
-    last = make_trajectory("p", 0, output_index=1, reward=0.5, extras={"pred": 7})
-    answers = answers_of([group(SessionResult(trajectories=(first, last)))], source="x")
-    assert [(one.trajectory.output_index, one.prediction) for one in answers] == [(1, "7")]
-
-
 def test_what_a_failed_session_had_is_kept_without_its_worth() -> None:
     (found,) = answers_of(
         [group(session(0, failure="audit", reward=1.0, reward_components={"acc": 1.0}, extras={"pred": "1"}))],
@@ -105,7 +97,7 @@ def test_nothing_asked_gives_nothing() -> None:
     assert generation_samples([], Numbers()) == []  # type: ignore[arg-type]
 
 
-def test_a_session_of_several_trajectories_is_one_answer() -> None:
-    rows = (make_trajectory("p", 0), replace(make_trajectory("p", 0), output_index=1, reward=9.0))
-    (found,) = answers_of([group(SessionResult(trajectories=rows))], source="x")
-    assert found.reward == 1.0
+def test_a_session_of_several_trajectories_is_one_answer_the_last() -> None:
+    last = make_trajectory("p", 0, output_index=1, reward=9.0, extras={"pred": 7})
+    (found,) = answers_of([group(SessionResult(trajectories=(make_trajectory("p", 0), last)))], source="x")
+    assert (found.trajectory.output_index, found.reward, found.prediction) == (1, 9.0, "7")

@@ -73,9 +73,9 @@ def check_first_weights(
         of = next((one for one in unproven if _difference(probes[one], live[name]) <= tolerances.probe), None)
         if of is None:
             raise WeightProofError(
-                f"the engine serves tensor {name!r}, which {model_dir} does not have, under this or another name, so its "
-                "values may be random. Write the folder again with save_pretrained, correct the setting of config.json "
-                "that asks for it, or use the transformers engine.",
+                f"the engine serves tensor {name!r}, which {model_dir} does not have, under this or another name, so "
+                "its values may be random. Write the folder again with save_pretrained, correct the setting of "
+                "config.json that asks for it, or use the transformers engine.",
                 tensor=name,
             )
         unproven.remove(of)
