@@ -286,8 +286,8 @@ SHORT = (
 )
 STREAMED = ("reasoning_content", "content")
 INST = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% else %}[INST] {{ m.content }} [/INST]"
-    "{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>"
+    "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
 )
 BY_QUESTION = "{% if 'thoughts' in messages[0].content %}<think>{% endif %}"
 
