@@ -27,6 +27,9 @@ REASONS = {
 }
 """Metrics of no run in our tests, and why."""
 
+BY_CHANCE = ("fully_async/count/dropped/{reason}",)
+"""Metrics that need a kill or a slow group at the right moment, so that only some runs of our tests have them."""
+
 
 @pytest.fixture(scope="module")
 def unseen() -> list[str]:
@@ -39,7 +42,7 @@ def unseen() -> list[str]:
 
 
 def test_every_metric_is_recorded_or_has_a_reason(unseen: list[str]) -> None:
-    assert [name for name in unseen if not any(fnmatchcase(name, pattern) for pattern in REASONS)] == []
+    assert [name for name in unseen if not any(fnmatchcase(name, pattern) for pattern in (*REASONS, *BY_CHANCE))] == []
 
 
 def test_no_reason_is_out_of_date(unseen: list[str]) -> None:

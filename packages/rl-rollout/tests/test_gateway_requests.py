@@ -1,5 +1,6 @@
 """Requests that clients send rarely, and the words in which they are refused."""
 
+import json
 import time
 
 import httpx
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from chat_model import encode, make_tokenizer
 from gateway_site import gateway_site, run
-from gateway_talk import said
+from gateway_talk import plain_client, said
 
 from rl_rollout import PromptTokenizer, SamplingParams
 from rl_rollout.gateway import journal
@@ -181,5 +182,42 @@ def test_an_unknown_path_is_refused_in_the_words_of_its_api_and_never_shows_a_ke
                 "type": "error",
                 "error": {"type": "not_found_error", "message": "unknown route: GET /v1/nothing."},
             }
+
+    run(talk)
+
+
+ADD = {"type": "function", "name": "add"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *(({"tool_choice": {"type": kind}, "tools": [ADD]}, None) for kind in ("auto", "none", "required")),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}, "tools": [ADD]}, None),
+        ({"tools": [{"type": "namespace", "name": "sums", "tools": [ADD]}]}, None),
+        ({"tools": [{"type": "namespace", "name": "sums", "description": None, "tools": []}]}, None),
+        ({"instructions": [{"type": "input_text", "text": "x"}]}, None),
+        ({"instructions": 0}, "instructions"),
+        ({"instructions": {}}, "instructions"),
+        ({"tools": [{**ADD, "description": 5}]}, "tools[0].description"),
+        ({"tools": [{**ADD, "parameters": "x"}]}, "tools[0].parameters"),
+        ({"tools": [{**ADD, "strict": "maybe"}]}, "tools[0].strict"),
+    ],
+)
+def test_what_a_response_repeats_of_its_request_is_refused_by_name_or_answered(fields, param):
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, plain_client() as client:
+            session = gateway.open("p")
+            for stream in (False, True):
+                body = {"input": "1+2?", "stream": stream, **fields}
+                given = await client.post(f"{gateway.url}/v1/responses", json=body, headers={"x-api-key": session.key})
+                if param is not None:
+                    assert (given.status_code, given.json()["error"]["param"]) == (400, param)
+                    continue
+                assert given.status_code == 200, given.text
+                last = json.loads(given.text.strip().rpartition("data: ")[2])["response"] if stream else given.json()
+                assert {name: last[name] for name in fields} == fields
+            assert session.counts["turns"] == (0 if param else 2)
+            assert not session.faults
 
     run(talk)

@@ -63,11 +63,10 @@ class ReplyReader:
     def _is_open(self, tail: str) -> bool:
         """Search only what the template added: `<think>` in a client's text opens nothing."""
         if self.asking and tail.endswith(self.asking):
-            tail = self.asking
-        else:  # the generation prompt depends on the conversation; clients cannot write control tokens
-            control = [re.escape(token) for token in self.tokenizer.special_tokens if token not in (THINKING, THOUGHT)]
-            tail = re.split("|".join(control) or r"(?!)", tail)[-1]
-        return tail.rfind(THINKING) > tail.rfind(THOUGHT)
+            return self.asking.rfind(THINKING) > self.asking.rfind(THOUGHT)
+        # There is no generation prompt, or it depends on the conversation: then it can only end with `<think>`.
+        control = [re.escape(token) for token in self.tokenizer.special_tokens if token not in (THINKING, THOUGHT)]
+        return re.split("|".join(control) or r"(?!)", tail)[-1].rstrip().endswith(THINKING)
 
     def read(
         self,
