@@ -390,6 +390,28 @@ def test_a_request_that_the_end_of_its_session_aborts_is_no_fault_of_the_engine(
     run(talk)
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("the prompt is too long.", "the engine cannot serve the request: the prompt is too long."),
+        ('Traceback\n  File "/secret/x.py"', "the engine has failed; the gateway's log has the reason."),
+        ("no space on /dev/shm/x", "the engine has failed; the gateway's log has the reason."),
+    ],
+)
+def test_clients_get_no_stack_and_no_path_of_an_engine(error, said):
+    def fail(_):
+        raise EngineError(error)
+
+    async def talk():
+        async with gateway_site(fail) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            session = gateway.open("p")
+            given = await client.post("/v1/chat/completions", json=BODY, headers=key_of(session))
+            assert given.json()["error"]["message"] == said
+            assert list(session.faults.values()) == [error]
+
+    run(talk)
+
+
 def _divide(*_, **__):
     return 1 / 0
 
@@ -398,10 +420,17 @@ def _refuse_to_decode(*_, **__):
     raise DataError("the tokenizer took longer than 30 s")
 
 
+def _recurse(*_, **__):
+    return _recurse()
+
+
 FAULTS = {
     "the samples are read": ("_keep", _divide, "ZeroDivisionError", 503),
     "the samples are decoded": ("_keep", _refuse_to_decode, "DataError", 400),
     "an answer is written": ("whole", _divide, "ZeroDivisionError", 503),
+    "an answer is decoded": ("whole", _refuse_to_decode, "DataError", 503),
+    "an answer is too deep": ("whole", _recurse, "RecursionError", 503),
+    "a stream is decoded": ("piece", _refuse_to_decode, "DataError", None),
     "a stream begins": ("begin", _divide, "ZeroDivisionError", None),
     "a stream goes on": ("piece", _divide, "ZeroDivisionError", None),
     "a stream ends": ("end", _divide, "ZeroDivisionError", None),

@@ -134,12 +134,13 @@ class InWordsOf:
                 await refusal(refused, self._api)(scope, receive, send)
 
     def _refused(self, error: Exception, request: Request) -> RefusedError:
+        is_sampled = getattr(request.state, "is_sampled", False)  # what fails afterwards is no fault of the client
         match error:
             case RefusedError():
                 return error
-            case DataError():
+            case DataError() if not is_sampled:
                 return RefusedError(str(error))
-            case RecursionError():
+            case RecursionError() if not is_sampled:
                 return RefusedError("the body is nested too deeply. Reduce its nesting.")
         route = getattr(request.scope.get("route"), "path", "")  # the actual path may contain a session's key
         self._faults.note("gateway_request_failed", error, route=route)

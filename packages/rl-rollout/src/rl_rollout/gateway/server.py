@@ -271,8 +271,10 @@ class Gateway:
         with _naming_fields_as(api):
             if not is_stream:
                 answer = await unless_gone(request, self.service.answer(session, ask))
+                request.state.is_sampled = True
                 return _json(api.whole(answer), answer)
             live = await unless_gone(request, self.service.begin(session, ask))
+            request.state.is_sampled = True
         return _stream(events(live, api, request.is_disconnected), live)
 
     async def _count_tokens(self, request: Request) -> Response:

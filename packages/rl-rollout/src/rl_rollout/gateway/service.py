@@ -1,6 +1,7 @@
 """Answers requests of sessions: finds their place in the tree, encodes new messages, samples, and stores samples."""
 
 import asyncio
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ DISTRIBUTION = ("temperature", "top_p", "top_k")
 KEPT_OVERHEADS = 4096
 FIRST_TOKEN_S = 5.0
 """Maximum time in seconds that a stream waits for its first token before it begins."""
+OF_THIS_MACHINE = re.compile(r"\n|Traceback|(?<!\w)/\w+/")
+"""What an engine's error may say to the log alone: stacks and paths."""
 
 
 @settings_record
@@ -279,8 +282,9 @@ class PolicyService:
             said = f"the engine cannot serve the request: {error}"
             if isinstance(error, EngineDiedError):
                 self._failure = error
+            if isinstance(error, EngineDiedError) or OF_THIS_MACHINE.search(str(error)):
                 self._faults.note("gateway_engine_failed", error)
-                said = "the engine has failed; the gateway's log has the reason."  # the error has stacks and paths
+                said = "the engine has failed; the gateway's log has the reason."
             raise RefusedError(said, kind="api_error") from error
         for generation in generations:
             if generation.finish_reason == "abort" or not len(generation.token_ids):
