@@ -221,3 +221,59 @@ def test_what_a_response_repeats_of_its_request_is_refused_by_name_or_answered(f
             assert not session.faults
 
     run(talk)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("stop", value) for value in ({}, 0, False)),
+        *(("stream", value) for value in ("false", [], 0.5)),
+        *(("stop_token_ids", {}), ("logprobs", "no"), ("stream_options", []), ("response_format", 0)),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(field, value):
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, plain_client() as client:
+            body = {"messages": [{"role": "user", "content": "1+2?"}], field: value}
+            headers = {"x-api-key": gateway.open("p").key}
+            given = await client.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
+            assert (given.status_code, given.json()["error"]["param"]) == (400, field)
+
+    run(talk)
+
+
+def test_token_prompts_are_refused_under_their_own_name():
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, plain_client() as client:
+            for ids in ([], None, "text", 3):
+                headers = {"x-api-key": gateway.open("p").key}
+                url = f"{gateway.url}/inference/v1/generate"
+                given = await client.post(url, json={"token_ids": ids, "sampling_params": {}}, headers=headers)
+                assert (given.status_code, given.json()["error"]["param"]) == (400, "token_ids")
+
+    run(talk)
+
+
+def test_tools_are_shown_in_the_order_of_their_own_keys():
+    tools = [
+        {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": keys}}}
+        for keys in ({"x": {}, "y": {}}, {"y": {}, "x": {}})
+    ]
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+
+    async def talk():
+        async with gateway_site(lambda _: "3", template=template) as gateway, plain_client() as client:
+            heard = []
+            for tool in tools:
+                session = gateway.open("p")
+                body = {"messages": [{"role": "user", "content": "1+2?"}], "tools": [tool]}
+                url = f"{gateway.url}/v1/chat/completions"
+                given = await client.post(url, json=body, headers={"x-api-key": session.key})
+                assert given.status_code == 200, given.text
+                heard.append(session.tree.samples[0].asked_digest)
+            assert heard[0] != heard[1]
+
+    run(talk)

@@ -61,7 +61,7 @@ class ChatMessage:
 
 def context_digests(tools: Sequence[Mapping[str, Json]], messages: Iterable[ChatMessage]) -> list[bytes]:
     """Return a digest of each prefix of a conversation: the tools alone, then one more message each."""
-    digests = [_digest(json.dumps(list(tools), sort_keys=True))]
+    digests = [_digest(json.dumps(list(tools)))]
     for message in messages:
         digests.append(next_digest(digests[-1], message))
     return digests

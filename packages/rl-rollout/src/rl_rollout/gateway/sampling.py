@@ -99,6 +99,9 @@ def read_wishes(
     limit = body.get(max_tokens)
     if limit is not None and (not _is_int(limit) or limit < 1):
         raise refused_field(max_tokens, limit, "an integer of at least 1")
+    for name in ("stream", "logprobs"):
+        if body.get(name) is not None and not isinstance(body[name], bool | int):
+            raise refused_field(name, body[name], "true or false")
     ranges: dict[str, tuple[float, float]] = {"temperature": (0, 2), "top_p": (0, 1)}
     for name, (low, high) in ranges.items():
         value = body.get(name)
@@ -108,11 +111,11 @@ def read_wishes(
         value = body.get(name)
         if value is not None and not (_is_int(value) and least <= value <= most):
             raise refused_field(name, value, f"an integer from {least} to {most}")
-    stops = body.get(stop) or []
+    stops = [] if body.get(stop) in (None, "") else body[stop]
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
         raise refused_field(stop, stops, "a string or a list of at most 16 strings")
-    ends = body.get("stop_token_ids") or []
+    ends = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
     if not isinstance(ends, list) or len(ends) > 1024 or not all(_is_int(one) and one >= 0 for one in ends):
         raise refused_field("stop_token_ids", ends, "a list of token ids")
     return Wishes(

@@ -96,9 +96,10 @@ class TokenPrompts(Completions):
         if not isinstance(asked, dict):
             raise refused_field("sampling_params", asked, "an object")
         known = {name: value for name, value in asked.items() if name in READ}
-        super().__init__({"prompt": body.get("token_ids"), **known, "logprobs": 0}, model)
-        if body.get("stream") or isinstance(self.ask.prompt, str):
-            raise refused_field("token_ids", body.get("token_ids"), "a list of token ids, without stream")
+        ids = body.get("token_ids")
+        if body.get("stream") or not isinstance(ids, list) or not ids:
+            raise refused_field("token_ids", ids, "a list of token ids, without stream")
+        super().__init__({"prompt": ids, **known, "logprobs": 0}, model)
 
     def whole(self, answer: Answer) -> str:
         """Return the answer as JSON."""

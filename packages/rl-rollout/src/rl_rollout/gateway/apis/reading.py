@@ -71,7 +71,7 @@ def asks_for_usage(body: Mapping[str, Json]) -> bool:
     Raises:
         RefusedError: `stream_options` is not an object.
     """
-    options = body.get("stream_options") or {}
+    options = {} if body.get("stream_options") is None else body["stream_options"]
     if not isinstance(options, dict):
         raise refused_field("stream_options", options, "an object")
     return bool(options.get("include_usage"))
@@ -88,7 +88,7 @@ def read_schema(form: Json, name: str, inner: str | None = None) -> Json:
     Raises:
         RefusedError: The format is unknown.
     """
-    match form or {"type": "text"}:
+    match {"type": "text"} if form is None else form:
         case {"type": "text"}:
             return None
         case {"type": "json_object"}:
