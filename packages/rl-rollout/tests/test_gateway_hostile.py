@@ -226,6 +226,32 @@ def test_long_texts_that_are_refused_use_up_the_turns_and_runs_of_spaces_are_not
     run_within(talk)
 
 
+def test_more_messages_parts_or_tools_than_the_context_has_tokens_are_refused_unread():
+    user = {"role": "user", "content": "a"}
+    tool = {"type": "function", "function": {"name": "add"}}
+
+    async def talk():
+        async with (
+            gateway_site(lambda _: "3", max_model_len=1000) as gateway,
+            httpx.AsyncClient(base_url=gateway.url) as client,
+        ):
+            session = gateway.open("p", limits=SessionLimits(max_turns=3))
+            for fields in (
+                {"messages": [user] * 1001},
+                {"messages": [{**user, "content": [{"type": "text", "text": "a"}] * 1000}]},
+                {"messages": [user], "tools": [tool] * 1000},
+            ):
+                given = await client.post(
+                    "/v1/chat/completions", json={**BODY, **fields}, headers={"x-api-key": session.key}
+                )
+                error = given.json()["error"]
+                assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+                assert "1001 messages, parts and tools" in error["message"]
+            assert session.counts["turns"] == 3
+
+    run_within(talk)
+
+
 NAMED = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
 DEEP = '{"a": ' * 150 + "1" + "}" * 150
 

@@ -1,10 +1,11 @@
 """Checks which parts of a request the engine supports, and which can train."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from rl_core.data import Json
 from rl_core.errors import EngineError, RolloutError, SettingsError
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, Structure
 from rl_rollout.engines.requests import check_request
@@ -103,6 +104,21 @@ def check_length(ask: Ask, traits: EngineTraits) -> None:
             raise too_long(f"{num_chars} characters", traits)
     elif len(ask.prompt) >= longest:
         raise too_long(f"{len(ask.prompt)} tokens", traits)
+
+
+def check_entries(body: Mapping[str, Json], traits: EngineTraits) -> None:
+    """Check the number of messages, of their parts, and of tools, before they are read: each takes a token or more.
+
+    Raises:
+        RefusedError: There are more than fit into the model's context.
+    """
+    lists = [found for name in ("messages", "input", "system", "tools") if isinstance(found := body.get(name), list)]
+    num_entries = sum(map(len, lists))
+    if num_entries <= traits.max_model_len:
+        contents = (one.get("content") for found in lists for one in found if isinstance(one, dict))
+        num_entries += sum(len(content) for content in contents if isinstance(content, list))
+    if num_entries > traits.max_model_len:
+        raise too_long(f"{num_entries} messages, parts and tools", traits)
 
 
 def too_long(size: str, traits: EngineTraits) -> RefusedError:

@@ -11,13 +11,22 @@ from typing import Literal
 import numpy as np
 import structlog
 
+from rl_core.data import Json
 from rl_core.errors import EngineDiedError, RLError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.encoding import ConversationEncoder
 from rl_rollout.gateway.faults import FaultLog
-from rl_rollout.gateway.means import GatewayEngine, check_asked, check_length, check_structures, too_long, within_means
+from rl_rollout.gateway.means import (
+    GatewayEngine,
+    check_asked,
+    check_entries,
+    check_length,
+    check_structures,
+    too_long,
+    within_means,
+)
 from rl_rollout.gateway.placing import PlacedRequest, Placer
 from rl_rollout.gateway.refusals import TOO_LONG, RefusedError
 from rl_rollout.gateway.replies import ReplyReader
@@ -187,6 +196,19 @@ class PolicyService:
         except BaseException:
             session.answers.pop(key, None)
             task.cancel()
+            raise
+
+    def check_entries(self, session: Session, body: Mapping[str, Json]) -> None:
+        """Refuse a body with too many messages before it is read, which would block others; it counts as a turn.
+
+        Raises:
+            RefusedError: There are too many, or the session may not ask.
+        """
+        session.check_may_ask()
+        try:
+            check_entries(body, self.engine.traits)
+        except RefusedError:
+            self._count(session, "turns")
             raise
 
     async def num_input_tokens(self, session: Session, ask: Ask) -> int:
