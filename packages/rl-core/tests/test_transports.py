@@ -141,11 +141,15 @@ def folders(parent: Path):
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
-def test_a_full_disk_has_a_type_and_leaves_no_file(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+def test_a_full_disk_has_a_type_and_leaves_what_there_was(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+    write_safetensors({"w": torch.zeros(1)}, tmp_path / "old", metadata=metadata)
+    earlier = (tmp_path / "old").read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
+        with pytest.raises(DiskError, match="old cannot be written"):
+            write_safetensors({"w": torch.zeros(1 << 18)}, tmp_path / "old", metadata=metadata)
         with pytest.raises(DiskError, match=r"a\.part cannot be written: .* It needs 1048576 bytes, and \d+ are free"):
             write_safetensors({"w": torch.zeros(1 << 18)}, tmp_path / "a.part", metadata=metadata)
         with pytest.raises(DiskError, match="Its folder does not exist"):
@@ -153,4 +157,5 @@ def test_a_full_disk_has_a_type_and_leaves_no_file(metadata: dict[str, str] | No
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert list(tmp_path.iterdir()) == []
+    assert [file.name for file in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_bytes() == earlier

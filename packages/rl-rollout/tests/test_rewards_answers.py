@@ -448,6 +448,14 @@ RIGHT = {
 }
 
 WRONG = {
+    "e^{-200}": ["e^{-201}"],
+    r"\frac{\pi}{2^{198}}": [r"\boxed{\frac{\pi}{2^{199}}}"],
+    r"\frac{\sqrt2}{2^{200}}": [r"\boxed{\frac{\sqrt3}{2^{200}}}"],
+    r"\frac{x}{2^{200}}": [r"\boxed{\frac{x}{2^{199}}}"],
+    r"1-\frac{\pi}{2^{198}}": [r"\boxed{1}"],
+    r"10^{60}+\sqrt2": [r"\boxed{10^{60}+\sqrt3}"],
+    "x+10^{-60}": [r"\boxed{x}"],
+    r"\pi^{100}": [r"\boxed{\pi^{100}+10^{-8}}"],
     "2": ["2 2/3", "AZYUK2A", "The roots are 1 or 2."],
     "10": ["4 10/3", r"\boxed{10 \text{ and } 12}"],
     r"$\frac{1}{2^{98}}$": [r"$\frac{1}{2^{99}}$", r"\boxed{\frac{1}{2^{99}}}"],
@@ -551,7 +559,7 @@ WRONG = {
     r"\sqrt[3]{2}": [r"\boxed{\sqrt{2}}"],
     r"\frac{\sqrt{3}}{2}": [r"\boxed{\frac{\sqrt{3}}{3}}"],
     "-3": [r"\boxed{3}"],
-    "0": [r"\boxed{x^2-4=0}", r"\boxed{0!}", r"\boxed{0.0000001}", r"\boxed{1}"],
+    "0": [r"\boxed{e^{-200}}", r"\boxed{x^2-4=0}", r"\boxed{0!}", r"\boxed{0.0000001}", r"\boxed{1}"],
     "7": [r"\boxed{7.01}"],
     "3:4": [r"\boxed{4:3}"],
     "even": [r"\boxed{\text{odd}}"],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def write_safetensors(
     tensors: Mapping[str, "torch.Tensor"], file: Path, *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors into a safetensors file, with mode 0600. A file that cannot be completed is removed.
+    """Write tensors into a safetensors file, with mode 0600; if that fails, an earlier file stays as it was.
 
     Args:
         tensors: Contiguous tensors in host memory.
@@ -29,10 +29,12 @@ def write_safetensors(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    is_new = not file.exists()
     try:
         save_file(dict(tensors), file, metadata=None if metadata is None else dict(metadata))
     except (SafetensorError, OSError) as error:  # safetensors has an error of its own for a full disk
-        file.unlink(missing_ok=True)
+        if is_new:
+            file.unlink(missing_ok=True)
         raise DiskError(f"{file} cannot be written: {error}. {_room(file.parent, tensors)}") from error
 
 

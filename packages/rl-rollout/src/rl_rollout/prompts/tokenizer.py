@@ -335,7 +335,11 @@ def _draws(template: str) -> bool:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        words = [value for _, kind, value in Environment(autoescape=True).lex(template) if kind in ("name", "operator")]
+        tokens = [(kind, value) for _, kind, value in Environment(autoescape=True).lex(template)]
     except TemplateSyntaxError:  # rendering reports it
         return False
-    return "lipsum" in words or ("|", "random") in pairwise(words)
+    words = [value for kind, value in tokens if kind in ("name", "operator")]
+    strings = {value[1:-1] for kind, value in tokens if kind == "string"}  # a name for `map` and `select`
+    return (
+        "lipsum" in words or bool({("|", "random"), ("filter", "random")} & {*pairwise(words)}) or "random" in strings
+    )

@@ -28,6 +28,7 @@ SPACE = re.compile(r" (?!\w)|(?<!\w) ")
 NAMES = re.compile(r"\(\s*[a-zA-Z](?:_\w)?(?:\s*,\s*[a-zA-Z](?:_\w)?)+\s*\)")
 LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 DIGITS = 60
+MAX_DIGITS = 400
 POINTS = (
     ("0.7390851", "1.3123"),
     ("1.8312973", "0.5772157"),
@@ -263,24 +264,37 @@ def _same_matrices(first: Any, second: Any) -> bool:
 
 
 def _same_numerically(first: Any, second: Any) -> bool:
-    """Compare values with 40 digits at some points; expressions without values are compared by math-verify."""
+    """Compare values at some points; expressions without values are compared by math-verify."""
     _, _, verify = load_library()
     if first == second:
         return True
-    pairs = [pair for pair in _at_points(first, second) if None not in pair]
-    pairs = [pair for pair in pairs if pair[0].is_real and pair[1].is_real] or pairs
-    return all(_is_close(*pair) for pair in pairs) if pairs else bool(verify([first], [second], timeout_seconds=None))
+    points = _points(first, second)
+    pairs = {index: pair for index, pair in enumerate(_at_points(first, second)) if None not in pair}
+    if not pairs:
+        return bool(verify([first], [second], timeout_seconds=None))
+    real = {index: pair for index, pair in pairs.items() if pair[0].is_real and pair[1].is_real} or pairs
+    return all(_is_close(*pair) and _is_zero((first - second).subs(points[index])) for index, pair in real.items())
+
+
+def _is_zero(expression: Any) -> bool:
+    """Return True if no digit of a value is found; sympy computes with more digits where they cancel."""
+    parts = expression.doit().evalf(15, maxn=MAX_DIGITS).as_real_imag()
+    return all(part == 0 or not part.is_Float or part._prec == 1 for part in parts)
+
+
+def _points(first: Any, second: Any) -> list[dict[Any, Any]]:
+    """Return values for the symbols of two expressions."""
+    _, sympy, _ = load_library()
+    symbols = sorted(first.free_symbols | second.free_symbols, key=str)
+    return [
+        {symbol: sympy.Rational(base) + index * sympy.Rational(step) for index, symbol in enumerate(symbols)}
+        for base, step in (POINTS if symbols else POINTS[:1])
+    ]
 
 
 def _at_points(first: Any, second: Any) -> list[tuple[Any, Any]]:
     """Return the values of two expressions at some points; None where one has no value."""
-    _, sympy, _ = load_library()
-    symbols = sorted(first.free_symbols | second.free_symbols, key=str)
-    points = [
-        {symbol: sympy.Rational(base) + index * sympy.Rational(step) for index, symbol in enumerate(symbols)}
-        for base, step in (POINTS if symbols else POINTS[:1])
-    ]
-    return [(_evaluated(first.subs(point)), _evaluated(second.subs(point))) for point in points]
+    return [(_evaluated(first.subs(point)), _evaluated(second.subs(point))) for point in _points(first, second)]
 
 
 def _evaluated(expression: Any) -> Any:
@@ -292,6 +306,7 @@ def _evaluated(expression: Any) -> Any:
 
 
 def _is_close(first: Any, second: Any) -> bool:
+    """Return True if two values agree, up to digits that may cancel."""
     scale = max(abs(first), abs(second))
     return bool(abs(first - second) <= scale * 10 ** (15 - DIGITS)) or bool(scale < 10 ** (5 - DIGITS))
 
