@@ -70,15 +70,29 @@ def test_a_pipe_is_no_configuration(tmp_path, name):
         end_token_ids(tmp_path)
 
 
-@pytest.mark.parametrize("is_added", [True, False])
+PLACES = {
+    "decoder": {
+        "tokenizer_config.json": {
+            "eos_token": {"content": "<end>"},
+            "added_tokens_decoder": {"9": {"content": "<end>"}},
+        }
+    },
+    "added token": {
+        "tokenizer_config.json": {"eos_token": "<end>"},
+        "tokenizer.json": {"added_tokens": [{"id": 9, "content": "<end>"}]},
+    },
+    "word": {
+        "special_tokens_map.json": {"eos_token": {"content": "<end>"}},
+        "tokenizer.json": {"model": {"vocab": {"a": 0, "<end>": 9}}},
+    },
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("named", "expected"), [(7, (7, 9)), ([7, 9], (7, 9)), (None, ())])
-def test_responses_end_at_the_end_token_of_the_tokenizer_too(tmp_path, named, expected, is_added):
+def test_responses_end_at_the_end_token_of_the_tokenizer_too(tmp_path, named, expected, place):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-    tokenizer = {"eos_token": {"content": "<end>"} if is_added else "<end>"}
-    if is_added:
-        tokenizer["added_tokens_decoder"] = {"9": {"content": "<end>"}}
-    else:
-        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 9, "content": "<end>"}]}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    for name, content in PLACES[place].items():
+        (tmp_path / name).write_text(json.dumps(content))
     assert end_token_ids(tmp_path) == expected

@@ -81,8 +81,10 @@ def test_a_template_prints_the_date_that_it_is_given(tmp_path):
 
 @pytest.mark.parametrize(
     "part",
-    ["{{ [1, 2] | random }}", "{{[1,2]|random}}", "{{ lipsum() }}", "{% for i in x|random %}{% endfor %}"]
-    + ["{{ [[1,2]]|map('random')|list }}", "{% filter random %}ab{% endfilter %}"],
+    [
+        *("{{ [1, 2] | random }}", "{{[1,2]|random}}", "{{ lipsum() }}", "{% for i in x|random %}{% endfor %}"),
+        *("{{ [[1,2]]|map('random')|list }}", "{% filter random %}ab{% endfilter %}"),
+    ],
 )
 def test_a_template_that_draws_is_refused(tmp_path, part):
     with pytest.raises(SettingsError, match=r"chat template of .* would render a prompt differently each time"):

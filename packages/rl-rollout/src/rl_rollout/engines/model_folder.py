@@ -105,22 +105,27 @@ def model_end_tokens(model_dir: Path) -> tuple[int, ...]:
 
 @converts_arguments
 def tokenizer_end_token(model_dir: Path) -> int | None:
-    """Return the end token that tokenizer_config.json names, by its id there or in tokenizer.json; None without one.
+    """Return the end token that the tokenizer's files name, by its id there; None without one.
 
     Raises:
         EngineError: A file cannot be read.
     """
-    file = model_dir / "tokenizer_config.json"
-    config = _read(file) if file.exists() else {}
-    token = config.get("eos_token")
+    config, special = (
+        _read(file) if (file := model_dir / name).exists() else {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
+    token = config.get("eos_token", special.get("eos_token"))
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         return None
     named = config.get("added_tokens_decoder")
     ids = {str(one.get("content")): int(at) for at, one in named.items()} if isinstance(named, dict) else {}
     if text not in ids and (model_dir / "tokenizer.json").exists():
-        added = _read(model_dir / "tokenizer.json").get("added_tokens") or ()
-        ids |= {str(one.get("content")): int(one["id"]) for one in added}
+        whole = _read(model_dir / "tokenizer.json")
+        vocabulary = whole.get("model", {}).get("vocab")
+        if isinstance(vocabulary, dict) and isinstance(vocabulary.get(text), int):
+            ids[text] = vocabulary[text]
+        ids |= {str(one.get("content")): int(one["id"]) for one in whole.get("added_tokens") or ()}
     return ids.get(text)
 
 
