@@ -82,6 +82,7 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0; found -1"),
         ({"trainer.epochs": 0}, "trainer.epochs must be at least 1; found 0"),
         ({"trainer.steps": 1e18}, "trainer.steps must be at most 1000000000; found 1000000000000000000"),
+        ({"rollout.group_size": 1e12}, "rollout.group_size must be at most 1000000000; found 1000000000000"),
         ({"run.seed": 2**64}, f"run.seed must be at most {2**63 - 1}; found {2**64}"),
         ({"run.seed": 2**63}, f"run.seed must be at most {2**63 - 1}; found {2**63}"),
         ({"prompts.date": "31.1.2026"}, "prompts.date must be a day such as \"2026-01-31\"; found '31.1.2026'"),

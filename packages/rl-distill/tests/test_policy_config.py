@@ -135,6 +135,7 @@ def test_other_rope_scalings():
         *[({name: value}, f"one object .* as {name}") for name in ROPES for value in (7, "yarn", [], [{}], 0, False)],
         ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "for all layers; found"),
         ({"rope_theta": 0}, "rope_theta above 0; found 0"),
+        ({"rope_theta": True}, "rope_theta above 0; found True"),
         ({"rope_theta": -1e4}, "rope_theta above 0"),
         ({"rope_parameters": {"rope_theta": 0.0}, "rope_theta": 5e5}, "rope_theta above 0"),
         ({"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor above 0"),

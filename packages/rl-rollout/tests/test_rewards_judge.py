@@ -101,6 +101,13 @@ def test_a_long_response_loses_its_middle():
         ("Score for style: 3\nOverall rating is 8. Only rule 2 is broken", {}, 0.8),
         ("Score (from 0 to 10): 8", {}, 0.8),
         ("The score is in parentheses (7)", {}, 0.7),
+        ("A score of 1 would be unfair; I give 9", {}, 0.9),
+        ("The maximum score is 10. My verdict: 9", {}, 0.9),
+        ("Overall: 9. There was 1 issue", {}, 0.9),
+        ("Score: (9) criteria 3", {}, 0.9),
+        ("<score>9</score> 3 criteria", {}, 0.9),
+        ("[[9]] because of 3", {}, 0.9),
+        ("The score is 9, since step 2 is right", {}, 0.9),
         ("Points 1 to 3 are met, so 9", {}, 0.9),
     ],
 )

@@ -90,8 +90,11 @@ AT_LEAST = {
 }
 """Settings by their minimum; a setting that is none is not checked."""
 
-AT_MOST = {2**63 - 1: ("run.seed",), 10**9: ("trainer.steps", "trainer.epochs")}
-"""Settings by their maximum: the largest seed of every library, and more steps than any run takes."""
+AT_MOST = {
+    2**63 - 1: ("run.seed",),
+    10**9: ("trainer.steps", "trainer.epochs", "rollout.prompts_per_step", "rollout.group_size"),
+}
+"""Settings by their maximum: the largest seed of every library, and more steps or responses than any run has."""
 
 ABOVE_0 = (
     *("rollout.temperature", "correction.cap", "critic.learning_rate", "critic.value_clip", "cluster.start_deadline_s"),

@@ -259,7 +259,7 @@ def _positive(name: str, value: Any) -> float:
         DataError: The value is not above 0.
     """
     number = finite(value)
-    if number <= 0:
+    if number <= 0 or isinstance(value, bool):
         raise DataError(f"config.json must have {name} above 0; found {shown(value)}.")
     return number
 

@@ -25,8 +25,12 @@ SCALE = re.compile(
 )
 # "2nd", "1,5" and "5e-1" are not scores.
 NUMBER = re.compile(r"(?<![\w./\u2212-])(?<!\d,)-?\d+(?:\.\d+)?(?!\w|[.,][\w.]*\d)")
-# "Score: 9", "**Rating** is 9" and "grade of 9": what follows may name other numbers, such as of criteria or steps.
-NAMED = re.compile(r"\b(?:score|rating|grade|mark)\b[^\w\n.-]*(?:(?:is|of|at)\b[^\w\n.-]*)?(?=-?\d)", re.IGNORECASE)
+# "Score: 9", "**Rating** is 9", "<score>9" and "[[9]]": what follows may name other numbers, such as of criteria.
+NAMED = re.compile(
+    r"(?:(?<!/)\b(?:score|rating|grade|mark|verdict|overall|total)\b[^\w\n.-]*[:=>*][^\w\n.-]*"
+    r"|(?<!/)\b(?:score|rating|grade|mark)\b[^\w\n.-]*\bis\b[^\w\n.-]*|\[\[\s*)(?=-?\d)",
+    re.IGNORECASE,
+)
 ASIDE = re.compile(r"\([^()]*\)")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
@@ -209,8 +213,10 @@ def _numbers(answer: str) -> list[re.Match[str]]:
     """Return the numbers that may be the score: those named as one, or all outside of parentheses, or all."""
     answer = SCALE.sub(" ", answer)
     words = ASIDE.sub(" ", answer)
-    named = [found for name in NAMED.finditer(words) if (found := NUMBER.match(words, name.end()))]
-    return named or list(NUMBER.finditer(words)) or list(NUMBER.finditer(answer))
+    for text in (words, answer):
+        if named := [found for name in NAMED.finditer(text) if (found := NUMBER.match(text, name.end()))]:
+            return named
+    return list(NUMBER.finditer(words)) or list(NUMBER.finditer(answer))
 
 
 def _middle_out(text: str, *, max_characters: int) -> str:
