@@ -277,7 +277,7 @@ def _same_numerically(first: Any, second: Any) -> bool:
 
 
 def _is_zero(expression: Any) -> bool:
-    """Return True if no digit of a value is found; sympy computes with more digits where they cancel."""
+    """Return True if no digit of a value is found; SymPy computes with more digits where they cancel."""
     parts = expression.doit().evalf(15, maxn=MAX_DIGITS).as_real_imag()
     return all(part == 0 or not part.is_Float or part._prec == 1 for part in parts)
 

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterable, Mapping
-from functools import reduce
 from typing import Any, NamedTuple
 
 from openai.types.responses import Response
@@ -250,7 +249,10 @@ def _echo(body: Mapping[str, Json]) -> dict[str, Json]:
         RecursionError: A field is nested so deeply that writing an answer might fail.
     """
     echo = {name: body[name] for name in ("instructions", "tools", "tool_choice") if body.get(name) is not None}
-    json.dumps(reduce(lambda held, _: [held], range(SPARE_DEPTH), echo))
+    nested: Json = echo
+    for _ in range(SPARE_DEPTH):
+        nested = [nested]
+    json.dumps(nested)
     return echo
 
 
