@@ -1,7 +1,6 @@
 """Converts a model's tokens to the client's message: reasoning, text and tool calls."""
 
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from rl_core.errors import DataError
 from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.thinking import opens_thinking
 from rl_rollout.tools.parsers.markup import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
 from rl_rollout.tools.protocol import ToolCall
@@ -64,9 +64,8 @@ class ReplyReader:
         """Search only what the template added: `<think>` in a client's text opens nothing."""
         if self.asking and tail.endswith(self.asking):
             return self.asking.rfind(THINKING) > self.asking.rfind(THOUGHT)
-        # There is no generation prompt, or it depends on the conversation: then it can only end with `<think>`.
-        control = [re.escape(token) for token in self.tokenizer.special_tokens if token not in (THINKING, THOUGHT)]
-        return re.split("|".join(control) or r"(?!)", tail)[-1].rstrip().endswith(THINKING)
+        # There is no generation prompt, or it depends on the conversation.
+        return opens_thinking(tail, self.tokenizer.special_tokens)
 
     def read(
         self,
