@@ -99,9 +99,6 @@ def read_wishes(
     limit = body.get(max_tokens)
     if limit is not None and (not _is_int(limit) or limit < 1):
         raise refused_field(max_tokens, limit, "an integer of at least 1")
-    for name in ("stream", "logprobs"):
-        if body.get(name) is not None and not isinstance(body[name], bool | int):
-            raise refused_field(name, body[name], "true or false")
     ranges: dict[str, tuple[float, float]] = {"temperature": (0, 2), "top_p": (0, 1)}
     for name, (low, high) in ranges.items():
         value = body.get(name)
