@@ -41,6 +41,29 @@ def test_a_stop_string_at_the_start_of_a_reply_is_found_though_the_decoder_drops
         assert message.content == content
 
 
+@pytest.mark.parametrize("form", ["chat", "text"])
+@pytest.mark.parametrize(
+    ("said", "stop", "content"),
+    [
+        ("1+2=3<|im_end|>", "3<|im_end|>", "1+2="),
+        ("1+2=3<|im_end|>", "<|im_end|>", "1+2=3"),
+        ("1+2=3<|im_end|>", "=4<|im_end|>", "1+2=3"),
+        ("1+2<|im_end|>=3<|im_end|>", "4", "1+2<|im_end|>=3"),
+        ("1<|im_start|>2<|im_end|>", "1<|im_start|>", ""),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 100])
+def test_a_stop_string_with_a_templates_token_ends_streamed_and_whole_replies_alike(said, stop, content, form, step):
+    tokenizer = make_tokenizer()
+    reader, after = ReplyReader.of(tokenizer, None, ()), encode(tokenizer, "<|im_start|>assistant\n")
+    ids = encode(tokenizer, said)
+    (stream,) = reader.streams(1, after=after, tools=(), stop=[stop], form=form)
+    pieces = [piece for start in range(0, len(ids), step) for piece in stream.feed(ids[start : start + step].tolist())]
+    pieces += stream.feed([], has_ended=True)
+    whole = reader.read(ids, after=after, stop=stop if stop in said else None, form=form)
+    assert ("".join(text for _, text in pieces), whole.content) == (content, content)
+
+
 @pytest.mark.parametrize("last", ["<|im_start|>", "<|im_end|>", "3"])
 def test_after_a_turn_that_a_templates_token_stopped_the_template_ends_it(last):
     tokenizer = make_tokenizer()

@@ -49,7 +49,9 @@ def test_a_beginning_of_the_answer_is_continued(tmp_path, content):
 IMAGE = {"type": "image", "url": "x"}
 
 
-@pytest.mark.parametrize("fields", [{"content": " "}, {"content": []}, {"content": [IMAGE]}, {"content": "1", "tool_calls": [{}]}, {}])
+@pytest.mark.parametrize(
+    "fields", [{"content": " "}, {"content": []}, {"content": [IMAGE]}, {"content": "1", "tool_calls": [{}]}, {}]
+)
 def test_an_assistants_message_without_text_at_the_end_names_the_row(tmp_path, fields):
     tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", **fields}]

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rl_core.data import Json
-from rl_rollout.gateway.asks import MAX_CHOICES
 from rl_rollout.gateway.messages import ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, brief, refused_field
 
@@ -50,7 +49,8 @@ def check_fields(body: Mapping[str, Json], known: Collection[str]) -> None:
         if value is None:
             continue
         if name not in known and (value, type(value) is bool) not in [
-            (one, type(one) is bool) for one in NOTHING.get(name, ())  # 1 == True
+            (one, type(one) is bool)
+            for one in NOTHING.get(name, ())  # 1 == True
         ]:
             raise RefusedError(
                 f"this server does not support {name} = {brief(value)}. Omit it.",
@@ -71,18 +71,6 @@ def refuse_prefill(messages: Sequence[ChatMessage], field: str) -> None:
         raise refused_field(
             field, "an assistant's message at the end", "ended by a user's message: prefill is not supported"
         )
-
-
-def read_num_choices(body: Mapping[str, Json]) -> int:
-    """Return the requested number of answers, 1 by default.
-
-    Raises:
-        RefusedError: The number is out of range.
-    """
-    number = 1 if body.get("n") is None else body["n"]
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MAX_CHOICES:
-        raise refused_field("n", number, f"an integer from 1 to {MAX_CHOICES}")
-    return number
 
 
 def asks_for_usage(body: Mapping[str, Json]) -> bool:

@@ -13,7 +13,7 @@ BOUNDARY = re.compile(f"{OPENING}|{CLOSING}")
 BEGINNINGS = ("{", "[", "<")
 """Characters with which the body of a call can begin, well formed or not."""
 CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
-"""Code in backquotes."""
+"""Code in backticks."""
 
 
 class Block(NamedTuple):
@@ -89,8 +89,8 @@ def read_blocks(
 ) -> ParsedTurn:
     """Read the blocks as calls, without unreadable ones in which the answer only mentions the marks of a call.
 
-    Unreadable code in backquotes is a mention, and so is prose between the marks or after one. Where this is ambiguous,
-    the block is read as vLLM's parsers do: a well formed call is a call also in backquotes, and an opening mark without
+    Unreadable code in backticks is a mention, and so is prose between the marks or after one. Where this is ambiguous,
+    the block is read as vLLM's parsers do: a well formed call is a call also in backticks, and an opening mark without
     anything after it is text.
 
     Args:
@@ -107,7 +107,7 @@ def read_blocks(
 
 
 def _is_mention(block: Block, bare: str, names: tuple[str, ...]) -> bool:
-    """Return True if an unreadable block is no call; `bare` is the turn with backquotes instead of code."""
+    """Return True if an unreadable block is no call; `bare` is the turn with backticks instead of code."""
     if bare[block.start] == "`":
         return True
     if not block.opening:
