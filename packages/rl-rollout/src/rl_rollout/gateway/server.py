@@ -326,10 +326,8 @@ async def _no_route(request: Request, error: HTTPException) -> Response:
     said = "unknown route. Expected one such as /v1/chat/completions, /v1/responses or /v1/messages."
     path, allowed = request.url.path, (error.headers or {}).get("Allow")
     if allowed is not None:
-        kind, said = (
-            "invalid_request_error",
-            f"the method of this route must be {allowed}; found {request.method[:10]}.",
-        )
+        kind = "invalid_request_error"
+        said = f"the method of this route must be {allowed}; found {request.method[:10]}."
     elif path.startswith(WITHOUT_VERSION):
         said += ' The base URL of OpenAI\'s clients must end in "/v1".'
     elif path.startswith("/v1/v1/"):

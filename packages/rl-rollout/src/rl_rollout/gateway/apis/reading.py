@@ -48,10 +48,8 @@ def check_fields(body: Mapping[str, Json], known: Collection[str]) -> None:
         kind, expected = TYPES.get(name, (object, ""))
         if value is None:
             continue
-        if name not in known and (value, type(value) is bool) not in [
-            (one, type(one) is bool)
-            for one in NOTHING.get(name, ())  # 1 == True
-        ]:
+        nothing = [(one, type(one) is bool) for one in NOTHING.get(name, ())]  # since 1 == True
+        if name not in known and (value, type(value) is bool) not in nothing:
             raise RefusedError(
                 f"this server does not support {name} = {brief(value)}. Omit it.",
                 param=name,
