@@ -141,7 +141,7 @@ def test_updates_of_a_bfloat16_mixture_are_proven_with_the_experts_of_the_engine
         assert [one.routed_experts.min() for one in told] == [0] * len(mixture.canaries), "all tokens have experts"
         assert learners.proven(canary, report, tolerances=TOLERANCES).canary_max_diff < TOLERANCES.canary
     alone = learners.canary(mixture.canaries)
-    off = [np.abs(told.logprobs - logprobs).max() for told, logprobs in zip(told, alone.logprobs, strict=True)]
+    off = [np.abs(told.token_logprobs - logprobs).max() for told, logprobs in zip(told, alone.logprobs, strict=True)]
     assert max(off) > TOLERANCES.canary, "without replay this canary proves nothing"
     swapped = [told[1].routed_experts[:30], *(one.routed_experts for one in told[1:])]
     scores = [replace(one, routed_experts=experts) for one, experts in zip(told, swapped, strict=True)]
@@ -156,13 +156,13 @@ def test_canaries_are_scored_with_their_experts_amid_other_requests(mixture: Mix
         )
         running = asyncio.ensure_future(mixture.engine.generate(request))
         await asyncio.sleep(0)
-        scored = await mixture.engine.score_with_experts(mixture.canaries)
+        scored = await mixture.engine.score(mixture.canaries, with_experts=True)
         return scored, await mixture.engine.score(mixture.canaries), await running
 
     told, scored, samples = asyncio.run(ask())
     proven = mixture.learners._canary_logprobs(mixture.canaries, [one.routed_experts for one in told])
     for one, alone, expected in zip(told, scored, proven, strict=True):
-        assert np.abs(one.logprobs - expected).max() < TOLERANCES.canary
+        assert np.abs(one.token_logprobs - expected).max() < TOLERANCES.canary
         assert one.logprobs.shape == alone.shape
     for sample in samples:
         assert (sample.routed_experts[:-1] >= 0).all()
