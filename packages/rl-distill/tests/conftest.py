@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from cpu_kernels import install_cpu_kernels
 from megatron.core import parallel_state, tensor_parallel
 
 from rl_core.cluster import ClusterOptions
@@ -18,7 +19,6 @@ from rl_core.data.row_keys import RowKey
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import ParallelOptions
-from rl_distill.testing import install_cpu_kernels
 
 VOCAB_SIZE = 40
 
