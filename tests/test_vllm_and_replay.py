@@ -163,7 +163,7 @@ def test_canaries_are_scored_with_their_experts_amid_other_requests(mixture: Mix
     proven = mixture.learners._canary_logprobs(mixture.canaries, [one.routed_experts for one in told])
     for one, alone, expected in zip(told, scored, proven, strict=True):
         assert np.abs(one.token_logprobs - expected).max() < TOLERANCES.canary
-        assert one.logprobs.shape == alone.shape
+        assert one.logprobs.shape == alone.logprobs.shape
     for sample in samples:
         assert (sample.routed_experts[:-1] >= 0).all()
 
