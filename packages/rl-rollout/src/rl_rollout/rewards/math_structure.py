@@ -9,7 +9,6 @@ UNION = re.compile(r"\\cup(?![a-zA-Z])")
 VARIABLE = re.compile(
     r"(?:(?:m\s*)?\\angle\s*[A-Z]+|\\?[a-zA-Z]+|\\text\s*\{[^{}]*\})(?:_\{?\w+\}?)?(?:\([\w, ]*\)|'|\^\{-1\}\(\w\))*"
 )
-PAIRS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 BRACKET = re.compile(r"\\[{}]|[()\[\]{}]|\\begin\{[a-z]*\}|\\end\{[a-z]*\}")
 CLOSES = (")", "]", "}", "\\}")
 FLIPPED = {"<": ">", "\\leq": "\\geq"}
