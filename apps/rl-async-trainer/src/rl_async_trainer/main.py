@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl_core.terminal_text import use_utf8
 from rl_trainer_parts.commands.amounts import counted
-from rl_trainer_parts.commands.command_line import (
-    Program,
-    export,
-    say,
-    take_file,
-    take_flag,
-    take_option,
-)
+from rl_trainer_parts.commands.command_line import Program, export, take_file, take_flag, take_option
+from rl_trainer_parts.commands.output import say
 
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings

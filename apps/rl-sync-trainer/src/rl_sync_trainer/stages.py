@@ -25,6 +25,7 @@ from rl_rollout.rollouter import refusal, settle
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_trainer_parts.learning.distillation import record_teachers
+from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
 from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
@@ -38,7 +39,6 @@ from rl_trainer_parts.reporting.step_metrics import (
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import answers_of
-from rl_trainer_parts.rollouts.engines import replays
 from rl_trainer_parts.rollouts.setup import put_trajectories, sampling_params
 from rl_trainer_parts.rollouts.skip_cache import record_replay
 

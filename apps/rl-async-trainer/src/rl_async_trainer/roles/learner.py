@@ -21,6 +21,7 @@ from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions import Recorder, summarize_gpus, summarize_staleness
 from rl_rollout.rollouter import PolicyScores
+from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.start_learners import start_learners
@@ -34,7 +35,6 @@ from rl_trainer_parts.reporting.step_metrics import (
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import Answer
-from rl_trainer_parts.rollouts.engines import replays
 from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
 from rl_trainer_parts.run.checkpoints import read_run_state
 
