@@ -29,7 +29,6 @@ from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.speeds import with_speeds
 from rl_trainer_parts.reporting.step_metrics import (
-    has_distributions,
     make_memory_watch,
     record_distributions,
     summarize_step,
@@ -192,7 +191,7 @@ class LearnerHost(BaseLearnerHost):
 
     def _record(self, recorder: Recorder, batch: Batch, order: StepOrder, *, busy_s: float) -> None:
         num_tokens = len(batch.ragged("input_ids").values)
-        if has_distributions(self._settings, order.step):
+        if self._settings.metrics.has_details(order.step):
             record_distributions(batch, recorder)
         recorder.record_all(
             {

@@ -103,7 +103,7 @@ class Program:
         """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""
         policy, best = take_option(words, "--policy"), take_flag(words, "--best")
         file = take_file(words, f"{self.name} validate")
-        from rl_trainer_parts.run.policies import opened_policy
+        from rl_trainer_parts.commands.policies import opened_policy
 
         with ExitStack() as opened:
             if best:
@@ -207,7 +207,7 @@ def export(words: list[str]) -> int:
     if adapter_alone and (merge or base is not None):
         other = "--merge" if merge else "--base"
         raise SettingsError(f"export accepts either --adapter, to write the adapter alone, or {other}, to merge it.")
-    from rl_trainer_parts.run.policies import export_adapter, export_policy
+    from rl_trainer_parts.commands.policies import export_adapter, export_policy
 
     path, target = map(Path, words)
     if best:

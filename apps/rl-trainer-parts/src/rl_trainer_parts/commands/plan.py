@@ -18,8 +18,8 @@ from rl_distill import (
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
 from rl_trainer_parts.commands.adapter_plan import describe_adapter
-from rl_trainer_parts.commands.amounts import counted, size_text
 from rl_trainer_parts.commands.objective_plan import describe_objective
+from rl_trainer_parts.commands.output import counted, size_text
 from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew, why_not_replayed
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
