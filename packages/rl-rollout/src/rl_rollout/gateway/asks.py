@@ -20,8 +20,6 @@ from rl_rollout.gateway.tree import Sample, digest_of
 if TYPE_CHECKING:
     from rl_rollout.gateway.journal import SessionLog
 
-MAX_CHOICES = 16
-
 
 @record
 class Ask:
