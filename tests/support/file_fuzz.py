@@ -72,7 +72,7 @@ HANG = {
     "roles": [{"name": "learner", "rank": 0}],
     "queue": {"rows": 3.0},
     "causes": ["x"],
-    "format": "rl-hang-1",
+    "format": "rl-hang-2",
 }
 
 

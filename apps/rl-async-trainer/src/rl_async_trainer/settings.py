@@ -47,7 +47,7 @@ class RoleSettings:
         teacher_restarts: How often the process that queries the teachers is restarted.
         start_deadline_s: Maximum time for a role to start.
         heartbeat_deadline_s: A role that does not answer for this long is killed and restarted.
-        hang_deadline_s: Time without progress after which hang.json is written; it shows which role waits for which.
+        hang_deadline_s: Time without progress after which hang.json is written; it shows what each role does.
         on_hang: What happens after that: "fail" stops the run, "report" lets it continue.
     """
 
