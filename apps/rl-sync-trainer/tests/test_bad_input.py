@@ -134,7 +134,7 @@ NAMES = {
     ),
     "a path for a table": Mistake(
         settings={"distillation__teachers__big": "models/x"},
-        says=("distillation.teachers: must be {name = value}; item big must be {name = value}; found 'models/x'",),
+        says=("distillation.teachers.big: must be {name = value}; found 'models/x' (command line). An entry of",),
     ),
     "misspelt within a list": Mistake(
         settings={"reward__parts": "[{function='exact_match', wieght=2}]"},

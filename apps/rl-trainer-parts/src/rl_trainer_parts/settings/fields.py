@@ -29,6 +29,10 @@ signal ends the run at once."""
 INDENT = " " * 8
 
 
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""A bound in words, by its name in annotations and in pydantic's errors."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingField:
     """One setting, for help and error messages.
@@ -38,21 +42,41 @@ class SettingField:
         annotation: Type.
         default: Default value, or dataclasses.MISSING.
         meaning: Description in the section's docstring.
+        limits: Bounds by their name in `BOUNDS`.
     """
 
     name: str
     annotation: Any
     default: Any
     meaning: str
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def _options(self) -> tuple[Any, ...]:
+        """The types of a single value; empty if the value has parts."""
+        if typing.get_origin(self.annotation) in (dict, list, tuple, Mapping):
+            return ()
+        return typing.get_args(self.annotation) or (self.annotation,)
 
     @property
     def is_text(self) -> bool:
         """True if the value is used as written."""
-        kind = typing.get_origin(self.annotation)
-        if kind in (dict, tuple, Mapping):
-            return False
-        options = typing.get_args(self.annotation) or (self.annotation,)
-        return any(option in (str, Path) for option in options) or kind is typing.Literal
+        return typing.get_origin(self.annotation) is typing.Literal or bool({str, Path} & {*self._options})
+
+    @property
+    def is_number(self) -> bool:
+        """True if the value is a number, and not true or false."""
+        return bool({int, float} & {*self._options}) and bool not in self._options
+
+    @property
+    def is_optional(self) -> bool:
+        """True if the value may be none."""
+        return type(None) in self._options
+
+    @property
+    def is_table(self) -> bool:
+        """True if the value is a table of settings."""
+        return dataclasses.is_dataclass(self.annotation)
 
     @property
     def entry_kind(self) -> type | None:
@@ -66,6 +90,17 @@ class SettingField:
         """Settings of an entry by name; empty if there are no entries."""
         kind = self.entry_kind
         return {} if kind is None else {one.name: one for one in fields_of(kind, f"{self.name}.{entry}")}
+
+    def bound(self, limits: Mapping[str, Any]) -> str:
+        """Bounds in words, such as "above 0 and at most 1"; other keys have no words."""
+        known = {key: limit for key, limit in limits.items() if key in BOUNDS}
+        if "gt" in known and int in self._options:
+            known = {"ge": known.pop("gt") + 1} | known
+        return " and ".join(f"{BOUNDS[key]} {short(limit)}" for key, limit in known.items())
+
+    def refusal(self, found: object, where: str, hint: str = "") -> str:
+        """The message for a value of another type."""
+        return f"{self.name}: must be {describe_type(self.annotation)}; found {found}{where}.{hint} {self.meaning}"
 
 
 @functools.cache
@@ -110,7 +145,7 @@ def changeable_on_resume(kind: type[Settings]) -> frozenset[str]:
 def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
     """Settings of a dataclass and of nested dataclasses."""
     meanings = attribute_meanings(kind)
-    hints = typing.get_type_hints(kind)
+    hints, marked = typing.get_type_hints(kind), typing.get_type_hints(kind, include_extras=True)
     for entry in dataclasses.fields(kind):
         factory = entry.default_factory
         yield SettingField(
@@ -118,9 +153,17 @@ def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
             annotation=hints[entry.name],
             default=entry.default if factory is dataclasses.MISSING else factory(),
             meaning=meanings.get(entry.name, ""),
+            limits=_limits(marked[entry.name]),
         )
         if dataclasses.is_dataclass(hints[entry.name]):
             yield from fields_of(hints[entry.name], f"{prefix}.{entry.name}")
+
+
+def _limits(annotation: Any) -> dict[str, float]:
+    """The bounds in an annotation, such as `Annotated[int, Field(ge=1)]`, which may be optional."""
+    marks = [mark for part in (annotation, *typing.get_args(annotation)) for mark in getattr(part, "__metadata__", ())]
+    single = [one for mark in marks for one in getattr(mark, "metadata", (mark,))]
+    return {key: getattr(one, key) for one in single for key in BOUNDS if hasattr(one, key)}
 
 
 def attribute_meanings(kind: type) -> dict[str, str]:
@@ -159,9 +202,19 @@ def describe_type(annotation: Any) -> str:
         return "[" + ", ".join("..." if part is ... else describe_type(part) for part in arguments) + "]"
     if typing.get_origin(annotation) is list:
         return f"[{describe_type(arguments[0])}, ...]"
-    if typing.get_origin(annotation) in (dict, Mapping) or dataclasses.is_dataclass(annotation):
+    if dataclasses.is_dataclass(annotation):
         return "{name = value}"
-    names = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
+    if typing.get_origin(annotation) in (dict, Mapping):
+        return f"{{name = {'value' if dataclasses.is_dataclass(arguments[1]) else describe_type(arguments[1])}}}"
+    names = {
+        type(None): "none",
+        Any: "value",
+        Path: "path",
+        str: "text",
+        float: "number",
+        int: "integer",
+        bool: "true | false",
+    }
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
@@ -212,11 +265,16 @@ def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
     width = min(shutil.get_terminal_size().columns, 110)
     is_required = setting.default is dataclasses.MISSING
     default = "required" if is_required else f"default {written(setting.default)}"
-    default += "; may differ on resume" if may_differ else ""
+    about = "; ".join(filter(None, (setting.bound(setting.limits), default, "may differ on resume" * may_differ)))
     words = textwrap.wrap(
         setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
     )
-    return [f"  --{setting.name}={describe_type(setting.annotation)}  ({default})", *words]
+    return [f"  --{setting.name}={describe_type(setting.annotation)}  ({about})", *words]
+
+
+def short(value: object) -> str:
+    """A number for a message; a float without needless digits."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def written(value: object) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rl_core.data import Json
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
@@ -347,14 +346,14 @@ UPDATE_KL = ("actor/ppo_kl", "rollout_corr/kl")
 """Metrics of the distance between the policy and the one that sampled."""
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings of a run, in the order of use; a trainer with further settings derives from it.
 
     Attributes:
         also_changeable_on_resume: Further settings that may differ when a run is resumed.
     """
 
-    model_config = SettingsConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = ()
 
     run: RunSettings = Field(default_factory=RunSettings)
@@ -378,13 +377,6 @@ class Settings(BaseSettings):
     parallel: ParallelOptions = Field(default_factory=ParallelOptions)
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     weights: WeightSettings = Field(default_factory=WeightSettings)
-
-    @classmethod
-    def settings_customise_sources(  # type: ignore[override]  # names only what it uses
-        cls, _: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_others: PydanticBaseSettingsSource
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read no environment variable named like a section, such as ENGINE; `load_settings` reads RL__ variables."""
-        return (init_settings,)
 
     @property
     def placements(self) -> dict[str, str]:
