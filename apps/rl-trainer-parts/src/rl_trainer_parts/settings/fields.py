@@ -96,6 +96,8 @@ class SettingField:
         known = {key: limit for key, limit in limits.items() if key in BOUNDS}
         if "gt" in known and int in self._options:
             known = {"ge": known.pop("gt") + 1} | known
+        if known.keys() == {"ge", "le"}:
+            return f"from {short(known['ge'])} to {short(known['le'])}"
         return " and ".join(f"{BOUNDS[key]} {short(limit)}" for key, limit in known.items())
 
     def refusal(self, found: object, where: str, hint: str = "") -> str:
@@ -196,7 +198,7 @@ def describe_type(annotation: Any) -> str:
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(str(value) for value in arguments)
-    if isinstance(annotation, types.UnionType):
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return " | ".join(describe_type(part) for part in arguments)
     if typing.get_origin(annotation) is tuple:
         return "[" + ", ".join("..." if part is ... else describe_type(part) for part in arguments) + "]"
@@ -273,8 +275,8 @@ def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
 
 
 def short(value: object) -> str:
-    """A number for a message; a float without needless digits."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """A number for a message; 1e9 and 1.0 are written as integers."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def written(value: object) -> str:
