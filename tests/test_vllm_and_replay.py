@@ -23,6 +23,7 @@ from rl_metrics.reductions import Recorder
 from rl_rollout.engines import GenerateRequest, ReplicatedEngine, SamplingParams, publish_to
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_trainer_parts.learning.replay import record_replay
+from rl_trainer_parts.settings.metrics import MetricSettings
 
 pytest.importorskip("vllm")
 
@@ -106,7 +107,7 @@ def rollouts(engine: ReplicatedEngine) -> Batch:
 
 def mismatch(policy: Any, batch: Batch) -> dict[str, float]:
     """Return the metrics that a run records of a batch before its first step."""
-    metrics = SimpleNamespace(details_every=1, replay_rows=len(batch))
+    metrics = MetricSettings(details_every=1, replay_rows=len(batch))
     settings = SimpleNamespace(metrics=metrics, rollout=SimpleNamespace(temperature=1.0))
     recorder = Recorder(strict=True)
     parts: Any = SimpleNamespace(settings=settings, learners=SimpleNamespace(policy=policy))

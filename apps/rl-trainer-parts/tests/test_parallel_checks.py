@@ -8,9 +8,10 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_trainer_parts.checks.all_checks import check_values
-from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, rank_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 

@@ -12,8 +12,9 @@ from rl_core import Prompt, Trajectory
 from rl_core.errors import EngineError, SettingsError
 from rl_rollout.engines.protocol import EngineTraits, TokenScores
 from rl_rollout.rollouter.served_policy import PolicyScores, policy_scores
-from rl_trainer_parts.reporting.token_probes import MAX_TOKENS, TokenProbes, named_tokens
+from rl_trainer_parts.reporting.token_probes import MAX_TOKENS, TokenProbes
 from rl_trainer_parts.rollouts.answers import Answer
+from rl_trainer_parts.rollouts.inputs import named_tokens
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 

@@ -21,6 +21,7 @@ from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions import Recorder, summarize_gpus, summarize_staleness
 from rl_rollout.rollouter import PolicyScores
+from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.start_learners import start_learners
@@ -28,13 +29,11 @@ from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.speeds import with_speeds
 from rl_trainer_parts.reporting.step_metrics import (
-    has_distributions,
     make_memory_watch,
     record_distributions,
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import Answer
-from rl_trainer_parts.rollouts.engines import replays
 from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
 from rl_trainer_parts.run.checkpoints import read_run_state
 
@@ -192,7 +191,7 @@ class LearnerHost(BaseLearnerHost):
 
     def _record(self, recorder: Recorder, batch: Batch, order: StepOrder, *, busy_s: float) -> None:
         num_tokens = len(batch.ragged("input_ids").values)
-        if has_distributions(self._settings, order.step):
+        if self._settings.metrics.has_details(order.step):
             record_distributions(batch, recorder)
         recorder.record_all(
             {

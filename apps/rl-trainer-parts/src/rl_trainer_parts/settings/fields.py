@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_core.secret_settings import redact
 from rl_trainer_parts.settings.changeable import CHANGEABLE_BY_SECTION
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
@@ -266,3 +267,9 @@ def written(value: object) -> str:
     if dataclasses.is_dataclass(value):
         return "{}"
     return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def plain_settings(settings: Settings) -> dict[str, Any]:
+    """Settings as nested dicts of plain values that may be written and shown: literal secrets are redacted."""
+    values = redact(settings.model_dump(mode="json"))
+    return {section: dict(fields) for section, fields in values.items()}

@@ -67,6 +67,10 @@ class MetricSettings:
     mlflow_uri: str | None = None
     mlflow_experiment: str = "rl"
 
+    def has_details(self, step: int) -> bool:
+        """True if the more expensive measurements are due in a step; steps count from 1."""
+        return bool(self.details_every) and (step - 1) % self.details_every == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthSettings:
