@@ -49,7 +49,7 @@ site=$(cd "$site" && pwd)
 PYTHONPATH="$site" "$python" -c 'import {checked}'
 echo "installed; in the checkout: export PYTHONPATH=$site && $python benchmarks/gpu.py --bench"
 """
-CHECKED = ("torch", "megatron.core", "transformers", "zarr", "structlog", "pydantic_settings", "pytest")
+CHECKED = ("torch", "megatron.core", "transformers", "zarr", "structlog", "pydantic", "pytest")
 
 
 def main(words: Sequence[str]) -> int:

@@ -53,8 +53,9 @@ def row(setting: SettingField) -> str:
     is_required = setting.default is dataclasses.MISSING
     default = "required" if is_required else f"default `{written(setting.default) or '(empty)'}`"
     resume = " *Resume.*" if setting.name in changeable_on_resume(AsyncSettings) else ""
+    about = ", ".join(filter(None, (describe_type(setting.annotation), setting.bound(setting.limits))))
     cells = (
-        f"`{setting.name}`<br>{escaped(describe_type(setting.annotation))}, {default}",
+        f"`{setting.name}`<br>{escaped(about)}, {default}",
         f"{escaped(setting.meaning)}{resume}",
     )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

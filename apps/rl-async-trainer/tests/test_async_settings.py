@@ -35,9 +35,30 @@ def test_where_an_update_moves_away_from_the_policy_that_sampled(tmp_path: Path,
     assert settings.zero_metrics == (() if expected else ("actor/ppo_kl", "rollout_corr/kl"))
 
 
-def test_an_item_of_a_table_says_what_it_must_be():
-    with pytest.raises(SettingsError, match=r"^trainer\.target: value must be a number; found text\.$"):
-        build_settings(PLAIN | {"trainer": {"target": {"value": "high"}}}, kind=AsyncSettings)
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"trainer": {"target": {"value": "high"}}},
+            r"trainer\.target\.value: must be number \| none; found 'high'\. Value to reach; .*\.",
+        ),
+        (
+            {"trainer": {"target": {"valu": 1}}},
+            r"unknown setting 'trainer.target.valu'. Did you mean .*target.value'.*",
+        ),
+        (
+            {"health": {"thresholds": {"a.b": "high"}}},
+            r"health\.thresholds: must be \{name = number\}; found text in item a\.b\.",
+        ),
+        (
+            {"correction": {"reject": {"token_k1": "low"}}},
+            r"correction\.reject: must be \{name = number \| \[number, number\]\}; found text in item token_k1\.",
+        ),
+    ],
+)
+def test_an_item_of_a_table_says_what_it_must_be(sections: dict, message: str):
+    with pytest.raises(SettingsError, match=rf"^{message}$"):
+        build_settings(PLAIN | sections, kind=AsyncSettings)
 
 
 def test_every_counterpart_of_a_setting_of_verl_is_a_setting_of_this_trainer():

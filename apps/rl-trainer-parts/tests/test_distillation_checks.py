@@ -12,7 +12,8 @@ from rl_core import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
-from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.commands.plan import describe_plan
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -181,7 +182,7 @@ def test_ranks_of_all_replicas_count(folder: Path) -> None:
 
 
 def test_every_mistake_is_told_at_once(folder: Path) -> None:
-    found = problems(folder, {"distillation.top_k": 0, "trainer.steps": 0}, replicas=0)
+    found = problems(folder, {"distillation.top_k": 0, "run.name": ""}, replicas=0)
     assert len(found) == 3
 
 

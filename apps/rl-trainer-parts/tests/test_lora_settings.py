@@ -13,8 +13,9 @@ from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_rollout.engines import TransformersOptions
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.trainable import trainable_problems
-from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.rollouts.engines import engine_options
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 

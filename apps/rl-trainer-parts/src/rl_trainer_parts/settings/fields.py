@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_core.secret_settings import redact
 from rl_trainer_parts.settings.changeable import CHANGEABLE_BY_SECTION
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
@@ -29,6 +30,13 @@ signal ends the run at once."""
 INDENT = " " * 8
 
 
+WORDS = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
+"""Types in a user's words."""
+
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""A bound in words, by its name in annotations and in pydantic's errors."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingField:
     """One setting, for help and error messages.
@@ -38,21 +46,36 @@ class SettingField:
         annotation: Type.
         default: Default value, or dataclasses.MISSING.
         meaning: Description in the section's docstring.
+        limits: Bounds by their name in `BOUNDS`.
     """
 
     name: str
     annotation: Any
     default: Any
     meaning: str
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def _options(self) -> tuple[Any, ...]:
+        """The types of a single value; empty if the value has parts."""
+        if typing.get_origin(self.annotation) in (dict, list, tuple, Mapping):
+            return ()
+        return typing.get_args(self.annotation) or (self.annotation,)
 
     @property
     def is_text(self) -> bool:
         """True if the value is used as written."""
-        kind = typing.get_origin(self.annotation)
-        if kind in (dict, tuple, Mapping):
-            return False
-        options = typing.get_args(self.annotation) or (self.annotation,)
-        return any(option in (str, Path) for option in options) or kind is typing.Literal
+        return typing.get_origin(self.annotation) is typing.Literal or bool({str, Path} & {*self._options})
+
+    @property
+    def is_number(self) -> bool:
+        """True if the value is a number, and not true or false."""
+        return bool({int, float} & {*self._options}) and bool not in self._options
+
+    @property
+    def is_optional(self) -> bool:
+        """True if the value may be none."""
+        return type(None) in self._options
 
     @property
     def entry_kind(self) -> type | None:
@@ -66,6 +89,19 @@ class SettingField:
         """Settings of an entry by name; empty if there are no entries."""
         kind = self.entry_kind
         return {} if kind is None else {one.name: one for one in fields_of(kind, f"{self.name}.{entry}")}
+
+    def bound(self, limits: Mapping[str, Any]) -> str:
+        """Bounds in words, such as "above 0 and at most 1"; other keys have no words."""
+        known = {key: limit for key, limit in limits.items() if key in BOUNDS}
+        if "gt" in known and int in self._options:
+            known = {"ge": known.pop("gt") + 1} | known
+        if known.keys() == {"ge", "le"}:
+            return f"from {short(known['ge'])} to {short(known['le'])}"
+        return " and ".join(f"{BOUNDS[key]} {short(limit)}" for key, limit in known.items())
+
+    def refusal(self, found: object, where: str, hint: str = "") -> str:
+        """The message for a value of another type."""
+        return f"{self.name}: must be {describe_type(self.annotation)}; found {found}{where}.{hint} {self.meaning}"
 
 
 @functools.cache
@@ -110,7 +146,7 @@ def changeable_on_resume(kind: type[Settings]) -> frozenset[str]:
 def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
     """Settings of a dataclass and of nested dataclasses."""
     meanings = attribute_meanings(kind)
-    hints = typing.get_type_hints(kind)
+    hints, marked = typing.get_type_hints(kind), typing.get_type_hints(kind, include_extras=True)
     for entry in dataclasses.fields(kind):
         factory = entry.default_factory
         yield SettingField(
@@ -118,25 +154,24 @@ def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
             annotation=hints[entry.name],
             default=entry.default if factory is dataclasses.MISSING else factory(),
             meaning=meanings.get(entry.name, ""),
+            limits=_limits(marked[entry.name]),
         )
         if dataclasses.is_dataclass(hints[entry.name]):
             yield from fields_of(hints[entry.name], f"{prefix}.{entry.name}")
 
 
+def _limits(annotation: Any) -> dict[str, float]:
+    """The bounds in an annotation, such as `Annotated[int, Field(ge=1)]`, which may be optional."""
+    marks = [mark for part in (annotation, *typing.get_args(annotation)) for mark in getattr(part, "__metadata__", ())]
+    single = [one for mark in marks for one in getattr(mark, "metadata", (mark,))]
+    return {key: getattr(one, key) for one in single for key in BOUNDS if hasattr(one, key)}
+
+
 def attribute_meanings(kind: type) -> dict[str, str]:
     """The text of each entry in a Google docstring's `Attributes:`."""
-    text = inspect.getdoc(kind) or ""
-    section = text.partition("Attributes:\n")[2]
-    meanings: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        match = re.match(r"    (\w+): (.*)", line)
-        if match:
-            name = match[1]
-            meanings[name] = match[2]
-        elif line.strip() and name:
-            meanings[name] += " " + line.strip()
-    return meanings
+    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in found}
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -150,19 +185,18 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def describe_type(annotation: Any) -> str:
     """A type in a user's words."""
-    arguments = typing.get_args(annotation)
-    if typing.get_origin(annotation) is typing.Literal:
-        return " | ".join(str(value) for value in arguments)
-    if isinstance(annotation, types.UnionType):
-        return " | ".join(describe_type(part) for part in arguments)
-    if typing.get_origin(annotation) is tuple:
-        return "[" + ", ".join("..." if part is ... else describe_type(part) for part in arguments) + "]"
-    if typing.get_origin(annotation) is list:
-        return f"[{describe_type(arguments[0])}, ...]"
-    if typing.get_origin(annotation) in (dict, Mapping) or dataclasses.is_dataclass(annotation):
+    kind, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    parts = ["..." if part is ... else describe_type(part) for part in arguments]
+    if kind in (typing.Literal, typing.Union, types.UnionType):
+        return " | ".join(parts)
+    if kind in (tuple, list):
+        return f"[{', '.join([*parts, '...'] if kind is list else parts)}]"
+    if kind in (dict, Mapping):
+        is_open = arguments[1] is Any or dataclasses.is_dataclass(arguments[1])
+        return f"{{name = {'value' if is_open else parts[1]}}}"
+    if dataclasses.is_dataclass(annotation):
         return "{name = value}"
-    names = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
-    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    return WORDS.get(annotation, str(getattr(annotation, "__name__", annotation)))
 
 
 def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -> str:
@@ -212,11 +246,16 @@ def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
     width = min(shutil.get_terminal_size().columns, 110)
     is_required = setting.default is dataclasses.MISSING
     default = "required" if is_required else f"default {written(setting.default)}"
-    default += "; may differ on resume" if may_differ else ""
+    about = "; ".join(filter(None, (setting.bound(setting.limits), default, "may differ on resume" * may_differ)))
     words = textwrap.wrap(
         setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
     )
-    return [f"  --{setting.name}={describe_type(setting.annotation)}  ({default})", *words]
+    return [f"  --{setting.name}={describe_type(setting.annotation)}  ({about})", *words]
+
+
+def short(value: object) -> str:
+    """A number for a message; 1e9 and 1.0 are written as integers."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def written(value: object) -> str:
@@ -228,3 +267,9 @@ def written(value: object) -> str:
     if dataclasses.is_dataclass(value):
         return "{}"
     return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def plain_settings(settings: Settings) -> dict[str, Any]:
+    """Settings as nested dicts of plain values that may be written and shown: literal secrets are redacted."""
+    values = redact(settings.model_dump(mode="json"))
+    return {section: dict(fields) for section, fields in values.items()}

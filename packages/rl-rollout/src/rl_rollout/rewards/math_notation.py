@@ -4,7 +4,6 @@ import re
 import unicodedata
 from fractions import Fraction
 
-MINUS = "-\u2212\u2013\ufe63\uff0d"
 BOLD = re.compile(r"(?<![\w)\]}*])(\*{1,3}|__|`)(?=[^\s*])(.{1,300}?)(?<=[^\s*])\1(?![\w(*])")
 DOLLARS = re.compile(r"(?<!\\)\$\$?")
 GROUPED = re.compile(r"(?<![\d.\w])\d{1,3}(?:(?:,|[ \u00a0\u2009\u202f]|(?<=\d)_)\d{3})+(?![\d,])")
