@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.cli import main
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.importers import dumped, verl
-from rl_metrics.importers.run_writer import MAX_NAME, RunWriter, translation
+from rl_metrics.importers import dumped, naming, verl
+from rl_metrics.importers.naming import translation
+from rl_metrics.importers.run_writer import RunWriter
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl, logged
 from rl_metrics.run_files.run_record import open_run
@@ -310,7 +311,7 @@ def test_names_are_translated_by_the_first_entry_that_fits():
     assert names("actor/entropy") == ("actor/entropy",)
     assert translation({}, has_our_names=False)("actor/entropy") == ("other/actor/entropy",)
     assert len(names("x" * 1000)) == 1
-    assert len(names("x" * 1000)[0]) == MAX_NAME + len("other/")
+    assert len(names("x" * 1000)[0]) == naming.MAX_NAME + len("other/")
 
 
 def test_a_writer_that_is_left_without_its_end_leaves_nothing(tmp_path):

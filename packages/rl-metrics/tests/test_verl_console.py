@@ -2,7 +2,7 @@ import pytest
 import structlog
 
 from rl_metrics.importers.verl import import_verl
-from rl_metrics.importers.verl_console import seems_step, step_of_line
+from rl_metrics.importers.verl_console import bars_of_line, seems_step, step_of_line
 from rl_metrics.run_files.run_record import open_run
 
 
@@ -92,13 +92,82 @@ def test_steps_that_begin_again_within_a_file_are_a_resumed_attempt_and_said(tmp
     assert [one["event"] for one in logs] == ["steps_begin_again"] * 10
 
 
-def test_incomplete_rows_of_a_folder_are_counted(tmp_path):
+BAR = "Training Progress:  10%|#  | {step}/20 [00:30<02:50, 10.0s/it, loss={loss}, kl=0.002, reward=0.4, mode=a]"
+REST = {"kl": 0.002, "reward": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        (BAR.format(step=2, loss=0.1), {2: {"loss": 0.1, **REST}}),
+        ("(TaskRunner pid=1) 3it [00:30, 1.5it/s, loss=-1e-3]", {3: {"loss": -0.001}}),
+        (
+            BAR.format(step=1, loss=9) + "\r" + BAR.format(step=2, loss=0.1),
+            {1: {"loss": 9.0, **REST}, 2: {"loss": 0.1, **REST}},
+        ),
+        ("5%|#  | 1/20 [00:30<02:50, 10.0s/it]", {}),
+        ("the bar says 1/20 [00:30<02:50, 10.0s/it, loss=1]", {}),
+    ],
+)
+def test_metrics_of_progress_bars(line, read):
+    assert bars_of_line(line) == read
+
+
+def test_bars_are_read_without_lines_of_steps_and_counted_with_them(tmp_path):
+    log = tmp_path / "log.txt"
+    bars = "\r".join(BAR.format(step=step, loss=1 / step) for step in (1, 2, 2, 3)) + "\n"
+    log.write_text("loading\n" + bars)
+    imported = import_verl([log], tmp_path / "run")
+    history = open_run(tmp_path / "run").history
+    assert history.steps.tolist() == [1, 2, 3]
+    assert history.values["actor/loss"].tolist() == pytest.approx([1, 1 / 2, 1 / 3])
+    assert history.values["critic/rewards/mean"].tolist() == [0.4] * 3
+    assert imported.other == ("kl",)
+    log.write_text(bars + console([1, 2]))
+    with structlog.testing.capture_logs() as logs:
+        import_verl([log], tmp_path / "run")
+    assert open_run(tmp_path / "run").history.steps.tolist() == [1, 2]
+    assert [(one["event"], one["steps"]) for one in logs] == [("progress_bars_passed_over", 3)]
+
+
+SAMPLE = """[prompt] system
+You add.
+[response] First,
+  [score] is a word: 4
+[ground_truth] 4
+[score] 1.0
+[acc] True
+"""
+
+
+def test_printed_samples_belong_to_the_next_step(tmp_path):
+    log = tmp_path / "log.txt"
+    prefixed = "".join(f"\x1b[36m(TaskRunner pid=1)\x1b[0m {line}\n" for line in SAMPLE.splitlines())
+    torn = "[prompt] a\n[response] b\n"
+    log.write_text(prefixed + SAMPLE + "done\n" + console([1]) + torn + SAMPLE + console([2]) + SAMPLE)
+    with structlog.testing.capture_logs() as logs:
+        imported = import_verl([log], tmp_path / "run")
+    assert imported.num_generations == 3
+    first, second = open_run(tmp_path / "run").generations
+    assert (first.step, len(first.samples), second.step, len(second.samples)) == (1, 2, 2, 1)
+    (sample, _) = first.samples
+    assert (sample.input, sample.output) == ("system\nYou add.", "First,\n  [score] is a word: 4")
+    assert (sample.score, sample.components, sample.ground_truth) == (1.0, {"acc": 1.0}, "4")
+    (warning,) = logs
+    assert warning["event"] == "printed_samples_passed_over"
+    assert (warning["incomplete"], warning["without_a_step_after_them"]) == (1, 1)
+
+
+def test_samples_of_a_folder_replace_printed_ones_and_incomplete_rows_are_counted(tmp_path):
     log, folder = tmp_path / "log.txt", tmp_path / "validation"
-    log.write_text(console([1]))
+    log.write_text(SAMPLE + console([1]))
     folder.mkdir()
     rows = '{"input": "a", "output": "b", "score": 1}\n{"input": "a"}\n{"input":[],"output":""}\n'
     (folder / "1.jsonl").write_text(rows)
     with structlog.testing.capture_logs() as logs:
         imported = import_verl([log], tmp_path / "run", validation=folder)
     assert imported.num_generations == 1
-    assert [(warning["event"], warning["incomplete"]) for warning in logs] == [("rows_passed_over", 2)]
+    assert [(one["event"], one.get("count", one.get("incomplete"))) for one in logs] == [
+        ("printed_samples_passed_over", 1),
+        ("rows_passed_over", 2),
+    ]

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from rl_metrics.commands.parts import Verbs, say
-from rl_metrics.importers.run_writer import MAX_NAME, MAX_NAMES, Imported
+from rl_metrics.importers.naming import MAX_NAME
+from rl_metrics.importers.run_writer import MAX_NAMES, Imported
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl
 from rl_metrics.trackers.text import plain_text
@@ -27,8 +28,8 @@ def add_to(verbs: Verbs) -> None:
         "--completions", type=Path, metavar="FOLDER", help="folder with files like completions_00010.parquet"
     )
     trl.set_defaults(run=_trl)
-    for importer in (verl, trl):
-        importer.add_argument(
+    for one in (verl, trl):
+        one.add_argument(
             "--into", type=Path, required=True, metavar="RUN", help="folder of the run: new, or of an earlier import"
         )
 

@@ -1,8 +1,6 @@
-"""Writer of an imported run's folder, and translation of another trainer's names."""
+"""Writer of an imported run's folder."""
 
-import functools
 import math
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any, Self
 import structlog
 
 from rl_core.errors import DataError
-from rl_metrics.definitions.table import DEFINITIONS
+from rl_metrics.importers.naming import OTHER
 from rl_metrics.importers.recognition import misplaced
 from rl_metrics.run_files.events import IMPORTED, EventLog, read_events
 from rl_metrics.run_files.generations import GenerationSample
@@ -24,19 +22,6 @@ from rl_metrics.run_files.run_record import FILES
 from rl_metrics.trackers.jsonl import JsonlTracker
 
 log = structlog.get_logger(__name__)
-
-OTHER = "other/"
-"""Prefix of metrics without a counterpart here."""
-
-MAX_NAME = 300
-"""Maximum length of a name, in characters; longer ones are cut."""
-
-
-Names = Mapping[str, tuple[str, ...]]
-"""Names here, by the name in another trainer, of metrics with the same meaning and unit.
-
-`{source}` matches any text; any other placeholder matches one part without a slash.
-"""
 
 MAX_FALLS = 10
 """Maximum number of warnings per file about steps that go back."""
@@ -280,33 +265,3 @@ def _require_free(folder: Path) -> None:
     first = next(iter(read_events(events)), {}) if events.is_file() else {}
     if first.get("event") != IMPORTED:
         raise DataError(f"{folder} must be a new folder, or that of an earlier import; found other files in it.")
-
-
-def translation(table: Names, *, has_our_names: bool) -> Callable[[str], tuple[str, ...]]:
-    """Return a function from another trainer's name to the names here; unknown names get the prefix `OTHER`.
-
-    Args:
-        table: Translations; the first match is used.
-        has_our_names: Whether names defined here mean the same in the other trainer.
-    """
-    entries = [(_pattern(theirs), ours) for theirs, ours in table.items()]
-
-    @functools.lru_cache(maxsize=10_000)
-    def names(name: str) -> tuple[str, ...]:
-        for pattern, ours in entries:
-            if match := pattern.fullmatch(name):
-                return tuple(our_name.format(**match.groupdict()) for our_name in ours)
-        if has_our_names and DEFINITIONS.find(name) is not None:
-            return (name,)
-        return (OTHER + name[:MAX_NAME],)
-
-    return names
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    literals_and_placeholders = re.split(r"\{([a-z_]+)\}", name)
-    parts = [re.escape(part) for part in literals_and_placeholders]
-    for index in range(1, len(parts), 2):
-        placeholder = literals_and_placeholders[index]
-        parts[index] = f"(?P<{placeholder}>{'.+' if placeholder == 'source' else '[^/]+'})"
-    return re.compile("".join(parts))

@@ -1,12 +1,8 @@
 """Import of TRL runs from the history in `trainer_state.json` and logged completions.
 
-The names in a history show which trainer wrote it, and their meaning depends on it. GRPO's `rewards/{function}/mean`
-is a part of the reward; DPO's `rewards/chosen` is a log ratio of policy and reference. GRPO's `loss` is that of a
-policy gradient; SFT's is a cross entropy. Without a policy gradient, the healthy ranges of our metrics do not apply, so
-only the learning rate gets our name.
+The names in a history show which trainer wrote it. `trl_names` translates them.
 
-Sources: `TrainerState` of transformers; the logged metrics in TRL's documentation of GRPOTrainer and DPOTrainer; every
-file of TRL 1.16 that writes `_metrics`.
+Source: `TrainerState` of transformers.
 """
 
 import json
@@ -21,8 +17,10 @@ import structlog
 from rl_core.errors import DataError, NotReadyError
 from rl_core.files import read_plain, try_arrow_files
 from rl_metrics.importers.dumped import Dumped, as_rollouts, as_samples, numbers, step_files, whole_rows
+from rl_metrics.importers.naming import translation
 from rl_metrics.importers.recognition import misplaced, require_there
-from rl_metrics.importers.run_writer import Imported, Names, RunWriter, translation
+from rl_metrics.importers.run_writer import Imported, RunWriter
+from rl_metrics.importers.trl_names import names_of
 from rl_metrics.run_files.json_lines import parse_line, read_json_lines
 from rl_metrics.trackers.jsonl import as_step
 
@@ -36,58 +34,6 @@ NOT_METRICS = frozenset({"step", "epoch"})
 """Columns that are not metrics; `epoch` is a fraction, repeated in each part of a step."""
 
 NOT_REWARDS = frozenset({"step", "mode", "prompt", "completion", "advantage", "entropy"})
-
-OF_ROLLOUTS: Names = {
-    "grad_norm": ("actor/grad_norm",),
-    "learning_rate": ("actor/lr",),
-    "entropy": ("actor/entropy",),
-    "completions/mean_length": ("response_length/mean",),
-    "completions/max_length": ("response_length/max",),
-    "completions/min_length": ("response_length/min",),
-    "completions/clipped_ratio": ("response_length/clip_ratio",),
-    "sampling/sampling_logp_difference/mean": ("training/rollout_logprobs_diff_mean",),
-    "sampling/sampling_logp_difference/max": ("training/rollout_logprobs_diff_max",),
-    "sampling/importance_sampling_ratio/mean": ("rollout_corr/rollout_is_mean",),
-    "sampling/importance_sampling_ratio/max": ("rollout_corr/rollout_is_max",),
-    "sampling/importance_sampling_ratio/min": ("rollout_corr/rollout_is_min",),
-    "sample/staleness_mean": ("training/staleness/mean",),
-    "sample/staleness_max": ("training/staleness/max",),
-    "step_time": ("timing_s/step", "perf/time_per_step"),
-    "perf/step_s": ("timing_s/step", "perf/time_per_step"),
-}
-"""Names of all trainers that train on the policy's samples; `sample/*` and `perf/step_s` of asynchronous ones."""
-
-POLICY_GRADIENT: Names = {
-    **OF_ROLLOUTS,
-    "loss": ("actor/loss",),
-    "policy_loss": ("actor/pg_loss",),  # if the loss has an entropy bonus
-    "kl": ("actor/kl_loss",),
-    "clip_ratio/region_mean": ("actor/pg_clipfrac",),
-    "cispo_clip_ratio": ("actor/pg_clipfrac",),
-    "reward": ("critic/score/mean", "critic/rewards/mean"),  # its reward has no penalties
-    "reward_std": ("rollout/group_reward_std",),
-    "rewards/{component}/mean": ("reward/{component}/mean",),
-    "frac_reward_zero_std": ("rollout/groups_without_spread_ratio",),
-    "eval_reward": ("val-core/eval/reward/mean@1",),
-    "eval_rewards/{component}/mean": ("val-aux/eval/{component}/mean@1",),
-}
-"""Names of GRPO and RLOO. The mean of n responses has the same expectation for each n, so an unknown n is 1."""
-
-ASYNC: Names = {**POLICY_GRADIENT, "kl": ("rollout_corr/k3_kl",)}
-"""Names of AsyncGRPO, whose KL is from the engine's policy to the trained one."""
-
-DISTILLATION: Names = {
-    **OF_ROLLOUTS,
-    "jsd": ("actor/distillation/loss",),
-    "self_distillation/distillation_loss": ("actor/distillation/loss",),
-    "loss": ("actor/distillation/loss",),
-}
-"""Names of on-policy distillation, whose loss is a divergence."""
-
-OTHERS: Names = {"learning_rate": ("actor/lr",)}
-"""Names of DPO, SFT, GKD, PPO and others."""
-
-PART_OF_REWARD = re.compile(r"rewards/.+/mean")
 
 PARQUET = (
     "{path} is a Parquet file, and pyarrow is not installed. Install rl-metrics[parquet] as the README says, "
@@ -125,16 +71,6 @@ def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = 
             run.add_rollouts(as_rollouts(step, trained), written=file.stat().st_mtime)
             run.add_generations(step, as_samples(step, evaluated, trainer="trl"))
         return run.finish([*files, *([completions] if completions is not None else [])], is_finished=is_finished)
-
-
-def names_of(history: Sequence[Mapping[str, Any]]) -> Names:
-    """Return the names of the trainer that wrote a history, recognized by the names in it."""
-    names = {name.removeprefix("eval_") for row in history for name in row}
-    if "reward" in names or any(map(PART_OF_REWARD.fullmatch, names)):
-        return ASYNC if "sample/staleness_mean" in names else POLICY_GRADIENT
-    if names & {"completions/mean_length", "jsd"}:
-        return DISTILLATION
-    return OTHERS
 
 
 def _history(path: Path) -> list[dict[str, Any]]:

@@ -16,9 +16,11 @@ import structlog
 
 from rl_core.errors import DataError
 from rl_metrics.importers.dumped import Dumped, as_rollouts, as_samples, numbers, step_files, whole_rows
+from rl_metrics.importers.naming import Names, translation
 from rl_metrics.importers.recognition import misplaced, require_there
-from rl_metrics.importers.run_writer import Imported, Names, RunWriter, translation
-from rl_metrics.importers.verl_console import seems_step, step_of_line
+from rl_metrics.importers.run_writer import Imported, RunWriter
+from rl_metrics.importers.verl_console import bars_of_line, seems_step, step_of_line
+from rl_metrics.importers.verl_samples import printed_samples
 from rl_metrics.run_files.json_lines import number_or_nan, parse_line, read_json_lines, read_lines
 from rl_metrics.trackers.jsonl import as_step, warn_of_lines_without_step
 
@@ -46,6 +48,9 @@ NAMES: Names = {
     **{f"mismatch/rollout_is_{name}": (f"rollout_corr/rollout_is_{name}",) for name in WEIGHTS},
     "val/test_score/{source}": ("val-core/{source}/reward/mean@1",),
     **{f"timing_s/agent_loop/{name}": (f"agent_loop/{name}",) for name in AGENT_LOOPS},
+    **{name: (f"actor/{name}",) for name in ("loss", "entropy", "grad_norm", "lr")},  # of progress bars
+    "reward": ("critic/rewards/mean",),
+    "adv": ("critic/advantages/mean",),
 }
 """verl's names that differ from ours. The mean of n responses has the same expectation for each n; an unknown n is 1.
 """
@@ -97,12 +102,25 @@ def import_verl(
             run.begin_attempt(file)
             for step, values in _logged(file):
                 run.add_metrics(step, step_alone(values))
+            _add_printed(run, file, is_wanted=validation is None)
         for step, file in _dumps(rollouts, "*.jsonl"):
             run.add_rollouts(as_rollouts(step, _dumped(file)), written=file.stat().st_mtime)
         for step, file in _dumps(validation, "*.jsonl"):
             run.add_generations(step, as_samples(step, _dumped(file), trainer="verl"))
         folders = [folder for folder in (rollouts, validation) if folder is not None]
         return run.finish([*files, *folders])
+
+
+def _add_printed(run: RunWriter, file: Path, *, is_wanted: bool) -> None:
+    """Add the samples that a console printed, or warn that a folder of all samples replaces them."""
+    num_replaced = 0
+    for step, printed in printed_samples(file):
+        if is_wanted:
+            run.add_generations(step, as_samples(step, printed, trainer="verl"))
+        else:
+            num_replaced += len(printed)
+    if num_replaced:
+        log.warning("printed_samples_passed_over", path=str(file), count=num_replaced, because="--validation has them")
 
 
 def logged(line: bytes, *, is_ended: bool) -> tuple[int, dict[str, Any]] | None:
@@ -147,17 +165,29 @@ def _sum(values: Mapping[str, Any], names: Sequence[str]) -> float:
 
 
 def _logged(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield steps and values of a file, and warn about skipped lines with values."""
+    """Yield steps and values of a file, and warn about skipped lines with values.
+
+    Metrics of progress bars count only if the file has no others.
+    """
     without_step: list[int] = []
     passed_over: list[int] = []
+    bars: dict[int, dict[str, float]] = {}
+    has_steps = False
     for number, (line, is_ended) in enumerate(read_lines(file), start=1):
         read = logged(line, is_ended=is_ended)
         if read is not None:
+            has_steps = True
             yield read
         elif _is_json(_bare(line)):
             without_step += [number] if _row(_bare(line)) else []
         elif is_ended and b"step:" in line and seems_step(line.decode(errors="replace")):
             passed_over.append(number)
+        elif b"s/it, " in line or b"it/s, " in line:
+            bars |= bars_of_line(line.decode(errors="replace"))
+    if bars and has_steps:
+        log.warning("progress_bars_passed_over", path=str(file), steps=len(bars), because="the file has lines of steps")
+    elif bars:
+        yield from sorted(bars.items())
     if without_step:
         warn_of_lines_without_step(file, count=len(without_step), first_line=without_step[0])
     if passed_over:

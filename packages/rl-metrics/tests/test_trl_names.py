@@ -6,14 +6,14 @@ from rl_metrics.cli import main
 from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.doctor.diagnosing import diagnose
 from rl_metrics.health.run_verdict import judge_run
-from rl_metrics.importers import trl
+from rl_metrics.importers import trl_names
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.run_files.run_record import open_run
 
 
 @pytest.mark.parametrize(
     "table",
-    [trl.POLICY_GRADIENT, trl.ASYNC, trl.DISTILLATION, trl.OTHERS],
+    [trl_names.POLICY_GRADIENT, trl_names.ASYNC, trl_names.DISTILLATION, trl_names.PPO, trl_names.OTHERS],
 )
 def test_every_name_of_a_table_is_defined_here(table):
     for ours in table.values():
@@ -27,14 +27,13 @@ def imported_history(tmp_path, rows):
     return {name: list(values) for name, values in open_run(tmp_path / "run").history.values.items()}
 
 
-def test_a_history_of_dpo_or_ppo_has_no_rewards_and_no_policy_loss(tmp_path):
+def test_a_history_of_dpo_has_no_rewards_and_no_policy_loss(tmp_path):
     row = {"step": 10, "epoch": 0.1, "loss": 0.6931, "grad_norm": 6.4, "learning_rate": 5e-7, "rewards/chosen": 0.1}
     row |= {"rewards/rejected": -0.1, "rewards/margins": 0.2, "rewards/accuracies": 0.6, "logps/chosen": -250.0}
     with_scores = row | {"objective/rlhf_reward": 0.5, "objective/scores": 0.6}  # online DPO
-    of_ppo = row | {"policy/approxkl_avg": 0.01, "loss/value_avg": 0.1}
-    for logged in (row, with_scores, of_ppo):
-        kept = {name: [value] for name, value in logged.items() if name not in ("step", "epoch", "learning_rate")}
-        assert imported_history(tmp_path, [logged]) == {
+    for one in (row, with_scores):
+        kept = {name: [value] for name, value in one.items() if name not in ("step", "epoch", "learning_rate")}
+        assert imported_history(tmp_path, [one]) == {
             "actor/lr": [5e-7],
             **{f"other/{name}": value for name, value in kept.items()},
         }
@@ -47,11 +46,31 @@ def test_a_history_of_sft_or_gkd_has_no_policy_loss(tmp_path):
     assert imported_history(tmp_path, [row, {"step": 10, "eval_loss": 1.8}]) == ours
 
 
+def test_a_history_of_ppo(tmp_path):
+    row = {"eps": 1, "objective/kl": 5.0, "objective/entropy": 60.0, "objective/non_score_reward": -0.3}
+    row |= {"objective/rlhf_reward": 0.2, "objective/scores": 0.5, "policy/approxkl_avg": 0.01}
+    row |= {"policy/clipfrac_avg": 0.05, "loss/policy_avg": -0.01, "loss/value_avg": 0.1, "val/clipfrac_avg": 0.02}
+    row |= {"policy/entropy_avg": 0.4, "val/ratio": 1.0, "val/ratio_var": 0.0, "val/num_eos_tokens": 10}
+    row |= {"lr": 3e-6, "episode": 64, "epoch": 0.001, "step": 1}
+    ours = {"critic/rewards/mean": [0.2], "critic/score/mean": [0.5], "actor/lr": [3e-6]}
+    of_tokens = {"actor/pg_loss": [-0.01], "actor/pg_clipfrac": [0.05]}
+    of_critic = {"critic/vf_loss": [0.1], "critic/vf_clipfrac": [0.02]}
+
+    def named(history):
+        return {name: values for name, values in history.items() if not name.startswith("other/")}
+
+    assert named(imported_history(tmp_path, [row])) == ours | of_tokens | of_critic
+    of_rloo = imported_history(tmp_path, [row | {"loss/value_avg": 0.0}])  # until 0.21, with ratios of whole responses
+    assert named(of_rloo) == ours
+    assert of_rloo["other/policy/clipfrac_avg"] == [0.05]
+
+
 def test_a_history_of_grpo_says_no_largest_reward(tmp_path):
     row = {"step": 1, "reward": 0.2, "reward_std": 0.3, "rewards/chosen/mean": 0.2, "rewards/chosen/std": 0.4}
     ours = {"critic/score/mean": [0.2], "critic/rewards/mean": [0.2], "rollout/group_reward_std": [0.3]}
     ours |= {"reward/chosen/mean": [0.2], "other/rewards/chosen/std": [0.4], "actor/loss": [0.01]}
     assert imported_history(tmp_path, [row | {"loss": 0.01}]) == ours
+    assert "reward/chosen/mean" in imported_history(tmp_path, [{"step": 1, "reward": 0.2, "rewards/chosen": 0.2}])
 
 
 @pytest.mark.parametrize("log", ["dpo", "sft"])
