@@ -9,26 +9,47 @@
 The annotations are the rules. A list becomes the array, tensor, tuple or set that the field declares; 3.0 becomes an
 int, a numpy number a Python number, and a string a `Path`. A single string for a sequence of strings, a bool for an
 int, and a number that would change are errors. Open annotations (`Any`, callables, protocols) are not checked.
-`converts_arguments` does the same for function arguments.
+Bounds are marks of annotated_types: `Annotated[float, Gt(0)]`, `Annotated[str, MinLen(1)] | None`. They refuse NaN, and
+`Lt(math.inf)` refuses inf too. `converts_arguments` does the same for function arguments.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, wraps
 from operator import attrgetter
-from typing import Any, TypeVar, cast, dataclass_transform
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform
+
+from annotated_types import Ge, Gt, Lt
 
 from rl_core.annotation_rules import Axes, Rule, known_rules
 from rl_core.errors import DataError, SettingsError, ShapeError
 from rl_core.secret_settings import redact_option
 
-__all__ = ["Axes", "converts_arguments", "record", "record_tuple", "settings_record"]
+__all__ = [
+    "Axes",
+    "FiniteFloat",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "converts_arguments",
+    "record",
+    "record_tuple",
+    "settings_record",
+]
 
 RecordT = TypeVar("RecordT")
 TupleT = TypeVar("TupleT", bound=tuple[Any, ...])
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 MAX_KNOWN = 64
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+FiniteFloat = Annotated[float, Gt(-math.inf), Lt(math.inf)]
+PositiveFloat = Annotated[float, Gt(0), Lt(math.inf)]
+NonNegativeFloat = Annotated[float, Ge(0), Lt(math.inf)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -44,7 +65,7 @@ def record(kind: type[RecordT]) -> type[RecordT]:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings_record(kind: type[RecordT]) -> type[RecordT]:
-    """Make a record as `record` does, with SettingsError for every refused field."""
+    """Make a record as `record` does, with SettingsError for refused fields; the message has a line for each."""
     return dataclass(frozen=True, slots=True, kw_only=True)(_checked(kind, SettingsError))
 
 
@@ -66,6 +87,7 @@ def converts_arguments(function: FunctionT) -> FunctionT:
 
     Raises:
         ShapeError: At a call: an argument cannot become the declared array or tensor.
+        SettingsError: At a call: another keyword-only argument does not match its annotation.
         DataError: At a call: another argument does not match its annotation.
     """
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -81,7 +103,8 @@ def converts_arguments(function: FunctionT) -> FunctionT:
         try:
             return rule.fit(value)
         except Exception as reason:
-            raise rule.refusal(name, value, who, DataError, reason) from reason
+            error = DataError if name in positions else SettingsError
+            raise rule.refusal(name, value, who, error, reason) from reason
 
     @wraps(function)
     def call(*values: Any, **named: Any) -> Any:
@@ -116,15 +139,19 @@ class _Rules:
             looks = [(i, *named) for i, named in enumerate(self._rules) if kinds[i] not in named[1].exact]
             if len(self._to_look_at) < MAX_KNOWN:
                 self._to_look_at[kinds] = looks
-        changed = []
+        changed, refused = [], list[tuple[Exception, Exception]]()
         for index, name, rule in looks:
             value = values[index]
             try:
                 fitting = rule.fit(value)
             except Exception as reason:
-                raise rule.refusal(name, value, _who(made, until=name), error, reason) from reason
+                refused.append((rule.refusal(name, value, _who(made, until=name), error, reason), reason))
+                continue
             if fitting is not value:
                 changed.append((name, fitting))
+        if refused:
+            first, reason = refused[0]
+            raise type(first)("\n".join(str(refusal) for refusal, _ in refused)) from reason
         return changed
 
     def check_lengths(self, made: Any) -> None:
