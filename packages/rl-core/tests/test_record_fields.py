@@ -197,7 +197,7 @@ class Bounded:
         ("loss", math.nan, r"must be a finite number; found nan"),
         ("cap", math.nan, "must be a number above 0; found nan"),
         ("beta", 1.0, "a number of at least 0 and below 1; found 1.0"),
-        ("pair", (1.0, -1.0), r"a tuple, a finite number of at least 0, .*; found \(1.0, -1.0\) \(tuple\), with float at 1"),
+        ("pair", (1.0, -1.0), r"a tuple, a finite number of at least 0, .* \(tuple\), with float at 1"),
         ("names", [], r"a tuple, each a string, of length at least 1; found \[\]"),
         ("parts", {}, "a mapping, a string to a finite number above 0, of length at least 1 and of length at most 2"),
         ("parts", {"a": -1.0}, "found {'a': -1.0}"),

@@ -15,13 +15,13 @@ Bounds are marks of annotated_types: `Annotated[float, Gt(0)]`, `Annotated[str, 
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, wraps
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from rl_core.annotation_rules import Axes, Rule, known_rules
 from rl_core.errors import DataError, SettingsError, ShapeError
@@ -34,7 +34,9 @@ __all__ = [
     "NonNegativeInt",
     "PositiveFloat",
     "PositiveInt",
+    "UnitFloat",
     "converts_arguments",
+    "fit_options",
     "record",
     "record_tuple",
     "settings_record",
@@ -50,6 +52,7 @@ NonNegativeInt = Annotated[int, Ge(0)]
 FiniteFloat = Annotated[float, Gt(-math.inf), Lt(math.inf)]
 PositiveFloat = Annotated[float, Gt(0), Lt(math.inf)]
 NonNegativeFloat = Annotated[float, Ge(0), Lt(math.inf)]
+UnitFloat = Annotated[float, Ge(0), Le(1)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -100,20 +103,42 @@ def converts_arguments(function: FunctionT) -> FunctionT:
     def fitted(name: str, value: Any, rule: Rule | None) -> Any:
         if rule is None or type(value) in rule.exact:
             return value
-        try:
-            return rule.fit(value)
-        except Exception as reason:
-            error = DataError if name in positions else SettingsError
-            raise rule.refusal(name, value, who, error, reason) from reason
+        return _fitted(name, value, rule, who=who, error=DataError if name in positions else SettingsError)
 
     @wraps(function)
     def call(*values: Any, **named: Any) -> Any:
         known = rules()
-        fitting = [fitted(name, value, known.get(name)) for name, value in zip(positions, values, strict=False)]
         by_name = {name: fitted(name, value, known.get(name)) for name, value in named.items()}
+        fitting = [fitted(name, value, known.get(name)) for name, value in zip(positions, values, strict=False)]
         return function(*fitting, *values[len(fitting) :], **by_name)
 
     return cast(FunctionT, call)
+
+
+def fit_options(function: Callable[..., Any], options: Mapping[str, Any], *, owner: str) -> dict[str, Any]:
+    """Check and convert options of a function by its annotations, before they are bound.
+
+    Args:
+        function: A function, also of another package.
+        options: Values by name; those without an annotation are kept.
+        owner: Owner of the options, for messages.
+
+    Raises:
+        SettingsError: An option is invalid or NaN; the message has its name, valid values and its value.
+    """
+    fitting = dict(options)
+    for name, rule in known_rules(function, options).items():
+        fitting[name] = _fitted(name, options[name], rule, who=owner, error=SettingsError)
+        if isinstance(fitting[name], float) and math.isnan(fitting[name]):
+            raise rule.refusal(name, fitting[name], owner, SettingsError, TypeError())
+    return fitting
+
+
+def _fitted(name: str, value: Any, rule: Rule, *, who: str, error: type[Exception]) -> Any:
+    try:
+        return rule.fit(value)
+    except Exception as reason:
+        raise rule.refusal(name, value, who, error, reason) from reason
 
 
 class _Rules:
@@ -150,8 +175,8 @@ class _Rules:
             if fitting is not value:
                 changed.append((name, fitting))
         if refused:
-            first, reason = refused[0]
-            raise type(first)("\n".join(str(refusal) for refusal, _ in refused)) from reason
+            first, cause = refused[0]
+            raise type(first)("\n".join(str(refusal) for refusal, _ in refused)) from cause
         return changed
 
     def check_lengths(self, made: Any) -> None:

@@ -192,7 +192,7 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
     found = _shown(problem["input"], setting)
     if bound := setting.bound(problem.get("ctx", {})):
         none = ", or none" if setting.is_optional else ""
-        return f"{name} must be {bound}{none}; found {short(problem['input'])}{where}."
+        return f"{name} must be {bound}{none}; found {short(problem['input']) or found}{where}."
     hint = _value_hint(name, problem["input"], setting.annotation)
     if not item:
         return setting.refusal(found, where, hint)
