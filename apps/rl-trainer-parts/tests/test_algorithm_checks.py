@@ -138,8 +138,8 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
         ),
         (
             {"algorithm.clip_low": 1.5},
-            "algorithm.policy_loss = 'ppo_clip': clip_low of policy loss 'ppo_clip' must be a number in "
-            "[0, 1); found 1.5.",
+            "algorithm.policy_loss = 'ppo_clip': clip_low of policy loss 'ppo_clip' must be a number of at "
+            "least 0 and below 1; found 1.5 (float).",
         ),
         (
             {"algorithm.kl_in": "reward"},

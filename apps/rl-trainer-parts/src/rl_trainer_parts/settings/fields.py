@@ -200,7 +200,7 @@ def describe_type(annotation: Any) -> str:
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(str(value) for value in arguments)
-    if isinstance(annotation, types.UnionType):
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return " | ".join(describe_type(part) for part in arguments)
     if typing.get_origin(annotation) is tuple:
         return "[" + ", ".join("..." if part is ... else describe_type(part) for part in arguments) + "]"
