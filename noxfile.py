@@ -257,10 +257,14 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def imports(session: nox.Session) -> None:
-    """Check the directions of imports between packages, and which files import optional backends."""
+    """Check the directions of imports, which files import optional backends, and that no imports form a circle."""
     tools = ensure(session, TOOLS)
     path = os.pathsep.join(str(ROOT / source) for source in SOURCES)
     session.run(str(Path(tools).with_name("lint-imports")), "--no-cache", env={"PYTHONPATH": path})
+    roots = [
+        folder.name for source in SOURCES for folder in (ROOT / source).iterdir() if (folder / "__init__.py").exists()
+    ]
+    session.run(tools, "tooling/circles.py", *roots, env={"PYTHONPATH": path})
 
 
 @nox.session

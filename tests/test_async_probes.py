@@ -101,14 +101,14 @@ def test_an_engine_that_cannot_say_what_it_thinks_stops_no_run(
     validate_on: str,
 ) -> None:
     kind: type[Any] = ReplicatedEngine if validate_on == "engines" else TransformersEngine
-    score_top_k = kind.score_top_k
+    score = kind.score
 
-    async def fail(engine: Any, sequences: Any, *, top_k: int) -> Any:
+    async def fail(engine: Any, sequences: Any, *, top_k: int = 0, **options: Any) -> Any:
         if top_k:
             raise ZeroDivisionError("an engine of one's own")
-        return await score_top_k(engine, sequences, top_k=top_k)
+        return await score(engine, sequences, top_k=top_k, **options)
 
-    monkeypatch.setattr(kind, "score_top_k", fail)
+    monkeypatch.setattr(kind, "score", fail)
     run = copy_tiny_run(inputs, tmp_path)
     assert train_async_here(run, trainer__steps=STEPS, schedule__validate_on=validate_on) == 0
     (warning,) = (line for line in capsys.readouterr().err.splitlines() if "probes_failed" in line)

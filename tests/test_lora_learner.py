@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
+from rearranged_ranks import RearrangedRanks
 from rounding import rounding_bound
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from rl_core.weights import PEFT_PREFIX
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.supervised import supervised_objective
 
 RANK, ALPHA, BETAS, LEARNING_RATE = 4, 6.0, (0.9, 0.95), 1e-2
@@ -147,8 +147,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[LearnerRanks]:
-    started = LearnerRanks(ParallelOptions(ranks=2), cluster=ClusterOptions(kind="process"), num_threads=1)
+def ranks() -> Iterator[RearrangedRanks]:
+    started = RearrangedRanks(ParallelOptions(ranks=2), cluster=ClusterOptions(kind="process"), num_threads=1)
     yield started
     started.close()
 
@@ -184,7 +184,7 @@ def test_the_learner_is_peft(name: str, cases: dict[str, Case], tmp_path: Path):
 
 
 @pytest.mark.parametrize(("layout", "name"), LAYOUTS)
-def test_ranks_are_peft(layout: str, name: str, ranks: LearnerRanks, cases: dict[str, Case], tmp_path: Path):
+def test_ranks_are_peft(layout: str, name: str, ranks: RearrangedRanks, cases: dict[str, Case], tmp_path: Path):
     case = cases[name]
     ranks.rearrange(LAYOUTS[layout, name])
     check(MegatronLearner(case.policy, OPTIONS, ranks=ranks, lora=case.lora), case, tmp_path / "saved")

@@ -70,9 +70,9 @@ def test_a_healthy_run_has_no_finding_at_any_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_the_doctor_finds_nothing_in_a_healthy_run(name: str) -> None:
-    diagnosis = diagnose(recorded(name))
-    assert diagnosis.ailments == ()
-    assert {reading.state for reading in diagnosis.readings} == {"right"}
+    report = diagnose(recorded(name))
+    assert report.diagnoses == ()
+    assert {result.state for result in report.no_findings} == {"right"}
 
 
 @pytest.mark.parametrize(("name", "rule", "cause"), [(name, *expected) for name, expected in SICK.items()])
@@ -93,18 +93,18 @@ def test_what_is_named_first_stays_so(name: str, rule: str) -> None:
 
 @pytest.mark.parametrize(("name", "kind", "cause"), [(name, *expected) for name, expected in DIAGNOSED.items()])
 def test_the_doctor_names_the_cause_first(name: str, kind: str, cause: str) -> None:
-    first = diagnose(recorded(name)).ailments[0]
+    first = diagnose(recorded(name)).diagnoses[0]
     assert first.kind == kind
     assert first.causes[0].name.startswith(cause)
 
 
 @pytest.mark.parametrize("name", SICK)
 def test_every_cause_that_the_doctor_names_has_its_own_advice(name: str) -> None:
-    causes = [cause for ailment in diagnose(recorded(name)).ailments for cause in ailment.causes]
+    causes = [cause for diagnosis in diagnose(recorded(name)).diagnoses for cause in diagnosis.causes]
     assert [cause.name for cause in causes if not cause.advice] == []
 
 
-def test_what_does_not_follow_from_the_first_ailment_is_one_of_its_own() -> None:
-    told = {name: [ailment.what for ailment in diagnose(recorded(name)).ailments] for name in SICK}
+def test_what_does_not_follow_from_the_first_diagnosis_is_one_of_its_own() -> None:
+    told = {name: [diagnosis.what for diagnosis in diagnose(recorded(name)).diagnoses] for name in SICK}
     assert told["truncated_responses"] == ["Many responses are cut at the length limit.", "The gradients stay large."]
     assert len(told["reward_zero"]) == len(told["learning_rate_too_high"]) == len(told["stale_weights"]) == 1

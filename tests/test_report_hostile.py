@@ -6,8 +6,8 @@ import json
 import pytest
 from report_pages import READY
 
-from rl_core.cluster.role_report import RoleReport, Wait
-from rl_metrics.hang.report import GroupRow, HangReport, write_hang_report
+from rl_core.cluster.role_report import RoleReport
+from rl_metrics.hang.report import HangReport, write_hang_report
 from rl_metrics.health.finding import Check, Evidence, Finding, Verdict
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.report import write_report
@@ -29,9 +29,8 @@ FORMS = (
 SHOWN = {
     "outcome": (
         *("model", "training data", "reward function", "failure reason"),
-        *("check title", "check reading", "finding", "evidence", "evidence metric", "cause", "advice", "hang verdict"),
-        *("hang cause", "last progress", "hang at", "queue", "role", "state", "wait", "wait on", "stack", "count"),
-        *("group", "group state", "holder"),
+        *("check title", "check reading", "finding", "evidence", "evidence metric", "cause", "advice"),
+        *("hang cause", "last progress", "hang at", "queue", "role", "state", "doing", "stack", "count"),
     ),
     "curves": ("metric",),
     "distributions": ("histogram",),
@@ -136,11 +135,11 @@ def verdict(text):
 
 def hang(text):
     stack = f'Thread 0x1 (most recent call first):\n  File "{text("stack")}", line 44, in receive\n'
-    waits = (Wait(what=text("wait"), on=text("wait on"), since_s=1.0),)
-    role = RoleReport(name=text("role"), state=text("state"), waits=waits, stack=stack, counts={text("count"): 1.0})
-    group = GroupRow(uid=text("group"), state=text("group state"), holder=text("holder"))
+    role = RoleReport(
+        name=text("role"), state=text("state"), doing=text("doing"), stack=stack, counts={text("count"): 1.0}
+    )
     return HangReport(at=text("hang at"), run="run", no_progress_s=99.0, last_progress=text("last progress"),
-                      roles=(role,), queue={text("queue"): 1.0}, groups=(group,), verdict=text("hang verdict"),
+                      roles=(role,), queue={text("queue"): 1.0},
                       causes=(text("hang cause"),))  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import os
 from invented_runs import InventedRun
 from report_pages import READY, show
 
-from rl_core.cluster.role_report import RoleReport, Wait
+from rl_core.cluster.role_report import RoleReport
 from rl_metrics.hang.report import HangReport, write_hang_report
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.report import write_report
@@ -130,20 +130,20 @@ def test_what_is_open_and_what_has_the_focus_outlives_a_renewal(page, tmp_path):
 
 def test_a_run_that_hangs(page, tmp_path):
     InventedRun(steps=5, is_finished=False).write(tmp_path / "run")
-    waits = Wait(what="12 answers", on="engine 1", since_s=305.0)
     stack = 'Thread 0x1 (most recent call first):\n  File "/x/link.py", line 44, in receive\n'
-    roles = (RoleReport(name="rollouter", waits=(waits,), stack=stack), RoleReport(name="engine 1", is_answering=False))
-    verdict, causes = "rollouter waits for engine 1", ("engine 1 does not answer",)
-    hang = HangReport(at="2027-01-01", run="run", no_progress_s=312.0, roles=roles, verdict=verdict, causes=causes)
+    rollouter = RoleReport(name="rollouter", doing="12 responses in 1 engine", stack=stack)
+    roles = (rollouter, RoleReport(name="engine 1", is_answering=False, since_s=305.0))
+    causes = ("engine 1 is stuck",)
+    hang = HangReport(at="2027-01-01", run="run", no_progress_s=312.0, roles=roles, causes=causes)
     file = tmp_path / "run" / "hang.json"
     write_hang_report(file, hang)
     os.utime(file, (2e9, 2e9))  # newer than the last step
     write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
     show(page, tmp_path / "a.html")
     top = page.run("document.getElementById('verdicts').innerText")
-    assert "It hangs: no progress for 5.2 min. rollouter waits for engine 1" in top
+    assert "It hangs: no progress for 312 s; engine 1 is stuck." in top
     shown = page.run("document.querySelector('details.hang[open]').innerText")
-    for text in ("engine 1 does not answer", "12 answers on engine 1, for 5.1 min", "receive (link.py:44)"):
+    for text in ("does not answer for 5.1 min", "12 responses in 1 engine", "receive (link.py:44)"):
         assert text in shown
     os.utime(file, (1e9, 1e9))  # older than the last step: the run has continued
     write_report([open_run(tmp_path / "run")], tmp_path / "a.html")

@@ -83,7 +83,7 @@ def test_an_engine_serves_what_peft_computes(serving: Serving, room: int, adapte
         await publish_to(engine, update, canary=canary, tolerances=ProofTolerances(canary=1e-5))
         (scores,) = await engine.score([SEQUENCE])
         await engine.close()
-        return scores
+        return scores.token_logprobs
 
     np.testing.assert_allclose(asyncio.run(serve()), adapted.logprobs, rtol=0, atol=1e-5)
     transport.close()

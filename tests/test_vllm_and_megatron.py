@@ -112,7 +112,7 @@ def learner_logprobs(parts: Parts) -> list[np.ndarray]:
 
 
 def engine_logprobs(parts: Parts) -> list[np.ndarray]:
-    return asyncio.run(parts.engine.score(sequences()))
+    return [one.token_logprobs for one in asyncio.run(parts.engine.score(sequences()))]
 
 
 def largest_difference(left: list[np.ndarray], right: list[np.ndarray]) -> float:

@@ -88,7 +88,9 @@ class Mixture(NamedTuple):
         rows = [(reference_logprobs(self.folder, sequence, tensors=tensors), sequence) for sequence in SEQUENCES]
         expected = [token_logprobs(logprobs, sequence) for logprobs, sequence in rows]
         found = asyncio.run(self.engine.score(SEQUENCES))
-        return max(float(np.abs(row[1:] - right).max()) for row, right in zip(found, expected, strict=True))
+        return max(
+            float(np.abs(row.token_logprobs[1:] - right).max()) for row, right in zip(found, expected, strict=True)
+        )
 
 
 MIXTURES = (
@@ -197,7 +199,7 @@ def test_adapters_of_the_attention_are_served_beside_proven_experts(
         update = TensorTransport().pack(adapter, version=version, tied={}, adapter=told)
         mixture.check(update, mixture.update(update))
         assert mixture.distance_to(merged(weights, adapter)) < mixture.distance
-    scored = asyncio.run(mixture.engine.score_with_experts(SEQUENCES))
+    scored = asyncio.run(mixture.engine.score(SEQUENCES, with_experts=True))
     assert all(one.routed_experts is not None and (one.routed_experts[:-1] >= 0).all() for one in scored)
     mixture.update(packed(weights, version=0))
     fault = Fault(3, 1)  # swapped experts; the stale weights equal the right ones here
@@ -321,13 +323,14 @@ def test_experts_that_can_neither_be_read_nor_asked_are_refused(
 ) -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    before = asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0]
+    (before,) = asyncio.run(mixture.engine.score(SEQUENCES[:1]))
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "is_monolithic", True)
     with pytest.raises(EngineError, match=r"layers\.0\.mlp\.experts.*chooses experts itself") as raised:
         mixture.update(packed(perturbed(mixture.weights, scale=0.1), version=9))
     assert not isinstance(raised.value, EngineDiedError)
     monkeypatch.undo()
-    assert np.array_equal(asyncio.run(mixture.engine.score(SEQUENCES[:1]))[0], before)
+    (after,) = asyncio.run(mixture.engine.score(SEQUENCES[:1]))
+    assert np.array_equal(after.logprobs, before.logprobs)
 
 
 def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,4 +379,4 @@ def test_a_folder_that_joins_experts_takes_updates(tmp_path: Path) -> None:
         receipt, found = asyncio.run(use())
     assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-4
     expected = token_logprobs(reference_logprobs(plain, sequence, tensors=new), sequence)
-    np.testing.assert_allclose(found[1:], expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found.token_logprobs[1:], expected, rtol=0, atol=1e-4)

@@ -23,6 +23,7 @@ from rl_metrics.reductions import Recorder
 from rl_rollout.engines import GenerateRequest, ReplicatedEngine, SamplingParams, publish_to
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_trainer_parts.learning.replay import record_replay
+from rl_trainer_parts.settings.metrics import MetricSettings
 
 pytest.importorskip("vllm")
 
@@ -106,7 +107,7 @@ def rollouts(engine: ReplicatedEngine) -> Batch:
 
 def mismatch(policy: Any, batch: Batch) -> dict[str, float]:
     """Return the metrics that a run records of a batch before its first step."""
-    metrics = SimpleNamespace(details_every=1, replay_rows=len(batch))
+    metrics = MetricSettings(details_every=1, replay_rows=len(batch))
     settings = SimpleNamespace(metrics=metrics, rollout=SimpleNamespace(temperature=1.0))
     recorder = Recorder(strict=True)
     parts: Any = SimpleNamespace(settings=settings, learners=SimpleNamespace(policy=policy))
@@ -141,7 +142,7 @@ def test_updates_of_a_bfloat16_mixture_are_proven_with_the_experts_of_the_engine
         assert [one.routed_experts.min() for one in told] == [0] * len(mixture.canaries), "all tokens have experts"
         assert learners.proven(canary, report, tolerances=TOLERANCES).canary_max_diff < TOLERANCES.canary
     alone = learners.canary(mixture.canaries)
-    off = [np.abs(told.logprobs - logprobs).max() for told, logprobs in zip(told, alone.logprobs, strict=True)]
+    off = [np.abs(told.token_logprobs - logprobs).max() for told, logprobs in zip(told, alone.logprobs, strict=True)]
     assert max(off) > TOLERANCES.canary, "without replay this canary proves nothing"
     swapped = [told[1].routed_experts[:30], *(one.routed_experts for one in told[1:])]
     scores = [replace(one, routed_experts=experts) for one, experts in zip(told, swapped, strict=True)]
@@ -156,14 +157,14 @@ def test_canaries_are_scored_with_their_experts_amid_other_requests(mixture: Mix
         )
         running = asyncio.ensure_future(mixture.engine.generate(request))
         await asyncio.sleep(0)
-        scored = await mixture.engine.score_with_experts(mixture.canaries)
+        scored = await mixture.engine.score(mixture.canaries, with_experts=True)
         return scored, await mixture.engine.score(mixture.canaries), await running
 
     told, scored, samples = asyncio.run(ask())
     proven = mixture.learners._canary_logprobs(mixture.canaries, [one.routed_experts for one in told])
     for one, alone, expected in zip(told, scored, proven, strict=True):
-        assert np.abs(one.logprobs - expected).max() < TOLERANCES.canary
-        assert one.logprobs.shape == alone.shape
+        assert np.abs(one.token_logprobs - expected).max() < TOLERANCES.canary
+        assert one.logprobs.shape == alone.logprobs.shape
     for sample in samples:
         assert (sample.routed_experts[:-1] >= 0).all()
 

@@ -51,11 +51,11 @@ def section_lines(section: str) -> Iterator[str]:
 def row(setting: SettingField) -> str:
     """Return a setting's row."""
     is_required = setting.default is dataclasses.MISSING
-    bound = f", {setting.bound(setting.limits)}" if setting.limits else ""
     default = "required" if is_required else f"default `{written(setting.default) or '(empty)'}`"
     resume = " *Resume.*" if setting.name in changeable_on_resume(AsyncSettings) else ""
+    about = ", ".join(filter(None, (describe_type(setting.annotation), setting.bound(setting.limits))))
     cells = (
-        f"`{setting.name}`<br>{escaped(describe_type(setting.annotation))}{bound}, {default}",
+        f"`{setting.name}`<br>{escaped(about)}, {default}",
         f"{escaped(setting.meaning)}{resume}",
     )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

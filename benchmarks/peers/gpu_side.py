@@ -35,7 +35,9 @@ from _learner_workload import Rows
 from _protocol import private_stdout, write
 
 from rl_distill.megatron.layers.compiled import can_compile
-from rl_distill.testing import install_cpu_kernels
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+from cpu_kernels import install_cpu_kernels
 
 Values = dict[str, Any]
 ENOUGH_S = 10.0

@@ -71,7 +71,8 @@ class Engine:
         await self._engine.start()
         sequences = list(self._draw(NUM_CANARIES, CANARY_TOKENS, seed=0))
         await self._engine.update_weights(self._pack())
-        return Canary(sequences=sequences, logprobs=await self._engine.score(sequences))
+        scores = await self._engine.score(sequences)
+        return Canary(sequences=sequences, logprobs=[one.token_logprobs for one in scores])
 
     def update(self) -> dict[str, float]:
         """Load the weights again as a new version.

@@ -44,7 +44,8 @@ class Ours:
     async def _start(self) -> Canary:
         await self._engine.start()
         sequences = [np.arange(2, 10, dtype=np.int32)]
-        return Canary(sequences=sequences, logprobs=await self._engine.score(sequences))
+        scores = await self._engine.score(sequences)
+        return Canary(sequences=sequences, logprobs=[one.token_logprobs for one in scores])
 
     def generate(self, prompts: NDArray[np.int32], *, seed: int) -> int:
         """See `System.generate`."""

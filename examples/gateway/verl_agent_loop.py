@@ -43,7 +43,7 @@ class VerlServers:
             finish_reason="stop" if len(ids) and int(ids[-1]) in stops else "length",
         )
 
-    async def abort(self, request_ids: Collection[str]) -> None:
+    async def abort(self, request_ids: Collection[str] | None) -> None:
         """Do nothing: verl lets running requests finish."""
 
 

@@ -101,4 +101,4 @@ def run_states(folder: Path) -> dict[str, str]:
     from rl_core.queue.journal.inspection import inspect_journal
 
     report = inspect_journal(folder / QUEUE)
-    return {prompt.uid: prompt.state for prompt in report.prompts}
+    return {prompt["uid"]: prompt["state"] for prompt in report["prompts"]}

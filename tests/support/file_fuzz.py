@@ -72,7 +72,7 @@ HANG = {
     "roles": [{"name": "learner", "rank": 0}],
     "queue": {"rows": 3.0},
     "causes": ["x"],
-    "format": "rl-hang-1",
+    "format": "rl-hang-2",
 }
 
 
@@ -163,20 +163,6 @@ def segment(folder: Path) -> Format:
     return Format(file, read)
 
 
-def wal(folder: Path) -> Format:
-    """A write-ahead log."""
-    from rl_core.queue.journal.wal import read_wal
-
-    connection = sqlite3.connect(folder / "db", isolation_level=None)
-    connection.execute("PRAGMA page_size = 512")
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("CREATE TABLE t (a)")
-    connection.execute("INSERT INTO t VALUES (1)")
-    file = written(folder / "log", (folder / "db-wal").read_bytes())
-    connection.close()
-    return Format(file, lambda: read_wal(file))
-
-
 def journal_record(folder: Path) -> Format:
     """The record of a group in a queue's journal."""
     from rl_core.queue.journal.records import read_journal
@@ -223,7 +209,7 @@ MAKERS: dict[str, Callable[[Path], Format]] = {
         *(manifest, trainer_state, learner_header, policy_config, engine_config, safetensors_header, safetensors),
         *(safetensors_index, torch_dist_table, torch_dist_chunk, vocabulary, tokenizer, chat_template, prompts_jsonl),
         *(prompts_parquet, prompts_arrow, settings_toml, workload_toml, hang_report, health, schedule_record),
-        *(trl_state, verl_log, segment, wal, journal_record, journal, adapter_header, adapter_config, adapter_tensors),
+        *(trl_state, verl_log, segment, journal_record, journal, adapter_header, adapter_config, adapter_tensors),
     )
 }
 RUN_FILES: dict[str, Callable[[Any], object]] = {

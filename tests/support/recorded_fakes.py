@@ -97,21 +97,16 @@ class FakeEngine(ScriptedEngine):
             for one in await super().generate(request)
         ]
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        self.trace.add("scored", len(sequences), list(sequences))
-        return await super().score(sequences)
-
-    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> Any:
-        self.trace.add("scored the top", top_k, len(sequences))
-        return await super().score_top_k(sequences, top_k=top_k)
+    async def score(self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False) -> Any:
+        if top_k:
+            self.trace.add("scored the top", top_k, len(sequences))
+        else:
+            self.trace.add("scored", len(sequences), list(sequences))
+        return await super().score(sequences, top_k=top_k, with_experts=with_experts)
 
     async def update_weights(self, update: Any) -> Any:
         self.trace.add("weights", update.version, sorted(update.digests))
         return await super().update_weights(update)
-
-    async def pause(self) -> None:
-        self.trace.add("paused engine")
-        await super().pause()
 
     async def sleep(self, level: Any = 1) -> None:
         self.trace.add("engine sleeps", level)

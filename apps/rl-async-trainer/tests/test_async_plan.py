@@ -7,7 +7,7 @@ import pytest
 
 from rl_async_trainer.plan import describe_async_plan
 from rl_async_trainer.settings import AsyncSettings
-from rl_trainer_parts.commands.plan import PromptCounts
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.sources import build_settings
 
 CONFIG = {

@@ -50,6 +50,10 @@ def test_where_an_update_moves_away_from_the_policy_that_sampled(tmp_path: Path,
             {"health": {"thresholds": {"a.b": "high"}}},
             r"health\.thresholds: must be \{name = number\}; found text in item a\.b\.",
         ),
+        (
+            {"correction": {"reject": {"token_k1": "low"}}},
+            r"correction\.reject: must be \{name = number \| \[number, number\]\}; found text in item token_k1\.",
+        ),
     ],
 )
 def test_an_item_of_a_table_says_what_it_must_be(sections: dict, message: str):

@@ -1,9 +1,11 @@
 """The rollouter: its events for partly settled groups, and its publishing of weights."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -93,6 +95,16 @@ def test_a_group_that_is_generated_whole_is_told_as_it_was_generated(tmp_path: P
     assert (event.oldest, event.newest, event.failure) == (4, 5, None)
     event = told(tmp_path, queue_with(), [FAILED] * 3)
     assert event.failure == "all sessions failed; the first: the engine fell"
+
+
+def test_the_report_has_the_oldest_group_and_the_responses_in_the_reward(tmp_path: Path):
+    rollouter = Rollouter(settings_in(tmp_path), queue_with())
+    rollout: Any = SimpleNamespace(scorer=SimpleNamespace(num_scoring=4, name="my.py:reward"))
+    rollouter.rollout, now = rollout, time.monotonic()
+    rollouter._running = {"p1": (now, 0), "p0": (now - 60, 0)}
+    assert asyncio.run(rollouter.report()).doing == (
+        "2 groups in progress, the oldest p0 for 60 s, 0 responses in 0 engines, 4 in the reward my.py:reward"
+    )
 
 
 class NotingEngine:

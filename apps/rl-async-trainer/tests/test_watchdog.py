@@ -35,7 +35,7 @@ class Watched:
     async def collect(self) -> HangReport:
         self.num_collected += 1
         return HangReport(
-            at="now", run="run", no_progress_s=self.dog.no_progress_s, last_progress=self.dog.last_progress, verdict="x"
+            at="now", run="run", no_progress_s=self.dog.no_progress_s, last_progress=self.dog.last_progress
         )
 
     def check(self) -> HangReport | None:
@@ -92,7 +92,7 @@ def test_a_collector_that_never_ends_does_not_hang_the_watchdog(tmp_path):
         return report
 
     report = asyncio.run(run())
-    assert "did not report within 0.01 s" in report.verdict
+    assert "did not report within 0.01 s" in report.summary
     assert "in collect" in report.roles[0].stack
     assert report.roles[0].is_answering
     wait_until(watched.path.exists, "the report, which may take longer than 0.01 s to write", deadline_s=FAR_S)
@@ -143,7 +143,7 @@ def test_threads_of_the_event_loop_that_all_hang_do_not_keep_the_report(tmp_path
 def test_a_report_that_cannot_be_written_is_told_all_the_same(tmp_path):
     watched = Watched(tmp_path / "is not there")
     watched.clock.advance(100)
-    assert "cannot be written: No such file" in watched.check().verdict
+    assert "cannot be written: No such file" in watched.check().summary
     assert len(watched.hangs) == 1
 
 
@@ -186,7 +186,7 @@ def test_a_blocked_event_loop_is_reported_with_its_stacks(tmp_path, blocks_in):
     asyncio.run(work())
     assert len(watched.hangs) == 1
     report = read_hang_report(watched.path)
-    assert "has been blocked for" in report.verdict
+    assert "has been blocked for" in report.summary
     assert "in block_the_loop" in report.roles[0].stack
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 

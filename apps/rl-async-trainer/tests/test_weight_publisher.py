@@ -12,7 +12,7 @@ from scripted_replicas import a_canary, an_update
 from rl_async_trainer.controller.weight_publisher import WeightPublisher
 from rl_core.cluster import RoleRestartedError
 from rl_core.errors import DeadlineError
-from rl_core.weights import ProofTolerances, PublishReport, RoutedScores
+from rl_core.weights import ProofTolerances, PublishReport, TokenScores
 from rl_distill.learner_host import PackedWeights
 
 
@@ -91,8 +91,8 @@ def test_weights_that_are_packed_again_for_a_new_rollouter_must_not_change_meanw
 @pytest.mark.parametrize("dies", [False, True])
 def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
     """If the learner dies before that, its restart has other weights, which are packed and published instead."""
-    canary = replace(a_canary(), logprobs=None)
-    told = tuple([RoutedScores(logprobs=np.zeros(len(row), np.float32)) for row in canary.sequences] for _ in range(2))
+    canary, none = replace(a_canary(), logprobs=None), np.zeros((1, 1), np.float32)
+    told = tuple([TokenScores.after_first(none, none) for _ in canary.sequences] for _ in range(2))
     report = PublishReport(
         version=5,
         fingerprint="",

@@ -180,10 +180,16 @@ ARITHMETIC = {
         settings={"rollout__prompts_per_step": 33}, says=("rollout.prompts_per_step = 33", "has 32 prompts")
     ),
     "several at once": Mistake(
-        settings={"trainer__steps": 0, "run__seed": -1, "learner__learning_rate": "nan", "reward__timeout_s": 0},
+        settings={"trainer__steps": 0, "run__seed": -1, "rollout__deadline_s": "nan"},
         says=(
-            "trainer.steps must be at least 1; found 0",
+            "trainer.steps must be at least 1; found 0 (command line).",
             "run.seed must be at least 0; found -1",
+            "rollout.deadline_s must be above 0; found nan",
+        ),
+    ),
+    "several options of packages at once": Mistake(
+        settings={"learner__learning_rate": "nan", "reward__timeout_s": 0},
+        says=(
             "learner.learning_rate must be above 0; found nan",
             "reward.timeout_s must be above 0, or none; found 0",
         ),

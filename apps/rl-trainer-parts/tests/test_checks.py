@@ -129,7 +129,7 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rollout.top_p": 1.5}, "rollout.top_p must be above 0 and at most 1; found 1.5."),
+        ({"rollout.top_p": 1.5}, "rollout.top_p must be at most 1; found 1.5."),
         (
             {"trainer.target": {"value": 0.5}, "prompts.validation": None},
             "trainer.target needs prompts.validation, whose results it judges. Set it, or leave trainer.target out.",
@@ -205,15 +205,20 @@ def test_names_that_are_not_known(folder: Path, name: str, misspelt: str, meant:
 
 def test_everything_wrong_is_said_at_once(folder: Path) -> None:
     (folder / "test.jsonl").unlink()
-    changes = {"trainer.steps": 0, "rollout.loop": "x", "rollout.top_k": 1, "policy.path": folder / "other"}
+    changes = {"run.name": "", "rollout.loop": "x", "rollout.top_k": 1, "policy.path": folder / "other"}
     lines = problems(folder, changes)
     assert [line.split()[0].rstrip(":") for line in lines] == [
-        "trainer.steps",
         "rollout.top_p",
+        "run.name",
         "rollout.loop",
         "prompts.test",
         "policy.path",
     ]
+
+
+def test_wrong_types_and_values_out_of_bounds_are_said_at_once(folder: Path) -> None:
+    lines = problems(folder, {"trainer.steps": 0, "run.seed": -1, "rollout.deadline_s": "long"})
+    assert [line.split()[0].rstrip(":") for line in lines] == ["run.seed", "rollout.deadline_s", "trainer.steps"]
 
 
 MIXTURE = {

@@ -12,7 +12,8 @@ from rl_core import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
-from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.commands.plan import describe_plan
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -86,8 +87,8 @@ def test_one_session_a_prompt_is_enough_where_nothing_is_learnt_from_rewards(fol
     ("changes", "large", "message"),
     [
         ({"distillation.top_k": 33}, {}, "distillation.teachers.large: distillation.top_k = 33 exceeds its voc"),
-        ({"distillation.top_k": 1001}, {}, "distillation.top_k must be at least 1 and at most 1000; found 1001"),
-        ({"distillation.top_k": 0}, {}, "distillation.top_k must be at least 1 and at most 1000; found 0"),
+        ({"distillation.top_k": 1001}, {}, "distillation.top_k must be from 1 to 1000; found 1001"),
+        ({"distillation.top_k": 0}, {}, "distillation.top_k must be from 1 to 1000; found 0"),
         ({"distillation.beta": 1}, {}, "distillation.beta must be above 0 and below 1"),
         ({"distillation.temperature": 0.5}, {}, "distillation.temperature = 0.5 needs Megatron teachers"),
         ({"distillation.distribution": "full"}, {}, 'teachers.large.engine = "vllm"'),

@@ -14,7 +14,6 @@ from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker
 from rl_trainer_parts.reporting.health import FILE, HealthWatch, watch_health
-from rl_trainer_parts.run.folder import RunFolder
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.metrics import HealthSettings
 from rl_trainer_parts.settings.sources import build_settings
@@ -38,7 +37,7 @@ class Run:
             last_step=last_step,
             console=ConsoleTracker(console=Console(file=self.said, width=1000)),
             events=self.events,
-            stop=self.stop,
+            pause=self.stop.pause,
         )
         self.trackers.add("health", watch)
 
@@ -193,7 +192,6 @@ def test_metrics_that_cannot_be_read_stop_nothing(tmp_path: Path, monkeypatch: p
     def fail(path: Path) -> None:
         raise PermissionError(13, "denied", str(path))
 
-    folder = RunFolder(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     monkeypatch.setattr("rl_trainer_parts.reporting.health.read_history", fail)
     trackers = Fanout({})
@@ -201,11 +199,11 @@ def test_metrics_that_cannot_be_read_stop_nothing(tmp_path: Path, monkeypatch: p
     with structlog.testing.capture_logs() as logs:
         watch_health(
             settings,
-            folder,
+            tmp_path,
             trackers,
             console=ConsoleTracker(console=Console(file=io.StringIO())),
             events=EventLog(tmp_path / "events.jsonl"),
-            stop=StopSignal(),
+            pause=lambda _: None,
         )
     assert [entry["event"] for entry in logs] == ["health_failed"]
     assert trackers.active == ()

@@ -13,8 +13,9 @@ from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_rollout.engines import TransformersOptions
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.trainable import trainable_problems
-from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.rollouts.engines import engine_options
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -95,7 +96,7 @@ def test_impossible_values_are_told_at_once(folder: Path) -> None:
     with pytest.raises(SettingsError) as refused:
         problems(folder, lora={"rank": 8, "alpha": 0, "dropout": 1.5, "target_modules": []})
     assert str(refused.value).splitlines() == [
-        "lora.alpha must be above 0 and below 1e+09, or none; found 0.",
+        "lora.alpha must be above 0 and below 1000000000, or none; found 0.",
         "lora.dropout must be at least 0 and below 1; found 1.5.",
         "lora.target_modules must be of length 1 or more; found [].",
     ]

@@ -8,9 +8,10 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_trainer_parts.checks.all_checks import check_values
-from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, rank_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -79,7 +80,7 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ),
         ({"cluster.gpus_per_rank": 1}, "reserve nothing for a rank in the trainer's process"),
         ({"cluster.kind": "ray", "cluster.ray_address": "host:1"}, "cluster.gpus_per_rank must be set when the"),
-        ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0; found -1"),
+        ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0, or none; found -1"),
         ({"trainer.epochs": 0}, "trainer.epochs must be at least 1; found 0"),
         ({"trainer.steps": 1e18}, "trainer.steps must be at most 1000000000; found 1000000000000000000"),
         ({"rollout.group_size": 1e12}, "rollout.group_size must be at most 1000000000; found 1000000000000"),

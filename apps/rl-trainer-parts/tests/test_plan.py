@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rl_trainer_parts.checks.algorithm import aggregation_notes
-from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.commands.plan import describe_plan
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 

@@ -19,7 +19,7 @@ from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
 from rl_distill.options import LoraOptions
 from rl_sync_trainer.main import main
-from rl_trainer_parts.run.policies import export_adapter, export_policy, find_policy, opened_policy
+from rl_trainer_parts.commands.policies import export_adapter, export_policy, find_policy, opened_policy
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -12,8 +12,9 @@ from rl_core import Prompt, Trajectory
 from rl_core.errors import EngineError, SettingsError
 from rl_rollout.engines.protocol import EngineTraits, TokenScores
 from rl_rollout.rollouter.served_policy import PolicyScores, policy_scores
-from rl_trainer_parts.reporting.token_probes import MAX_TOKENS, TokenProbes, named_tokens
+from rl_trainer_parts.reporting.token_probes import MAX_TOKENS, TokenProbes
 from rl_trainer_parts.rollouts.answers import Answer
+from rl_trainer_parts.rollouts.inputs import named_tokens
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -50,10 +51,10 @@ class Engine:
     def traits(self) -> EngineTraits:
         return EngineTraits(name="letters", max_model_len=99, vocab_size=99, max_top_k=3)
 
-    async def score_top_k(self, sequences: Any, *, top_k: int) -> list[TokenScores]:
+    async def score(self, sequences: Any, *, top_k: int) -> list[TokenScores]:
         return [self._scores(sequence, top_k) for sequence in sequences]
 
-    async def score(self, sequences: Any, top_k: int) -> PolicyScores:
+    async def policy_scores(self, sequences: Any, top_k: int) -> PolicyScores:
         if self.error is not None:
             raise self.error
         self.asked.append([sequence.tolist() for sequence in sequences])
@@ -90,7 +91,7 @@ def path(tmp_path):
 
 def ask(probes: TokenProbes, engine: Engine, *answers: Answer, step: int = 0, **options: Any) -> None:
     engine.version = step
-    asyncio.run(probes.ask(engine.score, answers, step=step, **options))
+    asyncio.run(probes.ask(engine.policy_scores, answers, step=step, **options))
 
 
 def lines(path) -> list[dict[str, Any]]:
@@ -193,11 +194,11 @@ def test_who_takes_too_long_is_waited_for_no_more(path):
 
     async def run() -> None:
         engine.may_answer.clear()
-        await probes.ask(engine.score, [answer("p", 1)], step=0)
+        await probes.ask(engine.policy_scores, [answer("p", 1)], step=0)
         engine.may_answer.set()
         while asyncio.all_tasks() - {asyncio.current_task()}:  # the late answer arrives and is dropped
             await asyncio.sleep(0)
-        await probes.ask(engine.score, [answer("p", 1)], step=5)
+        await probes.ask(engine.policy_scores, [answer("p", 1)], step=5)
 
     with capture_logs() as logs:
         asyncio.run(run())
@@ -211,7 +212,7 @@ def test_a_run_that_ends_meanwhile_is_not_held_up(path):
 
     async def run() -> None:
         engine.may_answer.clear()
-        asking = asyncio.create_task(probes.ask(engine.score, [answer("p", 1)], step=0))
+        asking = asyncio.create_task(probes.ask(engine.policy_scores, [answer("p", 1)], step=0))
         while not engine.asked:
             await asyncio.sleep(0)
         asking.cancel()

@@ -10,6 +10,7 @@ from rl_core import Batch, Ragged
 from rl_core.testing import make_trajectory
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.replay import record_replay
+from rl_trainer_parts.settings.metrics import MetricSettings
 
 EXPERTS = np.zeros((5, 2, 2), np.int16)
 
@@ -30,7 +31,7 @@ class Learner:
 
 def recorded(rows: Batch, *, step: int = 1, **metrics: int) -> tuple[dict[str, float], list[Batch]]:
     learner, recorder = Learner(), Recorder(strict=True)
-    chosen = SimpleNamespace(**({"details_every": 5, "replay_rows": 4} | metrics))
+    chosen = MetricSettings(**({"details_every": 5, "replay_rows": 4} | metrics))
     settings = SimpleNamespace(metrics=chosen, rollout=SimpleNamespace(temperature=0.7))
     parts: Any = SimpleNamespace(settings=settings, learners=SimpleNamespace(policy=learner))
     record_replay(parts, rows, recorder, step=step)

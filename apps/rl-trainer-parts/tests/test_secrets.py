@@ -12,7 +12,8 @@ from rl_core.errors import SettingsError
 from rl_core.secret_settings import REDACTED
 from rl_rollout.rewards import build_scorer
 from rl_trainer_parts.reporting.trackers import _mlflow, _wandb
-from rl_trainer_parts.run.folder import open_run, plain_settings
+from rl_trainer_parts.run.folder import open_run
+from rl_trainer_parts.settings.fields import plain_settings
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings, load_settings
 

@@ -241,7 +241,12 @@ def test_help_explains_every_setting() -> None:
     [
         (
             "trainer",
-            ["[trainer]  The training loop.", "--trainer.steps=integer  (default 100; may differ on resume)"],
+            [
+                "[trainer]  The training loop.",
+                "--trainer.steps=integer  (from 1 to 1000000000; default 100; may differ on resume)",
+                "--trainer.minibatches=integer  (at least 1; default 1)",
+                "--trainer.proof_tolerance=number | none  (above 0; default none; may differ on resume)",
+            ],
             ["--run.", "usage"],
         ),
         ("learner.learning_rate", ["--learner.learning_rate=number", "Peak learning rate."], ["critic", "warmup"]),

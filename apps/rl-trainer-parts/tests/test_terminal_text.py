@@ -7,7 +7,8 @@ import pytest
 import structlog
 
 from rl_core.errors import RLError
-from rl_trainer_parts.commands.command_line import complain, run_command, say
+from rl_trainer_parts.commands.command_line import run_command
+from rl_trainer_parts.commands.output import complain, say
 
 HOSTILE = "\x1b]0;owned\x07\x9b31m\u202e\r"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_trainer_parts.checks import this_machine
-from rl_trainer_parts.checks.this_machine import machine_problems
+from rl_trainer_parts.machine import this_machine
+from rl_trainer_parts.machine.this_machine import machine_problems
 from rl_trainer_parts.settings.sources import build_settings
 
 FUSED, ENGINE = {"kernels": "fused"}, {"kernels": "transformer_engine"}

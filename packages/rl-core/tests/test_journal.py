@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from queue_directory import LARGE, LATE, REFERENCE, TRAIN, crashed, entries, open_queues, put, ready, uids_of
 
@@ -77,7 +78,7 @@ def test_a_queue_that_was_closed_is_opened_as_it_was(tmp_path, opened):
         queue.close()
         queue = opened(tmp_path)
         assert entries(queue) == before
-        assert queue.recovery().torn_journal_bytes == 0
+        assert queue.recovery().lost_segments == ()
     assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p1", "p2"]
 
 
@@ -318,7 +319,7 @@ def test_a_damaged_database_is_a_journal_error_or_what_sqlite_still_reads(tmp_pa
     assert refused > 20
 
 
-def test_a_torn_log_is_cut_and_reported(tmp_path, opened):
+def test_a_torn_log_is_cut(tmp_path, opened):
     queue = ready(opened(tmp_path / "q"), num_prompts=2)
     whole = entries(queue)
     queue.drop("p0", reason="too easy")
@@ -328,7 +329,6 @@ def test_a_torn_log_is_cut_and_reported(tmp_path, opened):
     (copy / f"{DATABASE}-shm").unlink()
     again = opened(copy)
     assert entries(again) == whole
-    assert again.recovery().torn_journal_bytes > 0
 
 
 # -- acks by name
@@ -397,11 +397,11 @@ def test_a_journal_of_an_older_format_is_resumed(tmp_path, opened, version, part
     queue.close()
     assert as_format(tmp_path, version, partition) == 3
     report = inspect_journal(tmp_path)
-    assert (report.format_version, report.states) == (version, {"settled": 3})
+    assert (report["format_version"], report["states"]) == (version, {"settled": 3})
     queue = opened(tmp_path, REFERENCE, LATE)
     assert entries(queue) == before
     assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p1"]
-    assert inspect_journal(tmp_path).format_version == 3
+    assert inspect_journal(tmp_path)["format_version"] == 3
 
 
 def test_a_journal_with_partitions_is_refused(tmp_path, opened):
@@ -425,7 +425,7 @@ def test_a_journal_that_knew_partial_groups_is_resumed(tmp_path, opened):
         for key in ("tasks", "counts"):
             connection.execute("UPDATE meta SET value = ? WHERE key = ?", (json.dumps(meta[key]).encode(), key))
     connection.close()
-    assert inspect_journal(tmp_path).tasks == (TRAIN,)
+    assert msgspec.convert(inspect_journal(tmp_path)["tasks"], list[type(TRAIN)]) == [TRAIN]
     queue = opened(tmp_path)
     assert entries(queue) == before
     assert "sessions_left_out" not in queue.stats()

@@ -20,7 +20,7 @@ from rl_core.weights.publish import (
     retry_proof,
 )
 from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import Canary, RoutedScores, WeightReceipt, WeightUpdate
+from rl_core.weights.update import Canary, TokenScores, WeightReceipt, WeightUpdate
 
 EXACT = ProofTolerances()
 TIED = {"lm_head.weight": "embed.weight"}
@@ -60,8 +60,8 @@ class FakeEngine:
             live={name: probe_tensor(tensor) for name, tensor in self.live.items()},
         )
 
-    async def score(self, sequences):
-        return [score(self.live, sequence) for sequence in sequences]
+    async def score(self, sequences, *, with_experts):
+        return [token_scores(sequence, score(self.live, sequence)) for sequence in sequences]
 
 
 def weights(*, seed):
@@ -69,6 +69,10 @@ def weights(*, seed):
     embedding = torch.randn(7, 4, generator=generator)
     scale = torch.rand(4, generator=generator) + 0.5
     return {"embed.weight": embedding, "norm.weight": scale, "lm_head.weight": embedding.clone()}
+
+
+def token_scores(sequence, logprobs, routed_experts=None):
+    return TokenScores(token_ids=sequence[:, None], logprobs=logprobs[:, None], routed_experts=routed_experts)
 
 
 def score(tensors, sequence):
@@ -244,9 +248,9 @@ def test_an_engine_of_another_version_is_refused():
 
 def test_a_different_model_is_named_by_sequence_and_token():
     class OtherModel(FakeEngine):
-        async def score(self, sequences):
-            scores = await super().score(sequences)
-            scores[1][2] += 0.5
+        async def score(self, sequences, **options):
+            scores = await super().score(sequences, **options)
+            scores[1].logprobs[2] += 0.5
             return scores
 
     with pytest.raises(WeightProofError, match=r"token 2 of canary sequence 1 is .*rope") as caught:
@@ -322,14 +326,15 @@ class RoutedEngine(FakeEngine):
 
     expert = 1
 
-    async def score_with_experts(self, sequences):
+    async def score(self, sequences, *, with_experts):
+        assert with_experts
         return [routed_scores(self.live, sequence, self.expert) for sequence in sequences]
 
 
 def routed_scores(tensors, sequence, expert):
     scaled = {**tensors, "norm.weight": tensors["norm.weight"] * (1 + expert)}
     experts = np.full((len(sequence), 1, 1), expert, np.int16)
-    return RoutedScores(logprobs=score(scaled, sequence), routed_experts=experts)
+    return token_scores(sequence, score(scaled, sequence), experts)
 
 
 def prove(*engines, learner=None, tolerances=EXACT):
@@ -339,7 +344,7 @@ def prove(*engines, learner=None, tolerances=EXACT):
     def score_as_told(sequences, experts):
         tensors = learner or weights(seed=1)
         pairs = zip(sequences, experts, strict=True)
-        return [routed_scores(tensors, sequence, int(told[0, 0, 0])).logprobs for sequence, told in pairs]
+        return [routed_scores(tensors, sequence, int(told[0, 0, 0])).token_logprobs for sequence, told in pairs]
 
     report = asyncio.run(publish_weights(update, engines, canary=canary, tolerances=tolerances))
     assert [len(scores) for scores in report.canary_scores] == [2] * len(engines)
@@ -357,8 +362,8 @@ def test_a_canary_of_a_mixture_is_scored_with_the_experts_of_each_engine():
 
 def test_an_engine_whose_experts_compute_something_else_is_named():
     class OtherExpert(RoutedEngine):
-        async def score_with_experts(self, sequences):
-            said = await super().score_with_experts(sequences)
+        async def score(self, sequences, **options):
+            said = await super().score(sequences, **options)
             return [dataclasses.replace(one, routed_experts=one.routed_experts * 0) for one in said]
 
     with pytest.raises(WeightProofError, match=r"engine 1 of 2: .*logprob of token \d of canary sequence 0"):
@@ -369,7 +374,7 @@ def test_an_engine_whose_experts_compute_something_else_is_named():
 
 def test_an_infinite_tolerance_compares_no_canary():
     class NotAsked(FakeEngine):
-        async def score(self, sequences):
+        async def score(self, sequences, **options):
             raise AssertionError
 
     assert publish(NotAsked(), tolerances=ProofTolerances(canary=math.inf)).canary_max_diff == 0.0

@@ -15,8 +15,10 @@ from rl_core.data import are_equal_rewards
         (-1e6 - 0.1, -1e6, True),
         (float("inf"), float("inf"), True),
         (1.0, 1.0 + 2e-6, False),
-        (0.0, 1e-9, False),
-        (-1e-9, 1e-9, False),
+        (0.0, 3e-8, True),
+        (-1e-9, 1e-9, True),
+        (0.0, 2e-6, False),
+        (-1e-6, 1e-6, False),
         (0, 1, False),
     ],
 )

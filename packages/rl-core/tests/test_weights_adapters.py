@@ -12,16 +12,16 @@ import torch
 from rounding import rounding_bound
 from safetensors.torch import load_file
 
-from rl_core.data import FloatArray, IntArray
+from rl_core.data import IntArray
 from rl_core.errors import WeightProofError
 from rl_core.weights import (
     AdapterUpdate,
     Canary,
     ProofTolerances,
     PublishReport,
-    RoutedScores,
     SharedFileTransport,
     TensorTransport,
+    TokenScores,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
@@ -73,11 +73,8 @@ class FakeEngine:
     def corrupt(self) -> None:
         """Corrupt the served weights; subclasses define the fault."""
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        return [np.zeros(len(sequence), np.float32) for sequence in sequences]
-
-    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        raise NotImplementedError
+    async def score(self, sequences: Sequence[IntArray], *, with_experts: bool = False) -> list[TokenScores]:
+        return [TokenScores(token_ids=one[:, None], logprobs=np.zeros((len(one), 1), np.float32)) for one in sequences]
 
 
 def publish(engine: FakeEngine, update: WeightUpdate | None = None) -> PublishReport:

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from cpu_kernels import install_cpu_kernels
 from megatron.core import parallel_state, tensor_parallel
+from rearranged_ranks import RearrangedRanks
 
 from rl_core.cluster import ClusterOptions
 from rl_core.data.batch import Batch
@@ -18,7 +20,6 @@ from rl_core.data.row_keys import RowKey
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import ParallelOptions
-from rl_distill.testing import install_cpu_kernels
 
 VOCAB_SIZE = 40
 
@@ -177,11 +178,11 @@ class Started:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._ranks: Started | None = None
+        self._ranks: RearrangedRanks | None = None
 
     def in_layout(self, parallel: ParallelOptions) -> LearnerRanks:
         if self._ranks is None or not self._ranks.is_alive:
-            self._ranks = LearnerRanks(
+            self._ranks = RearrangedRanks(
                 ParallelOptions(ranks=self._num_ranks),
                 cluster=ClusterOptions(kind="process"),
                 num_threads=1,

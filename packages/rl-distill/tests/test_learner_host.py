@@ -41,3 +41,16 @@ def test_a_dead_rank_that_nobody_calls_is_detected_by_a_look(ends: bool, error: 
         await host.close()
 
     asyncio.run(work())
+
+
+def test_the_report_says_what_the_host_does(tmp_path: Path):
+    nothing: Any = None
+    host = LearnerHost(nothing, [], checkpoints=tmp_path, keep=1, options=LearnerHostOptions())
+
+    def doing() -> str:
+        return asyncio.run(host.report()).doing
+
+    assert doing() == "waits for the order to start, for 0 s"
+    with host.doing("trains step 3"):
+        assert doing() == "trains step 3, for 0 s"
+    assert doing() == "waits for the next order, for 0 s"

@@ -20,7 +20,15 @@ from transformers import AutoModelForCausalLM
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import WeightProofError
-from rl_core.weights import Canary, ProofTolerances, WeightReceipt, WeightUpdate, digest_tensors, publish_weights
+from rl_core.weights import (
+    Canary,
+    ProofTolerances,
+    TokenScores,
+    WeightReceipt,
+    WeightUpdate,
+    digest_tensors,
+    publish_weights,
+)
 from rl_core.weights.transports import TensorTransport
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron import overlap
@@ -126,13 +134,13 @@ class Engine:
             live={name: digest.probe for name, digest in served.items()},
         )
 
-    async def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    async def score(self, sequences: Sequence[np.ndarray], *, with_experts: bool = False) -> list[TokenScores]:
         return [self._score(torch.from_numpy(sequence).long()) for sequence in sequences]
 
     @torch.no_grad()
-    def _score(self, ids: Tensor) -> np.ndarray:
-        logprobs = self.model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        return np.concatenate([[0.0], logprobs.numpy()]).astype(np.float32)
+    def _score(self, ids: Tensor) -> TokenScores:
+        logprobs = self.model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
+        return TokenScores.after_first(ids[1:, None].numpy(), logprobs.numpy())
 
 
 def publish(learner: MegatronLearner, engine: Engine, batch: Batch) -> None:

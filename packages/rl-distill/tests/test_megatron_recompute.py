@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import install_cpu_kernels
 from rounding import rounding_bound
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.options import LearnerOptions, LoraOptions
 from rl_distill.supervised import supervised_objective
-from rl_distill.testing import install_cpu_kernels
 
 MakeBatch = Callable[..., Batch]
 LENGTHS = (14, 9, 22, 5, 17)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import install_cpu_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import rounding_bound
@@ -15,7 +16,6 @@ from rl_core.data import Batch, Ragged, RowKey, offsets_of
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.megatron.teacher import MegatronTeacherModel
-from rl_distill.testing import install_cpu_kernels
 
 OPTIONS = LearnerOptions(learning_rate=1e-30, clip_grad=0.0, micro_batch_tokens=60, num_threads=1)
 KINDS = {

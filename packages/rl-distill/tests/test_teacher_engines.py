@@ -42,7 +42,7 @@ class FakeEngine:
     async def start(self) -> None:
         self.calls.append("start")
 
-    async def score_top_k(self, sequences: Sequence[Any], *, top_k: int) -> list[Scores]:
+    async def score(self, sequences: Sequence[Any], *, top_k: int) -> list[Scores]:
         self.calls.append(f"score {len(sequences)} by {top_k}")
         return [
             Scores(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_kernels import install_cpu_kernels
 from torch.nn import attention
 
 from rl_core.errors import SettingsError
@@ -16,7 +17,6 @@ from rl_distill.megatron.attention.packed import PackedAttention
 from rl_distill.megatron.attention.varlen import has_gpu_kernels, plan_blocks, varlen_attention
 from rl_distill.megatron.kernels import chosen_kernels
 from rl_distill.prefixes import prefix_forest
-from rl_distill.testing import install_cpu_kernels
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 HEAD_DIM = 8

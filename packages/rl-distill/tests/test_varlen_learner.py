@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_kernels import install_cpu_kernels
 
 from rl_core.data import Batch, Ragged
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
-from rl_distill.testing import install_cpu_kernels
 
 OPTIONS = LearnerOptions(
     learning_rate=1e-3, micro_batch_tokens=24, num_threads=1, eps=1e-6, shared_prefix_tokens=1, kernels="plain"

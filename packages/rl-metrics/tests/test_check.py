@@ -33,7 +33,7 @@ def test_a_healthy_run(run, capsys):
         f"arithmetic: ok at step 20 (1 of 1 checks had enough data; {len(GUIDE) - 1} do not apply, see --all)\n\nConv"
     )
     assert "ok        kl_high" in out
-    assert "actor/ppo_kl 0.01 over the last 5 steps" in out
+    assert "actor/ppo_kl is at 0.01 nats (0.005 to 0.02 is usual, above" in out
 
 
 def test_a_finding_is_told_with_evidence_causes_and_advice(run, capsys):

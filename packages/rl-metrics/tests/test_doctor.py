@@ -8,11 +8,11 @@ from mismatched_tokens import MismatchedRun
 from rl_metrics.cli import main
 from rl_metrics.commands.doctor import show
 from rl_metrics.doctor import diagnose
-from rl_metrics.doctor.diagnosis import Ailment, Cause, Diagnosis
+from rl_metrics.doctor.diagnosis import Cause, Diagnosis, DoctorReport
 from rl_metrics.doctor.facts import Facts, facts_of
-from rl_metrics.doctor.hang import hang_ailment, judge_hang
-from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
-from rl_metrics.doctor.sickness import judge_health
+from rl_metrics.doctor.hang import describe_report, diagnose_hang
+from rl_metrics.doctor.mismatch_by_metrics import diagnose_metrics
+from rl_metrics.doctor.other_findings import add_health
 from rl_metrics.hang.report import HangReport
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.run_files.rollout_log import RolloutLog
@@ -20,19 +20,17 @@ from rl_metrics.run_files.run_record import open_run
 
 STACK = 'thread main:\n  File "/a/loop.py", line 3 in run\n    go()\n  File "/a/socket.py", line 12 in recv\n'
 HANG = {
-    "format": "rl-hang-1",
+    "format": "rl-hang-2",
     "at": "2026-01-01T00:00:00",
     "run": "runs/x",
     "no_progress_s": 700.0,
     "last_progress": "step 12",
-    "verdict": "learner has waited 700 s for 2 of 8 groups; engine 1 does not answer (for 650 s).",
     "causes": ["engine 1 does not answer (for 650 s, it is in recv (socket.py:12))"],
     "queue": {"rows": 6.0},
     "roles": [
-        {"name": "learner", "state": "serving", "since_s": 900.0, "is_answering": True,
-         "waits": [{"what": "2 of 8 groups", "on": "groups", "since_s": 700.0}], "counts": {"steps": 12}},
-        {"name": "engine 1", "state": "serving", "since_s": 650.0, "is_answering": False, "stack": STACK,
-         "leases": ["p-7", "p-9"], "waits": [{"what": "a token", "on": "the device", "since_s": 640.0}]},
+        {"name": "learner", "state": "serving", "is_answering": True, "doing": "waits for the next order, for 700 s",
+         "counts": {"steps": 12}},
+        {"name": "engine 1", "state": "serving", "since_s": 650.0, "is_answering": False, "stack": STACK},
     ],
 }  # fmt: skip
 
@@ -56,39 +54,30 @@ def write_rollouts(folder, **options):
 
 
 def test_a_hang_is_told_as_its_report_has_it():
-    found = hang_ailment(msgspec.convert(HANG, HangReport))
-    assert (found.kind, found.what) == ("hang", "The run hangs: no progress for 700 s.")
-    assert found.evidence[0].text == HANG["verdict"]
-    (cause,) = found.causes
+    diagnosis = describe_report(msgspec.convert(HANG, HangReport))
+    assert (diagnosis.kind, diagnosis.what) == ("hang", "The run hangs: no progress for 700 s.")
+    assert diagnosis.evidence[0].text == f"no progress for 700 s, since: step 12; {HANG['causes'][0]}"
+    (cause,) = diagnosis.causes
     assert (cause.name, cause.title) == ("silent_role", HANG["causes"][0])
-    assert cause.evidence[0].text == "engine 1 waits for a token on the device, for 640 s"
-    assert found.details[0] == "engine 1: serving, does not answer, for 650 s"
-    assert "  holds 2 groups: p-7, p-9" in found.details
-    assert "  recv (socket.py:12)" in found.details
+    assert diagnosis.details == (
+        *("engine 1: serving, does not answer, for 650 s", "  recv (socket.py:12)", "  run (loop.py:3)"),
+        *("learner: serving", "  waits for the next order, for 700 s", "  steps 12"),
+    )
 
 
-@pytest.mark.parametrize(
-    ("cause", "name"),
-    [
-        ("deadlock: a waits for b, b waits for a", "deadlock"),
-        ("the queue is full (9 rows), and no role leases from it", "full_queue"),
-        ("learner[0] waits in a collective, all_reduce (c10d.py:9), which not all ranks have reached", "collective"),
-        ("no group is in flight and none is issued: nothing can become ready", "starved"),
-    ],
-)
-def test_causes_of_a_hang_have_names(cause, name):
-    report = HangReport(at="", run="", no_progress_s=0.0, causes=(cause,))
-    assert hang_ailment(report).causes[0].name == name
+def test_a_hang_in_which_all_roles_answer_has_a_cause():
+    (cause,) = describe_report(HangReport(at="", run="", no_progress_s=0.0)).causes
+    assert (cause.name, cause.title) == ("hang", "all roles answer, and none makes progress")
 
 
 @pytest.mark.parametrize("hostile", [None, 7, "x", [], [None], {"a": []}, 10**400, True, float("nan")])
-@pytest.mark.parametrize("key", ["no_progress_s", "last_progress", "verdict", "causes", "queue", "roles"])
+@pytest.mark.parametrize("key", ["no_progress_s", "last_progress", "causes", "queue", "roles"])
 def test_a_hostile_report_is_judged_or_left_out(key, hostile, tmp_path):
-    parts = ("name", "state", "since_s", "waits", "stack", "leases", "counts", "is_answering")
+    parts = ("name", "state", "since_s", "doing", "stack", "counts", "is_answering")
     roles = [{**HANG, "roles": [{**HANG["roles"][1], part: hostile}]} for part in parts]
     for report in ({**HANG, key: hostile}, *roles):
         (tmp_path / "hang.json").write_text(json.dumps(report))
-        found = judge_hang(started(tmp_path), now=100.0)
+        found = diagnose_hang(started(tmp_path), now=100.0)
         assert found.causes[0].name in ("silent_role", "hang", "killed")
 
 
@@ -96,14 +85,14 @@ def test_a_report_from_before_the_run_went_on_is_old(tmp_path):
     (tmp_path / "hang.json").write_text(json.dumps(HANG))
     os.utime(tmp_path / "hang.json", (50.0, 50.0))
     run = started(tmp_path, {"time": 99.0, "event": "run_finished"})
-    assert judge_hang(run, now=200.0).text == "the run ended by itself"
+    assert diagnose_hang(run, now=200.0).text == "the run ended by itself"
     os.utime(tmp_path / "hang.json", (300.0, 300.0))
     failed = {"time": 310.0, "event": "run_failed", "error": "HangError: nothing happened"}
     for events in ((), (failed,)):
-        found = judge_hang(started(tmp_path, *events), now=400.0)
+        found = diagnose_hang(started(tmp_path, *events), now=400.0)
         assert found.what == "The run hangs: no progress for 700 s."
     resumed = started(tmp_path, failed, {"time": 320.0, "event": "run_resumed"})
-    assert judge_hang(resumed, now=400.0).causes[0].name == "killed"
+    assert diagnose_hang(resumed, now=400.0).causes[0].name == "killed"
 
 
 @pytest.mark.parametrize(
@@ -119,8 +108,8 @@ def test_a_report_from_before_the_run_went_on_is_old(tmp_path):
 def test_a_run_without_an_end(tmp_path, lock, now, expected):
     if lock is not None:
         (tmp_path / ".lock").write_text(lock)
-    found = judge_hang(started(tmp_path), now=now, is_alive=lambda pid: pid == 123)
-    if isinstance(found, Ailment):
+    found = diagnose_hang(started(tmp_path), now=now, is_alive=lambda pid: pid == 123)
+    if isinstance(found, Diagnosis):
         assert found.causes[0].name == expected
         assert "its last step is 10" in found.evidence[0].text
     else:
@@ -130,10 +119,10 @@ def test_a_run_without_an_end(tmp_path, lock, now, expected):
 def test_a_run_that_failed_says_why(tmp_path):
     failed = {"time": 99.0, "event": "run_failed", "error": "WeightProofError: tensor a differs", "step": 10}
     run = started(tmp_path, failed)
-    found = judge_hang(run, now=200.0)
+    found = diagnose_hang(run, now=200.0)
     assert (found.kind, found.causes[0].name) == ("stopped", "WeightProofError")
     assert facts_of(run).proof_failures == 1
-    assert [cause.name for cause in diagnose(run).ailments[1].causes] == ["stale_weights"]
+    assert [cause.name for cause in diagnose(run).diagnoses[1].causes] == ["stale_weights"]
 
 
 def test_settings_of_another_shape_say_nothing(tmp_path):
@@ -146,14 +135,18 @@ def test_settings_of_another_shape_say_nothing(tmp_path):
         "[rollout]\ntop_p = 0.9\n[engine]\ndtype = 'bfloat16'\n[parallel]\nexpert = 2\n"
     )
     facts = facts_of(open_run(tmp_path))
-    assert (facts.cuts, facts.engine_dtype, facts.is_mixture) == (("rollout.top_p = 0.9",), "bfloat16", True)
+    suspects = ("the policy is a mixture, and the learner does not replay the engine's experts",)
+    assert (facts.cuts, facts.engine_dtype, facts.suspects) == (("rollout.top_p = 0.9",), "bfloat16", suspects)
+    (tmp_path / "settings.toml").write_text("[rollout]\ntop_p = 1.0\ntop_k = 0\nmin_p = 0\ntemperature = 0.8\n")
+    facts = facts_of(open_run(tmp_path))
+    said = "rollout.temperature is 0.8: engine and learner must both apply it"
+    assert (facts.cuts, facts.suspects) == ((), (said,))
 
 
 @pytest.mark.parametrize(("unknown", "replays"), [((0.0, 0.004), True), ((0.0, 0.3), False)])
-def test_a_run_that_counts_replayed_experts_is_one_of_a_mixture(tmp_path, unknown, replays):
+def test_a_mixture_is_suspected_unless_the_learner_replays_its_experts(tmp_path, unknown, replays):
     metrics(tmp_path, [{"router/unknown_share": share} for share in unknown])
-    facts = facts_of(open_run(tmp_path))
-    assert (facts.is_mixture, facts.replays) == (True, replays)
+    assert bool(facts_of(open_run(tmp_path)).suspects) is not replays
 
 
 def metrics(tmp_path, rows):
@@ -163,18 +156,18 @@ def metrics(tmp_path, rows):
 
 def test_without_tokens_metrics_tell_what_they_can(tmp_path):
     cut = [{"rollout_corr/kl": 0.1, "rollout_corr/k3_kl": 0.006, "training/rollout_probs_diff_mean": 0.03}] * 10
-    found = judge_metrics(metrics(tmp_path, cut), Facts())
+    found = diagnose_metrics(metrics(tmp_path, cut), Facts())
     assert [cause.name for cause in found.causes] == ["truncation"]
     assert "set metrics.log_rollouts" in found.evidence[-1].text
     grows = [{"training/rollout_probs_diff_mean": 0.002 * step} for step in range(20)]
-    assert judge_metrics(metrics(tmp_path, grows), Facts()).causes[0].name == "stale_weights"
-    [proven] = judge_metrics(metrics(tmp_path, grows), Facts(canary=1.7)).causes
-    assert (proven.name, len(proven.evidence), len(proven.advice)) == ("stale_weights", 2, 2)
+    assert diagnose_metrics(metrics(tmp_path, grows), Facts()).causes[0].name == "stale_weights"
+    [proven] = diagnose_metrics(metrics(tmp_path, grows), Facts(canary=1.7)).causes
+    assert (proven.name, len(proven.evidence), len(proven.advice)) == ("stale_weights", 1, 2)
     old = [{**row, "training/staleness/mean": 3.0} for row in grows]
-    assert judge_metrics(metrics(tmp_path, old), Facts()).causes[0].name == "stale_rollouts"
+    assert diagnose_metrics(metrics(tmp_path, old), Facts()).causes[0].name == "stale_rollouts"
     right = [{"training/rollout_probs_diff_mean": 0.002, "rollout_corr/k3_kl": 0.001}] * 10
-    assert judge_metrics(metrics(tmp_path, right), Facts()).state == "right"
-    assert judge_metrics(metrics(tmp_path, [{"actor/entropy": 1.0}]), Facts()).state == "unknown"
+    assert diagnose_metrics(metrics(tmp_path, right), Facts()).state == "right"
+    assert diagnose_metrics(metrics(tmp_path, [{"actor/entropy": 1.0}]), Facts()).state == "unknown"
 
 
 def test_the_command_names_the_first_cause_on_top(tmp_path, capsys):
@@ -209,7 +202,7 @@ def test_torn_and_hostile_files_are_read_for_what_they_have(tmp_path, capsys):
         file.write(
             b'{"step":13,"index":0,"prompt_uid":"p","prompt":"<script>","resp\n[1]\n\xff\n{"step":"x"}\n{"step":14,"ind'
         )
-    hang = {"at": "", "run": "", "no_progress_s": 1, "verdict": "\x1b[31mred", "roles": [{"name": "<script>\x1b[2J"}]}
+    hang = {"at": "", "run": "", "no_progress_s": 1, "causes": ["\x1b[31mred"], "roles": [{"name": "<script>\x1b[2J"}]}
     (tmp_path / "hang.json").write_text(json.dumps(hang))
     (tmp_path / "settings.toml").write_text("[rollout")
     assert main(["doctor", str(tmp_path)]) in (0, 1)
@@ -228,22 +221,22 @@ def zero_rewards(folder, **more):
     return open_run(folder)
 
 
-def test_what_health_finds_is_an_ailment_with_its_causes_and_their_advice(tmp_path):
-    [ailment] = diagnose(zero_rewards(tmp_path)).ailments
-    assert (ailment.kind, ailment.what) == ("health", "Every reward is 0.")
-    assert ailment.evidence[-1].text == "since step 1 (rule reward_zero)"
-    first, second = ailment.causes
+def test_what_health_finds_is_a_diagnosis_with_its_causes_and_their_advice(tmp_path):
+    [diagnosis] = diagnose(zero_rewards(tmp_path)).diagnoses
+    assert (diagnosis.kind, diagnosis.what) == ("health", "Every reward is 0.")
+    assert diagnosis.evidence[-1].text == "since step 1 (rule reward_zero)"
+    first, second = diagnosis.causes
     assert first.name == "the_reward_function_does_not_find_answers_or_compares_them_with_the_wrong_field"
     assert [advice.partition(" ")[0] for advice in first.advice] == ["call"]
     assert second.name == "the_prompts_are_too_hard_for_this_policy"
     assert [advice.partition(" ")[0] for advice in second.advice] == ["start"]
     flat = "follows from it: The reward has not risen since the start. (since step 1, rule reward_flat)"
-    assert flat in ailment.details
+    assert flat in diagnosis.details
 
 
-def test_findings_that_nothing_explains_are_ailments_of_their_own(tmp_path):
+def test_findings_that_nothing_explains_are_diagnoses_of_their_own(tmp_path):
     slow = {"timing_s/step": 10.0, "timing_s/reward_wait": 6.0, "response_length/clip_ratio": 0.5}
-    cut, waits = diagnose(zero_rewards(tmp_path, **slow)).ailments
+    cut, waits = diagnose(zero_rewards(tmp_path, **slow)).diagnoses
     assert cut.what == "Many responses are cut at the length limit."
     assert any("Every reward is 0" in line for line in cut.details)
     assert (waits.what, waits.details) == ("The reward function takes a large part of the step.", ())
@@ -252,10 +245,10 @@ def test_findings_that_nothing_explains_are_ailments_of_their_own(tmp_path):
 
 def test_a_mismatch_is_not_told_twice(tmp_path):
     run = zero_rewards(tmp_path, **{"training/rollout_probs_diff_mean": 0.2, "rollout_corr/k3_kl": 0.5})
-    assert [ailment.kind for ailment in diagnose(run).ailments] == ["mismatch", "health"]
+    assert [one.kind for one in diagnose(run).diagnoses] == ["mismatch", "health"]
     rows = [{"step": step, "time": step, "rollout_corr/k3_kl": 0.5, "rollout_corr/kl": 0.5} for step in range(1, 31)]
     write_lines(tmp_path / "metrics.jsonl", rows)
-    assert [ailment.kind for ailment in diagnose(open_run(tmp_path)).ailments] == ["mismatch"]
+    assert [one.kind for one in diagnose(open_run(tmp_path)).diagnoses] == ["mismatch"]
 
 
 def finding(rule, *because, causes=("why",), advice=("do",)):
@@ -266,22 +259,22 @@ def finding(rule, *because, causes=("why",), advice=("do",)):
 
 def judged(monkeypatch, *findings, known=()):
     verdict = Verdict(status="warning", step=9, checks=(), findings=findings)
-    monkeypatch.setattr("rl_metrics.doctor.sickness.judge_run", lambda run: verdict)
-    ailments, reading = judge_health(None, known=known)
-    assert reading is None
-    effects = [[line.removeprefix("follows from it: ").partition("!")[0] for line in one.details] for one in ailments]
-    return [(ailment.what, effect) for ailment, effect in zip(ailments, effects, strict=True)]
+    monkeypatch.setattr("rl_metrics.doctor.other_findings.judge_run", lambda run: verdict)
+    diagnoses, no_finding = add_health(None, known=known)
+    assert no_finding is None
+    effects = [[line.removeprefix("follows from it: ").partition("!")[0] for line in one.details] for one in diagnoses]
+    return [(one.what, effect) for one, effect in zip(diagnoses, effects, strict=True)]
 
 
-def test_what_follows_from_a_finding_is_a_line_of_its_ailment(monkeypatch):
+def test_what_follows_from_a_finding_is_a_line_of_its_diagnosis(monkeypatch):
     chain = [finding("a"), finding("b", "a"), finding("c"), finding("d", "b", "c"), finding("e", "c")]
     assert judged(monkeypatch, *chain) == [("a!", ["b", "d"]), ("c!", ["e"])]
     circle = [finding("a", "b"), finding("b", "a"), finding("c", "gone")]
     assert judged(monkeypatch, *circle) == [("a!", ["b"]), ("c!", [])]
 
 
-def test_a_known_ailment_covers_its_rules_and_has_what_follows_from_them(monkeypatch):
-    apart = Ailment(kind="mismatch", what="apart")
+def test_a_known_diagnosis_covers_its_rules_and_has_what_follows_from_them(monkeypatch):
+    apart = Diagnosis(kind="mismatch", what="apart")
     found = [finding("off_policy"), finding("a", "off_policy"), finding("memory"), finding("b", "memory")]
     assert judged(monkeypatch, *found, known=[apart]) == [("apart", ["a"]), ("memory!", ["b"])]
     assert judged(monkeypatch, found[0], known=[apart]) == [("apart", [])]
@@ -291,24 +284,24 @@ def test_a_known_ailment_covers_its_rules_and_has_what_follows_from_them(monkeyp
 def test_each_cause_has_its_own_advice(monkeypatch):
     told = finding("a", causes=("one", "two: of it", "three"), advice=("do this", "do that", "do this"))
     verdict = Verdict(status="warning", step=9, checks=(), findings=(told,))
-    monkeypatch.setattr("rl_metrics.doctor.sickness.judge_run", lambda run: verdict)
-    [ailment], _ = judge_health(None, known=())
-    assert [(cause.name, cause.advice) for cause in ailment.causes] == [
+    monkeypatch.setattr("rl_metrics.doctor.other_findings.judge_run", lambda run: verdict)
+    [diagnosis], _ = add_health(None, known=())
+    assert [(cause.name, cause.advice) for cause in diagnosis.causes] == [
         ("one", ("do this",)),
         ("two", ("do that",)),
         ("three", ("do this",)),
     ]
-    assert [evidence.text for evidence in ailment.evidence] == ["a is high", "since step 3 (rule a)"]
+    assert [evidence.text for evidence in diagnosis.evidence] == ["a is high", "since step 3 (rule a)"]
 
 
-def test_no_line_of_an_ailment_is_shown_twice(capsys):
+def test_no_line_of_a_diagnosis_is_shown_twice(capsys):
     grows, waits = (Evidence(metric="m", text=text) for text in ("it grows", "it waits"))
     causes = [
         Cause(name="one", title="one", evidence=(grows, waits, waits), advice=("do this", "do this")),
         Cause(name="two", title="two", share=0.5, evidence=(waits,), advice=("do this", "do that")),
     ]
-    sick = Ailment(kind="memory", what="sick", evidence=(grows, grows), causes=tuple(causes))
-    show(Diagnosis(run="a", ailments=(sick, sick)))
+    sick = Diagnosis(kind="memory", what="sick", evidence=(grows, grows), causes=tuple(causes))
+    show(DoctorReport(run="a", diagnoses=(sick, sick)))
     told = ["", "memory: sick", "  it grows", "  1. one", "     because it waits", "     try: do this"]
     told += ["  2. two (50 %)", "     try: do that"]
     assert capsys.readouterr().out.splitlines() == ["run a", "first cause: one", *told, *told]
@@ -321,7 +314,7 @@ def test_few_steps_are_not_judged(tmp_path):
 
 def shown(folder):
     diagnosis = diagnose(open_run(folder))
-    return [f"{reading.kind}: {reading.state}: {reading.text}" for reading in diagnosis.readings]
+    return [f"{reading.kind}: {reading.state}: {reading.text}" for reading in diagnosis.no_findings]
 
 
 def test_a_run_that_says_nothing_is_not_called_well(tmp_path, capsys):

@@ -54,7 +54,7 @@ def test_what_never_was_a_number_is_found():
     verdict = judge(history(values))
     [finding] = [finding for finding in verdict.findings if finding.rule == "lost_metrics"]
     assert (verdict.status, finding.since_step) == ("critical", 1)
-    assert finding.evidence[0].text == f"actor/pg_loss is missing or not finite in the last {STEPS} steps"
+    assert finding.evidence[0].text == f"actor/pg_loss is missing or not finite in {STEPS} newest steps"
     assert judge(history({name: np.full(STEPS, np.nan) for name in values})).findings[0].rule == "lost_metrics"
 
 

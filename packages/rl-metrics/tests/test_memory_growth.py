@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from rl_metrics.doctor.diagnosis import Ailment, Reading
-from rl_metrics.doctor.memory_growth import judge_memory, trend_of
+from rl_metrics.doctor.diagnosis import Diagnosis, NoFinding
+from rl_metrics.doctor.memory_growth import diagnose_memory, trend_of
 from rl_metrics.run_files.history import History
 
 STEPS = np.arange(1, 101, dtype=np.int64)
@@ -30,7 +30,7 @@ def test_a_trend_is_the_median_slope():
 
 
 def test_the_owner_that_grows_comes_first_and_explains_the_process():
-    found = judge_memory(
+    found = diagnose_memory(
         history(
             memory__trainer_gb=LEAK,
             memory__engine_gb=LEVEL + noise(0),
@@ -41,24 +41,24 @@ def test_the_owner_that_grows_comes_first_and_explains_the_process():
         ),
         (),
     )
-    assert isinstance(found, Ailment)
+    assert isinstance(found, Diagnosis)
     assert [cause.name for cause in found.causes] == ["trainer", "rewards"]
     assert found.causes[0].share == pytest.approx(10 / 11)
     assert found.evidence[-1].value == pytest.approx(11.0 / 0.011)  # 32.1 - 21.1 = 11 GiB are left
 
 
 def test_what_grows_beside_the_run_is_not_its_own():
-    found = judge_memory(history(memory__trainer_gb=LEVEL, perf__cpu_memory_used_gb=20.0 + 0.05 * STEPS), ())
+    found = diagnose_memory(history(memory__trainer_gb=LEVEL, perf__cpu_memory_used_gb=20.0 + 0.05 * STEPS), ())
     assert (found.kind, found.state) == ("memory", "right")
     assert found.text.endswith("since step 31, because of another program")
-    found = judge_memory(history(perf__cpu_memory_used_gb=20.0 + 0.05 * STEPS), ())
+    found = diagnose_memory(history(perf__cpu_memory_used_gb=20.0 + 0.05 * STEPS), ())
     assert [cause.name for cause in found.causes] == ["host"]
 
 
 def test_the_queue_inside_a_process_is_named_before_it():
-    found = judge_memory(history(memory__controller_gb=LEAK, memory__queue_gb=0.008 * STEPS), ())
+    found = diagnose_memory(history(memory__controller_gb=LEAK, memory__queue_gb=0.008 * STEPS), ())
     assert [cause.name for cause in found.causes] == ["queue", "controller"]
-    found = judge_memory(history(memory__controller_gb=LEAK, queue__size_bytes=0.008 * STEPS * 2**30), ())
+    found = diagnose_memory(history(memory__controller_gb=LEAK, queue__size_bytes=0.008 * STEPS * 2**30), ())
     assert found.causes[0].name == "queue"
 
 
@@ -76,7 +76,7 @@ def test_lines_that_grow_at_every_look_are_named():
         }
         for step, sizes in enumerate(looks)
     ]
-    found = judge_memory(history(memory__trainer_gb=LEAK), events)
+    found = diagnose_memory(history(memory__trainer_gb=LEAK), events)
     texts = [evidence.text for evidence in found.causes[0].evidence if evidence.metric == "memory_lines"]
     assert texts == ["a.py:3: 1.0 MiB, then 3.5, more in each of 3 snapshots"]
 
@@ -86,13 +86,13 @@ def test_lines_that_grow_at_every_look_are_named():
     [(1e6 + 500 * STEPS, "grow by 500 per step: Python objects accumulate"), (np.full(100, 1e6), "stay at 1,000,000")],
 )
 def test_whose_memory_it_is_that_grows(blocks, said):
-    found = judge_memory(history(memory__trainer_gb=LEAK, memory__trainer_python_blocks=blocks), ())
+    found = diagnose_memory(history(memory__trainer_gb=LEAK, memory__trainer_python_blocks=blocks), ())
     assert [cause.name for cause in found.causes] == ["trainer"]
     assert said in found.causes[0].evidence[1].text
 
 
 def test_a_process_that_no_owner_explains():
-    found = judge_memory(history(memory__engine_gb=LEVEL, perf__process_memory_gb=LEAK), ())
+    found = diagnose_memory(history(memory__engine_gb=LEVEL, perf__process_memory_gb=LEAK), ())
     assert [cause.name for cause in found.causes] == ["process"]
 
 
@@ -110,21 +110,21 @@ def test_a_process_that_no_owner_explains():
     ids=["level", "fills", "breathes", "falls", "hardly", "jumps"],
 )
 def test_steady_memory_is_right(column, seed):
-    found = judge_memory(history(memory__trainer_gb=column + noise(seed)), ())
-    assert isinstance(found, Reading), found
+    found = diagnose_memory(history(memory__trainer_gb=column + noise(seed)), ())
+    assert isinstance(found, NoFinding), found
     assert found.state == "right"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_noisy_leak_measured_every_fifth_step_is_found(seed):
     column = np.where(STEPS % 5 == 1, LEAK + noise(seed, 0.1), np.nan)
-    assert judge_memory(history(memory__trainer_gb=column), ()).causes[0].name == "trainer"
+    assert diagnose_memory(history(memory__trainer_gb=column), ()).causes[0].name == "trainer"
 
 
 def test_nothing_measured_is_unknown():
-    assert judge_memory(history(), ()).state == "unknown"
+    assert diagnose_memory(history(), ()).state == "unknown"
     few = np.where(STEPS < 4, 1.0, np.nan)
-    assert judge_memory(history(memory__trainer_gb=few), ()).state == "unknown"
+    assert diagnose_memory(history(memory__trainer_gb=few), ()).state == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -133,5 +133,5 @@ def test_nothing_measured_is_unknown():
 )
 def test_hostile_lines_are_left_out(lines):
     events = [{"event": "memory_lines", "role": "trainer", "lines": lines}] * 4
-    found = judge_memory(history(memory__trainer_gb=LEAK), events)
+    found = diagnose_memory(history(memory__trainer_gb=LEAK), events)
     assert [evidence.metric for evidence in found.causes[0].evidence] == ["memory/trainer_gb"]

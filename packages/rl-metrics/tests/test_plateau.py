@@ -35,7 +35,7 @@ def test_a_validation_that_is_stuck_far_below_is_a_plateau_with_advice():
     verdict = judge(validated(STUCK), family="policy_gradient")
     (finding,) = [one for one in verdict.findings if one.rule == "plateau"]
     assert finding.evidence[0].text == (
-        f"{ACCURACY} has gained nothing over its earlier best of 0.4 in 5 validations and is below 0.55"
+        f"{ACCURACY} is at best 0.41, 5 validations ago it was at best 0.4 (0.55 is good enough)"
     )
     assert any("export --best" in one for one in finding.advice)
     assert finding.since_step == 70

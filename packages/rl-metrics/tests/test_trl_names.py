@@ -93,7 +93,7 @@ def test_a_history_of_grpo_with_vllm_has_the_mismatch(tmp_path):
     assert history["actor/pg_clipfrac"] == [0.03] * 10
     verdict = judge_run(open_run(tmp_path / "run"))
     assert "engine_mismatch" in {finding.rule for finding in verdict.findings}
-    assert diagnose(open_run(tmp_path / "run")).ailments[0].kind == "mismatch"
+    assert diagnose(open_run(tmp_path / "run")).diagnoses[0].kind == "mismatch"
 
 
 def test_a_history_of_asynchronous_grpo(tmp_path):

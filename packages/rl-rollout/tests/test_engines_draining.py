@@ -97,7 +97,7 @@ def test_what_waits_can_be_aborted() -> None:
         assert [(len(one.token_ids), one.finish_reason) for one in aborted] == [(0, "abort")] * 3
         assert not other[0].done()
         assert not running[0].done()
-        await engine.abort_all()
+        await engine.abort(None)
         (last,) = await other[0]
         assert last.finish_reason == "abort"
         with pytest.raises(EngineError, match="aborted before an engine started it"):
@@ -196,15 +196,6 @@ def test_what_a_replica_that_dies_meanwhile_had_begins_anew_under_the_new_weight
         assert versions_of(await asyncio.gather(*running)) == [[5], [0]]
 
     run_with(held, work)
-
-
-def test_a_paused_engine_is_not_drained() -> None:
-    async def work(engine: ReplicatedEngine) -> None:
-        await engine.pause()
-        with pytest.raises(EngineError, match="resume it, or publish without drain"):
-            await drain(engine, 5)
-
-    run_with([Held(1)], work)
 
 
 def test_closing_ends_what_waits() -> None:

@@ -116,23 +116,6 @@ def test_a_replica_of_another_model_is_refused() -> None:
     run_with([Held(1)], work)
 
 
-def test_a_replica_that_is_added_pauses_with_the_others() -> None:
-    first, second = Held(1), Held(2)
-
-    async def work(engine: ReplicatedEngine) -> None:
-        await engine.pause()
-        await engine.add(second.engine)
-        running = ask(engine, 0, 1)
-        await until(lambda: first.num_running == second.num_running == 1, "both to be asked")
-        first.finish()
-        second.finish()
-        assert not any(one.done() for one in running)
-        await engine.resume()
-        await asyncio.gather(*running)
-
-    run_with([first], work)
-
-
 def test_a_replica_that_is_removed_ends_what_it_has_and_gets_no_more() -> None:
     held = [Held(1), Held(2)]
 

@@ -80,7 +80,7 @@ def test_a_request_that_waits_keeps_no_engine_busy() -> None:
         await until(lambda: held[0].num_running == 1, "the one that waited to be asked")
         assert [load.num_running for load in engine.loads()] == [1]
         assert times(engine.loads()[0]) == (3, 0)
-        await engine.abort_all()
+        await engine.abort(None)
         await asyncio.gather(*running, *waiting)
         assert engine.loads()[0].num_requests == 2
 

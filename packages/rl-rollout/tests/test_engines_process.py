@@ -108,7 +108,7 @@ def test_a_process_opens_weights_in_shared_memory_and_keeps_none_of_it(
                 tensor.fill_(7)  # the engine serves its own copy
         (scores,) = run(transformers_process.score([SEQUENCE]))
         assert canary.logprobs is not None
-        np.testing.assert_allclose(scores, canary.logprobs[0], atol=1e-4)
+        np.testing.assert_allclose(scores.token_logprobs, canary.logprobs[0], atol=1e-4)
         with pytest.raises(WeightProofError, match="was changed in transit"):
             run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
     finally:

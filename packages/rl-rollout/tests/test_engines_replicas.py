@@ -108,15 +108,16 @@ def test_what_is_scored_is_spread_and_keeps_its_order_when_a_replica_dies() -> N
 
         return one
 
+    class Waiting(ScriptedEngine):
+        async def score(self, *args: Any, **options: Any) -> list[TokenScores]:
+            await asyncio.sleep(0)  # all are in progress
+            return await super().score(*args, **options)
+
     sequences = [np.array([1 + index, *range(40)], np.int32) for index in range(12)]
-    replicas = [ScriptedEngine(says(1), score=score(index)) for index in range(3)]
+    replicas = [Waiting(says(1), score=score(index)) for index in range(3)]
 
     async def work(engine: ReplicatedEngine) -> list[TokenScores]:
-        await engine.pause()
-        scoring = asyncio.ensure_future(engine.score_top_k(sequences, top_k=4))
-        await asyncio.sleep(0)  # all are in progress
-        await engine.resume()
-        return await scoring
+        return await engine.score(sequences, top_k=4)
 
     scored = run_with(replicas, work)
     assert [float(scores.logprobs[5, 0]) for scores in scored] == [-float(1 + index) for index in range(12)]
@@ -294,12 +295,10 @@ def test_a_process_takes_the_place_of_another_under_load(tied_model_dir: Path) -
             await engine.publish(update, canary=canary_of(tied_model_dir, tensors, SEQUENCE), tolerances=EXACT)
             alone, pid = await engine.generate(long[0]), first.pid
             index = await engine.add(hosted(tied_model_dir, index=1))
-            await engine.pause()
             running = [asyncio.ensure_future(engine.generate(one)) for one in long]
             await asyncio.sleep(0)
             loads = engine.loads()
             await engine.remove(0, deadline_s=0.0)
-            await engine.resume()
             answers = list(await asyncio.gather(*running))
             return answers, alone, pid, [index, *(load.num_running for load in loads)]
         finally:

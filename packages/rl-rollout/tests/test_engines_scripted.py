@@ -98,7 +98,7 @@ def test_abort_cuts_off_a_script_that_waits() -> None:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await engine.abort_all()
+        await engine.abort(None)
         return await running
 
     (sample,) = asyncio.run(run())
@@ -123,7 +123,8 @@ def test_bad_input_is_refused() -> None:
     assert engine.requests == []
     with pytest.raises(EngineError, match="max_model_len"):
         asyncio.run(engine.score([np.ones(17, np.int32)]))
-    assert [row.tolist() for row in asyncio.run(engine.score([np.ones(3, np.int32)]))] == [[0.0, -1.0, -1.0]]
+    (scores,) = asyncio.run(engine.score([np.ones(3, np.int32)]))
+    assert scores.token_logprobs.tolist() == [0.0, -1.0, -1.0]
 
 
 def test_it_serves_only_between_start_and_close() -> None:
@@ -144,10 +145,10 @@ def test_what_a_score_leaves_is_spread_over_the_other_tokens() -> None:
     engine = ScriptedEngine({}, traits=TRAITS, score=score)
     asyncio.run(engine.start())
     sequence = np.array([7, 1, 2], np.int32)
-    (scores,) = asyncio.run(engine.score_top_k([sequence], top_k=3))
+    (scores,) = asyncio.run(engine.score([sequence], top_k=3))
     assert scores.token_ids.tolist() == [[-1] * 4, [1, 1, 0, 2], [2, 0, 1, 3]]
     np.testing.assert_allclose(np.exp(scores.logprobs[1]), [0.51, 0.51, 0.01, 0.01], rtol=1e-5)
     np.testing.assert_allclose(np.exp(scores.logprobs[2]), [0.001] + [0.999 / 49] * 3, rtol=1e-5)
-    (whole,) = asyncio.run(engine.score_top_k([sequence], top_k=50))
+    (whole,) = asyncio.run(engine.score([sequence], top_k=50))
     np.testing.assert_allclose(np.exp(whole.logprobs[1:, 1:]).sum(-1), 1.0, rtol=1e-5)
     assert all(sorted(row) == list(range(50)) for row in whole.token_ids[1:, 1:].tolist())

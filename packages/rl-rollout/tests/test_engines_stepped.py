@@ -164,7 +164,7 @@ def test_abort_ends_what_runs_and_what_waits(engine: SteppedEngine, stepper: Cou
         await engine.generate(asking(2, max_tokens=2))
         waiting = asyncio.ensure_future(engine.generate(asking(3, max_tokens=50)))
         await asyncio.sleep(0)
-        await engine.abort_all()
+        await engine.abort(None)
         return [await running, await waiting]
 
     (ran,), (waited,) = asyncio.run(abort())
@@ -191,13 +191,13 @@ def test_an_update_that_fails_midway_fails_the_engine(engine: SteppedEngine, ste
 
 def test_score_returns_in_order_and_an_empty_list_at_once(engine: SteppedEngine) -> None:
     scores = asyncio.run(engine.score([np.array([1, 2], np.int32), np.array([3], np.int32)]))
-    assert [row.tolist() for row in scores] == [[0.0, -5.0], [0.0]]
+    assert [one.token_logprobs.tolist() for one in scores] == [[0.0, -5.0], [0.0]]
     assert asyncio.run(engine.score([])) == []
 
 
 def test_scores_have_a_row_for_each_token_and_nothing_in_the_first(engine: SteppedEngine) -> None:
     sequences = [np.array([1, 2, 3], np.int32), np.array([3], np.int32)]
-    three, one = asyncio.run(engine.score_top_k(sequences, top_k=1))
+    three, one = asyncio.run(engine.score(sequences, top_k=1))
     assert three.token_ids.tolist() == [[-1, -1], [5, 5], [5, 5]]
     assert three.logprobs.tolist() == [[0.0, 0.0], [-5.0, -5.0], [-5.0, -5.0]]
     assert (three.token_ids.dtype, three.logprobs.dtype) == (np.int32, np.float32)
@@ -212,7 +212,7 @@ def test_a_number_of_likeliest_tokens_that_cannot_be_is_refused(
     engine: SteppedEngine, stepper: CountingStepper, top_k: int, words: str
 ) -> None:
     with pytest.raises(EngineError, match=words):
-        asyncio.run(engine.score_top_k([np.array([1], np.int32)], top_k=top_k))
+        asyncio.run(engine.score([np.array([1], np.int32)], top_k=top_k))
     assert stepper.admitted == []
 
 

@@ -334,14 +334,14 @@ def test_mixtures_take_updates_of_single_experts(
     save_file(tensors, tmp_path / "new" / "model.safetensors", metadata={"format": "pt"})
     sequence = np.arange(2, 30, dtype=np.int32)
     engine = started(tmp_path / "old", TransformersOptions())
-    before = asyncio.run(engine.score([sequence]))[0]
+    before = asyncio.run(engine.score([sequence]))[0].token_logprobs
     update = TensorTransport().pack(tensors, version=1, tied={})
 
     receipt = asyncio.run(engine.update_weights(update))
 
     assert {checksum.partition(":")[0] for checksum in receipt.arrived.values()} == {"sums"}
     assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-6
-    after = asyncio.run(engine.score([sequence]))[0]
+    after = asyncio.run(engine.score([sequence]))[0].token_logprobs
     expected = token_logprobs(reference_logprobs(tmp_path / "new", sequence), sequence)
     np.testing.assert_allclose(after[1:], expected, atol=1e-5)
     assert np.abs(after - before).max() > 1e-2

@@ -166,7 +166,7 @@ def test_samples_that_share_a_prompt_match_its_scores(vllm_engine: VLLMEngine, l
     samples = asyncio.run(ask_twice())
     scores = asyncio.run(vllm_engine.score([joined(prompt, sample) for sample in samples]))
     for sample, row in zip(samples, scores, strict=True):
-        np.testing.assert_allclose(sample.logprobs, row[length:], atol=1e-4)
+        np.testing.assert_allclose(sample.logprobs, row.token_logprobs[length:], atol=1e-4)
 
 
 def test_a_group_that_does_not_fit_is_served_in_turns(vllm_engine: VLLMEngine) -> None:
@@ -182,7 +182,7 @@ def test_a_group_that_does_not_fit_is_served_in_turns(vllm_engine: VLLMEngine) -
     samples = [sample for group in groups for sample in group]
     assert any(sample.num_preempted for sample in samples)
     for sample, row in zip(samples, asyncio.run(vllm_engine.score(sequences)), strict=True):
-        np.testing.assert_allclose(sample.logprobs, row[40:], atol=1e-4)
+        np.testing.assert_allclose(sample.logprobs, row.token_logprobs[40:], atol=1e-4)
 
 
 def test_streams_and_structures_survive_preemption(vllm_engine: VLLMEngine, tied_model_dir: Path) -> None:

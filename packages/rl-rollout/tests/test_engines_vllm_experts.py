@@ -189,7 +189,7 @@ def test_turns_are_joined(engine: VLLMEngine, reference: Reference) -> None:
         for turn in range(4):
             told.append(await talk.sample())
             talk.append(request_of(410 + turn, 9).input_ids)
-            await engine.reset_prefix_cache()  # so that earlier turns are recomputed
+            await engine._call(engine._stepper.reset_prefix_cache)  # so that earlier turns are recomputed
 
     asyncio.run(converse())
     (trajectory,) = talk.trajectories
@@ -240,11 +240,8 @@ def test_a_response_that_is_aborted_has_what_was_computed(
 
     async def cut() -> list[Generation]:
         running = await midway(engine, request)
-        if is_reset:
-            await engine.pause()
-            await engine.reset_prefix_cache()  # the abort comes before any recomputation
-        await engine.abort(["600"])
-        await engine.resume()
+        reset = [engine._call(engine._stepper.reset_prefix_cache)] if is_reset else []
+        await asyncio.gather(*reset, engine.abort(["600"]))  # the abort comes before any recomputation
         return await running
 
     samples = asyncio.run(cut())
@@ -356,7 +353,7 @@ def test_any_mix_of_requests_updates_resets_and_aborts(
             update = transport.pack(both[version % 2], version=version, tied={})
             check_receipt(update, await engine.update_weights(update), tolerances=ProofTolerances())
         elif what < 0.5:
-            await engine.reset_prefix_cache()
+            await engine._call(engine._stepper.reset_prefix_cache)
         elif what < 0.9:
             await engine.abort([requests[rng.integers(5)].request_id or ""])
 

@@ -49,7 +49,7 @@ def test_a_long_sequence_in_pieces_keeps_every_row(
 
     monkeypatch.setattr(vllm_prompt_scores, "MAX_ROWS", max_rows)
     sequences = [drawn(0, 200), drawn(1, 65), drawn(2, 64), drawn(3, 63), drawn(4, 128), drawn(5, 129)]
-    scored = asyncio.run(wide_engine.score_top_k(sequences, top_k=top_k))
+    scored = asyncio.run(wide_engine.score(sequences, top_k=top_k))
     for sequence, scores in zip(sequences, scored, strict=True):
         check_token_scores(scores, sequence, top_k=top_k, reference=reference_logprobs(wide_model_dir, sequence))
 
@@ -58,7 +58,7 @@ def test_sequences_with_different_numbers_of_likeliest_tokens_share_a_step(
     wide_engine: VLLMEngine, wide_model_dir: Path
 ) -> None:
     async def ask() -> list:
-        return await asyncio.gather(*(wide_engine.score_top_k([drawn(seed, 20)], top_k=seed * 5) for seed in range(12)))
+        return await asyncio.gather(*(wide_engine.score([drawn(seed, 20)], top_k=seed * 5) for seed in range(12)))
 
     for seed, (scores,) in enumerate(asyncio.run(ask())):
         reference = reference_logprobs(wide_model_dir, drawn(seed, 20))
@@ -73,7 +73,7 @@ def test_scores_are_at_temperature_one_whatever_is_drawn_beside_them(
 
     async def both() -> list:
         running = asyncio.ensure_future(wide_engine.generate(request))
-        scored = await wide_engine.score_top_k([drawn(9, 100)], top_k=64)
+        scored = await wide_engine.score([drawn(9, 100)], top_k=64)
         await running
         return scored
 
@@ -85,7 +85,7 @@ def test_a_request_does_not_wait_behind_all_that_is_to_be_scored(wide_engine: VL
     num_scored = []
 
     async def both() -> int:
-        scoring = [asyncio.ensure_future(wide_engine.score_top_k([drawn(i, 150)], top_k=8)) for i in range(60)]
+        scoring = [asyncio.ensure_future(wide_engine.score([drawn(i, 150)], top_k=8)) for i in range(60)]
         for future in scoring:
             future.add_done_callback(num_scored.append)
         await asyncio.sleep(0)  # so that the scores are requested first
@@ -100,9 +100,9 @@ def test_a_request_does_not_wait_behind_all_that_is_to_be_scored(wide_engine: VL
 
 def test_what_waits_to_be_scored_can_be_aborted_and_leaves_no_trace(wide_engine: VLLMEngine) -> None:
     async def abort() -> BaseException | list:
-        scoring = asyncio.ensure_future(wide_engine.score_top_k([drawn(i, 150) for i in range(40)], top_k=8))
+        scoring = asyncio.ensure_future(wide_engine.score([drawn(i, 150) for i in range(40)], top_k=8))
         await asyncio.sleep(0)
-        await wide_engine.abort_all()
+        await wide_engine.abort(None)
         return (await asyncio.gather(scoring, return_exceptions=True))[0]
 
     error = asyncio.run(abort())
@@ -116,4 +116,4 @@ def test_what_waits_to_be_scored_can_be_aborted_and_leaves_no_trace(wide_engine:
 def test_more_than_the_engine_was_started_for_is_refused_with_what_to_set(wide_engine: VLLMEngine) -> None:
     assert wide_engine.traits.max_top_k == 1000
     with refuses("with max_top_k = 1001 (VLLMOptions.max_top_k)"):
-        asyncio.run(wide_engine.score_top_k([PROMPT], top_k=1001))
+        asyncio.run(wide_engine.score([PROMPT], top_k=1001))

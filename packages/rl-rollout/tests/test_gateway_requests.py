@@ -41,6 +41,29 @@ def test_a_stop_string_at_the_start_of_a_reply_is_found_though_the_decoder_drops
         assert message.content == content
 
 
+@pytest.mark.parametrize("form", ["chat", "text"])
+@pytest.mark.parametrize(
+    ("said", "stop", "content"),
+    [
+        ("1+2=3<|im_end|>", "3<|im_end|>", "1+2="),
+        ("1+2=3<|im_end|>", "<|im_end|>", "1+2=3"),
+        ("1+2=3<|im_end|>", "=4<|im_end|>", "1+2=3"),
+        ("1+2<|im_end|>=3<|im_end|>", "4", "1+2<|im_end|>=3"),
+        ("1<|im_start|>2<|im_end|>", "1<|im_start|>", ""),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 100])
+def test_a_stop_string_with_a_templates_token_ends_streamed_and_whole_replies_alike(said, stop, content, form, step):
+    tokenizer = make_tokenizer()
+    reader, after = ReplyReader.of(tokenizer, None, ()), encode(tokenizer, "<|im_start|>assistant\n")
+    ids = encode(tokenizer, said)
+    (stream,) = reader.streams(1, after=after, tools=(), stop=[stop], form=form)
+    pieces = [piece for start in range(0, len(ids), step) for piece in stream.feed(ids[start : start + step].tolist())]
+    pieces += stream.feed([], has_ended=True)
+    whole = reader.read(ids, after=after, stop=stop if stop in said else None, form=form)
+    assert ("".join(text for _, text in pieces), whole.content) == (content, content)
+
+
 @pytest.mark.parametrize("last", ["<|im_start|>", "<|im_end|>", "3"])
 def test_after_a_turn_that_a_templates_token_stopped_the_template_ends_it(last):
     tokenizer = make_tokenizer()
@@ -167,21 +190,38 @@ def test_refusals_name_the_fields_of_their_own_api():
     run(talk)
 
 
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
 def test_an_unknown_path_is_refused_in_the_words_of_its_api_and_never_shows_a_key():
     async def talk():
         async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient() as client:
             key = gateway.open("p").key
-            for path in (f"/{key}/v1/nothing", f"/v1/{key}", f"/v1/messages/{gateway.owner_key}"):
+            split = f"{key[:16]}/{key[16:]}"
+            for path in (f"/{key}/v1/nothing", f"/v1/{key}", f"/v1/messages/{gateway.owner_key}", f"/v1/x/{split}"):
                 given = await client.get(f"{gateway.url}{path}")
                 assert given.status_code == 404
-                assert key not in given.text
-                assert gateway.owner_key not in given.text
+                assert not any(part in given.text for part in (key, key[:16], key[16:], gateway.owner_key))
                 assert (given.json().get("type") == "error") == ("messages" in path)
-            given = await client.get(f"{gateway.url}/v1/nothing", headers={"anthropic-version": "2023-06-01"})
-            assert given.json() == {
-                "type": "error",
-                "error": {"type": "not_found_error", "message": "unknown route: GET /v1/nothing."},
-            }
+
+    run(talk)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind", "said"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found_error", "unknown route"),
+        ("GET", "/v1/models", 401, "authentication_error", "key"),
+        ("GET", "/v1/messages", 405, "invalid_request_error", "must be POST; found GET"),
+        ("POST", "/v1/models", 405, "invalid_request_error", "; found POST"),
+    ],
+)
+def test_refusals_to_anthropics_clients_are_in_its_form(method, path, status, kind, said):
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient() as client:
+            given = await client.request(method, f"{gateway.url}{path}", headers=VERSION)
+            assert (given.status_code, given.json()["type"], given.json()["error"]["type"]) == (status, "error", kind)
+            assert said in given.json()["error"]["message"]
 
     run(talk)
 
@@ -223,23 +263,52 @@ def test_what_a_response_repeats_of_its_request_is_refused_by_name_or_answered(f
     run(talk)
 
 
+CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": 3}]}
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("path", "param", "fields"),
     [
-        *(("stop", value) for value in ({}, 0, False)),
-        *(("stream", value) for value in ("false", [], 0.5)),
-        *(("stop_token_ids", {}), ("logprobs", "no"), ("stream_options", []), ("response_format", 0)),
+        *(("chat/completions", "stop", {"stop": value}) for value in ({}, 0, False)),
+        *(("chat/completions", "stream", {"stream": value}) for value in ("false", [], 0.5)),
+        *(("chat/completions", "tool_choice", {"tool_choice": value}) for value in (0, [], "", {})),
+        ("chat/completions", "stop_token_ids", {"stop_token_ids": {}}),
+        ("chat/completions", "logprobs", {"logprobs": "no"}),
+        ("chat/completions", "stream_options", {"stream_options": []}),
+        ("chat/completions", "response_format", {"response_format": 0}),
+        *(("messages", "system", {"system": value}) for value in (0, {}, False)),
+        *(("messages", "output_config", {"output_config": value}) for value in ([], "", 0)),
+        ("messages", "messages[0].content[0].input", {"messages": [CALLED, USER]}),
+        *(("responses", "text", {"text": value}) for value in ([], "", 0)),
+        ("responses", "tools", {"tools": {}}),
+        ("completions", "best_of", {"best_of": True}),
+        ("completions", "frequency_penalty", {"frequency_penalty": False}),
+        ("completions", "echo", {"echo": 0}),
     ],
 )
-def test_a_value_of_another_type_is_refused_by_name(field, value):
+def test_a_value_of_another_type_is_refused_by_name(path, param, fields):
+    asked = {
+        "chat/completions": {"messages": [USER]},
+        "messages": {"messages": [USER], "max_tokens": 9},
+        "responses": {"input": "1+2?"},
+        "completions": {"prompt": "1+2="},
+    }
+
     async def talk():
         async with gateway_site(lambda _: "3") as gateway, plain_client() as client:
-            body = {"messages": [{"role": "user", "content": "1+2?"}], field: value}
             headers = {"x-api-key": gateway.open("p").key}
-            given = await client.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
-            assert (given.status_code, given.json()["error"]["param"]) == (400, field)
+            given = await client.post(f"{gateway.url}/v1/{path}", json={**asked[path], **fields}, headers=headers)
+            error = given.json()["error"]
+            assert (given.status_code, error.get("param", param)) == (400, param)
+            assert error["message"].startswith((f"{param} must be ", f"this server does not support {param} = "))
 
     run(talk)
+
+
+@pytest.mark.parametrize("kind", ["allowed_tools", "namespace"])
+def test_a_tool_choice_of_an_unsupported_kind_is_refused_with_what_to_do(kind):
+    with pytest.raises(RefusedError, match=rf"with only the tools that may be called in tools; found '{kind}'"):
+        read(tool_choice={"mode": "auto", "tools": [], "type": kind}, tools=[])
 
 
 def test_token_prompts_are_refused_under_their_own_name():

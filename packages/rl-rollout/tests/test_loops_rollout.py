@@ -54,7 +54,8 @@ class SeededEngine:
             finish_reason="stop",
         )
 
-    async def abort_all(self):
+    async def abort(self, request_ids):
+        assert request_ids is None
         self.num_aborts += 1
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from chat_model import encode, make_tokenizer
 
 from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
@@ -67,9 +68,28 @@ def run(engine, reward=is_ground_truth, loop=None, seed=100):
     return asyncio.run((loop or SingleTurnLoop()).run_group(PROMPT, num_sessions=num_sessions, context=context))
 
 
-@pytest.mark.parametrize(("prompt_text", "text"), [("gh", "18"), ("<think>\n", ""), ("<think>g", "18")])
+CHAT = "<|im_start|>user\nUse <think>.<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt_text", "text"),
+    [
+        ("gh", "18"),
+        ("<think>\n", ""),
+        ("<think>g", "18"),
+        (CHAT, "18"),
+        (f"{CHAT}<think>\n", ""),
+        (f"{CHAT}<think>\nLet me", ""),
+        (f"{CHAT}So: <think>{' and so on' * 9}", ""),
+        (f"{CHAT}<think>\nLet me</think>It is", "18"),
+        ("<|im_start|><think>\nLet me", "18"),
+        ("<|im_start|>3<|im_end|>[INST] Use <think>. [/INST]", "18"),
+        ("<|im_start|>3<|im_end|><think>\nLet me", ""),
+    ],
+)
 def test_a_response_after_an_open_thinking_mark_in_the_prompt_is_no_answer(prompt_text, text):
-    prompt = Prompt(uid="p", input_ids=np.array(list(map(ord, prompt_text)), dtype=np.int32))
+    tokenizer = make_tokenizer()
+    prompt = Prompt(uid="p", input_ids=encode(tokenizer, prompt_text))
     seen = []
 
     def judge(given):
@@ -77,10 +97,11 @@ def test_a_response_after_an_open_thinking_mark_in_the_prompt_is_no_answer(promp
         return 0.0
 
     context = LoopContext(
-        engine=FixedEngine(generation(*map(ord, "18"))),
+        engine=FixedEngine(generation(*encode(tokenizer, "18"))),
         sampling=SamplingParams(max_tokens=4),
         scorer=RewardScorer(quick(judge)),
-        decode=lambda sequences: ["".join(map(chr, sequence)) for sequence in sequences],
+        decode=tokenizer.decode,
+        tokenizer=tokenizer if "<|im_start|>" in prompt_text else None,
     )
     loop = SingleTurnLoop()
     (session,) = asyncio.run(loop.run_group(prompt, num_sessions=1, context=context))

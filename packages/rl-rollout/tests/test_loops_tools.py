@@ -317,7 +317,7 @@ def test_an_aborted_turn_fails_its_session():
             rollout.run([chat_prompt(TOKENIZER, "1?")], num_sessions=1, sampling=SamplingParams(max_tokens=50))
         )
         await started.wait()
-        await engine.abort_all()
+        await engine.abort(None)
         return await running
 
     (group,) = asyncio.run(everything())

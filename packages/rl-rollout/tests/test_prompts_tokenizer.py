@@ -36,16 +36,22 @@ def test_messages_become_text_then_the_tokens_that_transformers_gives(tmp_path):
     assert tokenizer.eos_token_id == 1
 
 
-def test_a_beginning_of_the_answer_is_continued(tmp_path):
+@pytest.mark.parametrize("content", ["1+2=", [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]])
+def test_a_beginning_of_the_answer_is_continued(tmp_path, content):
     tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
     question = {"role": "user", "content": "1+2"}
-    begun = [question, {"role": "assistant", "content": "1+2="}]
+    begun = [question, {"role": "assistant", "content": content}]
     assert tokenizer.render(begun) == "[1+2][1+2="
-    assert tokenizer.render([*begun, question]) == "[1+2][1+2=][1+2]="
-    assert tokenizer.render(begun, add_generation_prompt=False) == "[1+2][1+2=]"
+    assert tokenizer.render([*begun, question]) == f"[1+2][{content}][1+2]="
+    assert tokenizer.render(begun, add_generation_prompt=False) == f"[1+2][{content}]"
 
 
-@pytest.mark.parametrize("fields", [{"content": " "}, {"content": "1", "tool_calls": [{}]}, {}])
+IMAGE = {"type": "image", "url": "x"}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"content": " "}, {"content": []}, {"content": [IMAGE]}, {"content": "1", "tool_calls": [{}]}, {}]
+)
 def test_an_assistants_message_without_text_at_the_end_names_the_row(tmp_path, fields):
     tokenizer = PromptTokenizer.load(save_tokenizer(tmp_path))
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", **fields}]

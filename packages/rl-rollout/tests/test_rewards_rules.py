@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 from decimal import Decimal
 
@@ -5,6 +6,9 @@ import numpy as np
 import pytest
 
 from rl_rollout.rewards import RewardInput, exact_match, last_boxed, last_number, number_match
+from rl_rollout.rewards.answers import final_answer
+from rl_rollout.rewards.math_notation import plain_math
+from rl_rollout.rewards.quantities import quantity
 
 
 def response(text, ground_truth):
@@ -71,6 +75,24 @@ def response(text, ground_truth):
         ("7, not 2 1/4", "7"),
         (r"7, not 2\frac{1}{4} or 2 \frac14", "7"),
         ("7, not 2516_{8}", "7"),
+        ("**18**apples", "18"),
+        ("** 18 ** apples", "18"),
+        ("18^{th}", "18"),
+        (r"18^{\text{th}}", "18"),
+        ("$18^{}$", "18"),
+        ("90^o", "90"),
+        ("1'234'567", "1234567"),
+        ("18 m**2", "18"),
+        ("18 CO2 or H2O", "18"),
+        ("18 [1], [2].", "2"),
+        ("18 [1, 2].", "18"),
+        ("The answer is [18]", "18"),
+        ("18 (Step 2 verified)", "18"),
+        ("18x as fast", "18"),
+        ("It is 18!", "18"),
+        ("7, not 4x or 2\\pi", "7"),
+        ("7, not 3\\sqrt{13}, \\sqrt{2}/2 or \u221a5", "7"),
+        ("7, not 10-18", "7"),
     ],
 )
 def test_last_number(text, number):
@@ -79,7 +101,25 @@ def test_last_number(text, number):
 
 @pytest.mark.parametrize(
     "text",
-    ["4²", "44²", "4.4³", "3½", "4₂", "4①", "4^2", "4**2", "2^{10}", "1/4", "1e4", "1_4", "4 1/2", r"4\frac12", "4_8"],
+    [
+        "4²",
+        "44²",
+        "4.4³",
+        "3½",
+        "4₂",
+        "4①",
+        "4^2",
+        "4**2",
+        "2^{10}",
+        "1/4",
+        "1e4",
+        "1_4",
+        "4 1/2",
+        r"4\frac12",
+        "4_8",
+        "4!",
+        "4x",
+    ],
 )
 def test_what_is_written_with_several_numbers_is_none_of_them(text):
     assert last_number(text) is None
@@ -93,6 +133,27 @@ def test_no_number():
 def test_last_number_of_long_text_takes_linear_time():
     assert last_number("1," * 200_000 + "7") == 7
     assert last_number("1 / " * 100_000 + r"\frac{" * 50_000 + "7") == 7
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *"!(){}[]$-+*/^_.,:;=<>|\\ \n1aA`'\"&%~\u03c0\u221a\xb2\xb0\u7b54",
+        "\\(",
+        "\\[",
+        "\\frac",
+        "\\boxed{",
+        "\\begin{align}",
+        "not $",
+    ],
+)
+def test_long_texts_of_one_part_take_no_quadratic_time(part):
+    start = time.process_time()
+    for text in (part * (20_000 // len(part)), "1" + part * (20_000 // len(part)) + "1"):
+        final_answer(text)
+        last_number(text)
+        quantity(plain_math(text[:5_000]))
+    assert time.process_time() - start < 10.0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class Engine:
         self.num_asked = 0
         self.meanwhile: Any = lambda: None
 
-    async def score_top_k(self, sequences: Any, *, top_k: int) -> list[TokenScores]:
+    async def score(self, sequences: Any, *, top_k: int) -> list[TokenScores]:
         self.num_asked += 1
         self.meanwhile()
         ids = np.full((len(sequences[0]), top_k + 1), self.num_asked, dtype=np.int32)

@@ -8,6 +8,7 @@ import pytest
 
 from rl_core.data import Prompt, Trajectory
 from rl_core.errors import DataError, EngineError, SettingsError
+from rl_core.weights import TokenScores
 from rl_rollout import AuditOptions, RewardScorer, Rollout, RolloutOptions, SamplingParams, SingleTurnLoop, quick
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.score_audit import Rescored, ScoreAudit
@@ -28,7 +29,11 @@ class Scoring:
             raise self.error
         self.asked += [sequence.tolist() for sequence in sequences]
         self.meanwhile()
-        return [np.full(len(one), -1.0, np.float32) + np.asarray(self.more, np.float32) for one in sequences]
+        return [token_scores(one, np.full(len(one), -1.0, np.float32) + np.float32(self.more)) for one in sequences]
+
+
+def token_scores(sequence, logprobs):
+    return TokenScores(token_ids=sequence[:, None], logprobs=logprobs[:, None])
 
 
 def trajectory(mask, *, version=3, output=0):
@@ -129,7 +134,7 @@ class Changed(ScriptedEngine):
     """Scores responses as if they followed another context."""
 
     async def score(self, sequences):
-        return [scores - 3 for scores in await super().score(sequences)]
+        return [replace(scores, logprobs=scores.logprobs - 3) for scores in await super().score(sequences)]
 
 
 def test_groups_say_what_was_scored_again_and_refuse_what_differs():

@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_core.terminal_text import use_utf8
-from rl_trainer_parts.commands.amounts import counted
-from rl_trainer_parts.commands.command_line import (
-    Program,
-    export,
-    say,
-    take_file,
-    take_flag,
-    take_option,
-)
+from rl_trainer_parts.commands.command_line import Program, export, take_file, take_flag, take_option
+from rl_trainer_parts.commands.output import counted, say
 
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings
@@ -119,8 +112,8 @@ def train(words: list[str]) -> int:
             from rl_async_trainer.schedule.replay import read_plan
             from rl_async_trainer.settings import schedule_problems
             from rl_async_trainer.unused import ASYNC_UNUSED
+            from rl_trainer_parts.commands.policies import with_best_policy
             from rl_trainer_parts.commands.train import train_checked
-            from rl_trainer_parts.run.policies import with_best_policy
         if best:
             settings = with_best_policy(settings, console.say)
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from rl_async_trainer.settings import AsyncSettings
-from rl_trainer_parts.commands.amounts import counted
-from rl_trainer_parts.commands.plan import PromptCounts, describe_plan
+from rl_trainer_parts.commands.output import counted
+from rl_trainer_parts.commands.plan import describe_plan
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 
 PLACES = {"ray": "Ray actors", "process": "processes on this machine", "inline": "this process"}
 

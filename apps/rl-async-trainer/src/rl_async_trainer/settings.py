@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rl_rollout.schedule import ScheduleOptions
 from rl_trainer_parts.settings.schema import UPDATE_KL, Settings
@@ -26,12 +26,12 @@ class ScheduleSettings:
         validation_batch: Maximum number of validation prompts in flight; none sends all at once.
     """
 
-    max_staleness: int = 1
-    sync_every: int = 1
+    max_staleness: NonNegativeInt = 1
+    sync_every: PositiveInt = 1
     partial_rollout: bool = True
-    max_inflight_groups: int | None = None
+    max_inflight_groups: PositiveInt | None = None
     validate_on: Literal["engines", "learner"] = "engines"
-    validation_batch: int | None = None
+    validation_batch: PositiveInt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +47,18 @@ class RoleSettings:
         teacher_restarts: How often the process that queries the teachers is restarted.
         start_deadline_s: Maximum time for a role to start.
         heartbeat_deadline_s: A role that does not answer for this long is killed and restarted.
-        hang_deadline_s: Time without progress after which hang.json is written; it shows which role waits for which.
+        hang_deadline_s: Time without progress after which hang.json is written; it shows what each role does.
         on_hang: What happens after that: "fail" stops the run, "report" lets it continue.
     """
 
     kind: Literal["inline", "process", "ray"] = "ray"
-    rollouter_restarts: int = 5
-    learner_restarts: int = 5
-    controller_restarts: int = 5
-    teacher_restarts: int = 5
-    start_deadline_s: float = 900.0
-    heartbeat_deadline_s: float = 300.0
-    hang_deadline_s: float = 5400.0
+    rollouter_restarts: NonNegativeInt = 5
+    learner_restarts: NonNegativeInt = 5
+    controller_restarts: NonNegativeInt = 5
+    teacher_restarts: NonNegativeInt = 5
+    start_deadline_s: PositiveFloat = 900.0
+    heartbeat_deadline_s: PositiveFloat = 300.0
+    hang_deadline_s: PositiveFloat = 5400.0
     on_hang: Literal["fail", "report"] = "fail"
 
 
@@ -108,26 +108,7 @@ class AsyncSettings(Settings):
 
 def schedule_problems(settings: AsyncSettings) -> Iterator[str]:
     """Problems of the asynchronous settings."""
-    schedule, roles = settings.schedule, settings.roles
-    for name, value, least in (
-        ("schedule.max_staleness", schedule.max_staleness, 0),
-        ("schedule.sync_every", schedule.sync_every, 1),
-        ("schedule.max_inflight_groups", schedule.max_inflight_groups, 1),
-        ("schedule.validation_batch", schedule.validation_batch, 1),
-        ("roles.rollouter_restarts", roles.rollouter_restarts, 0),
-        ("roles.learner_restarts", roles.learner_restarts, 0),
-        ("roles.controller_restarts", roles.controller_restarts, 0),
-        ("roles.teacher_restarts", roles.teacher_restarts, 0),
-    ):
-        if value is not None and value < least:
-            yield f"{name} must be at least {least}; found {value}."
-    for name, number in (
-        ("roles.start_deadline_s", roles.start_deadline_s),
-        ("roles.heartbeat_deadline_s", roles.heartbeat_deadline_s),
-        ("roles.hang_deadline_s", roles.hang_deadline_s),
-    ):
-        if not number > 0:
-            yield f"{name} must be above 0; found {number:g}."
+    schedule = settings.schedule
     options = settings.schedule_options
     limit = schedule.max_inflight_groups
     if options.is_on_policy and limit is not None and limit < settings.rollout.prompts_per_step:

@@ -39,7 +39,7 @@ from rl_rollout.simulation import (
     simulate_sync,
     sync_steps,
 )
-from rl_trainer_parts.commands.command_line import say
+from rl_trainer_parts.commands.output import say
 
 DEFAULT_GPUS = "32,64,128"
 WARM_UP = "a version has batch.groups groups, like a synchronous step"

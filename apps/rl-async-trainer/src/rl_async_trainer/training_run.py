@@ -12,7 +12,7 @@ from rl_async_trainer.controller.controller import Controller
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.validator import Validator
 from rl_async_trainer.liveness.control_socket import ControlSocket
-from rl_async_trainer.liveness.hang_evidence import HangEvidence, controller_waits
+from rl_async_trainer.liveness.hang_evidence import HangEvidence
 from rl_async_trainer.liveness.live_answers import answer_meanwhile
 from rl_async_trainer.liveness.watchdog import Watchdog
 from rl_async_trainer.schedule.places import Places
@@ -160,13 +160,7 @@ class TrainingRun:
         )
         rollouts = RolloutWriter(folder / "rollouts.jsonl", self._inputs.tokenizer)
         stack.callback(rollouts.close)
-        evidence = HangEvidence(
-            roles,
-            queue,
-            scheduler,
-            folder=folder,
-            controller_waits=lambda: controller_waits(scheduler, self._watchdog, validator),
-        )
+        evidence = HangEvidence(roles, queue, scheduler, folder=folder)
         self._watchdog = Watchdog(
             settings.roles.hang_deadline_s,
             collect=evidence.collect,
@@ -208,12 +202,11 @@ class TrainingRun:
     def _has_hung(self, loop: asyncio.AbstractEventLoop, report: HangReport) -> None:
         """Report the hang, and stop the run if the settings ask for it; called from the detecting thread."""
         file = self._folder.path / HANG_FILE
-        self._say("run_hung", verdict=report.verdict, file=str(file), no_progress_s=report.no_progress_s)
-        said = f"no progress for {report.no_progress_s:.0f} s, since: {report.last_progress}. {report.verdict}"
-        self._console.say(f"{said} See {file}.", style="bold red")
+        self._say("run_hung", summary=report.summary, file=str(file), no_progress_s=report.no_progress_s)
+        self._console.say(f"{report.summary}. See {file}.", style="bold red")
         if self._settings.roles.on_hang == "fail":
             deaf = [role.name for role in report.roles if not role.is_answering]
-            loop.call_soon_threadsafe(self._end_hung, f"{said} The roles' stacks are in {file}.", deaf)
+            loop.call_soon_threadsafe(self._end_hung, f"{report.summary}. The roles' stacks are in {file}.", deaf)
 
     def _end_hung(self, said: str, deaf: Collection[str]) -> None:
         if not self._hung.done():

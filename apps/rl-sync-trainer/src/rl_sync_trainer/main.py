@@ -68,8 +68,8 @@ def train(words: list[str]) -> int:
         console.say(f"rl-sync-trainer: {where}; checking settings and files")
         with console.phase("loading libraries", is_brief=True):
             from rl_trainer_parts.commands.plan import describe_plan
+            from rl_trainer_parts.commands.policies import with_best_policy
             from rl_trainer_parts.commands.train import train_checked
-            from rl_trainer_parts.run.policies import with_best_policy
         if best:
             settings = with_best_policy(settings, console.say)
 

@@ -25,12 +25,12 @@ from rl_rollout.rollouter import refusal, settle
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
 from rl_trainer_parts.learning.distillation import record_teachers
+from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
 from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.step_metrics import (
-    has_distributions,
     record_distributions,
     reward_times,
     slowest_session,
@@ -38,7 +38,6 @@ from rl_trainer_parts.reporting.step_metrics import (
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import answers_of
-from rl_trainer_parts.rollouts.engines import replays
 from rl_trainer_parts.rollouts.setup import put_trajectories, sampling_params
 from rl_trainer_parts.rollouts.skip_cache import record_replay
 
@@ -227,7 +226,7 @@ def record_rollouts(
     timed = [trajectory for group in (*groups, *refused) for trajectory in group.timed]
     recorder.record_all(reward_times([one.timings for one in timed if one.prompt_uid not in replayed]))
     recorder.record_all(summarize_timings(timed))
-    if has_distributions(parts.settings, step):
+    if parts.settings.metrics.has_details(step):
         for name, values in timing_distributions([one.timings for one in timed]).items():
             recorder.record_values(name, values)
     recorder.record_all(summarize_components([trajectory.reward_components for trajectory in trajectories]))
@@ -314,7 +313,7 @@ async def record_gpus(parts: Parts, recorder: Recorder) -> None:
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, version: int, step_s: float) -> None:
     """Record the batch's rewards, lengths, staleness, mismatch and speed, and the memory in use."""
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
-    if has_distributions(parts.settings, step):
+    if parts.settings.metrics.has_details(step):
         record_distributions(batch, recorder)
     recorder.record_all({f"queue/{name}": value for name, value in parts.queue.stats().items()})
     recorder.record_all(memory_metrics())

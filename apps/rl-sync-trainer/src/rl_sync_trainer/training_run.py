@@ -13,7 +13,7 @@ from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
-from rl_trainer_parts.commands.amounts import counted
+from rl_trainer_parts.commands.output import counted
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers

@@ -6,11 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from rl_core.errors import RLError
-from rl_core.queue.journal.inspection import inspect_journal
-from rl_core.queue.journal.report_text import as_text
+from rl_core.queue.journal.inspection import as_text, inspect_journal
 from rl_core.terminal_text import describe_version, json_text, printable, use_utf8, write_out
 
 REFUSED = 2
@@ -33,13 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if limit is None and not arguments.json:
         limit = DEFAULT_LIMIT
     try:
-        report = inspect_journal(arguments.directory, is_verified=arguments.verify, limit=limit)
+        report = inspect_journal(arguments.directory, limit=limit)
     except RLError as error:
         sys.stderr.write(f"rl-core: {printable(str(error), width=None)}\n")
         return REFUSED
-    plain = msgspec.to_builtins(report, order="deterministic", str_keys=True)
     with contextlib.suppress(BrokenPipeError):  # a closed reader is not an error
-        write_out(json_text(plain) if arguments.json else as_text(report))
+        write_out(json_text(report) if arguments.json else as_text(report))
     return 0
 
 
@@ -58,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     inspect = verbs.add_parser("inspect", help="show the contents of a queue's directory; read-only, safe while in use")
     inspect.add_argument("directory", type=Path, metavar="DIR", help="queue directory, as set in QueueOptions")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
-    inspect.add_argument("--verify", action="store_true", help="verify the checksum of every segment")
     inspect.add_argument(
         "--limit",
         type=_limit,

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core import Batch, TransferQueue
-from rl_core.cluster import RoleReport, RoleView, Wait, process_report
+from rl_core.cluster import RoleReport, RoleView, process_report
 from rl_core.data import IntArray, Json
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.record_fields import settings_record
@@ -59,17 +59,13 @@ class LearnerHostOptions:
 
     Attributes:
         task: The learner's task in the queue.
-        caller: Role that sends the orders; named in reports of what this role waits for.
         saves_in_background: Write checkpoints while training continues.
-        has_ranks: Whether each rank has its own process.
         ends_with_ranks: Exit the role's process when a rank dies, so that the role and all ranks restart.
         replays: Whether the policy is a mixture of experts whose routing the engines report; see `prove`.
     """
 
     task: str = "train"
-    caller: str = "controller"
     saves_in_background: bool = True
-    has_ranks: bool = False
     ends_with_ranks: bool = False
     replays: bool = False
 
@@ -113,7 +109,7 @@ class LearnerHost:
         self._saved: list[Saved] = []
         self._saved_lock = threading.Lock()
         self._store = CheckpointStore(checkpoints, keep=keep, on_saved=self._note_saved)
-        self._doing = self._since("the order to start", on=options.caller)
+        self._doing = "waits for the order to start", time.monotonic()
         self._is_closing = False
 
     async def save(self, step: int, state: Mapping[str, Json], also_keep: Sequence[int] = ()) -> None:
@@ -169,17 +165,8 @@ class LearnerHost:
 
     async def report(self) -> RoleView:
         """Return what the role is doing, for `status` and hang diagnosis."""
-        doing, waits = self._doing, self.other_waits()
-        since_s = time.monotonic() - doing.since_s
-        if doing.on and not (waits and doing.on == self._options.caller):  # the caller itself waits for the others
-            waits = (replace(doing, since_s=since_s), *waits)
-        if not doing.on and self._options.has_ranks:
-            waits = (replace(doing, on=RANK, since_s=since_s), *waits)
-        return RoleView(doing="" if doing.on else f"works on {doing.what}, for {since_s:.0f} s", waits=waits)
-
-    def other_waits(self) -> tuple[Wait, ...]:
-        """Waits outside the thread's work."""
-        return ()
+        doing, since = self._doing
+        return RoleView(doing=f"{doing}, for {time.monotonic() - since:.0f} s")
 
     async def close_others(self) -> None:
         """Close everything that runs outside the thread."""
@@ -236,7 +223,7 @@ class LearnerHost:
             NotReadyError: The learners have not started.
         """
         started = time.perf_counter()
-        with self.doing(f"the weights of version {version}"):
+        with self.doing(f"packs the weights of version {version}"):
             learners, transport = self._started, self.transport
             if transport is None:
                 raise NotReadyError("the learner has not started.")
@@ -247,20 +234,15 @@ class LearnerHost:
         return PackedWeights(update=packed, canary=canary, step=self.step, pack_s=pack_s, is_live=is_live)
 
     @contextmanager
-    def doing(self, what: str, on: str = "") -> Iterator[None]:
-        """Record the work in progress, or the wait and the role waited for, for `report`."""
-        self._doing = self._since(what, on=on)
+    def doing(self, what: str) -> Iterator[None]:
+        """Record the work in progress, such as "trains step 3", for `report`."""
+        self._doing = what, time.monotonic()
         try:
             yield
         finally:
-            self._doing = self._since("the next order", on=self._options.caller)
+            self._doing = "waits for the next order", time.monotonic()
 
     # -- internal
-
-    @staticmethod
-    def _since(what: str, *, on: str) -> Wait:
-        """Record the start of some work on the monotonic clock."""
-        return Wait(what=what, on=on, since_s=time.monotonic())
 
     def _export(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
         policy = self._started.policy
@@ -269,7 +251,7 @@ class LearnerHost:
 
     def _save(self, step: int, state: Mapping[str, Json], *, also_keep: Sequence[int]) -> None:
         learners, in_background = self._started, self._options.saves_in_background
-        with self.doing(f"a checkpoint of step {step}"):
+        with self.doing(f"writes a checkpoint of step {step}"):
             self._store.begin(
                 step,
                 state,

@@ -200,10 +200,10 @@ class Rollout:
         except BaseExceptionGroup as errors:
             on_group_error = errors.exceptions[0]
         except asyncio.CancelledError:
-            await self._engine.abort_all()
+            await self._engine.abort(None)
             raise
         if on_group_error is not None:  # raised here to preserve its cause
-            await self._engine.abort_all()
+            await self._engine.abort(None)
             raise on_group_error
         return [group.result() for group in groups]
 

@@ -93,7 +93,8 @@ class ScoreAudit:
             return skipped
         if not self._serves(versions):
             return skipped
-        found = [_compared(row, score, self._tolerance) for row, score in zip(trajectories, scores, strict=True)]
+        pairs = zip(trajectories, scores, strict=True)
+        found = [_compared(row, one.token_logprobs, self._tolerance) for row, one in pairs]
         return Rescored.total([Rescored(num_sessions=1), *found])
 
     def _serves(self, versions: set[int]) -> bool:

@@ -31,7 +31,6 @@ from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
 from rl_metrics.reductions import Histogram
-from rl_trainer_parts.reporting.step_metrics import has_distributions
 from rl_trainer_parts.run.checkpoints import read_run_state
 from rl_trainer_parts.run.stopping import StopRequestedError
 
@@ -310,7 +309,7 @@ class Controller:
         metrics |= {"training/epoch": float(self._parts.supply.epoch), **self._parts.memory.step(scheduler.num_steps)}
         if self._settings.skip.enabled:
             metrics["rollout/replayed"] = len(scheduler.replayed.intersection(uids)) / len(uids)
-        is_due = has_distributions(self._settings, scheduler.num_steps)
+        is_due = self._settings.metrics.has_details(scheduler.num_steps)
         return metrics, {**window["histograms"], **report.histograms} if is_due else {}
 
     async def _publish_step(self) -> dict[str, float]:

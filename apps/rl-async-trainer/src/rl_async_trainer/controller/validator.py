@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +14,7 @@ from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Prompt
-from rl_core.cluster import RoleRestartedError, Wait
+from rl_core.cluster import RoleRestartedError
 from rl_core.data import NO_VERSION, IntArray
 from rl_metrics.run_files import GenerationSample
 from rl_metrics.targets import EXACT
@@ -69,8 +68,6 @@ class Validator:
         self._on_generations = on_generations
         self._progress = progress
         self._probes = probes
-        self._asked: Wait | None = None
-        self._is_beside = False
         self._tasks: list[asyncio.Task[None]] = []
         self._lock = asyncio.Lock()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -80,9 +77,7 @@ class Validator:
         """False if there is nothing to validate on during training."""
         return self._inputs.validation is not None
 
-    async def run(
-        self, step: int, engines: Answerer, learner: Answerer, *, splits: Sequence[str], is_beside: bool = False
-    ) -> dict[str, float]:
+    async def run(self, step: int, engines: Answerer, learner: Answerer, *, splits: Sequence[str]) -> dict[str, float]:
         """Evaluate the current policy and return its metrics.
 
         Args:
@@ -90,7 +85,6 @@ class Validator:
             engines: Answer if the settings select them.
             learner: Answers if the settings select it.
             splits: Which of "validation" and "test" to evaluate, if the run has them.
-            is_beside: Training continues meanwhile.
 
         Raises:
             RoleRestartedError: The learner's side answered and died.
@@ -100,7 +94,7 @@ class Validator:
         metrics: dict[str, float] = {}
         async with self._lock:
             for batches in self._batches(step, splits):
-                answers = await self._ask(batches, whom, is_beside=is_beside)
+                answers = await self._ask(batches, whom)
                 found, drawn = await asyncio.to_thread(self._summarize, batches, answers)
                 split = batches[0].split
                 FailedSessions.among(answers).tell(self._say, step=step, during=split)
@@ -108,8 +102,7 @@ class Validator:
                     self._on_generations(step, f"{split}/generations", drawn)
                 if split == "validation":
                     metrics |= found | {EXACT: float(self._is_exact(step, found))}
-                    with self._asking(f"token probes of step {step}", is_beside=is_beside):
-                        await self._probes.ask(partial(_scores, whom, step), answers, step=step)
+                    await self._probes.ask(partial(_scores, whom, step), answers, step=step)
                 else:
                     metrics |= {f"test/{name}": value for name, value in measured(self._settings, found).items()}
         if metrics:
@@ -134,7 +127,7 @@ class Validator:
         async def work() -> None:
             try:
                 await until_ready()
-                await on_validated(step, await self.run(step, engines, learner, splits=("validation",), is_beside=True))
+                await on_validated(step, await self.run(step, engines, learner, splits=("validation",)))
             except RoleRestartedError:
                 return
             except Exception as error:
@@ -153,13 +146,6 @@ class Validator:
         await asyncio.gather(*self._tasks)
         if self.failed.done():
             self.failed.result()
-
-    def awaited(self) -> tuple[Wait | None, bool]:
-        """What a validation is waiting for, if anything, and whether training waits too."""
-        asked = self._asked
-        if asked is None:
-            return None, False
-        return replace(asked, since_s=time.monotonic() - asked.since_s), not self._is_beside
 
     async def cancel(self) -> None:
         """Cancel running validations."""
@@ -193,25 +179,13 @@ class Validator:
                 chosen = chosen_problems(self._settings, problems)
                 yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
 
-    async def _ask(self, batches: list[ValidationBatch], whom: Answerer, *, is_beside: bool) -> list[Answer]:
+    async def _ask(self, batches: list[ValidationBatch], whom: Answerer) -> list[Answer]:
         """Answers to all prompts, in order."""
         answers: list[Answer] = []
         for batch in batches:
-            what = f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}"
-            with self._asking(what, is_beside=is_beside):
-                answers += await whom.validate(batch)
-            self._progress(what)
+            answers += await whom.validate(batch)
+            self._progress(f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}")
         return answers
-
-    @contextmanager
-    def _asking(self, what: str, *, is_beside: bool) -> Iterator[None]:
-        """Record what is waited for during the wait."""
-        on = "rollouter" if self._settings.schedule.validate_on == "engines" else "learner"
-        self._asked, self._is_beside = Wait(what=what, on=on, since_s=time.monotonic()), is_beside
-        try:
-            yield
-        finally:
-            self._asked = None
 
     def _summarize(
         self, batches: list[ValidationBatch], answers: list[Answer]

@@ -73,7 +73,8 @@ async def _status(parts: ControllerParts) -> dict[str, Any]:
             "blocked_by": [] if blockage is None else list(blockage.awaited),
         },
         "roles": {
-            name: ("" if role.state == "serving" else f"{role.state}; ") + str(views[name] or "does not answer")
+            name: ("" if role.state == "serving" else f"{role.state}; ")
+            + ("does not answer" if (view := views[name]) is None else view.doing)
             for name, role in parts.roles.all.items()
         },
     }

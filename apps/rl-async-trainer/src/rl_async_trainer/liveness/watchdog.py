@@ -125,10 +125,10 @@ class Watchdog:
             if self._watched.phase != "armed" or self._clock() < self._watched.progress_at + self._deadline_s:
                 return None
             self._watched.phase, self._watched.collecting_at = "collecting", self._clock()
-        found = await self._collected()
+        collected = await self._collected()
         if not self._take("collecting"):
             return None  # progress was made, or the thread reported first
-        report = replace(found, no_progress_s=self.no_progress_s, last_progress=self.last_progress)
+        report = replace(collected, no_progress_s=self.no_progress_s, last_progress=self.last_progress)
         report = await self._written_aside(report)
         self._on_hang(report)
         return report
@@ -206,7 +206,6 @@ class Watchdog:
             no_progress_s=self.no_progress_s,
             last_progress=self.last_progress,
             roles=(own,),
-            verdict=f"{cause[0].upper()}{cause[1:]}; see the stack of {NAME}.",
             causes=(cause,),
         )
 
@@ -217,13 +216,13 @@ class Watchdog:
         done, _ = await asyncio.wait([asyncio.wrap_future(written)], timeout=self._collect_deadline_s)
         if done:
             return written.result()
-        return replace(report, verdict=f"{report.verdict} ({self._path} could not be written in time.)")
+        return replace(report, causes=(*report.causes, f"{self._path} could not be written in time"))
 
     def _written(self, report: HangReport) -> HangReport:
         try:
             write_hang_report(self._path, report)
         except OSError as error:  # a full disk may have caused the hang
-            return replace(report, verdict=f"{report.verdict} ({self._path} cannot be written: {error.strerror}.)")
+            return replace(report, causes=(*report.causes, f"{self._path} cannot be written: {error.strerror}"))
         return report
 
 

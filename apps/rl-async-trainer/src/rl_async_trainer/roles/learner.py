@@ -12,7 +12,7 @@ from rl_async_trainer.roles.learner_validation import LearnerValidation
 from rl_async_trainer.schedule.run_state import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, TransferQueue
-from rl_core.cluster import Wait
+from rl_core.cluster import RoleView
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
 from rl_distill.learner_host import LearnerHost as BaseLearnerHost
@@ -21,6 +21,7 @@ from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions import Recorder, summarize_gpus, summarize_staleness
 from rl_rollout.rollouter import PolicyScores
+from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.start_learners import start_learners
@@ -28,13 +29,11 @@ from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.speeds import with_speeds
 from rl_trainer_parts.reporting.step_metrics import (
-    has_distributions,
     make_memory_watch,
     record_distributions,
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import Answer
-from rl_trainer_parts.rollouts.engines import replays
 from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
 from rl_trainer_parts.run.checkpoints import read_run_state
 
@@ -62,7 +61,6 @@ class LearnerHost(BaseLearnerHost):
             options=LearnerHostOptions(
                 task=TRAIN,
                 saves_in_background=settings.trainer.background_checkpoints,
-                has_ranks=settings.cluster.kind != "inline",
                 ends_with_ranks=is_apart,
                 replays=replays(settings),
             ),
@@ -129,9 +127,10 @@ class LearnerHost(BaseLearnerHost):
         """
         return await self._validator.probe(step, sequences, top_k)
 
-    def other_waits(self) -> tuple[Wait, ...]:
-        """What the background validation is waiting for."""
-        return self._validator.waits(time.monotonic())
+    async def report(self) -> RoleView:
+        """What the role and its validation are doing."""
+        view = await super().report()
+        return RoleView(doing="; ".join(filter(None, (view.doing, self._validator.doing))), counts=view.counts)
 
     async def close_others(self) -> None:
         """Close the validation engine."""
@@ -141,7 +140,7 @@ class LearnerHost(BaseLearnerHost):
 
     def _start(self, checkpoint: Path | None) -> int:
         settings = self._settings
-        with self.doing("its ranks to start"):
+        with self.doing("starts its ranks"):
             learners = self.learners = self.make_learners()
             if checkpoint is not None:
                 learners.load(checkpoint)
@@ -168,10 +167,10 @@ class LearnerHost(BaseLearnerHost):
         if step != self.step + 1:
             raise NotReadyError(f"the learner has finished step {self.step} and cannot train step {step} next.")
         recorder = Recorder(strict=settings.metrics.strict)
-        with self.doing(f"the {len(order.uids)} groups of step {step}", on="groups"), recorder.timer("wait_rollouts"):
+        with self.doing(f"waits for the groups of step {step}"), recorder.timer("wait_rollouts"):
             rows = self.rows(order.uids, step=step, deadline_s=order.deadline_s)
         started = time.perf_counter()
-        with self.doing(f"step {step}"):
+        with self.doing(f"trains step {step}"):
             batch, kl_state = learn(parts, rows, recorder, step=step, kl_state=order.kl)
         self.step = step
         busy_s = time.perf_counter() - started
@@ -192,7 +191,7 @@ class LearnerHost(BaseLearnerHost):
 
     def _record(self, recorder: Recorder, batch: Batch, order: StepOrder, *, busy_s: float) -> None:
         num_tokens = len(batch.ragged("input_ids").values)
-        if has_distributions(self._settings, order.step):
+        if self._settings.metrics.has_details(order.step):
             record_distributions(batch, recorder)
         recorder.record_all(
             {

@@ -1,13 +1,11 @@
 """Validation on the learner's side: an extra engine with exactly the validated step's weights."""
 
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
-from rl_core.cluster import Wait
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
 from rl_core.weights import TensorTransport, WeightUpdate, check_receipt
@@ -26,7 +24,11 @@ Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
 
 
 class LearnerValidation:
-    """Answers validation prompts in the learner's process; its engine starts on first use."""
+    """Answers validation prompts in the learner's process; its engine starts on first use.
+
+    Attributes:
+        doing: Work in progress; empty without any.
+    """
 
     def __init__(self, settings: AsyncSettings) -> None:
         """Set the settings; the engine starts on first use."""
@@ -37,7 +39,7 @@ class LearnerValidation:
         self._held: dict[int, WeightUpdate] = {}
         self._step: int | None = None
         self._version = NO_VERSION
-        self._asked: tuple[str, float] | None = None
+        self.doing = ""
 
     async def hold(self, step: int, *, version: int, export: Export) -> None:
         """Keep the current weights to answer a step's validation, while training continues."""
@@ -58,11 +60,11 @@ class LearnerValidation:
         elif batch.step != self._step:
             raise NotReadyError(f"no weights are held for the validation of step {batch.step}. Call `hold` first.")
 
-        self._asked = (f"validation batch {batch.number} of step {batch.step}", time.monotonic())
+        self.doing = f"answers validation batch {batch.number} of step {batch.step}"
         try:
             return answers_of(await answer_problems(self._settings, rollout, batch.prompts), source="learner")
         finally:
-            self._asked = None
+            self.doing = ""
 
     async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
         """Probe the policy that answered a step's validation.
@@ -78,15 +80,6 @@ class LearnerValidation:
         if self._engine is None or step != self._step:
             raise NotReadyError(f"the last validation here was not that of step {step}.")
         return await policy_scores(self._engine, sequences, top_k, version=self._version)
-
-    def waits(self, now: float) -> tuple[Wait, ...]:
-        """Return what the validation waits for, if anything."""
-        if self._asked is None or self._rollout is None:
-            return ()
-        what, since = self._asked
-        scorer = self._rollout.scorer
-        on = f"the reward {scorer.name}" if scorer.num_scoring else "the learner's validation engine"
-        return (Wait(what=what, on=on, since_s=now - since),)
 
     async def close(self) -> None:
         """Stop the engine. Can be called twice."""

@@ -108,8 +108,7 @@ class Rollouter(BaseRollouter):
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """Answer validation problems."""
-        with self.waiting(f"validation batch {batch.number} of step {batch.step}"):
-            groups = await answer_problems(self._settings, self._started[1], batch.prompts)
+        groups = await answer_problems(self._settings, self._started[1], batch.prompts)
         return answers_of(groups, source="rollouter")
 
     async def window(self, step: int) -> dict[str, Any]:

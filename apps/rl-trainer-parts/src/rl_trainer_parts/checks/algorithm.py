@@ -90,8 +90,7 @@ def _advantage(settings: Settings) -> Iterator[str]:
 
 def _policy_loss(settings: Settings) -> Iterator[str]:
     algorithm = settings.algorithm
-    names_are_known = algorithm.policy_loss in POLICY_LOSSES.names() and algorithm.kl_estimator in KL_ESTIMATORS.names()
-    if not names_are_known or not algorithm.kl_coefficient >= 0:
+    if algorithm.policy_loss not in POLICY_LOSSES.names() or algorithm.kl_estimator not in KL_ESTIMATORS.names():
         return  # reported by another check
     try:
         make_policy_objective(settings)

@@ -5,7 +5,6 @@ import datetime
 import math
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import Any
 
 from rl_core.errors import CacheError, EngineError, MissingExtraError, SettingsError
 from rl_distill import check_ranks
@@ -52,7 +51,7 @@ def check_values(settings: Settings) -> None:
 
 def _value_problems(settings: Settings) -> Iterator[str]:
     for find in (
-        _ranges,
+        _engine,
         _options,
         _validation,
         _date,
@@ -72,68 +71,21 @@ def _refuse(problems: list[str]) -> None:
         raise SettingsError("\n".join(problems))
 
 
-AT_LEAST = {
-    0: (
-        *("run.seed", "prompts.validation_temperature", "trainer.max_skipped_updates", "trainer.validate_every"),
-        *("trainer.checkpoint_every", "critic.warmup_steps", "critic.clip_grad", "critic.head_start_steps"),
-        *("cluster.cpus_per_rank", "cluster.gpus_per_rank", "replicas.cpus", "replicas.gpus", "replicas.restarts"),
-        *("algorithm.kl_coefficient", "metrics.log_val_generations", "metrics.log_rollouts", "metrics.probes"),
-        *("metrics.details_every", "metrics.replay_rows", "metrics.report_every"),
-    ),
-    1: (
-        *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_response_tokens", "prompts.max_tokens"),
-        *("prompts.validation_samples", "trainer.steps", "trainer.minibatches", "trainer.epochs"),
-        *("trainer.keep_checkpoints", "trainer.canary_prompts", "weights.bucket_mib", "replicas.count"),
-        *("algorithm.kl_horizon", "engine.max_num_seqs", "engine.max_num_batched_tokens", "health.every"),
-        "metrics.log_rollout_tokens",
-    ),
-}
-"""Settings by their minimum; a setting that is none is not checked."""
-
-AT_MOST = {
-    2**63 - 1: ("run.seed",),
-    10**9: ("trainer.steps", "trainer.epochs", "rollout.prompts_per_step", "rollout.group_size"),
-}
-"""Settings by their maximum: the largest seed of every library, and more steps or responses than any run has."""
-
-ABOVE_0 = (
-    *("rollout.temperature", "correction.cap", "critic.learning_rate", "critic.value_clip", "cluster.start_deadline_s"),
-    *("cluster.call_deadline_s", "weights.deadline_s", "rollout.deadline_s", "rollout.start_deadline_s"),
-    *("engine.gpu_memory_utilization", "metrics.peak_tflops"),
-)
 SHOWN_NAMES = ("run.name", "metrics.wandb_project", "metrics.mlflow_experiment")
 """Settings that the trackers' libraries print too."""
-AT_LEAST_1_OR_NONE = ("prompts.validation_limit", "engine.num_threads", "trainer.stop_when_no_better")
-ABOVE_0_OR_NONE = ("trainer.proof_tolerance", "algorithm.kl_target", "engine.kv_cache_gib")
+OF_ENGINES = {
+    "at least 1": ("max_num_seqs", "max_num_batched_tokens", "num_threads"),
+    "above 0": ("gpu_memory_utilization", "kv_cache_gib"),
+}
+"""Options of engines by their bound; the bounds of other settings are in their annotations."""
 
 
-def _given(settings: Settings, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Settings that are not none, with their values."""
-    return ((name, value) for name in names if (value := attrgetter(name)(settings)) is not None)
-
-
-def _ranges(settings: Settings) -> Iterator[str]:
-    rollout = settings.rollout
-    for least, names in AT_LEAST.items():
-        for name, value in _given(settings, names):
-            if not value >= least:
-                yield f"{name} must be at least {least}; found {value}."
-    for most, names in AT_MOST.items():
-        for name, value in _given(settings, names):
-            if value > most:
-                yield f"{name} must be at most {most}; found {value}."
-    for name, value in _given(settings, AT_LEAST_1_OR_NONE):
-        if value < 1:
-            yield f"{name} must be at least 1, or none; found {value}."
-    for names, also in ((ABOVE_0, ""), (ABOVE_0_OR_NONE, ", or none")):
-        for name, value in _given(settings, names):
-            if not value > 0:
-                yield f"{name} must be above 0{also}; found {value:g}."
-    if not 0 < rollout.top_p <= 1:
-        yield f"rollout.top_p must be above 0 and at most 1; found {rollout.top_p:g}."
-    for name in ("audit_share", "rescored_share"):
-        if not 0 <= (share := getattr(rollout, name)) <= 1:
-            yield f"rollout.{name} must be from 0 to 1; found {share:g}."
+def _engine(settings: Settings) -> Iterator[str]:
+    for bound, names in OF_ENGINES.items():
+        for name in names:
+            value = getattr(settings.engine, name)
+            if value is not None and not (value >= 1 if bound == "at least 1" else value > 0):
+                yield f"engine.{name} must be {bound}; found {value:g}."
 
 
 def _options(settings: Settings) -> Iterator[str]:
@@ -227,7 +179,7 @@ def _lengths(settings: Settings) -> Iterator[str]:
 
 def _arithmetic(settings: Settings) -> Iterator[str]:
     rollout, trainer = settings.rollout, settings.trainer
-    if trainer.minibatches >= 1 and rollout.prompts_per_step % trainer.minibatches:
+    if rollout.prompts_per_step % trainer.minibatches:
         yield (
             f"{with_value(settings, 'rollout.prompts_per_step')} must be a multiple of "
             f"{with_value(settings, 'trainer.minibatches')}, so that every mini-batch has the same number of groups."
@@ -244,8 +196,8 @@ def _names(settings: Settings) -> Iterator[str]:
     rollout, run = settings.rollout, settings.run
     if run.name in ("", ".", "..") or "/" in run.name:
         yield f"run.name must be the name of one folder below run.directory; found {run.name!r}."
-    for name, text in _given(settings, SHOWN_NAMES):
-        if not text.isprintable():
+    for name in SHOWN_NAMES:
+        if not (text := attrgetter(name)(settings)).isprintable():
             yield f"{name} must be text without control characters; found {text!r}."
     yield from unknown_names(
         [

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rl_distill import PolicyConfig, adapted_modules, adapter_size, count_parameters
-from rl_trainer_parts.commands.amounts import counted, size_text
+from rl_trainer_parts.commands.output import counted, size_text
 from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from rl_core.terminal_text import json_text
-from rl_trainer_parts.commands.amounts import counted
-from rl_trainer_parts.commands.command_line import say
+from rl_trainer_parts.commands.output import counted, say
 from rl_trainer_parts.machine.judging import ANY_RUN, judge_cluster, judge_machine
 from rl_trainer_parts.machine.needs import needs_of
 from rl_trainer_parts.machine.readings import ask_cluster, read_machine

@@ -15,7 +15,8 @@ import structlog
 
 from rl_core.errors import CheckpointError, DataError, MissingExtraError, NotReadyError, RLError, SettingsError
 from rl_core.registry import nearest_name
-from rl_core.terminal_text import describe_version, escaped_event, escaped_lines, print_uncaught, write_out
+from rl_core.terminal_text import describe_version, escaped_event, print_uncaught
+from rl_trainer_parts.commands.output import complain, say
 
 if TYPE_CHECKING:
     from rl_trainer_parts.settings.schema import Settings
@@ -102,7 +103,7 @@ class Program:
         """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""
         policy, best = take_option(words, "--policy"), take_flag(words, "--best")
         file = take_file(words, f"{self.name} validate")
-        from rl_trainer_parts.run.policies import opened_policy
+        from rl_trainer_parts.commands.policies import opened_policy
 
         with ExitStack() as opened:
             if best:
@@ -206,7 +207,7 @@ def export(words: list[str]) -> int:
     if adapter_alone and (merge or base is not None):
         other = "--merge" if merge else "--base"
         raise SettingsError(f"export accepts either --adapter, to write the adapter alone, or {other}, to merge it.")
-    from rl_trainer_parts.run.policies import export_adapter, export_policy
+    from rl_trainer_parts.commands.policies import export_adapter, export_policy
 
     path, target = map(Path, words)
     if best:
@@ -288,15 +289,3 @@ def take_file(words: list[str], command: str) -> Path | None:
     if not words:
         raise SettingsError(f"{command.split()[-1]} needs a settings file: {command} SETTINGS.toml")
     return None
-
-
-def complain(*lines: str, status: int = MISTAKE) -> int:
-    """Print an error to stderr."""
-    text = "".join(f"error: {line}\n" if index == 0 else f"{line}\n" for index, line in enumerate(lines))
-    sys.stderr.write(escaped_lines(text))
-    return status
-
-
-def say(line: str) -> None:
-    """Print a line and flush it, also into a pipe."""
-    write_out(f"{escaped_lines(line)}\n")

@@ -15,7 +15,7 @@ from rl_core.cluster import visible_gpus
 from rl_core.errors import SettingsError
 from rl_rollout.engines import max_positions
 from rl_trainer_parts.checks.model_folder import check_policy_folder
-from rl_trainer_parts.commands.command_line import say
+from rl_trainer_parts.commands.output import say
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.schema import Settings
 

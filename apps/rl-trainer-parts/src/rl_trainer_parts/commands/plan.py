@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,45 +18,20 @@ from rl_distill import (
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
 from rl_trainer_parts.commands.adapter_plan import describe_adapter
-from rl_trainer_parts.commands.amounts import counted, size_text
 from rl_trainer_parts.commands.objective_plan import describe_objective
+from rl_trainer_parts.commands.output import counted, size_text
+from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew, why_not_replayed
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
-from rl_trainer_parts.rollouts.engines import (
-    expert_shape,
-    longest_trajectory,
-    replica_pool,
-    routes_anew,
-    why_not_replayed,
-)
+from rl_trainer_parts.rollouts.engines import longest_trajectory, replica_pool
+from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EXPERT_BYTES = 2
 INDENT = " " * 13
 PLACES = {"process": ("a process", "processes"), "ray": ("a Ray actor", "Ray actors")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptCounts:
-    """Number and form of the prompts.
-
-    Attributes:
-        train: Prompts in `prompts.train`.
-        validation: Prompts in `prompts.validation`.
-        test: Prompts in `prompts.test`.
-        form: Description of the prompts' form.
-        longest: Length of the longest training prompt in tokens.
-        dropped: Rows left out because they are too long.
-    """
-
-    train: int
-    validation: int
-    test: int
-    form: str = ""
-    longest: int = 0
-    dropped: int = 0
 
 
 def describe_plan(

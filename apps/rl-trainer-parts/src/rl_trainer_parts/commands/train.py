@@ -9,12 +9,11 @@ from rl_trainer_parts.checks.algorithm import aggregation_notes
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.engines import check_engines, check_loop
-from rl_trainer_parts.checks.this_machine import machine_problems
 from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.checks.unused import Unused, unused_settings
-from rl_trainer_parts.commands.command_line import say
-from rl_trainer_parts.commands.plan import PromptCounts
-from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs, what_to_look_at
+from rl_trainer_parts.commands.output import say
+from rl_trainer_parts.machine.this_machine import machine_problems
+from rl_trainer_parts.rollouts.inputs import Inputs, PromptCounts, read_inputs, what_to_look_at
 from rl_trainer_parts.run.folder import (
     RunFolder,
     choose_date,

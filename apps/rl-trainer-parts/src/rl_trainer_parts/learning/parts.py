@@ -9,8 +9,8 @@ from rl_distill.learners import Learners
 from rl_distill.objectives import AdaptiveKL, DistillationObjective, PolicyObjective, SampledLogprobs, TokenSelection
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSet
+from rl_trainer_parts.learning.mixtures import routes_anew
 from rl_trainer_parts.learning.objective import sampled_logprobs
-from rl_trainer_parts.rollouts.engines import routes_anew
 from rl_trainer_parts.settings.schema import Settings
 
 

@@ -6,7 +6,6 @@ from rl_core import Batch
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.updates import without_experts
-from rl_trainer_parts.reporting.step_metrics import has_distributions
 
 
 def record_replay(parts: LearningParts, rows: Batch, recorder: Recorder, *, step: int) -> None:
@@ -20,7 +19,7 @@ def record_replay(parts: LearningParts, rows: Batch, recorder: Recorder, *, step
     """
     settings = parts.settings
     count = min(settings.metrics.replay_rows, len(rows))
-    if not count or "routed_experts" not in rows or not has_distributions(settings, step):
+    if not count or "routed_experts" not in rows or not settings.metrics.has_details(step):
         return
     sample = rows.select(np.unique(np.linspace(0, len(rows) - 1, count).astype(np.int64)))  # spread over the groups
     mask = sample.ragged("loss_mask").values

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core import Batch
-from rl_trainer_parts.reporting.rollout_rows import RolloutDraft, draft_rows, rollout_extras
+from rl_trainer_parts.reporting.rollout_rows import RolloutDraft, draft_rows
 from rl_trainer_parts.rollouts.answers import Answer
+from rl_trainer_parts.rollouts.extras import rollout_extras
 from rl_trainer_parts.settings.schema import Settings
 
 EVENT = "sessions_failed"

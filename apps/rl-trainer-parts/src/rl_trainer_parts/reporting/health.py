@@ -1,7 +1,7 @@
 """Health checks during training: a tracker that writes health.json, reports findings and can pause a run."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from rl_metrics.reductions import Histogram
 from rl_metrics.run_files import EventLog, GenerationSample, read_events, read_history
 from rl_metrics.targets import TargetOptions
 from rl_metrics.trackers import ConsoleTracker, Fanout
-from rl_trainer_parts.run.folder import RunFolder
-from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.metrics import LEVELS, HealthSettings
 from rl_trainer_parts.settings.schema import Settings
 
@@ -39,12 +37,12 @@ log = structlog.get_logger(__name__)
 
 def watch_health(
     settings: Settings,
-    folder: RunFolder,
+    folder: Path,
     trackers: Fanout,
     *,
     console: ConsoleTracker,
     events: EventLog,
-    stop: StopSignal,
+    pause: Callable[[str], None],
 ) -> None:
     """Add the health tracker, if the settings enable it.
 
@@ -54,7 +52,7 @@ def watch_health(
         trackers: Receive the metrics of each step; the health tracker is added to them.
         console: Shows findings.
         events: Logs findings.
-        stop: Used to pause the run.
+        pause: Pauses the run; its argument is the reason.
     """
     if not settings.health.enabled:
         return
@@ -62,11 +60,11 @@ def watch_health(
     try:
         watch = HealthWatch(
             settings.health,
-            folder.path,
+            folder,
             last_step=settings.trainer.steps,
             console=console,
             events=events,
-            stop=stop,
+            pause=pause,
             target=settings.trainer.target,
             family="policy_gradient" if not learns.is_on else "mixed" if learns.use_task_rewards else "distillation",
         )
@@ -90,7 +88,7 @@ class HealthWatch:
         last_step: int,
         console: ConsoleTracker,
         events: EventLog,
-        stop: StopSignal,
+        pause: Callable[[str], None],
         family: Family = "policy_gradient",
         target: TargetOptions | None = None,
     ) -> None:
@@ -102,7 +100,7 @@ class HealthWatch:
             last_step: The run's last step; the tracker does not pause there.
             console: Shows findings.
             events: Logs findings.
-            stop: Used to pause the run.
+            pause: Pauses the run; its argument is the reason.
             family: What the run learns from; rules that do not apply to it are skipped.
             target: What validation should reach; None has no target.
 
@@ -116,7 +114,7 @@ class HealthWatch:
         self._last_step = last_step
         self._console = console
         self._events = events
-        self._stop = stop
+        self._pause_run = pause
         self._rules = without(with_thresholds(GUIDE, settings.thresholds), settings.off)
         before = read_history(folder / METRICS) if (folder / METRICS).is_file() else None
         is_read = reads(self._rules)
@@ -228,7 +226,7 @@ class HealthWatch:
             if one.rule in wanted or any(SEVERITY_RANKS[one.severity] >= level for level in levels)
         ]
         if matching:
-            self._stop.pause(f"health.pause_on: {', '.join(matching)}")
+            self._pause_run(f"health.pause_on: {', '.join(matching)}")
 
 
 def _findings_before(folder: Path) -> tuple[Finding, ...]:

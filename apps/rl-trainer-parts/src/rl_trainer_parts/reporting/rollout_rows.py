@@ -1,52 +1,28 @@
 """rollouts.jsonl: which trajectories of a step are recorded, and with which fields."""
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import numpy as np
 import structlog
 
-from rl_core import Batch, Prompt, Trajectory
-from rl_core.data import IntArray, Json
+from rl_core import Batch
+from rl_core.data import Json
 from rl_metrics.run_files import FLOAT_COLUMNS, RolloutLog, RolloutRow
 from rl_rollout.prompts import PromptTokenizer
+from rl_trainer_parts.rollouts.extras import EXTRA, problem_id, said_fields, took_s
 from rl_trainer_parts.settings.schema import Settings
-
-EXTRA = "_rollout"
-"""Key of the record's own fields in a row's extras; an agent loop's extra of the same name is dropped."""
 
 MAX_EXTRAS = 4096
 """Maximum number of characters of a trajectory's other extras."""
-
-NUM_SAID = 9
-"""Number of values in the list of fields; a list is faster to build and send than a dict."""
 
 COLUMNS = {"versions": "policy_versions"} | {name: name for name in FLOAT_COLUMNS}
 """Columns of a batch by their name in the file."""
 
 log = structlog.get_logger(__name__)
-
-
-def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
-    """A trajectory's extras plus the fields that rollouts.jsonl needs; they travel through the queue."""
-    timings = trajectory.timings
-    said: list[Json] = [
-        prompt.data_source,
-        prompt.ground_truth,
-        dict(trajectory.reward_components),
-        trajectory.finish_reason,
-        timings.generate_s,
-        timings.tools_s,
-        timings.reward_s,
-        timings.preemptions,
-        problem_id(prompt.input_ids),
-    ]
-    return {**trajectory.extras, EXTRA: said}
 
 
 RolloutDraft = tuple[tuple[int, ...], RolloutRow]
@@ -82,7 +58,7 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
     starts = batch.dense("num_prompt_tokens").tolist()
     for index, (key, extras, start) in enumerate(zip(batch.keys, batch.extras, starts, strict=True)):
         columns = {name: tuple(column[index][start:].tolist()) for name, column in present.items()}
-        turns, said = RolloutRow.turns_in(extras), _said(extras)
+        turns, said = RolloutRow.turns_in(extras), said_fields(extras)
         left_out = (EXTRA, "turns") if turns else (EXTRA,)
         row = RolloutRow(
             step=step,
@@ -178,7 +154,7 @@ def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list
         Row numbers in ascending order.
     """
     lengths = batch.ragged("input_ids").lengths - batch.dense("num_prompt_tokens")
-    slowest = int(np.argmax([_took_s(extras) for extras in batch.extras]))
+    slowest = int(np.argmax([took_s(extras) for extras in batch.extras]))
     first = [slowest]
     if "reward" in batch and not np.isnan(rewards := batch.dense("reward")).all():
         worst = int(np.nanargmin(rewards))
@@ -231,34 +207,3 @@ def bounded(extras: Mapping[str, Json]) -> dict[str, Json]:
             kept[name] = extras[name] if len(text) <= left else f"{text[:left]}... ({len(text):,} characters)"
         left -= len(text)
     return {name: kept[name] for name in extras if name in kept}
-
-
-def problem_id(prompt_ids: IntArray) -> str:
-    """Return an id of a prompt that depends only on its tokens, so it is the same in every epoch and run."""
-    return hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8).hexdigest()
-
-
-def _took_s(extras: Mapping[str, Json]) -> float:
-    said = extras.get(EXTRA)
-    return said[4] + said[5] + said[6] if _is_said(said) else 0.0
-
-
-def _said(extras: Mapping[str, Json]) -> dict[str, Any]:
-    """The fields that `rollout_extras` added; empty for rows from a run that records no rollouts."""
-    said = extras.get(EXTRA)
-    if not _is_said(said):
-        return {}
-    source, truth, components, finish, generate_s, tools_s, reward_s, preemptions, problem = said
-    timings = {"generate_s": generate_s, "tools_s": tools_s, "reward_s": reward_s, "preemptions": preemptions}
-    return {
-        "source": source,
-        "ground_truth": truth,
-        "components": components,
-        "finish": finish,
-        "timings": timings,
-        "problem": problem,
-    }
-
-
-def _is_said(said: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(said, (list, tuple)) and len(said) == NUM_SAID

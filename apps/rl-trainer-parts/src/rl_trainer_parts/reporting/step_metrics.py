@@ -66,12 +66,6 @@ def make_memory_watch(settings: Settings, owner: str, *, say: Callable[..., None
     return MemoryWatch(owner, say=say, every=chosen.details_every, is_traced=chosen.trace_memory)
 
 
-def has_distributions(settings: Settings, step: int) -> bool:
-    """True if a step's histograms are due; steps count from 1."""
-    every = settings.metrics.details_every
-    return bool(every) and (step - 1) % every == 0
-
-
 def record_distributions(batch: Batch, recorder: Recorder) -> None:
     """Record histograms of a step's batch.
 

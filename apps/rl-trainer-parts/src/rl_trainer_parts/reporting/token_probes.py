@@ -12,11 +12,11 @@ import structlog
 
 from rl_core import Trajectory
 from rl_core.data import IntArray
-from rl_core.errors import SettingsError
 from rl_metrics.run_files import JsonLinesWriter, read_json_lines
 from rl_rollout.prompts import PromptTokenizer
 from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.rollouts.answers import Answer, first_answers
+from rl_trainer_parts.rollouts.inputs import named_tokens
 from rl_trainer_parts.settings.schema import Settings
 
 CANDIDATES = 5
@@ -65,29 +65,6 @@ class TokenProbe:
         """Id of the named token; None if the token was chosen because it was uncertain."""
         match = NAMED.fullmatch(self.name)
         return None if match is None else int(match["token"])
-
-
-def named_tokens(settings: Settings, tokenizer: PromptTokenizer) -> list[int]:
-    """Ids of the tokens in `metrics.probe_tokens`.
-
-    Raises:
-        SettingsError: A text is not one token, or an id is not a token's.
-    """
-    found = []
-    for one in settings.metrics.probe_tokens:
-        ids = [one] if isinstance(one, int) else tokenizer.encode([one], add_special_tokens=False)[0]
-        if isinstance(one, int) and not 0 <= one < tokenizer.num_token_ids:
-            last = tokenizer.num_token_ids - 1
-            raise SettingsError(f"metrics.probe_tokens: ids must be from 0 to {last} in this tokenizer; found {one}.")
-        if len(ids) != 1:
-            texts = tokenizer.decode([[token] for token in ids], skip_special_tokens=False)
-            pieces = ", ".join(f"{text!r} ({token})" for text, token in zip(texts, ids, strict=True)) or "none"
-            raise SettingsError(
-                f"metrics.probe_tokens: each text must be one token; {one!r} is {len(ids)} tokens: {pieces}. Name one "
-                "of them, by its text or its id."
-            )
-        found += ids
-    return found
 
 
 class TokenProbes:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rl_core.secret_settings import resolve_secrets
 from rl_metrics.trackers import BackgroundTracker, ConsoleTracker, Ending, Fanout, JsonlTracker, Tracker
 from rl_trainer_parts.reporting.report_writer import ReportWriter
-from rl_trainer_parts.run.folder import plain_settings
+from rl_trainer_parts.settings.fields import plain_settings
 from rl_trainer_parts.settings.schema import Settings
 
 

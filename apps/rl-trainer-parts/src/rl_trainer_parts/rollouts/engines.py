@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_core.errors import DeadlineError, RLError, SettingsError
+from rl_core.errors import DeadlineError, SettingsError
 from rl_distill import adapted_modules, parse_policy_config, read_policy_config
 from rl_rollout.engines import RolloutEngine, TransformersOptions, VLLMOptions, engine_class
 from rl_trainer_parts.settings.schema import Settings
@@ -150,35 +150,3 @@ def _room_for_adapter(settings: Settings) -> dict[str, Any]:
     config = parse_policy_config(read_policy_config(settings.policy.path))
     modules = {name.rpartition(".")[2] for name in adapted_modules(config, lora)}
     return {"max_lora_rank": lora.rank, "lora_target_modules": tuple(sorted(modules))}
-
-
-def expert_shape(settings: Settings) -> tuple[int, int] | None:
-    """Layers and experts per token that rollouts record for the learner; None if they record none."""
-    return _mixture_shape(settings) if settings.distillation.texts is None and replays(settings) else None
-
-
-def replays(settings: Settings) -> bool:
-    """True for a mixture whose learner replays the engine's routing."""
-    return not why_not_replayed(settings) and _mixture_shape(settings) is not None
-
-
-def routes_anew(settings: Settings) -> bool:
-    """True for a mixture whose learner does not replay the routing."""
-    return bool(why_not_replayed(settings)) and _mixture_shape(settings) is not None
-
-
-def why_not_replayed(settings: Settings) -> str:
-    """Why a mixture's learner does not replay the routing, by setting; "" if it does."""
-    if settings.policy.learner != "megatron":
-        return f'policy.learner = "{settings.policy.learner}" cannot replay routing; "megatron" can'
-    if settings.rollout.engine != "vllm":
-        return f'rollout.engine = "{settings.rollout.engine}" does not report routing; "vllm" does'
-    return "" if settings.engine.capture_experts else "engine.capture_experts = false"
-
-
-def _mixture_shape(settings: Settings) -> tuple[int, int] | None:
-    try:
-        config = parse_policy_config(read_policy_config(settings.policy.path))
-    except RLError:  # the checks report it
-        return None
-    return None if config.mixture is None else (config.num_layers, config.mixture.top_k)

@@ -13,7 +13,6 @@ from rl_trainer_parts.rollouts.answers import Answer, answers_of, first_answers,
 from rl_trainer_parts.rollouts.engines import make_engine, start_within
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
-from rl_trainer_parts.run.policies import merged_policy
 from rl_trainer_parts.settings.schema import Settings
 
 ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
@@ -136,6 +135,8 @@ async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float
     with ExitStack() as opened:
         policy = settings.policy.path
         if settings.lora.rank and settings.lora.path is not None:
+            from rl_distill.checkpoints.merged_folder import merged_policy  # imports torch
+
             policy = opened.enter_context(merged_policy(settings.lora.path, base=policy))
         engine = make_engine(settings, policy, serves_adapter=False)
         try:

@@ -10,10 +10,29 @@ from rl_core.errors import SettingsError
 from rl_rollout.engines import RolloutEngine, ScriptedEngine, model_end_tokens, vocabulary_size
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
-from rl_trainer_parts.commands.plan import PromptCounts
-from rl_trainer_parts.reporting.token_probes import named_tokens
 from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.schema import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCounts:
+    """Number and form of the prompts.
+
+    Attributes:
+        train: Prompts in `prompts.train`.
+        validation: Prompts in `prompts.validation`.
+        test: Prompts in `prompts.test`.
+        form: Description of the prompts' form.
+        longest: Length of the longest training prompt in tokens.
+        dropped: Rows left out because they are too long.
+    """
+
+    train: int
+    validation: int
+    test: int
+    form: str = ""
+    longest: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +172,29 @@ def check_vocabulary(settings: Settings, tokenizer: PromptTokenizer) -> None:
                 f"token ids up to {needed - 1}. Use the model's own tokenizer, or resize the embeddings to {needed} "
                 f"tokens (transformers: model.resize_token_embeddings({needed}), then save_pretrained)."
             )
+
+
+def named_tokens(settings: Settings, tokenizer: PromptTokenizer) -> list[int]:
+    """Ids of the tokens in `metrics.probe_tokens`.
+
+    Raises:
+        SettingsError: A text is not one token, or an id is not a token's.
+    """
+    found = []
+    for one in settings.metrics.probe_tokens:
+        ids = [one] if isinstance(one, int) else tokenizer.encode([one], add_special_tokens=False)[0]
+        if isinstance(one, int) and not 0 <= one < tokenizer.num_token_ids:
+            last = tokenizer.num_token_ids - 1
+            raise SettingsError(f"metrics.probe_tokens: ids must be from 0 to {last} in this tokenizer; found {one}.")
+        if len(ids) != 1:
+            texts = tokenizer.decode([[token] for token in ids], skip_special_tokens=False)
+            pieces = ", ".join(f"{text!r} ({token})" for text, token in zip(texts, ids, strict=True)) or "none"
+            raise SettingsError(
+                f"metrics.probe_tokens: each text must be one token; {one!r} is {len(ids)} tokens: {pieces}. Name one "
+                "of them, by its text or its id."
+            )
+        found += ids
+    return found
 
 
 def make_scorer(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutEngine) -> RewardScorer:

@@ -18,7 +18,7 @@ from rl_core.files import open_lock_file, read_toml, write_durably
 from rl_core.secret_settings import redact
 from rl_distill.checkpoints import CheckpointStore
 from rl_trainer_parts.run.folder_access import WITHHELD, make_run_folder
-from rl_trainer_parts.settings.fields import ENTRY, changeable_on_resume, find_setting, leaves
+from rl_trainer_parts.settings.fields import ENTRY, changeable_on_resume, find_setting, leaves, plain_settings
 from rl_trainer_parts.settings.schema import ReadableBy, Settings
 
 Chosen = TypeVar("Chosen", bound=Settings)
@@ -264,12 +264,6 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
             raise
     finally:
         folder.release()
-
-
-def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Settings as nested dicts of plain values that may be written and shown: literal secrets are redacted."""
-    values = redact(settings.model_dump(mode="json"))
-    return {section: dict(fields) for section, fields in values.items()}
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,12 @@ class RunLifecycle:
             stack.callback(self.trackers.close)
             stop = stack.enter_context(StopSignal(self._say_stopping))
             watch_health(
-                self._settings, self._folder, self.trackers, console=self.console, events=self.events, stop=stop
+                self._settings,
+                self._folder.path,
+                self.trackers,
+                console=self.console,
+                events=self.events,
+                pause=stop.pause,
             )
             self.events.write("run_started", settings=str(self._folder.path / "settings.toml"))
             parts = await stack.enter_async_context(AsyncExitStack())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_core.secret_settings import redact
 from rl_trainer_parts.settings.changeable import CHANGEABLE_BY_SECTION
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
@@ -29,6 +30,9 @@ signal ends the run at once."""
 
 INDENT = " " * 8
 
+
+WORDS = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
+"""Types in a user's words."""
 
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 """A bound in words, by its name in annotations and in pydantic's errors."""
@@ -75,11 +79,6 @@ class SettingField:
         return type(None) in self._options
 
     @property
-    def is_table(self) -> bool:
-        """True if the value is a table of settings."""
-        return dataclasses.is_dataclass(self.annotation)
-
-    @property
     def entry_kind(self) -> type | None:
         """The dataclass of an entry, if the value is a table of named entries."""
         if typing.get_origin(self.annotation) is not dict:
@@ -99,6 +98,8 @@ class SettingField:
         known = {key: limit for key, limit in limits.items() if key in BOUNDS and limit != -math.inf}
         if "gt" in known and int in self._options:
             known = {"ge": known.pop("gt") + 1} | known
+        if known.keys() == {"ge", "le"}:
+            return f"from {short(known['ge'])} to {short(known['le'])}"
         words = (f"{BOUNDS[key]} {short(limit)}" if limit != math.inf else "finite" for key, limit in known.items())
         return " and ".join(words)
 
@@ -172,18 +173,9 @@ def _limits(annotation: Any) -> dict[str, float]:
 
 def attribute_meanings(kind: type) -> dict[str, str]:
     """The text of each entry in a Google docstring's `Attributes:`."""
-    text = inspect.getdoc(kind) or ""
-    section = text.partition("Attributes:\n")[2]
-    meanings: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        match = re.match(r"    (\w+): (.*)", line)
-        if match:
-            name = match[1]
-            meanings[name] = match[2]
-        elif line.strip() and name:
-            meanings[name] += " " + line.strip()
-    return meanings
+    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in found}
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -197,29 +189,18 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def describe_type(annotation: Any) -> str:
     """A type in a user's words."""
-    arguments = typing.get_args(annotation)
-    if typing.get_origin(annotation) is typing.Literal:
-        return " | ".join(str(value) for value in arguments)
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return " | ".join(describe_type(part) for part in arguments)
-    if typing.get_origin(annotation) is tuple:
-        return "[" + ", ".join("..." if part is ... else describe_type(part) for part in arguments) + "]"
-    if typing.get_origin(annotation) is list:
-        return f"[{describe_type(arguments[0])}, ...]"
+    kind, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    parts = ["..." if part is ... else describe_type(part) for part in arguments]
+    if kind in (typing.Literal, typing.Union, types.UnionType):
+        return " | ".join(parts)
+    if kind in (tuple, list):
+        return f"[{', '.join([*parts, '...'] if kind is list else parts)}]"
+    if kind in (dict, Mapping):
+        is_open = arguments[1] is Any or dataclasses.is_dataclass(arguments[1])
+        return f"{{name = {'value' if is_open else parts[1]}}}"
     if dataclasses.is_dataclass(annotation):
         return "{name = value}"
-    if typing.get_origin(annotation) in (dict, Mapping):
-        return f"{{name = {'value' if dataclasses.is_dataclass(arguments[1]) else describe_type(arguments[1])}}}"
-    names = {
-        type(None): "none",
-        Any: "value",
-        Path: "path",
-        str: "text",
-        float: "number",
-        int: "integer",
-        bool: "true | false",
-    }
-    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    return WORDS.get(annotation, str(getattr(annotation, "__name__", annotation)))
 
 
 def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -> str:
@@ -277,8 +258,8 @@ def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
 
 
 def short(value: object) -> str:
-    """A number for a message; a float without needless digits."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """A number for a message; 1e9 and 1.0 are written as integers."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def written(value: object) -> str:
@@ -290,3 +271,9 @@ def written(value: object) -> str:
     if dataclasses.is_dataclass(value):
         return "{}"
     return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def plain_settings(settings: Settings) -> dict[str, Any]:
+    """Settings as nested dicts of plain values that may be written and shown: literal secrets are redacted."""
+    values = redact(settings.model_dump(mode="json"))
+    return {section: dict(fields) for section, fields in values.items()}

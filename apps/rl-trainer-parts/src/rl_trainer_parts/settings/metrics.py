@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
 from rl_metrics.health import Severity
 from rl_metrics.trackers import ConsoleKind
 
@@ -49,21 +51,25 @@ class MetricSettings:
 
     console: ConsoleKind = "auto"
     strict: bool = False
-    log_val_generations: int = 20
-    log_rollouts: int = 8
-    log_rollout_tokens: int = 8192
-    probes: int = 8
+    log_val_generations: NonNegativeInt = 20
+    log_rollouts: NonNegativeInt = 8
+    log_rollout_tokens: PositiveInt = 8192
+    probes: NonNegativeInt = 8
     probe_tokens: tuple[int | str, ...] = ()
-    details_every: int = 5
-    replay_rows: int = 16
+    details_every: NonNegativeInt = 5
+    replay_rows: NonNegativeInt = 16
     report: bool = True
-    report_every: int = 50
+    report_every: NonNegativeInt = 50
     trace_memory: bool = False
-    peak_tflops: float | None = None
+    peak_tflops: PositiveFloat | None = None
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     wandb_project: str = "rl"
     mlflow_uri: str | None = None
     mlflow_experiment: str = "rl"
+
+    def has_details(self, step: int) -> bool:
+        """True if the more expensive measurements are due in a step; steps count from 1."""
+        return bool(self.details_every) and (step - 1) % self.details_every == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +86,7 @@ class HealthSettings:
     """
 
     enabled: bool = True
-    every: int = 10
+    every: PositiveInt = 10
     pause_on: tuple[str, ...] = ()
     thresholds: dict[str, float] = field(default_factory=dict)
     off: tuple[str, ...] = ()

@@ -6,9 +6,9 @@ Values come from, in order of precedence: the command line (`--trainer.steps=20`
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rl_core.data import Json
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
@@ -19,6 +19,14 @@ from rl_rollout.refill import RefillOptions
 from rl_rollout.rewards import RewardOptions
 from rl_rollout.skip import SkipOptions
 from rl_trainer_parts.settings.metrics import HealthSettings, MetricSettings
+
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""At most the largest seed of every library."""
+
+Count = Annotated[int, Field(ge=1, le=10**9)]
+"""At most more steps or responses than any run has."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 ReadableBy = Literal["owner", "group", "everyone"]
 """Who may read the files of a run."""
@@ -40,7 +48,7 @@ class RunSettings:
 
     name: str = "run"
     directory: Path = Path("runs")
-    seed: int = 0
+    seed: Seed = 0
     if_exists: Literal["refuse", "resume", "archive"] = "refuse"
     readable_by: ReadableBy = "owner"
 
@@ -83,15 +91,15 @@ class PromptSettings:
     train: Path
     validation: Path | None = None
     test: Path | None = None
-    max_tokens: int = 1024
+    max_tokens: PositiveInt = 1024
     overlong: Literal["error", "drop"] = "error"
     plain_prompts: Literal["raw", "chat"] = "raw"
     requires_ground_truth: bool = True
     template_options: dict[str, str | bool | int | float] = field(default_factory=dict)
     date: str | None = None
-    validation_limit: int | None = None
-    validation_samples: int = 1
-    validation_temperature: float = 0.0
+    validation_limit: PositiveInt | None = None
+    validation_samples: PositiveInt = 1
+    validation_temperature: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +134,18 @@ class RolloutSettings:
     placement: Literal["inline", "process", "ray"] = "inline"
     loop: str = "single_turn"
     loop_options: dict[str, Json] = field(default_factory=dict)
-    audit_share: float = 0.1
-    rescored_share: float = 0.02
+    audit_share: Share = 0.1
+    rescored_share: Share = 0.02
     sleep: bool = False
     sleep_keeps_weights: bool = True
-    prompts_per_step: int = 64
-    group_size: int = 8
-    max_response_tokens: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
+    prompts_per_step: Count = 64
+    group_size: Count = 8
+    max_response_tokens: PositiveInt = 1024
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int | None = None
-    deadline_s: float = 3600.0
-    start_deadline_s: float = 900.0
+    deadline_s: PositiveFloat = 3600.0
+    start_deadline_s: PositiveFloat = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +160,10 @@ class ReplicaSettings:
         restarts: How often a dead replica is restarted with the current weights. Other replicas take over its requests.
     """
 
-    count: int = 1
-    cpus: float = 0.0
-    gpus: float | None = None
-    restarts: int = 3
+    count: PositiveInt = 1
+    cpus: NonNegativeFloat = 0.0
+    gpus: NonNegativeFloat | None = None
+    restarts: NonNegativeInt = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +186,8 @@ class WeightSettings:
 
     transport: Literal["file", "ipc", "tcp", "gloo", "nccl", "direct"] = "file"
     host: str = "127.0.0.1"
-    bucket_mib: int = 256
-    deadline_s: float = 60.0
+    bucket_mib: PositiveInt = 256
+    deadline_s: PositiveFloat = 60.0
 
 
 OptionValue = bool | int | float | str
@@ -226,10 +234,10 @@ class AlgorithmSettings:
     clip_high: float | None = None
     aggregation: str = "token-mean"
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_coefficient: float = 0.0
+    kl_coefficient: NonNegativeFloat = 0.0
     kl_estimator: str = "k3"
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
+    kl_target: PositiveFloat | None = None
+    kl_horizon: PositiveInt = 10_000
     entropy_coefficient: float = 0.0
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
 
@@ -250,7 +258,7 @@ class CorrectionSettings:
     """
 
     weights: Literal["none", "token", "sequence"] = "none"
-    cap: float = 2.0
+    cap: PositiveFloat = 2.0
     floor: float | None = None
     reject: dict[str, float | tuple[float, float]] = field(default_factory=dict)
 
@@ -269,11 +277,11 @@ class CriticSettings:
     """
 
     path: Path | None = None
-    learning_rate: float = 1e-5
-    warmup_steps: int = 0
-    clip_grad: float = 1.0
-    value_clip: float = 0.2
-    head_start_steps: int = 0
+    learning_rate: PositiveFloat = 1e-5
+    warmup_steps: NonNegativeInt = 0
+    clip_grad: NonNegativeFloat = 1.0
+    value_clip: PositiveFloat = 0.2
+    head_start_steps: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,11 +300,11 @@ class ClusterSettings:
     """
 
     kind: Literal["inline", "process", "ray"] = "inline"
-    cpus_per_rank: float = 0.0
-    gpus_per_rank: float | None = None
+    cpus_per_rank: NonNegativeFloat = 0.0
+    gpus_per_rank: NonNegativeFloat | None = None
     ray_address: str | None = None
-    start_deadline_s: float = 600.0
-    call_deadline_s: float = 3600.0
+    start_deadline_s: PositiveFloat = 600.0
+    call_deadline_s: PositiveFloat = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,21 +333,21 @@ class TrainerSettings:
             for the engine's dtype.
     """
 
-    steps: int = 100
-    minibatches: int = 1
-    epochs: int = 1
-    max_skipped_updates: int = 3
+    steps: Count = 100
+    minibatches: PositiveInt = 1
+    epochs: Count = 1
+    max_skipped_updates: NonNegativeInt = 3
     offload: bool = False
-    validate_every: int = 10
+    validate_every: NonNegativeInt = 10
     validate_first: bool = True
-    checkpoint_every: int = 20
-    keep_checkpoints: int = 2
+    checkpoint_every: NonNegativeInt = 20
+    keep_checkpoints: PositiveInt = 2
     keep_best: bool = True
     target: TargetOptions = field(default_factory=TargetOptions)
-    stop_when_no_better: int | None = None
+    stop_when_no_better: PositiveInt | None = None
     background_checkpoints: bool = True
-    canary_prompts: int = 4
-    proof_tolerance: float | None = None
+    canary_prompts: PositiveInt = 4
+    proof_tolerance: PositiveFloat | None = None
 
 
 UPDATE_KL = ("actor/ppo_kl", "rollout_corr/kl")

@@ -4,6 +4,7 @@ import datetime
 import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def build_settings(
     try:
         settings = kind(**{section: {} for section in kind.model_fields} | dict(values))
     except ValidationError as error:
-        wrong += [_explain(problem, origins, kind) for problem in error.errors()]
+        wrong += dict.fromkeys(_explain(problem, origins, kind) for problem in error.errors())  # one a type of a union
     if wrong:
         raise SettingsError("\n".join(wrong))
     return settings
@@ -183,9 +184,11 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
     place, what = [str(part) for part in problem["loc"]], problem["type"]
     where = _origin(".".join(place), origins)
     depth = next((n for n in range(len(place), 1, -1) if find_setting(".".join(place[:n]), kind)), 1)
-    name, item = ".".join(place[:depth]), ", ".join(place[depth:])
+    name = ".".join(place[:depth])
     setting = find_setting(name, kind)
-    if setting is None or (item and setting.is_table):
+    is_named = setting is not None and typing.get_origin(setting.annotation) is dict
+    item = ", ".join(place[depth : depth + 1] if is_named else place[depth:])
+    if setting is None or (item and is_dataclass(setting.annotation)):
         return _unknown(".".join(place), where, kind)
     if what == "missing" and not item:
         return f"{name}: required, and not set. {setting.meaning}"

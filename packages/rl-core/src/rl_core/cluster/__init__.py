@@ -14,7 +14,7 @@ from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
 from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole, next_incarnation
-from rl_core.cluster.role_report import RoleReport, RoleView, Wait, process_report
+from rl_core.cluster.role_report import RoleReport, RoleView, process_report
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
 from rl_core.cluster.running_role import RestartedRole, Role
 from rl_core.cluster.shares import Shares, count_room, describe_shares, machine_shares, visible_gpus
@@ -37,7 +37,6 @@ __all__ = [
     "RoleView",
     "Shares",
     "SupervisedRole",
-    "Wait",
     "count_room",
     "cut_middle",
     "describe_shares",

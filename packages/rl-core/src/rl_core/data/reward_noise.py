@@ -2,8 +2,12 @@
 
 from typing import Any
 
-RELATIVE_NOISE = 1e-6
-"""Largest difference of equal rewards, relative to them: some roundings in float32, whose unit is 1.2e-7."""
+NOISE = 1e-6
+"""Largest difference of equal rewards: some roundings in float32, whose unit is 1.2e-7, of terms of order 1.
+
+Larger rewards round more, in proportion. Smaller ones may be sums of such terms, so rewards that differ by less must be
+scaled up.
+"""
 
 
 def are_equal_rewards(lowest: Any, highest: Any) -> Any:
@@ -18,4 +22,5 @@ def are_equal_rewards(lowest: Any, highest: Any) -> Any:
     Returns:
         A bool, or an array or tensor of bool in the arguments' shape.
     """
-    return (lowest == highest) | (highest - lowest <= RELATIVE_NOISE / 2 * (abs(lowest) + abs(highest)))
+    difference = highest - lowest
+    return (lowest == highest) | (difference <= NOISE) | (difference <= NOISE / 2 * (abs(lowest) + abs(highest)))

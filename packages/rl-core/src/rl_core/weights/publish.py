@@ -12,7 +12,7 @@ import numpy as np
 from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import DataError, NotReadyError, WeightProofError
 from rl_core.record_fields import record, settings_record
-from rl_core.weights.update import Canary, RoutedScores, WeightReceipt, WeightReceiver, WeightUpdate
+from rl_core.weights.update import Canary, TokenScores, WeightReceipt, WeightReceiver, WeightUpdate
 
 Answer = TypeVar("Answer")
 
@@ -62,7 +62,7 @@ class PublishReport:
     proof_s: float
     drain_s: float = 0.0
     stall_s: float = 0.0
-    canary_scores: tuple[Sequence[RoutedScores], ...] = ()
+    canary_scores: tuple[Sequence[TokenScores], ...] = ()
     size_bytes: int = 0
 
 
@@ -85,13 +85,13 @@ async def publish_weights(
     receipts = await asyncio.gather(*(receiver.update_weights(update) for receiver in receivers))
     updated = time.perf_counter()
     probe_diff = _worst(receipts, lambda receipt: check_receipt(update, receipt, tolerances=tolerances))
-    told: Sequence[Sequence[RoutedScores]] = ()
-    canary_diff = 0.0
-    if canary.logprobs is None:
-        told = await asyncio.gather(*(receiver.score_with_experts(canary.sequences) for receiver in receivers))
-    elif math.isfinite(tolerances.canary):
-        scores = await asyncio.gather(*(receiver.score(canary.sequences) for receiver in receivers))
-        canary_diff = _worst(scores, lambda score: check_canary(canary, score, tolerances=tolerances))
+    scores: Sequence[Sequence[TokenScores]] = ()
+    canary_diff, is_routed = 0.0, canary.logprobs is None
+    if is_routed or math.isfinite(tolerances.canary):
+        asked = (receiver.score(canary.sequences, with_experts=is_routed) for receiver in receivers)
+        scores = await asyncio.gather(*asked)
+    if not is_routed:
+        canary_diff = _worst(scores, lambda told: _check_scores(canary, told, tolerances))
     return PublishReport(
         version=update.version,
         fingerprint=update.fingerprint,
@@ -101,7 +101,7 @@ async def publish_weights(
         update_s=updated - started,
         proof_s=time.perf_counter() - updated,
         stall_s=updated - started,
-        canary_scores=tuple(told),
+        canary_scores=tuple(scores) if is_routed else (),
         size_bytes=update.size_bytes,
     )
 
@@ -131,10 +131,10 @@ def prove_canary(
         WeightProofError: A logprob differs by more than the tolerance.
     """
 
-    def check(told: Sequence[RoutedScores]) -> float:
+    def check(told: Sequence[TokenScores]) -> float:
         logprobs = score(canary.sequences, [one.routed_experts for one in told])
         scored = Canary(sequences=canary.sequences, logprobs=logprobs)
-        return check_canary(scored, [one.logprobs for one in told], tolerances=tolerances)
+        return _check_scores(scored, told, tolerances)
 
     if not report.canary_scores:
         return report
@@ -250,6 +250,10 @@ def _check_finite(update: WeightUpdate, canary: Canary) -> None:
                 f"the learner's own logprobs of canary sequence {index} are not finite at version {update.version}, "
                 "although its weights are; nothing was published. Its forward pass overflows: compute in float32."
             )
+
+
+def _check_scores(canary: Canary, scores: Sequence[TokenScores], tolerances: ProofTolerances) -> float:
+    return check_canary(canary, [one.token_logprobs for one in scores], tolerances=tolerances)
 
 
 def _worst(answers: Sequence[Answer], check: Callable[[Answer], float]) -> float:

@@ -12,11 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import ShapeError
-from rl_core.record_fields import record
+from rl_core.record_fields import Axes, record
 from rl_core.weights.digests import TensorDigest
 
 if TYPE_CHECKING:
@@ -232,16 +234,42 @@ class Canary:
 
 
 @record
-class RoutedScores:
-    """An engine's logprobs of a sequence, and the experts that it used.
+class TokenScores:
+    """An engine's logprobs of each token of a sequence, and of the most likely tokens at its position.
+
+    Row t scores token t, given the tokens before it. Its first entry is the token itself. The K most likely tokens
+    follow, most likely first; they may include the token itself. Token 0 has no context: its ids are -1, its logprobs
+    0.
 
     Attributes:
-        logprobs: [T] float32 at temperature 1, with 0 at position 0.
-        routed_experts: [T, layers, top_k] int16; None for engines and models that report none.
+        token_ids: [T, K + 1] int32.
+        logprobs: [T, K + 1] float32 of token_ids, at temperature 1.
+        routed_experts: [T, layers, top_k] int16 experts of the same pass; None unless requested, and for engines and
+            models that report none.
     """
 
-    logprobs: FloatArray
-    routed_experts: ExpertArray | None = None
+    token_ids: Annotated[IntArray, Axes("T", "K + 1")]
+    logprobs: Annotated[FloatArray, Axes("T", "K + 1")]
+    routed_experts: Annotated[ExpertArray | None, Axes("T", "layers", "top_k")] = None
+
+    @property
+    def token_logprobs(self) -> FloatArray:
+        """[T] logprobs of the sequence's own tokens; position 0 is 0."""
+        return self.logprobs[:, 0]
+
+    @classmethod
+    def after_first(cls, token_ids: IntArray, logprobs: FloatArray) -> "TokenScores":
+        """Build the scores of a sequence from those of its tokens after the first.
+
+        Args:
+            token_ids: [T - 1, K + 1] integers.
+            logprobs: [T - 1, K + 1] floats.
+        """
+        above = ((1, 0), (0, 0))
+        return cls(
+            token_ids=np.pad(token_ids.astype(np.int32, copy=False), above, constant_values=-1),
+            logprobs=np.pad(logprobs.astype(np.float32, copy=False), above),
+        )
 
 
 class WeightReceiver(Protocol):
@@ -251,12 +279,8 @@ class WeightReceiver(Protocol):
         """Replace all weights; running requests must not see a mixture of old and new."""
         ...
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Return the logprobs of each sequence's tokens at temperature 1, with 0 at position 0."""
-        ...
-
-    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        """Like `score`, with the experts of the same pass; called only for a canary without logprobs."""
+    async def score(self, sequences: Sequence[IntArray], *, with_experts: bool = False) -> list[TokenScores]:
+        """Return the logprobs of each sequence's tokens, with their experts for a canary without logprobs."""
         ...
 
 

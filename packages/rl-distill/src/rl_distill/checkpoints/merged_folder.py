@@ -1,13 +1,14 @@
 """Merge a LoRA adapter into a Hugging Face folder of its base model."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rl_core.errors import DataError
-from rl_core.files import shown
+from rl_core.files import shown, temporary_folder
 from rl_core.record_fields import converts_arguments
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
@@ -46,6 +47,23 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
     tensors = PolicyTensors(folder, config)
     _check_base(adapter, folder, tensors, config)
     write_policy_folder(target, config_json, _merged(tensors, config, adapter), source_dir=folder)
+
+
+@contextmanager
+def merged_policy(adapter_dir: Path, *, base: Path | None) -> Iterator[Path]:
+    """Merge an adapter into a temporary Hugging Face folder, which is deleted at the end.
+
+    Args:
+        adapter_dir: As in `merge_adapter`.
+        base: As in `merge_adapter`.
+
+    Raises:
+        DataError: The adapter or its base cannot be used.
+        SettingsError: The base's architecture is not supported.
+    """
+    with temporary_folder("rl-merged-policy-") as folder:
+        merge_adapter(adapter_dir, folder / "policy", base=base)
+        yield folder / "policy"
 
 
 @converts_arguments

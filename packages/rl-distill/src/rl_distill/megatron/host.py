@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch._C._distributed_c10d import Store
 
 from rl_core.cluster import RoleContext
@@ -69,14 +68,6 @@ class RankHost:
         """Connect to the other ranks and create Megatron's process groups."""
         join_ranks(self._context.rank, self._context.size, rendezvous=rendezvous, store=self._store)
         initialize_groups(self._parallel, seed=self._seed)
-        return Place.of_this_rank()
-
-    def rearrange(self, parallel: ParallelOptions) -> Place:
-        """Free every model and create the process groups of another layout with the same number of ranks."""
-        self.close()
-        self._parallel = parallel
-        parallel_state.destroy_model_parallel()
-        initialize_groups(parallel, seed=self._seed)
         return Place.of_this_rank()
 
     def build(self, name: str, plan: ModelPlan) -> tuple[int, bool]:

@@ -18,7 +18,13 @@ ROLE = "learner"
 
 
 class LearnerRanks:
-    """The ranks that hold a learner's models; several models can share them."""
+    """The ranks that hold a learner's models; several models can share them.
+
+    Attributes:
+        host: Factory of the role of each rank that is not in this process.
+    """
+
+    host = "rl_distill.megatron.host:RankHost"
 
     def __init__(
         self,
@@ -61,7 +67,7 @@ class LearnerRanks:
             return
         spec = RoleSpec(
             name=name,
-            factory="rl_distill.megatron.host:RankHost",
+            factory=self.host,
             kwargs=options,
             environment=_environment(num_threads),
         )
@@ -83,18 +89,6 @@ class LearnerRanks:
     def is_alive(self) -> bool:
         """True until the ranks are stopped or one of them dies."""
         return self._host is not None or (self._group is not None and self._group.is_alive)
-
-    def rearrange(self, parallel: ParallelOptions) -> None:
-        """Switch the ranks to another layout; their models are freed.
-
-        Raises:
-            SettingsError: The layout is impossible, or has another number of ranks.
-        """
-        check_ranks(parallel)
-        if parallel.ranks != self.parallel.ranks:
-            raise SettingsError(f"the new layout must have {self.parallel.ranks} ranks; found {parallel.ranks}.")
-        self.places = self.call_all("rearrange", parallel)
-        self.parallel = parallel
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every rank's host.

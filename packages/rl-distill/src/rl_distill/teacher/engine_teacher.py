@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from rl_core.data import IntArray
 from rl_core.errors import TeacherError
 from rl_core.gpus import GpuUse, gpu_use_of
+from rl_core.weights import TokenScores
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 AT_ONCE = 2
@@ -24,12 +25,8 @@ class ScoringEngine(Protocol):
         """Load the model."""
         ...
 
-    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> Sequence[Any]:
-        """Return the most likely tokens at each position of the sequences, the actual token first.
-
-        Each result has token_ids [T, K + 1] int32 and logprobs [T, K + 1] float32 at temperature 1. In row 0, ids are
-        -1 and logprobs 0.
-        """
+    async def score(self, sequences: Sequence[IntArray], *, top_k: int) -> Sequence[TokenScores]:
+        """Return the most likely tokens at each position of the sequences, the actual token first."""
         ...
 
     async def sleep(self) -> None:
@@ -88,7 +85,7 @@ class EngineReplica:
         """
         if with_hidden:
             raise TeacherError('an engine returns no hidden states; use a teacher with engine = "megatron".')
-        found = await self._engine.score_top_k([row.input_ids for row in sequences], top_k=top_k)
+        found = await self._engine.score([row.input_ids for row in sequences], top_k=top_k)
         return [TeacherScores(logprobs=one.logprobs, token_ids=one.token_ids) for one in found]
 
     async def gpu_use(self) -> list[GpuUse]:

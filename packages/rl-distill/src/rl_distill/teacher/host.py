@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from rl_core import TransferQueue
-from rl_core.cluster import RoleView, Wait
+from rl_core.cluster import RoleView
 from rl_core.errors import NotReadyError
 from rl_distill.teacher.service import TeacherService
 from rl_distill.teacher.step_report import ServiceReport
@@ -63,20 +63,14 @@ class TeacherHost:
         if self.service is None:
             return RoleView(doing="nothing yet")
         scoring = self.service.scoring
-        waits: tuple[Wait, ...] = ()
+        doing = "waits for trajectories"
         if scoring:
             oldest = scoring[0]
-            what = (
-                f"the scores of {len(scoring)} group{'' if len(scoring) == 1 else 's'}, the oldest {oldest.prompt_uid}"
+            doing = (
+                f"scores {len(scoring)} group{'' if len(scoring) == 1 else 's'}, the oldest {oldest.prompt_uid} for "
+                f"{time.time() - oldest.since:.0f} s by teacher {', '.join(map(repr, oldest.teachers))}"
             )
-            on = f"teacher {', '.join(map(repr, oldest.teachers))}"
-            waits = (Wait(what=what, on=on, since_s=time.time() - oldest.since),)
-        return RoleView(
-            doing="scores what arrives",
-            waits=waits,
-            holds=tuple(one.prompt_uid for one in scoring),
-            counts={"groups": float(len(scoring))},
-        )
+        return RoleView(doing=doing, counts={"groups": float(len(scoring))})
 
     async def close(self) -> None:
         """Stop every teacher. Can be called twice."""

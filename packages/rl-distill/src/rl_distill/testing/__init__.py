@@ -1,4 +1,4 @@
-"""Conformance checks for custom objectives (docs/guides/objectives.md), and GPU kernels on a CPU for tests.
+"""Conformance checks for custom objectives (docs/guides/objectives.md).
 
 from rl_distill.testing import check_policy_loss
 
@@ -7,7 +7,6 @@ def test_my_loss():
 """
 
 from rl_distill.testing.advantages import check_advantage, example_rows
-from rl_distill.testing.cpu_kernels import install_cpu_kernels
 from rl_distill.testing.examples import ExampleBatch, example_batch
 from rl_distill.testing.policy import check_objective, check_policy_loss
 from rl_distill.testing.results import ConformanceError
@@ -22,5 +21,4 @@ __all__ = [
     "check_value_loss",
     "example_batch",
     "example_rows",
-    "install_cpu_kernels",
 ]

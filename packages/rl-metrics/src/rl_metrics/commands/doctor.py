@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rl_metrics.commands.parts import Verbs, opened_run, say, say_json
-from rl_metrics.doctor import Ailment, Cause, Diagnosis, diagnose
+from rl_metrics.doctor import Cause, Diagnosis, DoctorReport, diagnose
 
 FOUND = 1
 UNKNOWN = 2
@@ -23,49 +23,45 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    diagnosis = diagnose(opened_run(arguments.folder))
+    report = diagnose(opened_run(arguments.folder))
     if arguments.json:
-        say_json(diagnosis.to_json())
+        say_json(report.to_json())
     else:
-        show(diagnosis)
-    if diagnosis.ailments:
+        show(report)
+    if report.diagnoses:
         return FOUND
-    return 0 if any(reading.state == "right" for reading in diagnosis.readings) else UNKNOWN
+    return 0 if any(result.state == "right" for result in report.no_findings) else UNKNOWN
 
 
-def show(diagnosis: Diagnosis) -> None:
+def show(report: DoctorReport) -> None:
     """Print the problems, most likely cause first, then the checks without a problem."""
-    say(f"run {diagnosis.run}", style="bold")
-    first = diagnosis.first_cause
+    say(f"run {report.run}", style="bold")
+    first = report.first_cause
     if first is not None:
         say(f"first cause: {first.title}", style="bold red")
-    elif not diagnosis.ailments and all(reading.state == "unknown" for reading in diagnosis.readings):
+    elif not report.diagnoses and all(result.state == "unknown" for result in report.no_findings):
         say("nothing could be checked", style="bold yellow")
-    elif not diagnosis.ailments:
+    elif not report.diagnoses:
         say("no problem found", style="bold green")
-    for ailment in diagnosis.ailments:
-        _show_ailment(ailment)
-    for number, reading in enumerate(diagnosis.readings):
+    for diagnosis in report.diagnoses:
+        _show_diagnosis(diagnosis)
+    for number, result in enumerate(report.no_findings):
         if not number:
             say("")
-        mark, style = ("ok", "green") if reading.state == "right" else ("unknown", "yellow")
-        say(f"{reading.kind}: {mark}: {reading.text}", style=style)
+        mark, style = ("ok", "green") if result.state == "right" else ("unknown", "yellow")
+        say(f"{result.kind}: {mark}: {result.text}", style=style)
 
 
-def _show_ailment(ailment: Ailment) -> None:
+def _show_diagnosis(diagnosis: Diagnosis) -> None:
     say("")
-    say(f"{ailment.kind}: {ailment.what}", style="bold")
-    evidence = list(dict.fromkeys(evidence.text for evidence in ailment.evidence))
+    say(f"{diagnosis.kind}: {diagnosis.what}", style="bold")
+    evidence = list(dict.fromkeys(evidence.text for evidence in diagnosis.evidence))
     for text in evidence:
         say(f"  {text}")
     said = set(evidence)
-    for number, cause in enumerate(ailment.causes, start=1):
+    for number, cause in enumerate(diagnosis.causes, start=1):
         _show_cause(number, cause, said)
-    if ailment.against:
-        say("  evidence against other causes:", style="dim")
-    for name, text in ailment.against:
-        say(f"    {name}: {text}", style="dim")
-    for line in ailment.details:
+    for line in diagnosis.details:
         say(f"  | {line}", style="dim")
 
 

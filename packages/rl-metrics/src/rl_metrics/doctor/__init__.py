@@ -1,6 +1,6 @@
 """Diagnosis of unhealthy runs from their records."""
 
 from rl_metrics.doctor.diagnosing import diagnose
-from rl_metrics.doctor.diagnosis import Ailment, Cause, Diagnosis, Reading
+from rl_metrics.doctor.diagnosis import Cause, Diagnosis, DoctorReport, NoFinding
 
-__all__ = ["Ailment", "Cause", "Diagnosis", "Reading", "diagnose"]
+__all__ = ["Cause", "Diagnosis", "DoctorReport", "NoFinding", "diagnose"]

@@ -1,53 +1,41 @@
-"""The doctor's complete diagnosis of one run."""
+"""The doctor's complete report on one run."""
 
 from dataclasses import replace
 
-from rl_metrics.doctor.diagnosis import Ailment, Diagnosis, Reading
-from rl_metrics.doctor.facts import facts_of
-from rl_metrics.doctor.hang import judge_hang
-from rl_metrics.doctor.limits import MIN_TOKENS
-from rl_metrics.doctor.memory_growth import judge_memory
-from rl_metrics.doctor.mismatch_by_metrics import judge_metrics
-from rl_metrics.doctor.mismatch_by_tokens import judge_tokens
-from rl_metrics.doctor.sickness import judge_health
-from rl_metrics.doctor.token_pairs import read_pairs
+from rl_metrics.doctor.diagnosis import Diagnosis, DoctorReport, NoFinding
+from rl_metrics.doctor.hang import diagnose_hang
+from rl_metrics.doctor.memory_growth import diagnose_memory
+from rl_metrics.doctor.mismatch import diagnose_mismatch
+from rl_metrics.doctor.other_findings import add_health
 from rl_metrics.health.run_verdict import without_measuring
 from rl_metrics.run_files.run_record import RunRecord
 
 
-def diagnose(run: RunRecord) -> Diagnosis:
+def diagnose(run: RunRecord) -> DoctorReport:
     """Diagnose a run's problems and their causes from its records.
 
     Raises:
         OSError: A file cannot be read.
     """
-    looks: tuple[Ailment | Reading, ...] = (
-        judge_hang(run),
-        _judge_mismatch(run),
-        judge_memory(run.history, run.events),
-    )
+    results: list[Diagnosis | NoFinding] = [
+        diagnose_hang(run),
+        diagnose_mismatch(run),
+        diagnose_memory(run.history, run.events),
+    ]
     if run.is_imported:
-        looks = tuple(map(_of_import, looks))
-    known = [look for look in looks if isinstance(look, Ailment)]
-    readings = [look for look in looks if isinstance(look, Reading)]
-    ailments, reading = judge_health(run, known=known)
-    if reading is not None:
-        readings.append(reading)
-    return Diagnosis(run=run.name, ailments=ailments, readings=tuple(readings))
+        results = list(map(_of_import, results))
+    known = [result for result in results if isinstance(result, Diagnosis)]
+    no_findings = [result for result in results if isinstance(result, NoFinding)]
+    diagnoses, no_finding = add_health(run, known=known)
+    if no_finding is not None:
+        no_findings.append(no_finding)
+    return DoctorReport(run=run.name, diagnoses=diagnoses, no_findings=tuple(no_findings))
 
 
-def _of_import(look: Ailment | Reading) -> Ailment | Reading:
+def _of_import(result: Diagnosis | NoFinding) -> Diagnosis | NoFinding:
     """Remove advice that applies only to runs of this project."""
-    if isinstance(look, Reading):
-        return replace(look, text=without_measuring(look.text))
-    evidence = (replace(one, text=without_measuring(one.text)) for one in look.evidence)
-    causes = (replace(one, advice=tuple(filter(None, map(without_measuring, one.advice)))) for one in look.causes)
-    return replace(look, evidence=tuple(evidence), causes=tuple(causes))
-
-
-def _judge_mismatch(run: RunRecord) -> Ailment | Reading:
-    facts = facts_of(run)
-    pairs = read_pairs(run.rollouts())
-    if len(pairs) < MIN_TOKENS:
-        return judge_metrics(run.history, facts)
-    return judge_tokens(pairs, facts)
+    if isinstance(result, NoFinding):
+        return replace(result, text=without_measuring(result.text))
+    evidence = (replace(one, text=without_measuring(one.text)) for one in result.evidence)
+    causes = (replace(one, advice=tuple(filter(None, map(without_measuring, one.advice)))) for one in result.causes)
+    return replace(result, evidence=tuple(evidence), causes=tuple(causes))

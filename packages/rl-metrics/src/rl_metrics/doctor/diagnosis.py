@@ -1,4 +1,4 @@
-"""Types of the doctor's diagnosis."""
+"""Types of the doctor's report."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -35,7 +35,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ailment:
+class Diagnosis:
     """A problem of a run.
 
     Attributes:
@@ -43,7 +43,6 @@ class Ailment:
         what: Description in one sentence.
         evidence: Evidence that it exists, and of its size.
         causes: Likely causes, most likely first.
-        against: Pairs of the name of a rejected cause and the evidence against it.
         details: Further lines, such as stacks.
     """
 
@@ -51,12 +50,11 @@ class Ailment:
     what: str
     evidence: tuple[Evidence, ...] = ()
     causes: tuple[Cause, ...] = ()
-    against: tuple[tuple[str, str], ...] = ()
     details: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class NoFinding:
     """Result of a check that found no problem, or could not be made.
 
     Attributes:
@@ -71,27 +69,25 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class DoctorReport:
     """Problems of a run and their causes, according to its records.
 
     Attributes:
         run: Name of the run.
-        ailments: Problems; those that stop a run come first.
-        readings: Checks without a problem.
+        diagnoses: Problems; those that stop a run come first.
+        no_findings: Checks without a problem.
     """
 
     run: str
-    ailments: tuple[Ailment, ...] = ()
-    readings: tuple[Reading, ...] = ()
+    diagnoses: tuple[Diagnosis, ...] = ()
+    no_findings: tuple[NoFinding, ...] = ()
 
     @property
     def first_cause(self) -> Cause | None:
         """The most likely cause of the first problem; None if there is no problem or no known cause."""
-        return next((cause for ailment in self.ailments for cause in ailment.causes), None)
+        return next((cause for diagnosis in self.diagnoses for cause in diagnosis.causes), None)
 
     def to_json(self) -> dict[str, Json]:
-        """Return the diagnosis as a JSON object; values that are not finite are null."""
+        """Return the report as a JSON object; values that are not finite are null."""
         document: dict[str, Json] = as_plain(msgspec.to_builtins(self))
-        for ailment in document["ailments"]:
-            ailment["against"] = [{"name": name, "text": text} for name, text in ailment["against"]]
-        return document
+        return {"run": document["run"], "ailments": document["diagnoses"], "readings": document["no_findings"]}

@@ -19,30 +19,22 @@ FLOAT32 = ("float32", "fp32", "float64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a run; None if unknown.
+    """Facts about a run.
 
     Attributes:
-        engine_dtype: Dtype of the engine's computation.
-        learner_dtype: Dtype of the learner's computation.
-        top_p: Top-p of sampling.
-        top_k: Top-k of sampling; 0 if off.
-        min_p: Min-p of sampling.
-        temperature: Temperature of sampling.
-        is_mixture: Whether the policy is a mixture of experts.
-        replays: Whether the learner replays the engine's experts for at least 99 % of tokens.
+        engine_dtype: Dtype of the engine's computation; None if unknown.
+        learner_dtype: Dtype of the learner's computation; None if unknown.
+        cuts: Settings that truncate the sampling distribution, such as "rollout.top_p = 0.9".
+        suspects: Further settings that may explain a mismatch, in words.
         proof_failures: Number of failed weight proofs.
         proof_error: Error of the last failure, empty without one.
-        canary: Maximum difference of a weight proof's canary logprobs, in nats.
+        canary: Maximum difference of a weight proof's canary logprobs, in nats; None if unknown.
     """
 
     engine_dtype: str | None = None
     learner_dtype: str | None = None
-    top_p: float | None = None
-    top_k: float | None = None
-    min_p: float | None = None
-    temperature: float | None = None
-    is_mixture: bool | None = None
-    replays: bool = False
+    cuts: tuple[str, ...] = ()
+    suspects: tuple[str, ...] = ()
     proof_failures: int = 0
     proof_error: str = ""
     canary: float | None = None
@@ -59,18 +51,6 @@ class Facts:
             f"engine in {self.engine_dtype or 'an unknown dtype'}, learner in {self.learner_dtype or 'an unknown one'}"
         )
 
-    @property
-    def cuts(self) -> tuple[str, ...]:
-        """Settings that truncate the sampling distribution, such as "rollout.top_p = 0.9"."""
-        found = []
-        if self.top_p is not None and self.top_p < 1.0:
-            found.append(f"rollout.top_p = {self.top_p:g}")
-        if self.top_k is not None and self.top_k > 0:
-            found.append(f"rollout.top_k = {self.top_k:g}")
-        if self.min_p is not None and self.min_p > 0.0:
-            found.append(f"rollout.min_p = {self.min_p:g}")
-        return tuple(found)
-
 
 def facts_of(run: RunRecord) -> Facts:
     """Return the facts about a run; settings of another shape are ignored."""
@@ -80,20 +60,30 @@ def facts_of(run: RunRecord) -> Facts:
         for event in run.events
         if event["event"] == PROOF_EVENT or PROOF_ERROR in str(event.get("error", ""))
     ]
-    expert, unknown = _number(settings, "parallel", "expert"), _largest(run.history, "router/unknown_share")
+    sampling = {name: number_or_none(_value(settings, "rollout", name)) for name in ("top_p", "top_k", "min_p")}
+    is_off = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
+    cuts = [f"rollout.{name} = {value:g}" for name, value in sampling.items() if value not in (None, is_off[name], -1)]
     return Facts(
         engine_dtype=_text(settings, "engine", "dtype"),
         learner_dtype=_text(settings, "learner", "dtype"),
-        top_p=_number(settings, "rollout", "top_p"),
-        top_k=_number(settings, "rollout", "top_k"),
-        min_p=_number(settings, "rollout", "min_p"),
-        temperature=_number(settings, "rollout", "temperature"),
-        is_mixture=True if unknown is not None or (expert is not None and expert > 1) else None,
-        replays=unknown is not None and unknown <= MOST_UNKNOWN,
+        cuts=tuple(cuts),
+        suspects=_suspects(settings, run.history),
         proof_failures=len(errors),
         proof_error=errors[-1] if errors else "",
         canary=_largest(run.history, "weights/canary_max_diff"),
     )
+
+
+def _suspects(settings: Mapping[str, Any], history: History) -> tuple[str, ...]:
+    suspects = []
+    temperature = number_or_none(_value(settings, "rollout", "temperature"))
+    if temperature not in (None, 1.0):
+        suspects.append(f"rollout.temperature is {temperature:g}: engine and learner must both apply it")
+    unknown = _largest(history, "router/unknown_share")
+    is_mixture = unknown is not None or (number_or_none(_value(settings, "parallel", "expert")) or 0) > 1
+    if is_mixture and (unknown is None or unknown > MOST_UNKNOWN):
+        suspects.append("the policy is a mixture, and the learner does not replay the engine's experts")
+    return tuple(suspects)
 
 
 def _value(settings: Mapping[str, Any], table: str, name: str) -> Any:
@@ -104,10 +94,6 @@ def _value(settings: Mapping[str, Any], table: str, name: str) -> Any:
 def _text(settings: Mapping[str, Any], table: str, name: str) -> str | None:
     value = _value(settings, table, name)
     return value[:40] if isinstance(value, str) else None
-
-
-def _number(settings: Mapping[str, Any], table: str, name: str) -> float | None:
-    return number_or_none(_value(settings, table, name))
 
 
 def _largest(history: History, name: str) -> float | None:

@@ -1,5 +1,11 @@
 """Thresholds of the diagnosis of mismatches between engine and learner, with reasons."""
 
+import math
+
+import numpy as np
+
+from rl_metrics.doctor.token_pairs import Floats
+
 MIN_TOKENS = 30
 """Minimum number of tokens for a diagnosis: a mean of 30 has a fifth of one value's spread."""
 
@@ -31,44 +37,21 @@ CANARY_ROUNDED = 0.3
 GROWTH = 3.0
 """A difference grows if it reaches this multiple of its first value; noise of 30 tokens stays below 2."""
 
+TYPICAL = 1.5
+"""The median must grow by this multiple too, because a few tokens of other experts change a mean, but no median."""
+
 CERTAIN = 4.0
-"""Standard deviations of a rank-sum statistic that rule out chance: one run in 30,000 exceeds them by chance."""
-
-POSITION = 3.0
-"""Minimum ratio of the first tokens' difference to that of later ones, at equal doubt, for a wrong prompt.
-
-Changed weights and rounding stay below.
-"""
-
-FIT = 0.5
-"""Minimum share of the squared difference that a line must explain."""
-
-FIT_IF_CUT = 0.85
-"""The same if the differences have one sign: truncated sampling alone explains half a line."""
+"""Standard errors between two means that rule out chance: one run in 30,000 exceeds them by chance."""
 
 ONE_SIDED = 0.15
 """Maximum share of upward differences for truncated sampling, which has none; other causes have about half."""
 
-ONE_SIDED_IF_SET = 0.4
-"""The same if the settings truncate sampling, because another cause may add to it."""
-
 LOST_MASS = 0.4
-"""Minimum share of the ratios' distance from 1 that comes from a mean below 1.
+"""Minimum share of k1 by which it exceeds k3 for truncated sampling; both are equal for full distributions."""
 
-Ratios of full distributions have a mean of 1, whatever the cause.
-"""
 
-OUTLIER = 8.0
-"""Ratio of an outlying difference to the median, at equal doubt: noise of five standard deviations."""
-
-OUTLIER_SHARE = 0.5
-"""Minimum share of the difference in outliers if a few tokens are the cause."""
-
-MOST_OUTLIERS = 0.15
-"""Maximum share of tokens that are outliers; more are not exceptions."""
-
-LEAST_SHARE = 0.1
-"""Minimum share of the difference for a cause to be named."""
-
-LEAST_LEFT_OVER = 0.35
-"""The same for the unexplained rest if another cause is named, because fits leave a rest."""
+def grows(first: Floats, later: Floats) -> bool:
+    """Return whether differences grow by GROWTH, and beyond chance."""
+    error = math.hypot(first.std() / math.sqrt(len(first)), later.std() / math.sqrt(len(later)))
+    is_certain = later.mean() - first.mean() >= CERTAIN * error and np.median(later) > TYPICAL * np.median(first)
+    return bool(is_certain and later.mean() >= GROWTH * max(first.mean(), 1e-5))

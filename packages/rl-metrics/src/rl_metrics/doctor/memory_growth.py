@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rl_metrics.comparison.trends import mann_kendall_z, theil_sen
-from rl_metrics.doctor.diagnosis import Ailment, Cause, Reading
+from rl_metrics.doctor.diagnosis import Cause, Diagnosis, NoFinding
 from rl_metrics.doctor.token_pairs import Floats, Ints
 from rl_metrics.health.finding import Evidence
 from rl_metrics.run_files.history import History
@@ -114,7 +114,7 @@ def is_growing(trend: Trend | None) -> bool:
     return is_large and trend.late >= LEAST_LATE * trend.slope
 
 
-def judge_memory(history: History, events: Sequence[Mapping[str, Any]]) -> Ailment | Reading:
+def diagnose_memory(history: History, events: Sequence[Mapping[str, Any]]) -> Diagnosis | NoFinding:
     """Diagnose memory growth from metrics and events."""
     columns = {name: column for name in history.values if _is_owner(name) and (column := history.get(name)) is not None}
     columns |= {name: column for name in WHOLE if (column := history.get(name)) is not None}
@@ -124,20 +124,20 @@ def judge_memory(history: History, events: Sequence[Mapping[str, Any]]) -> Ailme
     known = {name: trend for name, trend in trends.items() if trend is not None}
     if not known:
         text = f"no memory was measured at {MIN_POINTS} steps or more: memory/*, {WHOLE[0]}"
-        return Reading(kind="memory", state="unknown", text=text)
+        return NoFinding(kind="memory", state="unknown", text=text)
     growing = {name: trend for name, trend in known.items() if is_growing(trend)}
     if set(growing) == {WHOLE[1]} and any(map(_is_owner, columns)):
         text = (
             f"the run's memory is steady; {WHOLE[1]} grew by {growing[WHOLE[1]].grown:.2g} GiB since step "
             f"{growing[WHOLE[1]].first}, because of another program"
         )
-        return Reading(kind="memory", state="right", text=text)
+        return NoFinding(kind="memory", state="right", text=text)
     if not growing:
         largest = max(known, key=lambda name: known[name].grown)
         text = (
             f"memory is steady: {largest} changed by {known[largest].grown:+.2g} GiB since step {known[largest].first}"
         )
-        return Reading(kind="memory", state="right", text=text)
+        return NoFinding(kind="memory", state="right", text=text)
     owners = sorted((name for name in growing if _is_owner(name)), key=lambda name: (-growing[name].slope, name))
     whole = next((name for name in WHOLE if name in growing), None)
     causes = _owner_causes(
@@ -150,7 +150,7 @@ def judge_memory(history: History, events: Sequence[Mapping[str, Any]]) -> Ailme
         causes = (_unknown_owner(str(whole), growing[str(whole)], events),)
     evidence = [_evidence(name, growing[name]) for name in WHOLE if name in growing]
     evidence += _until_full(history, known, growing)
-    return Ailment(kind="memory", what="Memory grows from step to step.", evidence=tuple(evidence), causes=causes)
+    return Diagnosis(kind="memory", what="Memory grows from step to step.", evidence=tuple(evidence), causes=causes)
 
 
 def _is_owner(name: str) -> bool:
@@ -228,12 +228,12 @@ def _of_python(owner: str, history: History) -> tuple[Evidence, ...]:
 def _growing_lines(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evidence, ...]:
     """Return lines of code whose objects grow with every snapshot, largest growth first."""
     sizes: dict[str, list[int]] = {}
-    num_looks = 0
+    num_snapshots = 0
     for event in events:
         lines = event.get("lines")
         if event.get("event") != "memory_lines" or event.get("role") != owner or not isinstance(lines, list):
             continue
-        num_looks += 1
+        num_snapshots += 1
         for one in lines:
             line, size = (one.get("line"), one.get("size_bytes")) if isinstance(one, dict) else (None, None)
             if isinstance(line, str) and isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 60:
@@ -241,7 +241,7 @@ def _growing_lines(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evi
     grown = {
         line: row
         for line, row in sizes.items()
-        if num_looks >= 3 and len(row) >= 3 and all(one < other for one, other in pairwise(row))
+        if num_snapshots >= 3 and len(row) >= 3 and all(one < other for one, other in pairwise(row))
     }
     largest = sorted(grown, key=lambda line: (grown[line][0] - grown[line][-1], line))[:MOST_NAMED]
     return tuple(

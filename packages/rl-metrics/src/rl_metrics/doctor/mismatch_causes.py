@@ -1,10 +1,11 @@
 """Titles and advice for the causes of a mismatch."""
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 from rl_metrics.doctor.diagnosis import Cause
+from rl_metrics.doctor.facts import Facts
+from rl_metrics.doctor.limits import CANARY_EXACT, CANARY_ROUNDED
 from rl_metrics.health.finding import Evidence
+
+APART = "Engine and learner assign different probabilities to the same tokens."
 
 CAUSES = {
     "stale_weights": (
@@ -35,21 +36,6 @@ CAUSES = {
             "look at the engine's own defaults, such as the model's generation_config.json",
         ),
     ),
-    "temperature": (
-        "temperature: engine and learner divide their logits by different temperatures",
-        (
-            "let the learner use rollout.temperature, or set it to 1",
-            "check whether the engine's logprobs are computed before or after its temperature",
-        ),
-    ),
-    "routing": (
-        "routing: a few tokens go to different experts in engine and learner",
-        (
-            'let the learner replay the engine\'s experts: rollout.engine = "vllm", engine.capture_experts = true, '
-            'policy.learner = "megatron"',
-            "reject the tokens: correction.reject",
-        ),
-    ),
     "precision": (
         "precision: engine and learner round differently",
         (
@@ -61,7 +47,9 @@ CAUSES = {
         "another computation: the engine's weights or layers differ from the learner's",
         (
             "compare both sides' logprobs of one sequence, layer by layer",
-            "look for quantization, tensors that were not loaded, and different rotary or attention settings",
+            "look for quantization, tensors that were not loaded, different rotary or attention settings, and a "
+            "temperature that only one side applies",
+            "for a mixture of experts, let the learner replay the engine's experts: engine.capture_experts = true",
         ),
     ),
 }
@@ -75,13 +63,13 @@ def with_evidence(name: str, *texts: str, share: float | None = None, metric: st
     return Cause(name=name, title=title, share=share, evidence=evidence, advice=advice)
 
 
-def merged(causes: Iterable[Cause]) -> tuple[Cause, ...]:
-    """Return each cause once, in order of first appearance, with all its evidence and the sum of its shares."""
-    found: dict[str, Cause] = {}
-    for cause in causes:
-        same = found.setdefault(cause.name, cause)
-        if same is not cause:
-            shares = [one.share for one in (same, cause) if one.share is not None]
-            evidence = tuple(dict.fromkeys((*same.evidence, *cause.evidence)))
-            found[cause.name] = replace(same, share=sum(shares) if shares else None, evidence=evidence)
-    return tuple(found.values())
+def failed_proof(facts: Facts) -> Cause | None:
+    """Return stale weights as a cause if a weight proof failed or its canary differs, else None."""
+    texts = []
+    if facts.proof_failures:
+        said = f": {facts.proof_error}" if facts.proof_error else ""
+        texts.append(f"the proof of a weight update failed {facts.proof_failures} times{said}")
+    bound = CANARY_EXACT if facts.is_exact else CANARY_ROUNDED
+    if facts.canary is not None and facts.canary > bound:
+        texts.append(f"weights/canary_max_diff reached {facts.canary:.2g} nats; up to {bound:g} is normal")
+    return with_evidence("stale_weights", *texts, metric="weights/canary_max_diff") if texts else None

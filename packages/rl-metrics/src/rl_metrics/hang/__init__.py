@@ -1,12 +1,10 @@
-"""Reports on hanging runs: each role's activity, the waits between roles, and the cause."""
+"""Reports on hanging runs: who does not answer, and what each role does."""
 
-from rl_metrics.hang.report import HANG_FILE, GroupRow, HangReport, write_hang_report
-from rl_metrics.hang.verdict import judge_hang
+from rl_metrics.hang.report import HANG_FILE, HangReport, describe_trouble, write_hang_report
 
 __all__ = [
     "HANG_FILE",
-    "GroupRow",
     "HangReport",
-    "judge_hang",
+    "describe_trouble",
     "write_hang_report",
 ]

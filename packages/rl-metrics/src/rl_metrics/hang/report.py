@@ -1,52 +1,31 @@
-"""hang.json: each role's activity and waits when a run made no progress for too long.
+"""hang.json: who does not answer, and what each role does, when a run made no progress for too long.
 
-Sizes are bounded, so that writing always succeeds: stacks and texts are cut, and only the oldest groups are kept.
+Sizes are bounded, so that writing always succeeds: stacks and texts are cut.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from rl_core.cluster import RoleReport, Wait, cut_middle
+from rl_core.cluster import RoleReport, cut_middle
 from rl_core.errors import DataError
 from rl_core.files import read_plain, write_durably
 from rl_core.record_fields import converts_arguments, record
+from rl_metrics.hang.stack_frames import innermost_frames
 
 HANG_FILE = "hang.json"
-MAX_GROUPS = 50
 MAX_ROLES = 1_000
 MAX_ITEMS = 100
-"""Maximum number of waits, leases or counts of a role."""
+"""Maximum number of causes, or counts of a role."""
 MAX_STACK = 32_000
 MAX_STACKS = 4_000_000
 """Maximum number of characters of all roles' stacks."""
 MAX_TEXT = 4_000
 MAX_FILE_BYTES = 64 << 20
-
-
-@record
-class GroupRow:
-    """An unfinished group.
-
-    Attributes:
-        uid: Identifier of its prompt.
-        state: State in the queue's ledger: issued or settled.
-        missing: Indices of the sessions that are not settled.
-        age_s: Seconds since its latest issue.
-        attempt: Number of times it was issued.
-        holder: Role that holds it; None if no role does.
-    """
-
-    uid: str
-    state: str
-    missing: tuple[int, ...] = ()
-    age_s: float = 0.0
-    attempt: int = 1
-    holder: str | None = None
 
 
 @record
@@ -60,9 +39,7 @@ class HangReport:
         last_progress: Description of the last progress.
         roles: Report of each role.
         queue: `TransferQueue.stats`; empty if the queue did not answer.
-        groups: Unfinished groups; a file has the oldest MAX_GROUPS.
-        verdict: Who waits for whom, in words.
-        causes: Ends of the waits.
+        causes: Who does not answer, or why nobody was asked; empty if all answer.
         format: Identifier of the file format.
     """
 
@@ -72,10 +49,32 @@ class HangReport:
     last_progress: str = ""
     roles: tuple[RoleReport, ...] = ()
     queue: Mapping[str, float] = field(default_factory=dict)
-    groups: tuple[GroupRow, ...] = ()
-    verdict: str = ""
     causes: tuple[str, ...] = ()
-    format: Literal["rl-hang-1"] = "rl-hang-1"
+    format: Literal["rl-hang-2"] = "rl-hang-2"
+
+    @property
+    def summary(self) -> str:
+        """The report in one sentence."""
+        since = f", since: {self.last_progress}" if self.last_progress else ""
+        return f"no progress for {self.no_progress_s:.0f} s{since}; {'; '.join(self.causes) or 'all roles answer'}"
+
+
+def describe_trouble(roles: Sequence[RoleReport], queue: Mapping[str, float]) -> tuple[str, ...]:
+    """Return which roles do not answer or do not serve, with their positions in the code.
+
+    Args:
+        roles: Report of each role.
+        queue: `TransferQueue.stats`; empty if the queue did not answer.
+    """
+    troubles = []
+    for role in roles:
+        if not role.is_answering:
+            frames = innermost_frames(role.stack, depth=2)
+            where = f", it is in {', called by '.join(frames)}" if frames else ""
+            troubles.append(f"{role.name} does not answer (for {role.since_s:.0f} s{where})")
+        elif role.state != "serving":
+            troubles.append(f"{role.name} is {role.state} (for {role.since_s:.0f} s)")
+    return (*troubles, *(() if queue else ("the queue does not answer",)))
 
 
 @converts_arguments
@@ -85,7 +84,9 @@ def write_hang_report(path: Path, report: HangReport) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    write_durably(path, msgspec.json.format(msgspec.json.encode(bounded(report)), indent=2) + b"\n")
+    report = bounded(report)
+    content = {"summary": report.summary, **msgspec.to_builtins(report)}
+    write_durably(path, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
 
 
 def read_hang_report(path: Path) -> HangReport:
@@ -98,7 +99,7 @@ def read_hang_report(path: Path) -> HangReport:
         return bounded(msgspec.json.decode(read_plain(path, max_bytes=MAX_FILE_BYTES), type=HangReport))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
-            f"{path} must be a hang report of the asynchronous trainer (format rl-hang-1); {error}."
+            f"{path} must be a hang report of the asynchronous trainer (format rl-hang-2); {error}."
         ) from None
 
 
@@ -106,7 +107,6 @@ def bounded(report: HangReport) -> HangReport:
     """Return the report with bounded sizes, and only numbers and characters that JSON can encode."""
     roles = report.roles[:MAX_ROLES]
     max_stack = min(MAX_STACK, MAX_STACKS // max(len(roles), 1))
-    oldest = sorted(report.groups, key=lambda group: -group.age_s)[:MAX_GROUPS]
     return replace(
         report,
         run=_text(report.run),
@@ -114,24 +114,17 @@ def bounded(report: HangReport) -> HangReport:
         last_progress=_text(report.last_progress),
         roles=tuple(_bounded_role(role, max_stack) for role in roles),
         queue=_numbers(report.queue),
-        groups=tuple(
-            replace(group, uid=_text(group.uid), missing=group.missing[:MAX_ITEMS], age_s=_number(group.age_s))
-            for group in oldest
-        ),
-        verdict=_text(report.verdict),
         causes=tuple(_text(cause) for cause in report.causes[:MAX_ITEMS]),
     )
 
 
 def _bounded_role(role: RoleReport, max_stack: int) -> RoleReport:
-    longest = sorted(role.waits, key=lambda wait: -wait.since_s)[:MAX_ITEMS]
     return replace(
         role,
         name=_text(role.name),
         since_s=_number(role.since_s),
-        waits=tuple(Wait(what=_text(one.what), on=_text(one.on), since_s=_number(one.since_s)) for one in longest),
+        doing=_text(role.doing),
         stack=_text(role.stack, max_stack),
-        leases=tuple(_text(lease) for lease in role.leases[:MAX_ITEMS]),
         counts=_numbers(role.counts),
     )
 

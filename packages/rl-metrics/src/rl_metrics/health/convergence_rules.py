@@ -95,7 +95,6 @@ CONVERGENCE = (
                 "run_mean",
                 LOSS,
                 says="{metric} is {value} on average over the run (from {min} to {max} is healthy)",
-                well="{value} on average over the run",
                 min_steps=20,
                 unless=(UNCENTRED_MEAN, UNSCALED_MEAN),
                 min="mean_min",
@@ -126,7 +125,6 @@ CONVERGENCE = (
                 LOSS,
                 says="{metric} rose by {value} above its usual value in a step of the last {window} (at most {by} is "
                 "healthy)",
-                well="{metric} rose by at most {value} in a step of the last {window}",
             ),
         ),
         thresholds=(
@@ -249,8 +247,8 @@ CONVERGENCE = (
             condition(
                 "shrunk",
                 "actor/entropy",
-                says="{metric} is at {value:share} of its start of {before} nats, and the reward has not risen "
-                "(below {min:share} and {below} nats is then a collapse)",
+                says="{metric} is at {value:share} of its start of {before} nats (below {min:share} and {below} nats "
+                "is a collapse if the reward has not risen)",
                 needs=(STANDS_STILL,),
                 min_steps=30,
                 min="idle_share",
@@ -290,7 +288,7 @@ CONVERGENCE = (
             condition(
                 "sudden_fall",
                 "actor/entropy",
-                says="{metric} fell to {value:share} within five steps (at least {min:share} is healthy)",
+                says="{metric} went to {value:share} within five steps (at least {min:share} is healthy)",
                 min="share",
                 least="least",
             ),
@@ -317,7 +315,7 @@ CONVERGENCE = (
             condition(
                 "leap",
                 "actor/entropy",
-                says="{metric} is at {value} nats, up from {before} ({times} times as much is too much)",
+                says="{metric} is at {value} nats, from {before} at first ({times} times as much is too much)",
             ),
         ),
         thresholds=(

@@ -1,6 +1,5 @@
 """Evaluation of rule conditions on a run's metrics."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,14 +32,13 @@ class _Figure(float):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ConditionResult:
     """Result of a condition for one metric.
 
     Attributes:
         condition: The condition.
         metric: Name of its first column, or of the match of a pattern.
         steps: [n] int64, steps at which all columns are finite.
-        newest: Running median of the metric at the newest step; NaN if it was never finite.
         limits: Limits by name, as numbers.
         window: Window in steps.
         measured: Result of the check at these steps.
@@ -50,7 +48,6 @@ class Look:
     condition: Condition
     metric: str
     steps: NDArray[np.int64]
-    newest: float
     limits: dict[str, float]
     window: int
     measured: Measured
@@ -75,28 +72,23 @@ class Look:
     @property
     def evidence(self) -> Evidence:
         """The measured value, in words."""
-        value = float(self.measured.values[-1])
-        return Evidence(metric=self.metric, text=self._put(self.condition.says), value=value)
+        value, before = float(self.measured.values[-1]), _Figure(self.measured.before or 0.0)
+        figures = {name: _Figure(limit) for name, limit in self.limits.items()}
+        window = min(self.window, len(self.steps))
+        text = self.condition.says.format(
+            metric=self.metric, window=window, value=_Figure(value), before=before, **figures
+        )
+        return Evidence(metric=self.metric, text=text, value=value)
 
     @property
     def reading(self) -> str:
         """Text for the checklist if nothing is wrong, or if the data is too old."""
         if self.is_old:
             return f"{self.metric} is missing or not finite in the last {self.num_lost} steps"
-        if self.condition.well:
-            return self._put(self.condition.well)
-        window = min(self.window, len(self.steps))
-        over = f" over the last {window} steps" if window > 1 else ""
-        return f"{self.metric} {_Figure(self.newest)}{over}"
-
-    def _put(self, text: str) -> str:
-        figures = {name: _Figure(limit) for name, limit in self.limits.items()}
-        figures |= {"value": _Figure(self.measured.values[-1]), "newest": _Figure(self.newest)}
-        figures |= {"before": _Figure(self.measured.before or 0.0)}
-        return text.format(metric=self.metric, window=min(self.window, len(self.steps)), **figures)
+        return self.evidence.text
 
 
-class Looker:
+class RuleEvaluator:
     """Evaluates conditions on one run and caches the results."""
 
     def __init__(self, history: History, *, is_over: bool = False) -> None:
@@ -105,48 +97,47 @@ class Looker:
         self._history = history
         self._columns: dict[str, Floats] = {}
         self._rows: dict[tuple[str, ...], NDArray[np.intp]] = {}
-        self._found: dict[int, list[Look]] = {}
+        self._found: dict[int, list[ConditionResult]] = {}
 
-    def looks(self, condition: Condition, rule: Rule) -> list[Look]:
+    def results(self, condition: Condition, rule: Rule) -> list[ConditionResult]:
         """Return a condition's results, one for each of its metrics that the run has."""
         if condition.at_end and not self.is_over:
             return []
         window = condition.window or rule.window
         limits = condition.limits_of(rule)
-        looks = []
+        results = []
         for metric, names in self._choices(condition):
             finite = self._finite(names)
             rows = self._rows_on(finite) if condition.kind in WITH_GAPS else finite
             if not len(rows):
                 continue
             columns = tuple(self._column(name)[rows] for name in names)
-            looks.append(
-                Look(
+            results.append(
+                ConditionResult(
                     condition=condition,
                     metric=metric,
                     steps=self._history.steps[rows],
-                    newest=float(np.median(self._column(metric)[finite][-window:])) if len(finite) else math.nan,
                     limits=limits,
                     window=window,
                     measured=KINDS[condition.kind](columns, limits, window),
                     num_lost=num_lost(self._column(metric)),
                 )
             )
-        return looks
+        return results
 
-    def found(self, condition: Condition, rule: Rule) -> list[Look]:
+    def found(self, condition: Condition, rule: Rule) -> list[ConditionResult]:
         """Return the results of a condition that are wrong."""
         if id(condition) not in self._found:
-            self._found[id(condition)] = [look for look in self.looks(condition, rule) if look.is_wrong]
+            self._found[id(condition)] = [result for result in self.results(condition, rule) if result.is_wrong]
         return self._found[id(condition)]
 
     def excuse(self, broken: Condition, rule: Rule) -> str | None:
         """Return why a finding of one of the rule's conditions does not count, or None if it does."""
         for condition in (*broken.unless, *rule.unless):
-            for look in self.found(condition, rule):
-                return look.evidence.text
+            for result in self.found(condition, rule):
+                return result.evidence.text
         for condition in rule.needs:
-            if not self.looks(condition, rule):
+            if not self.results(condition, rule):
                 return f"the run does not record {' or '.join(condition.reads[0])}"
             if not self.found(condition, rule):
                 return condition.otherwise

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_metrics.health.evaluate_rules import Look, Looker
+from rl_metrics.health.evaluate_rules import ConditionResult, RuleEvaluator
 from rl_metrics.health.families import FAMILY_TEXTS, Family, family_of
 from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Status, Verdict
 from rl_metrics.health.guide import GUIDE
@@ -53,18 +53,18 @@ def judge(
     target = target or TargetOptions()
     with np.errstate(all="ignore"):  # values may be near the largest float
         aim = judge_target(history, target)
-        looker = Looker(history, is_over=is_over)
+        evaluator = RuleEvaluator(history, is_over=is_over)
         newest = int(history.steps[-1]) if len(history.steps) else 0
         reports, family = _of_this_attempt(events), family or family_of(history.values, {})
-        verdict = _judged(looker, with_target(rules, target, aim), reports, family, newest)
+        verdict = _judged(evaluator, with_target(rules, target, aim), reports, family, newest)
     return replace(verdict, target=aim)
 
 
 def _judged(
-    looker: Looker, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]], family: Family, newest: int
+    evaluator: RuleEvaluator, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]], family: Family, newest: int
 ) -> Verdict:
     judged = [
-        _check(rule, looker, reports, newest)
+        _check(rule, evaluator, reports, newest)
         if family in rule.families
         else (_line(rule, "unknown", f"does not apply to {FAMILY_TEXTS[family]}", applies=False), None)
         for rule in rules
@@ -72,42 +72,44 @@ def _judged(
     checks, found = tuple(check for check, _ in judged), {one.rule: one for _, one in judged if one is not None}
     by_name = {rule.name: rule for rule in rules}
     explainers = _explainers(by_name, found)
-    explained = {name: _explain(by_name[name], one, explainers, looker) for name, one in found.items()}
+    explained = {name: _explain(by_name[name], one, explainers, evaluator) for name, one in found.items()}
     return Verdict(status=_worst(checks), step=newest, checks=checks, findings=_in_order(explained, explainers))
 
 
 def _check(
-    rule: Rule, looker: Looker, reports: Sequence[Mapping[str, Any]], newest: int
+    rule: Rule, evaluator: RuleEvaluator, reports: Sequence[Mapping[str, Any]], newest: int
 ) -> tuple[Check, Finding | None]:
     """Return a rule's check and its finding, before other findings are known."""
     for condition in rule.idle:
-        for look in looker.found(condition, rule):
-            return _line(rule, "unknown", look.evidence.text, applies=False), None
-    looks = [look for condition in rule.conditions for look in looker.looks(condition, rule)]
-    enough = [look for look in looks if len(look.steps) >= _needed(rule, look) and not look.is_old]
+        for result in evaluator.found(condition, rule):
+            return _line(rule, "unknown", result.evidence.text, applies=False), None
+    results = [result for condition in rule.conditions for result in evaluator.results(condition, rule)]
+    enough = [result for result in results if len(result.steps) >= _needed(rule, result) and not result.is_old]
     reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
     wrong = [
-        look for look in enough if look.is_wrong and all(looker.found(need, rule) for need in look.condition.needs)
+        result
+        for result in enough
+        if result.is_wrong and all(evaluator.found(need, rule) for need in result.condition.needs)
     ]
-    excuses = [(look, looker.excuse(look.condition, rule)) for look in wrong]
-    wrong = [look for look, excuse in excuses if excuse is None]
+    excuses = [(result, evaluator.excuse(result.condition, rule)) for result in wrong]
+    wrong = [result for result, excuse in excuses if excuse is None]
     is_wrong = bool(wrong)
     if not is_wrong and not reported:
-        reading = _reading(rule, looks, enough, looker)
+        reading = _reading(rule, results, enough, evaluator)
         if excuses:
             reading = f"{_with_sureness(rule, excuses[0][0]).text}, which is accepted: {excuses[0][1]}"
-        missing = not any(looker.has(condition.reads[0]) for condition in _due(rule, looker))
+        missing = not any(evaluator.has(condition.reads[0]) for condition in _due(rule, evaluator))
         line = _line(rule, "ok" if enough else "unknown", reading, applies=not missing)
         return replace(line, excuse=(excuses[0][1] or "") if excuses else ""), None
-    wrong = _without_repeats(sorted(wrong, key=lambda look: look.since_step)) if is_wrong else []
+    wrong = _without_repeats(sorted(wrong, key=lambda result: result.since_step)) if is_wrong else []
     reasons = [_told(report, newest)[0] for report in reports if is_wrong and report.get("event") == rule.reasons]
-    evidence = (*(told for told, _ in reported), *(_with_sureness(rule, look) for look in wrong), *reasons[-1:])
+    evidence = (*(told for told, _ in reported), *(_with_sureness(rule, result) for result in wrong), *reasons[-1:])
     finding = Finding(
         rule=rule.name,
         side=rule.side,
         severity=rule.severity,
         what=rule.what,
-        since_step=min([*(step for _, step in reported), *(look.since_step for look in wrong)]),
+        since_step=min([*(step for _, step in reported), *(result.since_step for result in wrong)]),
         evidence=evidence,
         causes=(),
         advice=(),
@@ -119,28 +121,28 @@ def _line(rule: Rule, status: Status, reading: str, *, applies: bool = True) -> 
     return Check(rule=rule.name, side=rule.side, title=rule.title, status=status, reading=reading, applies=applies)
 
 
-def _due(rule: Rule, looker: Looker) -> list[Condition]:
+def _due(rule: Rule, evaluator: RuleEvaluator) -> list[Condition]:
     """Return the rule's conditions without those that wait for the end of the run."""
-    return [condition for condition in rule.conditions if looker.is_over or not condition.at_end]
+    return [condition for condition in rule.conditions if evaluator.is_over or not condition.at_end]
 
 
-def _needed(rule: Rule, look: Look) -> int:
+def _needed(rule: Rule, result: ConditionResult) -> int:
     """Return how many steps with its metric a condition needs."""
-    return max(rule.min_steps, look.condition.min_steps)
+    return max(rule.min_steps, result.condition.min_steps)
 
 
-def _sureness(rule: Rule, look: Look) -> str:
+def _sureness(rule: Rule, result: ConditionResult) -> str:
     """Return how sure a result is, if it comes from few values."""
-    return f" (unsure: {len(look.steps)} of {rule.sure_steps} values)" if len(look.steps) < rule.sure_steps else ""
+    return f" (unsure: {len(result.steps)} of {rule.sure_steps} values)" if len(result.steps) < rule.sure_steps else ""
 
 
-def _with_sureness(rule: Rule, look: Look) -> Evidence:
-    return replace(look.evidence, text=look.evidence.text + _sureness(rule, look))
+def _with_sureness(rule: Rule, result: ConditionResult) -> Evidence:
+    return replace(result.evidence, text=result.evidence.text + _sureness(rule, result))
 
 
-def _without_repeats(looks: Sequence[Look]) -> list[Look]:
+def _without_repeats(results: Sequence[ConditionResult]) -> list[ConditionResult]:
     """Return the first of the results that report the same about a metric over several windows."""
-    return list({(look.metric, look.condition.says): look for look in reversed(looks)}.values())[::-1]
+    return list({(result.metric, result.condition.says): result for result in reversed(results)}.values())[::-1]
 
 
 def _explainers(rules: Mapping[str, Rule], found: Mapping[str, Finding]) -> dict[str, frozenset[str]]:
@@ -159,7 +161,9 @@ def _explainers(rules: Mapping[str, Rule], found: Mapping[str, Finding]) -> dict
     }
 
 
-def _explain(rule: Rule, finding: Finding, explainers: Mapping[str, frozenset[str]], looker: Looker) -> Finding:
+def _explain(
+    rule: Rule, finding: Finding, explainers: Mapping[str, frozenset[str]], evaluator: RuleEvaluator
+) -> Finding:
     """Return the finding with its causes."""
     because = explainers[rule.name]
     likely: list[Cause] = []
@@ -170,10 +174,10 @@ def _explain(rule: Rule, finding: Finding, explainers: Mapping[str, frozenset[st
             if cause.rule in because:
                 likely.append(cause)
         elif cause.sign is not None:
-            signs = looker.found(cause.sign, rule)
+            signs = evaluator.found(cause.sign, rule)
             if signs:
                 likely.append(cause)
-                evidence.extend(look.evidence for look in signs)
+                evidence.extend(result.evidence for result in signs)
         else:
             possible.append(cause)
     likely.sort(key=lambda cause: cause.rule is not None and bool(explainers[cause.rule] & because))  # roots first
@@ -232,18 +236,20 @@ def _worst(checks: Sequence[Check]) -> Status:
     return "unknown"
 
 
-def _reading(rule: Rule, looks: Sequence[Look], enough: Sequence[Look], looker: Looker) -> str:
+def _reading(
+    rule: Rule, results: Sequence[ConditionResult], enough: Sequence[ConditionResult], evaluator: RuleEvaluator
+) -> str:
     if enough:
-        return "; ".join(dict.fromkeys(look.reading + _sureness(rule, look) for look in enough[:3]))
-    if old := [look for look in looks if look.is_old]:
+        return "; ".join(dict.fromkeys(result.reading + _sureness(rule, result) for result in enough[:3]))
+    if old := [result for result in results if result.is_old]:
         return old[0].reading
-    if looks:
-        first = min(looks, key=lambda look: _needed(rule, look) - len(look.steps))
+    if results:
+        first = min(results, key=lambda result: _needed(rule, result) - len(result.steps))
         return f"{len(first.steps)} of the {_needed(rule, first)} steps needed"
-    if not _due(rule, looker):
+    if not _due(rule, evaluator):
         return "judged at the end of the run"
     columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.needed))
-    missing = [names for names in columns if not looker.has(names)]
+    missing = [names for names in columns if not evaluator.has(names)]
     if not missing:
         return f"no step has finite values of {', '.join(' or '.join(names) for names in columns)}"
     return f"the run does not record {', '.join(' or '.join(names) for names in missing)}"

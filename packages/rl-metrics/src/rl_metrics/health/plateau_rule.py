@@ -19,8 +19,7 @@ from rl_metrics.health.finding import TargetVerdict
 from rl_metrics.health.rules import Cause, Condition, Rule, Threshold, condition
 from rl_metrics.targets.target import TargetOptions
 
-NO_GAIN = "{metric} has gained nothing over its earlier best of {before} in {window} validations and is below {below}"
-BEST_SO_FAR = "{metric} is at best {value}"
+NO_GAIN = "{metric} is at best {value}, {window} validations ago it was at best {before} ({below} is good enough)"
 ACCURACY = "val-core/*/acc/mean@#"
 
 
@@ -31,7 +30,7 @@ HAS_RISEN = condition(
 
 
 def _of_validation(name: str, *, sign: float = 1.0, below: float | str = "below") -> Condition:
-    return condition("stuck", name, says=NO_GAIN, well=BEST_SO_FAR, window=5, below=below, gain="gain", sign=sign)
+    return condition("stuck", name, says=NO_GAIN, window=5, below=below, gain="gain", sign=sign)
 
 
 PLATEAU = Rule(
@@ -45,9 +44,8 @@ PLATEAU = Rule(
             "stuck",
             SCORE,
             BEST_SCORE,
-            says="{metric} has gained nothing over its earlier best of {before} in {window} steps, and has gone less "
-            "than {share:share} of the way to the highest reward",
-            well=BEST_SO_FAR,
+            says="{metric} is at best {value}, {window} steps ago it was at best {before} ({share:share} of the way to "
+            "the highest reward is good enough)",
             window=40,
             min_steps=60,
             needs=(HAS_RISEN,),

@@ -3,8 +3,9 @@
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache
+from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.record_fields import record
@@ -49,9 +50,8 @@ class Condition:
             threshold of the rule by its own name.
         window: Window in steps; 0 uses the rule's.
         min_steps: Minimum number of steps with the metrics, if more than the rule's; for a rule's own conditions.
-        says: Text of a finding's evidence, with `{value}`, `{before}`, `{metric}` and the limits by name.
-        well: Text of the checklist without a finding; may also use `{newest}`, the metric's newest median. Empty shows
-            only the newest median.
+        says: What was measured, with `{value}`, `{before}`, `{metric}` and the limits by name; of a rule's own
+            conditions, true with and without a finding.
         needs: Conditions that must be true too; for a rule's own conditions.
         unless: Conditions; any true one excuses this condition, beside the rule's; for a rule's own conditions.
         otherwise: Text if the condition is false; for a rule's `needs`.
@@ -65,7 +65,6 @@ class Condition:
     window: int = 0
     min_steps: int = 0
     says: str = "{metric} is at {value}"
-    well: str = ""
     needs: tuple["Condition", ...] = ()
     unless: tuple["Condition", ...] = ()
     otherwise: str = ""
@@ -83,50 +82,19 @@ class Condition:
         return {name: rule.limit(limit) if isinstance(limit, str) else limit for name, limit in limits.items()}
 
 
-def condition(
-    kind: str,
-    *reads: str | tuple[str, ...],
-    says: str = "{metric} is at {value}",
-    well: str = "",
-    window: int = 0,
-    min_steps: int = 0,
-    needs: tuple[Condition, ...] = (),
-    unless: tuple[Condition, ...] = (),
-    otherwise: str = "",
-    can_do_with_one: bool = False,
-    at_end: bool = False,
-    **limits: float | str,
-) -> Condition:
+def condition(kind: str, *reads: str | tuple[str, ...], **options: Any) -> Condition:
     """Return a `Condition` in short form, such as `condition("level", "actor/grad_norm", max=1.0)`.
 
     Args:
         kind: Name of a check in `checks.KINDS`.
         reads: Metric, or alternatives, for each column; the first that the run has is used.
-        says: Text of a finding's evidence.
-        well: Text of the checklist without a finding.
-        window: Window in steps; 0 uses the rule's.
-        min_steps: Minimum number of steps.
-        needs: Conditions that must be true too.
-        unless: Conditions; any true one excuses this one.
-        otherwise: Text if the condition is false.
-        can_do_with_one: Whether the last column is optional.
-        at_end: Whether the condition is for the end of a run only.
-        limits: Limits by the check's name for them.
+        options: Other fields of the condition; all further names are limits.
     """
-    return Condition(
-        kind=kind,
-        reads=tuple((names,) if isinstance(names, str) else names for names in reads),
-        limits=limits,
-        window=window,
-        min_steps=min_steps,
-        says=says,
-        well=well,
-        needs=needs,
-        unless=unless,
-        otherwise=otherwise,
-        can_do_with_one=can_do_with_one,
-        at_end=at_end,
-    )
+    known = {field.name for field in fields(Condition)}
+    limits = {name: limit for name, limit in options.items() if name not in known}
+    columns = tuple((names,) if isinstance(names, str) else names for names in reads)
+    others = {name: value for name, value in options.items() if name in known}
+    return Condition(kind=kind, reads=columns, limits=limits, **others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ SPREAD = (
             condition(
                 "grown",
                 "rollout/group_reward_std",
-                says="{metric} is at {value}, up from {before} ({times} times as much is too much)",
+                says="{metric} is at {value}, from {before} at first ({times} times as much is too much)",
             ),
         ),
         thresholds=(Threshold("times", 3.0, "running median over the median at the start", THUMB),),

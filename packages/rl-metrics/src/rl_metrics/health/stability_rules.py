@@ -39,7 +39,6 @@ STABILITY = (
                 "run_mean",
                 "actor/grad_norm",
                 says="{metric} is {value} on average over the run (at most {max} is healthy)",
-                well="{value} on average over the run",
                 max="mean_max",
             ),
         ),
@@ -124,7 +123,7 @@ STABILITY = (
         what="Metrics recorded at every step are missing or not finite (NaN, infinite).",
         severity="critical",
         conditions=tuple(
-            condition("lost", names, says="{metric} is missing or not finite in the last {value} steps")
+            condition("lost", names, says="{metric} is missing or not finite in {value} newest steps")
             for names in (
                 SCORE,
                 ("actor/loss", "actor/pg_loss"),
@@ -156,8 +155,7 @@ STABILITY = (
                 "zero",
                 "critic/advantages/max",
                 "critic/advantages/min",
-                says="{metric} has been within {max} of 0 for {window} steps",
-                well="advantages differ from 0 by up to {value} in the last {window} steps",
+                says="advantages differ from 0 by up to {value} in the last {window} steps",
             ),
         ),
         thresholds=(Threshold("max", 1e-9, "maximum advantage that counts as 0", BY_DESIGN),),
@@ -255,7 +253,10 @@ STABILITY = (
                 min="shrunk",
             ),
             condition(
-                "leap", "response_length/mean", says="{metric} is at {value} tokens, up from {before}", times="grown"
+                "leap",
+                "response_length/mean",
+                says="{metric} is at {value} tokens, from {before} at first",
+                times="grown",
             ),
         ),
         thresholds=(
@@ -356,7 +357,6 @@ STABILITY = (
                 "level",
                 "rollout/failed_rewards",
                 says="{metric}: {value} sessions in a step",
-                well="no reward failed in most of the last {window} steps",
             ),
         ),
         thresholds=(Threshold("max", 0.0, "sessions in a step, running median", BY_DESIGN),),

@@ -20,13 +20,9 @@ from rl_metrics.health.families import REWARDED
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 BELOW_BEST = "{metric} is {value:share} below its best of {before} (at most {max:share} is healthy)"
-NEAR_BEST = "{metric} {newest}, at best {before}"
 ON_THE_WAY = "{metric} started at {before} and went at most {value:share} of the way to the highest reward"
 ABOVE_START = "{metric} started at {before}, and its best is {value:share} above that"
-BELOW_TRAINING = (
-    "{metric} is {value:share} below training's {before}, and was closer at first (at most {max:share} is healthy)"
-)
-BESIDE_TRAINING = "{metric} {newest}, training {before}"
+BELOW_TRAINING = "{metric} is {value:share} below training's {before} (a new gap of at most {max:share} is healthy)"
 
 TWO_ERRORS = 2.0
 """Standard errors of margin for a validation without an interval."""
@@ -64,8 +60,7 @@ TASK = (
                 "zero",
                 SCORE,
                 BEST_SCORE,
-                says="{metric} has been 0 for {window} steps",
-                well="rewards differ from 0 by up to {value} in the last {window} steps",
+                says="rewards differ from 0 by up to {value} in the last {window} steps",
                 can_do_with_one=True,
             ),
         ),
@@ -90,7 +85,7 @@ TASK = (
         title="the reward keeps its gains",
         what="The reward has fallen far below its best.",
         severity="critical",
-        conditions=(condition("fall", SCORE, says=BELOW_BEST, well=NEAR_BEST, max="max", by=0.01, errors=3.2),),
+        conditions=(condition("fall", SCORE, says=BELOW_BEST, max="max", by=0.01, errors=3.2),),
         thresholds=(Threshold("max", 0.25, "maximum loss, share of the best running median", THUMB),),
         causes=(
             NOT_FINITE,
@@ -121,9 +116,8 @@ TASK = (
                 SCORE,
                 BEST_SCORE,
                 says=ON_THE_WAY,
-                well=ON_THE_WAY,
             ),
-            condition("no_rise", SCORE, says=ABOVE_START, well=ABOVE_START),
+            condition("no_rise", SCORE, says=ABOVE_START),
         ),
         thresholds=(Threshold("min", 0.1, "minimum gain, share of the way to the highest reward", THUMB),),
         min_steps=30,
@@ -186,7 +180,6 @@ TASK = (
                 *names,
                 UPPER_END,
                 says=BELOW_TRAINING,
-                well=BESIDE_TRAINING,
                 can_do_with_one=True,
                 at_end=limit == "end_max",
                 max=limit,
@@ -235,7 +228,6 @@ TASK = (
                 VALIDATED,
                 UPPER_END,
                 says=BELOW_BEST,
-                well=NEAR_BEST,
                 can_do_with_one=True,
                 max="max",
                 by=0.01,

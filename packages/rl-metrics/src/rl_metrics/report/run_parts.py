@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_core.errors import DataError
 from rl_metrics.doctor.hang import went_on
-from rl_metrics.hang.stack_places import innermost_frames
+from rl_metrics.hang.stack_frames import innermost_frames
 from rl_metrics.health import Verdict
 from rl_metrics.health.families import family_of
 from rl_metrics.health.run_verdict import judge_run
@@ -189,7 +189,7 @@ def describe_hang(run: RunRecord) -> dict[str, Any] | None:
     described: dict[str, Any] = msgspec.to_builtins(report)
     for role in described["roles"]:
         role |= {"counts": list(role["counts"].items()), "where": innermost_frames(role["stack"])}
-    return described | {"queue": list(report.queue.items()), "is_over": went_on(run)}
+    return described | {"summary": report.summary, "queue": list(report.queue.items()), "is_over": went_on(run)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Engines that generate responses. Importing this package loads no engine; import each from its own module."""
 
+from rl_core.weights import TokenScores
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.model_folder import end_token_ids, max_positions, model_end_tokens, vocabulary_size
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
@@ -12,7 +13,6 @@ from rl_rollout.engines.protocol import (
     RolloutEngine,
     SamplingParams,
     Structure,
-    TokenScores,
 )
 from rl_rollout.engines.registry import engine_class, known_engines
 from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to

@@ -19,7 +19,7 @@ from rl_core.cluster import (
     next_incarnation,
     open_cluster,
 )
-from rl_core.data import FloatArray, IntArray
+from rl_core.data import IntArray
 from rl_core.errors import (
     DeadlineError,
     EngineDiedError,
@@ -32,7 +32,7 @@ from rl_core.errors import (
 )
 from rl_core.gpus import GpuUse, gpu_use_of
 from rl_core.record_fields import converts_arguments, settings_record
-from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate
+from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import (
     EngineTraits,
@@ -40,7 +40,6 @@ from rl_rollout.engines.protocol import (
     Generation,
     NewTokens,
     RolloutEngine,
-    TokenScores,
 )
 from rl_rollout.engines.registry import engine_class
 from rl_rollout.engines.streaming import HostedStreams, generate_streamed
@@ -85,19 +84,11 @@ class EngineCalls:
         generations: list[Generation] = await self._call("generate", request)
         return generations
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+    async def score(
+        self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
+    ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
-        scores: list[FloatArray] = await self._call("score", list(sequences))
-        return scores
-
-    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        """See `RolloutEngine.score_with_experts`."""
-        scores: list[RoutedScores] = await self._call("score_with_experts", list(sequences))
-        return scores
-
-    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
-        """See `RolloutEngine.score_top_k`."""
-        scores: list[TokenScores] = await self._call("score_top_k", list(sequences), top_k=top_k)
+        scores: list[TokenScores] = await self._call("score", list(sequences), top_k=top_k, with_experts=with_experts)
         return scores
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -128,25 +119,9 @@ class EngineCalls:
         receipt: WeightReceipt = await self._call("update_weights", update, content)
         return receipt
 
-    async def abort(self, request_ids: Collection[str]) -> None:
+    async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
-        await self._call("abort", list(request_ids))
-
-    async def abort_all(self) -> None:
-        """See `RolloutEngine.abort_all`."""
-        await self._call("abort_all")
-
-    async def pause(self) -> None:
-        """See `RolloutEngine.pause`."""
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
-        await self._call("resume")
-
-    async def reset_prefix_cache(self) -> None:
-        """See `RolloutEngine.reset_prefix_cache`."""
-        await self._call("reset_prefix_cache")
+        await self._call("abort", None if request_ids is None else list(request_ids))
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
@@ -252,15 +227,10 @@ class ProcessEngine(EngineCalls):
         """See `RolloutEngine.generate`."""
         return await self.gate.through(request, super().generate)
 
-    async def abort(self, request_ids: Collection[str]) -> None:
+    async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
         self.gate.abort(request_ids)
         await super().abort(request_ids)
-
-    async def abort_all(self) -> None:
-        """See `RolloutEngine.abort_all`."""
-        self.gate.abort(None)
-        await super().abort_all()
 
     async def stacks(self, *, deadline_s: float) -> str:
         """Return the stacks of its process, even if it does not respond. See `rl_core.cluster.Role.stacks`."""

@@ -4,11 +4,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Literal, Protocol
 
-import numpy as np
-
 from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
 from rl_core.record_fields import Axes, record, settings_record
-from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate
+from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 
 
 @settings_record
@@ -140,37 +138,6 @@ class NewTokens:
 
 
 @record
-class TokenScores:
-    """Logprobs of each token of a sequence, and of the most likely tokens at its position.
-
-    Row t scores token t, given the tokens before it. Its first entry is the token itself. The K most likely tokens
-    follow, most likely first; they may include the token itself. Token 0 has no context: its ids are -1, its logprobs
-    0.
-
-    Attributes:
-        token_ids: [T, K + 1] int32.
-        logprobs: [T, K + 1] float32 of token_ids, at temperature 1.
-    """
-
-    token_ids: Annotated[IntArray, Axes("T", "K + 1")]
-    logprobs: Annotated[FloatArray, Axes("T", "K + 1")]
-
-    @classmethod
-    def after_first(cls, token_ids: IntArray, logprobs: FloatArray) -> "TokenScores":
-        """Build the scores of a sequence from those of its tokens after the first.
-
-        Args:
-            token_ids: [T - 1, K + 1] integers.
-            logprobs: [T - 1, K + 1] floats.
-        """
-        above = ((1, 0), (0, 0))
-        return cls(
-            token_ids=np.pad(token_ids.astype(np.int32, copy=False), above, constant_values=-1),
-            logprobs=np.pad(logprobs.astype(np.float32, copy=False), above),
-        )
-
-
-@record
 class EngineTraits:
     """Properties of a started engine.
 
@@ -179,7 +146,7 @@ class EngineTraits:
         max_model_len: Maximum number of tokens of prompt and response together.
         vocab_size: All token ids are smaller than this.
         can_sleep: Whether `sleep` frees memory on this platform.
-        max_top_k: Maximum number of top tokens that `score_top_k` returns per token.
+        max_top_k: Maximum number of top tokens that `score` returns per token.
         can_match_text: Whether it supports `SamplingParams.stop`, which needs the model's tokenizer.
         structures: Supported kinds of `Structure`, by field name.
         max_lora_rank: Maximum rank of an adapter; 0 supports none.
@@ -218,16 +185,15 @@ class RolloutEngine(Protocol):
         """Return num_samples responses, in order. An aborted one has finish_reason "abort" and its tokens so far."""
         ...
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Return each sequence's logprobs at temperature 1, [T] each; position 0 is 0."""
-        ...
+    async def score(
+        self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
+    ) -> list[TokenScores]:
+        """Return the logprobs of each sequence's tokens at temperature 1.
 
-    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        """Same as `score`, plus the experts of the same pass, if the model is a mixture and the engine reports them."""
-        ...
-
-    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
-        """Same as `score`, plus the top_k most likely tokens at each position. With 0, only the token itself.
+        Args:
+            sequences: Token ids, [T] each.
+            top_k: Number of most likely tokens to add at each position.
+            with_experts: Add the experts of the same pass, if the model is a mixture and the engine reports them.
 
         Raises:
             EngineError: top_k is negative, above the vocabulary, or above `EngineTraits.max_top_k`.
@@ -235,30 +201,14 @@ class RolloutEngine(Protocol):
         ...
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Replace all weights between two decoding steps, and drop caches computed with the old weights."""
-        ...
+        """Replace all weights between two decoding steps, and drop caches computed with the old weights.
 
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """End these requests, paused or not. Their `generate` calls return the tokens so far, with reason "abort"."""
-        ...
-
-    async def abort_all(self) -> None:
-        """End every request. See `abort`."""
-        ...
-
-    async def pause(self) -> None:
-        """Pause between two decoding steps. Requests wait until `resume`; nothing is sampled or scored.
-
-        If the weights are replaced meanwhile, the same sequences continue under the new ones.
+        Running requests continue under the new weights.
         """
         ...
 
-    async def resume(self) -> None:
-        """Continue after `pause`."""
-        ...
-
-    async def reset_prefix_cache(self) -> None:
-        """Drop the cached prefixes of earlier prompts. Running requests continue."""
+    async def abort(self, request_ids: Collection[str] | None) -> None:
+        """End these requests, or all (None). Their `generate` calls return the tokens so far, with reason "abort"."""
         ...
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:

@@ -32,7 +32,7 @@ async def publish_to(
     Raises:
         WeightProofError: An engine serves different weights. The message names the first tensor that differs.
         EngineDiedError: No engine is left.
-        EngineError: The engine cannot drain: it is paused, or cannot hold back requests.
+        EngineError: The engine cannot hold back requests, so it cannot drain.
         DeadlineError: Requests did not end in time.
     """
     publish = getattr(engine, "publish", None)

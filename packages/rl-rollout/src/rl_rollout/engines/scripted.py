@@ -9,9 +9,9 @@ import numpy as np
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
-from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate, tensor_checksum
+from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate, tensor_checksum
 from rl_rollout.engines.gate import Gate
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, TokenScores
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.engines.rest import Rest
@@ -73,7 +73,6 @@ class ScriptedEngine:
         self._receive = receive or honest_receipt
         self._version = 0
         self._waiting: dict[asyncio.Future[None], str | None] = {}
-        self._resumed: asyncio.Event | None = None
         self._rest = Rest()
         self._is_started = False
         self._is_closed = False
@@ -99,24 +98,19 @@ class ScriptedEngine:
         self.requests.append(request)
         return list(await asyncio.gather(*(self._respond(request, index) for index in range(request.num_samples))))
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """See `RolloutEngine.score`."""
+    async def score(
+        self,
+        sequences: Sequence[IntArray],
+        *,
+        top_k: int = 0,
+        with_experts: bool = False,  # noqa: ARG002 - the protocol's argument
+    ) -> list[TokenScores]:
+        """See `RolloutEngine.score`. Other tokens share the rest of the mass evenly. It reports no experts."""
+        check_top_k(top_k, self.traits)
         for sequence in sequences:
             check_sequence(sequence, self.traits)
         self._rest.check()
-        if self._resumed is not None:
-            await self._resumed.wait()
-        return [self._score(sequence) for sequence in sequences]
-
-    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        """See `RolloutEngine.score_with_experts`. It reports no experts."""
-        return [RoutedScores(logprobs=logprobs) for logprobs in await self.score(sequences)]
-
-    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
-        """See `RolloutEngine.score_top_k`. The mass that `score` leaves is spread evenly over the other tokens."""
-        check_top_k(top_k, self.traits)
-        scored = zip(sequences, await self.score(sequences), strict=True)
-        return [_spread(sequence, scores, top_k, self._traits.vocab_size) for sequence, scores in scored]
+        return [_spread(sequence, self._score(sequence), top_k, self._traits.vocab_size) for sequence in sequences]
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`."""
@@ -128,33 +122,12 @@ class ScriptedEngine:
         self._version = update.version
         return receipt
 
-    async def abort(self, request_ids: Collection[str]) -> None:
+    async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`. A waiting script is cancelled."""
         self.gate.abort(request_ids)
         for future, request_id in list(self._waiting.items()):
-            if request_id in request_ids:
+            if request_ids is None or request_id in request_ids:
                 future.cancel()
-
-    async def abort_all(self) -> None:
-        """See `RolloutEngine.abort_all`."""
-        self.gate.abort(None)
-        for future in list(self._waiting):
-            future.cancel()
-
-    async def pause(self) -> None:
-        """See `RolloutEngine.pause`."""
-        self.traits  # noqa: B018 - raises unless started
-        self._resumed = self._resumed or asyncio.Event()
-
-    async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
-        if self._resumed is not None:
-            self._resumed.set()
-            self._resumed = None
-
-    async def reset_prefix_cache(self) -> None:
-        """See `RolloutEngine.reset_prefix_cache`. There is no cache."""
-        self.traits  # noqa: B018
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
@@ -169,7 +142,7 @@ class ScriptedEngine:
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         self._is_closed = True
-        await self.abort_all()
+        await self.abort(None)
 
     async def _respond(self, request: GenerateRequest, index: int) -> Generation:
         sampling = request.samplings[index]
@@ -178,7 +151,7 @@ class ScriptedEngine:
             sample.text = ResponseText(self._decode, sample.input_ids, stop=sampling.stop)
         said = self._said(request, index)
         saying = self._say(said, request, index, sample)
-        if not isinstance(said, Awaitable) and self._resumed is None and self._pace is None:
+        if not isinstance(said, Awaitable) and self._pace is None:
             await saying  # synchronously
         elif not await self._finished(saying, request):
             sample.finish_reason = "abort"
@@ -206,14 +179,10 @@ class ScriptedEngine:
         self, said: Sequence[int] | Awaitable[Sequence[int]], request: GenerateRequest, index: int, sample: Sample
     ) -> None:
         sampling = request.samplings[index]
-        if self._resumed is not None:
-            await self._resumed.wait()
         tokens = await said if isinstance(said, Awaitable) else said
         for position, token in enumerate(tokens[: sampling.max_tokens]):
             if self._pace is not None:
                 await self._pace(request, index, position)
-                if self._resumed is not None:
-                    await self._resumed.wait()
             sample.token_ids.append(int(token))
             sample.logprobs.append(-1.0 if sampling.temperature else 0.0)
             sample.policy_versions.append(self._version)

@@ -11,17 +11,17 @@ call and every later call raises it.
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import structlog
 
-from rl_core.data import FloatArray, IntArray
+from rl_core.data import IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.gpus import GpuUse, own_gpu_use
-from rl_core.weights import RoutedScores, WeightReceipt, WeightUpdate
+from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.gate import Gate
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure, TokenScores
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.engines.rest import Rest
@@ -75,7 +75,7 @@ class SteppedEngine:
         self._told: set[_Job] = set()
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        self._is_closed = self._is_paused = False
+        self._is_closed = False
         self._rest = Rest()
 
     @property
@@ -129,25 +129,10 @@ class SteppedEngine:
             raise EngineError(failures[0])
         return [sample.generation() for sample in samples]
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """See `RolloutEngine.score`."""
-        return [scores.logprobs[:, 0] for scores in await self.score_top_k(sequences, top_k=0)]
-
-    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        """See `RolloutEngine.score_with_experts`."""
-        samples = await self._scored(sequences, with_experts=True)
-        return [
-            RoutedScores(logprobs=scores.logprobs[:, 0], routed_experts=sample.routed_experts)
-            for sample, scores in samples
-        ]
-
-    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
-        """See `RolloutEngine.score_top_k`."""
-        return [scores for _, scores in await self._scored(sequences, top_k=top_k)]
-
-    async def _scored(
+    async def score(
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
-    ) -> list[tuple[Sample, TokenScores]]:
+    ) -> list[TokenScores]:
+        """See `RolloutEngine.score`."""
         traits = self._able().traits
         check_top_k(top_k, traits)
         for sequence in sequences:
@@ -159,7 +144,11 @@ class SteppedEngine:
         await self._run(samples)
         if failures := [sample.failure for sample in samples if sample.failure is not None]:
             raise EngineError(failures[0])
-        scored = [(sample, sample.scores) for sample in samples if sample.scores is not None]
+        scored = [
+            replace(sample.scores, routed_experts=sample.routed_experts if with_experts else None)
+            for sample in samples
+            if sample.scores is not None
+        ]
         if len(scored) < len(samples):
             raise EngineError(f"{len(samples) - len(scored)} of {len(samples)} sequences were aborted unscored.")
         return scored
@@ -178,32 +167,10 @@ class SteppedEngine:
             self._fail(error)
             raise EngineDiedError(f"version {update.version} could not be loaded: {error}") from error
 
-    async def abort(self, request_ids: Collection[str]) -> None:
+    async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
-        wanted = set(request_ids)
-        self.gate.abort(wanted)
-        await self._abort([sample for sample in self._jobs if sample.request_id in wanted])
-
-    async def abort_all(self) -> None:
-        """See `RolloutEngine.abort_all`."""
-        self.gate.abort(None)
-        await self._abort(list(self._jobs))
-
-    async def pause(self) -> None:
-        """See `RolloutEngine.pause`."""
-        stepper = self._working()
-        self._is_paused = True
-        await self._call(stepper.remove, [])  # queued behind the current step
-
-    async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
-        self._working()
-        self._is_paused = False
-        self._start_pump()
-
-    async def reset_prefix_cache(self) -> None:
-        """See `RolloutEngine.reset_prefix_cache`."""
-        await self._call(self._working().reset_prefix_cache)
+        self.gate.abort(request_ids)
+        await self._abort([one for one in self._jobs if request_ids is None or one.request_id in request_ids])
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
@@ -297,7 +264,7 @@ class SteppedEngine:
             self._told.discard(job)
 
     def _start_pump(self) -> None:
-        if self._is_paused or not self._jobs or (self._pump is not None and not self._pump.done()):
+        if not self._jobs or (self._pump is not None and not self._pump.done()):
             return
         self._pump = asyncio.get_running_loop().create_task(self._pump_steps(), name="engine steps")
         self._pump.add_done_callback(self._on_pump_done)
@@ -315,7 +282,7 @@ class SteppedEngine:
 
     async def _pump_steps(self) -> None:
         stepper = self._loaded
-        while self._jobs and self._failure is None and not self._is_paused:
+        while self._jobs and self._failure is None:
             incoming, self._incoming = self._incoming, []
             removed = list(self._removed)
             searched = [sample for sample in self._jobs if sample.text is not None]

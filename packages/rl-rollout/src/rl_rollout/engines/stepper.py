@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
-from rl_core.weights import WeightReceipt, WeightUpdate
-from rl_rollout.engines.protocol import EngineTraits, Generation, NewTokens, SamplingParams, Structure, TokenScores
+from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
+from rl_rollout.engines.protocol import EngineTraits, Generation, NewTokens, SamplingParams, Structure
 from rl_rollout.engines.response_text import ResponseText
 
 
@@ -116,10 +116,6 @@ class Stepper(Protocol):
 
     def remove(self, samples: Sequence[Sample]) -> None:
         """Drop samples. Unknown ones are ignored."""
-        ...
-
-    def reset_prefix_cache(self) -> None:
-        """Drop the cached prefixes of earlier prompts."""
         ...
 
     def sleep(self, level: Literal[1, 2]) -> None:

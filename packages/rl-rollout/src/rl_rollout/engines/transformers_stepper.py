@@ -13,11 +13,11 @@ from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rl_core.errors import EngineError
-from rl_core.weights import PassingChecksums, WeightReceipt, WeightUpdate, probe_tensor
+from rl_core.weights import PassingChecksums, TokenScores, WeightReceipt, WeightUpdate, probe_tensor
 from rl_rollout.engines.first_weights import check_first_weights, folder_probes
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
-from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure, TokenScores
+from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure
 from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.weight_arrival import WeightArrival
@@ -148,9 +148,6 @@ class TransformersStepper:
         self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         return self._arrival.arriving(update) if update.is_sent else tensors.items()
-
-    def reset_prefix_cache(self) -> None:
-        """See `Stepper.reset_prefix_cache`. Nothing is cached across batches."""
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """See `Stepper.sleep`. Weights move to the host or are dropped. At level 2, buffers stay in place."""

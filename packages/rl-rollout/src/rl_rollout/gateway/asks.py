@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -16,11 +15,6 @@ from rl_rollout.gateway.messages import ChatMessage, context_digests
 from rl_rollout.gateway.replies import NOTHING_SAID, ReplyForm, ReplyStream, unsaid
 from rl_rollout.gateway.sampling import Wishes
 from rl_rollout.gateway.tree import Sample, digest_of
-
-if TYPE_CHECKING:
-    from rl_rollout.gateway.journal import SessionLog
-
-MAX_CHOICES = 16
 
 
 @record
@@ -93,7 +87,7 @@ class Answer:
         overridden: Fields of the request that were not honoured, each with its change, such as "0.2->1.0".
         name: Unique name of the request.
         texts_of: Returns the text of each token of a sample.
-        log: Records the delivery on disk.
+        on_delivered: Called with the samples when the client has received the answer.
     """
 
     name: str
@@ -101,7 +95,7 @@ class Answer:
     texts_of: Callable[[Sample], list[str]]
     num_prompt_tokens: int
     overridden: Mapping[str, str]
-    log: "SessionLog | None" = None
+    on_delivered: Callable[[Sequence[Sample]], None] | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -112,8 +106,8 @@ class Answer:
         """Record that the client received the answer."""
         for sample in self.samples:
             sample.is_delivered = True
-        if self.log is not None:
-            self.log.delivered(self.samples)
+        if self.on_delivered is not None:
+            self.on_delivered(self.samples)
 
 
 class Live:

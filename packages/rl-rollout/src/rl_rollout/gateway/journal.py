@@ -98,7 +98,7 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_array_as_plain).encode
 _decode = msgspec.msgpack.Decoder(_Opening | _State | _Said | _Delivered, dec_hook=_plain_as_array).decode
 
 
-class SessionLog:
+class SessionFile:
     """File of an open session."""
 
     def __init__(self, session: Session, file: Path, *, size: int) -> None:
@@ -199,7 +199,7 @@ class Journal:
         file = self.folder / f"{session.session_id}{OPEN}"
         try:
             file.touch(mode=0o600, exist_ok=False)
-            session.log = SessionLog(session, file, size=_write(file, MAGIC, at=0))
+            session.log = SessionFile(session, file, size=_write(file, MAGIC, at=0))
             session.log.append(msgspec.convert(session, _Opening, from_attributes=True))
         except (OSError, RefusedError) as error:
             with suppress(OSError):
@@ -216,7 +216,7 @@ class Journal:
             except DataError as error:
                 log.error("gateway_session_refused", error=str(error))
                 continue
-            session.log = SessionLog(session, file, size=size)
+            session.log = SessionFile(session, file, size=size)
             if session.is_finished:
                 file.rename(file.with_suffix(FINISHED))
             else:

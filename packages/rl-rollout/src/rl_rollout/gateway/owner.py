@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,16 +12,35 @@ from starlette.routing import Route
 from rl_core.data import Json, Trajectory
 from rl_core.errors import SettingsError
 from rl_core.registry import unknown_name
+from rl_rollout.gateway.journal import Journal
+from rl_rollout.gateway.offers import Offers
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.requests import BodyReader, InWordsOf, secret_of, unless_gone
-from rl_rollout.gateway.sessions import Session, SessionLimits, same_secret
+from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions, same_secret
 from rl_rollout.loops.options import read_options
 from rl_rollout.loops.protocol import SessionResult
 
-if TYPE_CHECKING:
-    from rl_rollout.gateway.server import Gateway
-
 CLAIM_WAIT_S, MAX_CLAIM_WAIT_S = 30.0, 600.0
+
+
+class OwnedGateway(Protocol):
+    """What its owner's routes use of a `Gateway`."""
+
+    sessions: Sessions
+    journal: Journal | None
+    offers: Offers
+    owner_key: str
+    url: str
+
+    def open(
+        self, prompt_uid: str, session_index: int, *, limits: SessionLimits, metadata: Mapping[str, Json]
+    ) -> Session:
+        """Open a session."""
+        ...
+
+    async def finish(self, session: Session) -> SessionResult:
+        """Finish a session."""
+        ...
 
 
 class OwnerRoutes:
@@ -29,7 +48,7 @@ class OwnerRoutes:
 
     def __init__(
         self,
-        gateway: "Gateway",
+        gateway: OwnedGateway,
         on_finished: Callable[[Session, SessionResult], None] | None,
         bodies: BodyReader,
     ) -> None:

@@ -72,7 +72,10 @@ class RefusedError(RLError, ValueError):
 
 def refused_field(name: str, found: object, expected: str) -> RefusedError:
     """Return the error for an invalid field, with the expected and the found value."""
-    shown = repr(found)
-    return RefusedError(
-        f"{name} must be {expected}; found {shown if len(shown) <= 80 else shown[:77] + '...'}.", param=name
-    )
+    return RefusedError(f"{name} must be {expected}; found {brief(found)}.", param=name)
+
+
+def brief(value: object) -> str:
+    """Return a value as text that is short enough for a message."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -1,7 +1,6 @@
 """Converts a model's tokens to the client's message: reasoning, text and tool calls."""
 
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from rl_core.errors import DataError
 from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.thinking import opens_thinking
 from rl_rollout.tools.parsers.markup import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
 from rl_rollout.tools.protocol import ToolCall
@@ -64,9 +64,8 @@ class ReplyReader:
         """Search only what the template added: `<think>` in a client's text opens nothing."""
         if self.asking and tail.endswith(self.asking):
             return self.asking.rfind(THINKING) > self.asking.rfind(THOUGHT)
-        # There is no generation prompt, or it depends on the conversation: then it can only end with `<think>`.
-        control = [re.escape(token) for token in self.tokenizer.special_tokens if token not in (THINKING, THOUGHT)]
-        return re.split("|".join(control) or r"(?!)", tail)[-1].rstrip().endswith(THINKING)
+        # There is no generation prompt, or it depends on the conversation.
+        return opens_thinking(tail, self.tokenizer.special_tokens)
 
     def read(
         self,
@@ -128,7 +127,7 @@ class ReplyReader:
                 is_reasoning=is_reasoning,
                 openings=openings if tools or openings is None else (),
                 is_raw=form == "text",
-                end_token_ids=frozenset(self.ends),
+                ends=self.ends,
             )
             for _ in range(num_choices)
         ]
@@ -208,7 +207,7 @@ class ReplyStream:
         *,
         is_reasoning: bool,
         openings: Sequence[str] | None,
-        end_token_ids: frozenset[int] = frozenset(),
+        ends: Mapping[int, str],
         is_raw: bool = False,
     ) -> None:
         """Start an empty stream.
@@ -217,25 +216,29 @@ class ReplyStream:
             text: Decoder of the turn's tokens.
             is_reasoning: The prompt has opened the reasoning.
             openings: Strings that begin a call; None if calls are only recognized at the end of the turn.
-            end_token_ids: Tokens that end a turn; they are not shown.
+            ends: Text of each token that ends a turn, by token id; not shown at the end.
             is_raw: Return all text unchanged as content.
         """
         self.said: Mapping[str, str] = NOTHING_SAID
-        self._is_reasoning, self._openings, self._end_token_ids = is_reasoning, openings, end_token_ids
+        self._is_reasoning, self._openings, self._ends = is_reasoning, openings, ends
         self._response, self._is_raw = text, is_raw
-        self._text = ""
+        self._text, self._last_token = "", -1
 
     def feed(self, token_ids: Sequence[int], *, has_ended: bool = False) -> list[tuple[str, str]]:
         """Decode more tokens; return pairs of "reasoning" or "content" and the new text."""
         if self._openings is None and not self._is_raw:
             return []
-        shown = [token_id for token_id in token_ids if token_id not in self._end_token_ids]
-        self._text += self._response.feed(shown) + (self._response.finish() if has_ended else "")
+        self._text += self._response.feed(token_ids) + (self._response.finish() if has_ended else "")
+        *_, self._last_token = self._last_token, *token_ids
+        ending = self._ends.get(self._last_token, "")
+        if ending and not has_ended:
+            return []
+        text = self._text if self._response.matched_stop is not None else self._text.removesuffix(ending)
         if self._is_raw or self._openings is None:
-            return self._say(reasoning="", content=self._text)
-        seen = self._text[: len(self._text) - _held_back(self._text, (THINKING, THOUGHT, *self._openings))]
+            return self._say(reasoning="", content=text)
+        seen = text[: len(text) - _held_back(text, (THINKING, THOUGHT, *self._openings))]
         reasoning, start = split_reasoning(seen, is_open=self._is_reasoning)
-        if not reasoning and THINKING.startswith(self._text.strip()[: len(THINKING)]):
+        if not reasoning and THINKING.startswith(text.strip()[: len(THINKING)]):
             return []
         content = seen[start:]
         ends = [end for opening in self._openings if (end := content.find(opening)) >= 0]

@@ -131,7 +131,7 @@ class InWordsOf:
         except Exception as error:
             refused = self._refused(error, request)
             if not has_begun:  # otherwise the server closes the connection, as the response is incomplete
-                await refusal(refused, self._api)(scope, receive, send)
+                await refusal(refused, request, self._api)(scope, receive, send)
 
     def _refused(self, error: Exception, request: Request) -> RefusedError:
         is_sampled = getattr(request.state, "is_sampled", False)  # what fails afterwards is no fault of the client
@@ -149,14 +149,19 @@ class InWordsOf:
         return RefusedError("the gateway failed; its log has the reason.", kind="api_error")
 
 
-def refusal(error: RefusedError, api: Api) -> Response:
+def error_body(error: RefusedError, request: Request, api: Api) -> dict[str, Json]:
+    """Return an error in the form of an API: Anthropic's for its clients, also at paths that both APIs have."""
+    is_anthropic = api == "anthropic" or "anthropic-version" in request.headers
+    return error.as_anthropic() if is_anthropic else error.as_openai()
+
+
+def refusal(error: RefusedError, request: Request, api: Api) -> Response:
     """Return the error response, with a header that tells the SDKs whether to retry.
 
     It closes the connection; otherwise the server would read the rest of a possibly endless body.
     """
-    body = error.as_openai() if api == "openai" else error.as_anthropic()
     headers = {"x-should-retry": "true" if error.may_retry else "false", "connection": "close"}
-    return JSONResponse(body, status_code=error.status, headers=headers)
+    return JSONResponse(error_body(error, request, api), status_code=error.status, headers=headers)
 
 
 async def _disconnected(request: Request) -> None:

@@ -15,6 +15,14 @@ DecidedBy = Literal["run", "client"]
 MAX_SEED = 2**52
 DRAWING = ("temperature", "top_p", "top_k", "seed")
 """Request fields that change the sampling distribution or its random seed."""
+NUMBERS: Mapping[str, tuple[type, float, float]] = {
+    "n": (int, 1, 16),
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "top_k": (int, 1, 2**52 - 1),
+    "seed": (int, -(2**63), 2**64 - 1),
+}
+"""Type, minimum and maximum of numbers in requests."""
 
 
 @record
@@ -96,21 +104,11 @@ def read_wishes(
     Raises:
         RefusedError: A field has an invalid value.
     """
-    limit = body.get(max_tokens)
-    if limit is not None and (not _is_int(limit) or limit < 1):
-        raise refused_field(max_tokens, limit, "an integer of at least 1")
-    for name in ("stream", "logprobs"):
-        if body.get(name) is not None and not isinstance(body[name], bool | int):
-            raise refused_field(name, body[name], "true or false")
-    ranges: dict[str, tuple[float, float]] = {"temperature": (0, 2), "top_p": (0, 1)}
-    for name, (low, high) in ranges.items():
+    for name, (kind, least, most) in {max_tokens: (int, 1, 2**63 - 1), **NUMBERS}.items():
         value = body.get(name)
-        if value is not None and not (_is_number(value) and low <= value <= high):
-            raise refused_field(name, value, f"a number from {low} to {high}")
-    for name, least, most in (("top_k", 1, 2**52 - 1), ("seed", -(2**63), 2**64 - 1)):
-        value = body.get(name)
-        if value is not None and not (_is_int(value) and least <= value <= most):
-            raise refused_field(name, value, f"an integer from {least} to {most}")
+        if value is not None and not (type(value) in (int, kind) and least <= value <= most):
+            expected = "an integer" if kind is int else "a number"
+            raise refused_field(name, value, f"{expected} from {least} to {most}")
     stops = [] if body.get(stop) in (None, "") else body[stop]
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
@@ -119,7 +117,7 @@ def read_wishes(
     if not isinstance(ends, list) or len(ends) > 1024 or not all(_is_int(one) and one >= 0 for one in ends):
         raise refused_field("stop_token_ids", ends, "a list of token ids")
     return Wishes(
-        max_tokens=limit,
+        max_tokens=body.get(max_tokens),
         stop_token_ids=tuple(ends),
         drawing={name: body[name] for name in DRAWING if body.get(name) is not None},
         stop=tuple(stops),
@@ -131,7 +129,3 @@ def read_wishes(
 
 def _is_int(value: Json) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Json) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,7 +1,6 @@
 """The gateway's HTTP server. Agents use the keys of their sessions; the owner of the sessions has a separate key."""
 
 import gc
-import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.journal import Journal
 from rl_rollout.gateway.means import GatewayEngine
 from rl_rollout.gateway.offers import Offers
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway.refusals import RefusalKind, RefusedError
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
@@ -40,7 +39,7 @@ try:
     from rl_rollout.gateway.listening import Listener
     from rl_rollout.gateway.metrics import metrics_text
     from rl_rollout.gateway.owner import OwnerRoutes
-    from rl_rollout.gateway.requests import Api, BodyReader, Handler, InWordsOf, secret_of, unless_gone
+    from rl_rollout.gateway.requests import Api, BodyReader, Handler, InWordsOf, error_body, secret_of, unless_gone
 except ImportError as error:
     raise MissingExtraError(
         "the gateway needs Starlette, uvicorn, openai and anthropic. Install rl-rollout[gateway] as the README says."
@@ -242,7 +241,7 @@ class Gateway:
                 Route("/metrics", self._metrics),
                 *OwnerRoutes(self, self._on_finished, self._bodies).routes(),
             ],
-            exception_handlers={HTTPException: _no_route},
+            exception_handlers={HTTPException: _no_route},  # type: ignore[dict-item]  # Starlette: any Exception
         )
 
     async def _remove_expired(self) -> None:
@@ -309,8 +308,6 @@ class Gateway:
 
 WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses", "/models")
 """Paths that OpenAI's clients request if their base URL lacks "/v1"."""
-LONG_SEGMENT = re.compile(r"[^/]{24,}")
-"""Part of a path that may be a key; keys have at least 32 characters."""
 
 
 @contextmanager
@@ -323,18 +320,21 @@ def _naming_fields_as(api: WireApi) -> Iterator[None]:
         raise
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
-    """Return the error for an unknown path, without what may be a key in it."""
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    path = LONG_SEGMENT.sub("...", request.url.path)
-    said = f"unknown route: {request.method} {path[:200]}."
-    if path.startswith(WITHOUT_VERSION):
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    """Return the error for an unknown path or method, without the path, which may contain a key."""
+    kind: RefusalKind = "not_found_error"
+    said = "unknown route. Expected one such as /v1/chat/completions, /v1/responses or /v1/messages."
+    path, allowed = request.url.path, (error.headers or {}).get("Allow")
+    if allowed is not None:
+        kind = "invalid_request_error"
+        said = f"the method of this route must be {allowed}; found {request.method[:10]}."
+    elif path.startswith(WITHOUT_VERSION):
         said += ' The base URL of OpenAI\'s clients must end in "/v1".'
     elif path.startswith("/v1/v1/"):
         said += ' The base URL of Anthropic\'s clients must not end in "/v1".'
-    refused = RefusedError(said, kind="not_found_error")
-    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in request.headers
-    return JSONResponse(refused.as_anthropic() if is_anthropic else refused.as_openai(), status_code=status)
+    api: Api = "anthropic" if path.startswith("/v1/messages") else "openai"
+    body = error_body(RefusedError(said, kind=kind), request, api)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
 def _with_headers(ask: Ask, request: Request) -> Ask:

@@ -257,7 +257,7 @@ class PolicyService:
                 num_prompt_tokens=len(request.input_ids),
                 overridden=overridden,
                 texts_of=lambda one: self._reader.texts_of(one.generation.token_ids, after=one.turn.new_ids),
-                log=session.log,
+                on_delivered=None if session.log is None else session.log.delivered,
             )
 
     async def _placed(self, session: Session, ask: Ask) -> PlacedRequest:

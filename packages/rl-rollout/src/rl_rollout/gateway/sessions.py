@@ -10,20 +10,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rl_core.data import Json, Trajectory
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import SamplingParams
+from rl_rollout.gateway.asks import Answer
 from rl_rollout.gateway.refusals import RefusedError
-from rl_rollout.gateway.tree import SessionTree
+from rl_rollout.gateway.tree import Sample, SessionTree
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rewards.outputs import shown_error
-
-if TYPE_CHECKING:
-    from rl_rollout.gateway.asks import Answer
-    from rl_rollout.gateway.journal import SessionLog
 
 KEY_BYTES = 32
 MAX_METADATA_CHARS = 16_384
@@ -56,6 +53,19 @@ class SessionLimits:
         for name in ("max_turns", "max_tokens", "max_concurrent", "wall_s"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} of a session must be above 0; found {getattr(self, name)}.")
+
+
+class SessionLog(Protocol):
+    """Records a session on disk; see `SessionFile`."""
+
+    def said(self, sample: Sample, digests: Sequence[bytes]) -> None:
+        """Record a sample."""
+
+    def delivered(self, samples: Sequence[Sample]) -> None:
+        """Record that the client received samples."""
+
+    def state(self, *, is_finished: bool) -> None:
+        """Record the session's state."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,7 +108,7 @@ class Session:
     tree: SessionTree = field(default_factory=SessionTree)
     counts: Counter[str] = field(default_factory=Counter)
     overheads_ms: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_OVERHEADS))
-    answers: "dict[str, asyncio.Future[Answer]]" = field(default_factory=dict)
+    answers: dict[str, "asyncio.Future[Answer]"] = field(default_factory=dict)
     faults: dict[bytes, str] = field(default_factory=dict)
     reward: float | None = None
     reward_components: Mapping[str, float] = field(default_factory=dict)
@@ -108,7 +118,7 @@ class Session:
     running: set[str] = field(default_factory=set)
     num_attended: int = 0
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
-    log: "SessionLog | None" = None
+    log: SessionLog | None = None
 
     @property
     def seconds_left(self) -> float:

@@ -15,13 +15,11 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import shown_error
 from rl_rollout.rewards.protocol import RewardInput
 from rl_rollout.rewards.scorer import RewardScorer, reward_input
-from rl_rollout.rewards.thinking import THINKING
+from rl_rollout.rewards.thinking import opens_thinking
 from rl_rollout.user_errors import describe_raised, ends_the_run
 
 SEED_BITS = 52
 """Seeds are below 2**52, so that seed + i is exact in JSON, int64 and double."""
-THINKING_TOKENS = 8
-"""Number of last prompt tokens that may hold `<think>` and the line breaks after it."""
 
 
 @record
@@ -45,7 +43,7 @@ class Judged:
         text: The response as text, without special tokens.
         ids: [R] int32, the response as sampled.
         finish_reason: Why it ended.
-        begins_thinking: True if its prompt ends with `<think>`.
+        begins_thinking: True if its prompt opens the thinking.
     """
 
     text: str
@@ -94,9 +92,11 @@ class LoopContext:
         return replace(self.sampling, seed=session_seed if turn == 0 else stable_seed(session_seed, f"turn {turn}"))
 
     def begins_thinking(self, prompt_ids: IntArray) -> bool:
-        """Return True if a turn's prompt ends with `<think>`, so that the turn begins inside its thinking."""
-        (tail,) = self.decode([prompt_ids[-THINKING_TOKENS:]])
-        return tail.rstrip().endswith(THINKING)
+        """Return True if a turn's prompt opens its thinking, also in the beginning of an answer that it continues."""
+        if self.tokenizer is None:
+            return opens_thinking(*self.decode([prompt_ids]))
+        (text,) = self.tokenizer.decode([prompt_ids], skip_special_tokens=False)
+        return opens_thinking(text, self.tokenizer.special_tokens)
 
 
 class AgentLoop(Protocol):

@@ -203,7 +203,7 @@ class PromptTokenizer:
             )
         options = dict(self._template_options)
         if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
-            _check_beginning(messages[-1], where=where)
+            messages = [*messages[:-1], {**messages[-1], "content": _beginning(messages[-1], where=where)}]
             add_generation_prompt, options["continue_final_message"] = False, True
         text = call_within(
             DEADLINE_S,
@@ -276,13 +276,17 @@ class PromptTokenizer:
         return ResponseText(self.decoder(skip_special_tokens=skip_special_tokens), prompt_ids, stop=stop)
 
 
-def _check_beginning(message: Mapping[str, Json], *, where: str) -> None:
+def _beginning(message: Mapping[str, Json], *, where: str) -> str:
+    """Return the text that the model continues, with text parts joined."""
     content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
     if message.get("tool_calls") or not isinstance(content, str) or not content.strip():
         raise DataError(
             f"{where}: the messages end with an assistant's message that has no text or calls tools; expected text "
             "that the model continues, or a message of the user or a tool at the end. Remove it, or add what follows."
         )
+    return content
 
 
 def _try_folder(folder: Path, chat_template: str | None, options: Mapping[str, Json] | None) -> None:

@@ -6,11 +6,25 @@ from rl_rollout.rewards.math_notation import BOLD, NAMES, plain_math
 
 BRACE = re.compile(r"\\\\|\\[{}]|(?P<box>\\(?:boxed|fbox)\s*\{)|[{}]")
 BETWEEN_BOXES = re.compile(r"[\s$.]*(?:,|;|and|or|,\s*and|,\s*or|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*")
-PERCENT = re.compile(r"[\s$]*(?:\\?%|percent\b|pct\b)")
-ANCHOR = re.compile(r"\banswers?\b[*_\s)]*(?:(?:is|are|was|would be|should be|equals?)\b|[:=])[*_:=\s]*|####\s*", re.I)
+PERCENT = re.compile(r"[\s$]{0,8}(?:\\?%|percent\b|pct\b)")
+ANCHOR = re.compile(
+    r"(?i)\banswers?\b[*_\s)]*(?:(?:is|are|was|(?:would|should) be|equals?)\b|[:=]|[-\u2013\u2014]\s)[*_:=\s]*|####\s*"
+)
+BARE_BOX = re.compile(r"\\boxed\s*(-?\d[\d,]*(?:\.\d+)?|[A-Z])(?=\s*(?:[$.,;*\n]|\\[\])]|\Z))")
+BOLD_OPTION = re.compile(r"\*\*\(?([A-J])\)?\*\*[.\s]*\Z")
+FENCE = re.compile(r"^[ \t]*(?:```|~~~)\w*[ \t]*$", re.MULTILINE)
+ALIGNED = re.compile(r"\\begin\{(align|equation|gather)(ed|\*|)\}(.*?)\\end\{\1\2\}", re.DOTALL)
+# Chinese, Japanese and Korean are written without spaces around numbers.
+CJK = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+LEAD = re.compile(
+    r"\s*(?:(?:[*\u2022]|[A-Za-z][.)]|\d{1,2}[.)]|[A-Z]:|\([a-z]\)(?=\s+[\d\\$]))\s+)?"
+    r"(?:(?:[a-z]\s*)?(?:[=-]>|[\u2192\u21d2]|\\(?:to|(?:long)?[rR]ightarrow|implies)(?![a-zA-Z]))|[\u2234\u2248=])?\s*"
+)
 SENTENCE = re.compile(r"[.!?](?=\s+[A-Z]|\s*\Z)|\n|\Z")
 SEGMENT = re.compile(
-    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$((?:\\\$|[^$\n])+?)(?<!\\)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$((?:\\\$|[^$\n])+?)(?<!\\)\$(?!\d)"
+    r"|\\\((.{1,3000}?)\\\)|\\\[(.{1,3000}?)\\\]",
+    re.DOTALL,
 )
 JOINED = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
 MAX_TAIL = 20_000
@@ -18,19 +32,22 @@ MAX_PROSE = 2_000
 
 GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?:_\d+)*|\.\d+"
-LETTER = r"(?<![A-Za-z])[A-Za-z](?![A-Za-z'])(?:_\{?\w+\}?)?"
+ANY_LETTER = r"[^\W\d_\u00b2\u00b3\u00b9\u00bc-\u00be\u0370-\u03ff\u2070-\u218f]"  # of any script but the Greek
+LETTER = rf"(?<!{ANY_LETTER})(?<![a-z]['\u2019])[A-Za-z](?!{ANY_LETTER}|')(?:_\{{?\w+\}}?)?"
 ATOM = (
-    rf"(?:{NUMBER}|\\(?!text|and|or)[a-zA-Z]+(?:\[\d+\])?(?:{GROUP})*|(?:{NAMES})\b|{LETTER}|[\u03c0\u221e]"
+    rf"(?:{NUMBER}|\\(?!text|and|or|begin|end)[a-zA-Z]+(?:\[\d+\])?(?:{GROUP})*|(?:{NAMES})\b|{LETTER}|[\u03c0\u221e]"
     r"|[\u00bc-\u00be\u2150-\u215e]|\((?:[^()A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))*+\)|\[[-\d., ]+[\])])"
 )
 AFTER = rf"(?:!(?![\w=])|\s?\\?%|\u00b0|[\u2070-\u207b\u00b2\u00b3\u00b9]+|[\^_](?:{GROUP}|-?\w+))"
 SIGNS = r"[-+\u2212\u2013\u00b1\u221a$]"
 TERM = rf"(?:{SIGNS}?\s?{ATOM}{AFTER}*+(?:(?:{ATOM}|\u221a{ATOM}){AFTER}*+)*+)"
 OPERATOR = (
-    r"(?:\s*(?:\*\*|<=|>=|[-+*/^=<>\u2212\u00b7\u00d7\u00f7\u00b1\u2264\u2265\u2260]"
+    r"(?:\s*(?:\*\*|<=|>=|(?<=\d):(?=\d)|[-+*/^=<>\u2212\u00b7\u00d7\u00f7\u00b1\u2264\u2265\u2260]"
     r"|\\(?:cdot|times|div|pm|leq?|geq?)(?![a-zA-Z]))\s*|\s(?=\d+\s?/\s?\d|\d{3}(?!\d))|\s?(?=[\u00bc-\u00be\u2150-\u215e]))"
 )
 EXPRESSION = re.compile(rf"(?<![\w.\\]){TERM}(?:{OPERATOR}{TERM})*+")
+NOT = r"(?:,\s*)?(?:\b(?:not|pas|nicht|\u043d\u0435)|n't|\u4e0d\u662f)\s+"
+NEGATED = re.compile(rf"{NOT}(?:{SEGMENT.pattern}|{EXPRESSION.pattern})(?:,?\s*but\b)?", re.DOTALL)
 LIST = re.compile(r"\s*,?\s*\b(?:and|or)\s+|,\s+")
 
 
@@ -49,15 +66,16 @@ def final_answer(text: str) -> str | None:
     """
     if (boxed := boxed_answer(text)) is not None:
         return boxed
-    text = BOLD.sub(r"\2", text[-MAX_TAIL:])
+    text = FENCE.sub("", CJK.sub(r" \g<0> ", text[-MAX_TAIL:]))
+    text = ALIGNED.sub(lambda match: match[3].replace("&", "").replace(r"\\", "\n"), text)
+    option = BOLD_OPTION.search(text)
+    text = NEGATED.sub(" ", BOLD.sub(r"\2", text))
     anchor = None
     for found in ANCHOR.finditer(text):
         anchor = found if text[found.end() :].strip() else anchor
     if anchor is not None:
         return _after_anchor(text[anchor.end() :])
-    if is_expression(text):
-        return text.strip()
-    return _last_expression(text)
+    return option[1] if option is not None else _bare(text) or _last_expression(text)
 
 
 def is_expression(text: str) -> bool:
@@ -67,8 +85,15 @@ def is_expression(text: str) -> bool:
         return False
     plain = re.sub(r"\\(?:begin|end)\{[a-z]*\}|\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|\b(?:and|or)\b", " ", plain_math(text))
     plain = re.sub(r"(?<=[\d)}%])\s*[a-zA-Z][a-zA-Z. ]*(?:\^\{\d\})?(?:/[a-z]+)?$", "", plain)
-    words = re.findall(r"(?<![\w\\])(?![A-Z]{2,4}\b)[a-zA-Z]{2,}(?![\w(])", plain)
+    words = re.findall(rf"(?<![\w\\])(?![A-Z]{{2,4}}\b|[a-z]{{2,3}}[-+*/^=]){ANY_LETTER}{{2,}}(?![\w(])", plain)
+    words = words or CJK.findall(plain)
     return not words and re.search(r"\w|\\", plain_math(text)) is not None
+
+
+def _bare(text: str) -> str | None:
+    """Return a text that is mathematics without list mark or arrow, else None."""
+    bare = LEAD.sub("", text, count=1).strip() if len(text) <= 1000 else ""
+    return re.sub(r"(?<![\d.])(\d+)\.{2,}$", r"\1", bare) if is_expression(bare) else None
 
 
 def _after_anchor(rest: str) -> str | None:
@@ -76,8 +101,8 @@ def _after_anchor(rest: str) -> str | None:
     sentence = rest[: SENTENCE.search(rest).start()] if rest else ""  # type: ignore[union-attr]
     if sentence.count("$") % 2 or sentence.count("\\[") > sentence.count("\\]"):
         sentence = rest
-    if is_expression(sentence) and sentence.count("$") <= 2:
-        return sentence.strip()
+    if sentence.count("$") <= 2 and (bare := _bare(sentence)):
+        return bare
     segments, expressions = _segments(sentence), _expressions(sentence)
     firsts = [found[0] for found in (segments, expressions) if found]
     if firsts:
@@ -126,6 +151,7 @@ def _expressions(text: str, *, offset: int = 0) -> list[tuple[int, int, str]]:
 
 def boxed_answer(text: str) -> str | None:
     """Return the content of the last box, with those that "and", "or" or a comma join to it; None without a box."""
+    text = BARE_BOX.sub(r"\\boxed{\1}", text)
     boxes = _boxes(text)
     if not boxes:
         return None

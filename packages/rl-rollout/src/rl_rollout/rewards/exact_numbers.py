@@ -104,7 +104,7 @@ class _Reader:
 
     def _power(self) -> Fraction:
         base = self._atom()
-        while self._next() == "!":
+        if self._next() == "!":
             self._position += 1
             if base.denominator != 1 or not 0 <= base <= 5000:
                 raise NotExactError

@@ -22,8 +22,11 @@ from rl_rollout.rewards.quantities import Quantity, is_rounded, quantity, same_u
 ARITHMETIC = re.compile(r"(?:[\d\s.,+*/(){}-]|\\frac|\\cdot)*")
 IN_BASE = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\s*\{)?\s*([a-z]+|\d+)\s*\}{0,2}")
 WORDS = re.compile(r"(?:\\text\s*\{\s*)?\(?([a-zA-Z](?:[a-zA-Z' -]*[a-zA-Z])?)\)?\s*\}?")
+ARTICLE = re.compile(r"^(?:an?|the) (?=[a-z]{2})", re.IGNORECASE)
 BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 COMPLEX = re.compile(r"(?<![\\a-zA-Z])i(?![a-zA-Z])")
+OPTION = re.compile(r"(?:\\text\s*\{\s*)?\(?[A-J]\)?\s*\}?")
+LABELLED = re.compile(r"(?:\\text\s*\{\s*)?\(([A-J])\)(?:\s+\}?|\s*\}\s*)(\S.*)")
 SPACE = re.compile(r" (?!\w)|(?<!\w) ")
 NAMES = re.compile(r"\(\s*[a-zA-Z](?:_\w)?(?:\s*,\s*[a-zA-Z](?:_\w)?)+\s*\)")
 LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
@@ -66,7 +69,18 @@ def is_equal(gold: str, answer: str) -> bool:
     first, second = plain_math(gold), plain_math(answer)
     if not first or not second:
         return False
-    return _same_text(first, second) or _same_answers(first, second)
+    if _same_text(first, second) or ((letters := _letters(first)) and letters == _letters(second)):
+        return True
+    if labelled := LABELLED.fullmatch(second):  # an option with its letter stands for either
+        second = labelled[1] if OPTION.fullmatch(first) else labelled[2]
+    return _same_answers(first, second)
+
+
+def _letters(text: str) -> str:
+    """Return the letters of some options, such as `ACD` or `A, C and D`; empty for anything else."""
+    letters = re.sub(r"\\text|\band\b|\(([A-J])\)|[\s,{}]", r"\1", text)
+    is_sorted = all(one < other for one, other in pairwise(letters))
+    return letters if is_sorted and re.fullmatch("[A-J]{2,}", letters) else ""
 
 
 def _same_text(first: str, second: str) -> bool:
@@ -75,13 +89,13 @@ def _same_text(first: str, second: str) -> bool:
     words, others = WORDS.fullmatch(first), WORDS.fullmatch(second)
     if words is None or others is None:
         return False
-    one, other = words[1].strip(), others[1].strip()
+    one, other = (ARTICLE.sub("", found[1].strip()) for found in (words, others))
     return one == other or (len(one) > 1 and one.casefold() == other.casefold())
 
 
 def _same_answers(gold: str, answer: str) -> bool:
     """Compare unions of intervals, then lists, then single answers."""
-    gold, answer = _without_names(gold), _without_names(answer)
+    gold, answer = _without_names(gold), _without_names(_in_order_of(gold, answer))
     golds, answers = _union(gold), _union(answer)
     if golds is not None and answers is not None:
         return _match(golds, answers, _same_sets)
@@ -106,6 +120,15 @@ def _without_names(text: str) -> str:
     sides, signs = relation(text)
     is_named = (signs == ["\\in"] and VARIABLE.fullmatch(sides[0])) or (signs == ["="] and NAMES.fullmatch(sides[0]))
     return sides[1] if is_named else text
+
+
+def _in_order_of(gold: str, answer: str) -> str:
+    """Return `(y, x) = (2, 1)` as `(x, y) = (1, 2)` for a ground truth in that order."""
+    (names, *_), (others, *values) = ([group(side).items for side in relation(text)[0]] for text in (gold, answer))
+    if set(names) != set(others) or len(values) != 1 or len(values[0]) != len(others) or not NAMES.match(answer):
+        return answer
+    by_name = dict(zip(others, values[0], strict=True))
+    return f"({', '.join(names)}) = ({', '.join(by_name[name] for name in names)})"
 
 
 def _same_sets(first: Group, second: Group) -> bool:
@@ -235,12 +258,13 @@ def _differs_in_case(first: str, second: str) -> bool:
 
 
 def _is_malformed(one: Quantity) -> bool:
-    return one.value is None and ARITHMETIC.fullmatch(one.number) is not None
+    """Return True for digits and operators without a value, and for repeated factorials."""
+    return one.value is None and (ARITHMETIC.fullmatch(one.number) is not None or "!!" in one.number)
 
 
 def _is_verbal(one: Quantity) -> bool:
-    """Return True for words, ratios, times and sequences, which are compared as text."""
-    return re.search(r"\\text|:|\.\.\.|(?<![\\a-zA-Z])[a-zA-Z]{2,}[ -][a-zA-Z]{2,}", one.number) is not None
+    """Return True for words, words of capitals, ratios, times and sequences, which are compared as text."""
+    return re.search(r"^[A-Z]{2,}$|\\text|:|\.\.\.|(?<![\\a-zA-Z])[a-zA-Z]{2,}[ -][a-zA-Z]{2,}", one.number) is not None
 
 
 def _same_by_library(gold: Quantity, answer: Quantity) -> bool:

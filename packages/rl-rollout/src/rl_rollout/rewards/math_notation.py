@@ -4,7 +4,6 @@ import re
 import unicodedata
 from fractions import Fraction
 
-MINUS = "-\u2212\u2013\ufe63\uff0d"
 BOLD = re.compile(r"(?<![\w)\]}*])(\*{1,3}|__|`)(?=[^\s*])(.{1,300}?)(?<=[^\s*])\1(?![\w(*])")
 DOLLARS = re.compile(r"(?<!\\)\$\$?")
 GROUPED = re.compile(r"(?<![\d.\w])\d{1,3}(?:(?:,|[ \u00a0\u2009\u202f]|(?<=\d)_)\d{3})+(?![\d,])")
@@ -23,7 +22,8 @@ SYMBOLS = {
     "\u221a": r"\sqrt ", "\u03c0": r"\pi ", "\u03b8": r"\theta ", "\u221e": r"\infty ",
     "\u2264": r"\leq ", "\u2265": r"\geq ", "\u2260": r"\neq ", "\u2248": r"\approx ", "\u00b1": r"\pm ",
     "\u222a": r"\cup ", "\u2208": r"\in ", "\u2205": r"\varnothing ", "\u211d": r"\mathbb{R}",
-    "\u00b0": r"^{\circ}", "\uff05": "%",
+    "\u00b0": r"^{\circ}", "\uff05": "%", r"\emptyset": r"\varnothing ",
+    r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}",
 }  # fmt: skip
 REWRITES = [
     (re.compile(pattern), text)
@@ -42,13 +42,12 @@ REWRITES = [
         (r"(?:\\ne|!=)(?![a-zA-Z])", r"\\neq "),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
-        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
-        (r"\\emptyset(?![a-zA-Z])", r"\\varnothing "),
+        (r"\\(?:text)?color(?:box)?\s*\{[^{}]*\}\s*(?:\{([^{}]*)\})?", r"\1"),
+        (r"(?i)^\s*\\text\s*\{\s*(?:(?:the|final|correct) )*answer(?: is|\s*[:=])[:\s]*\}", ""),
+        (r"\b([aApP])\.\s?[mM]\b\.?", r"\1m"),
         (r"\\[ckl]?dots[a-zA-Z]?(?![a-zA-Z])", "..."),
-        (r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![a-zA-Z]))", r"^{\\circ}"),
-        (r"\\degree(?![a-zA-Z])", r"^{\\circ}"),
-        (r"\s*(?:\\text\s*\{\s*(?:percent|per cent|pct)\s*\}|\\?%|\b(?:percent(?:age)?|per cent|pct)\b)", "%"),
+        (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|(?:\^\s*\\circ|(?:\^\s*)?\\degree)(?![a-zA-Z])", r"^{\\circ}"),
+        (r"(?<!\s)\s*(?:\\text\s*\{\s*(?:percent|per cent|pct)\s*\}|\\?%|\b(?:percent(?:age)?|per cent|pct)\b)", "%"),
         (r"(?<=\d)(?:\{,\}|,\\!|\\,|\\ |\\!,|\\;|\\:|~)\s*(?=\d{3}(?!\d))", ","),
         (r"\\!", ""),
         (r"(?<=[\dA-F])_\{?10\}?(?!\d)", ""),
@@ -58,10 +57,10 @@ REWRITES = [
         (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|[~\u00a0\u2009\u202f]", " "),
         (r"(?<=[\w)}])\s*\*\*\s*(?=[-\w({])", "^"),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
-        (r"\^\s*(-?\d+)", r"^{\1}"),
-        (r"\^\s*([a-zA-Z])", r"^{\1}"),
+        (r"\^\s*(-?\d+|[a-zA-Z])", r"^{\1}"),
         (r"\binfinity\b|(?<!\\)\binf\b", r"\\infty "),
         (rf"(?<![\\a-zA-Z])({NAMES})(?![a-zA-Z])", r"\\\1 "),
+        (r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(\d+)\s*\^\{\\circ\}\s*[)}]?", r"\1(\\frac{\2\\pi}{180})"),
     )
 ]
 
@@ -80,7 +79,8 @@ def plain_math(text: str) -> str:
     for _ in range(3):  # fractions inside fractions
         text = FRACTION.sub(lambda match: f"\\frac{_braced(match[1])}{_braced(match[2])}", text)
     text = ROOT.sub(lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text)
-    text = re.sub(r"\s+", " ", text).strip(" ,;:").rstrip(" .,;:")
+    text = re.sub(r"\s+", " ", text).strip(" ,;:")
+    text = re.sub(r"(\.\d{6,})\.{3}$|(?<!\.)\.[ ,;:]*$", r"\1", text)
     if text.startswith("{") and text.endswith("}") and "{" not in text[1:]:  # a set without backslashes
         text = f"\\{text[:-1]}\\}}" if "," in text else text[1:-1].strip()
     return text

@@ -7,9 +7,9 @@ RELATION = re.compile(r"\\leq?(?![a-zA-Z])|\\geq?(?![a-zA-Z])|\\neq|\\approx|\\i
 SEPARATOR = re.compile(r",\s*(?:and|or)\b|,|;|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b")
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
 VARIABLE = re.compile(
-    r"(?:(?:m\s*)?\\angle\s*[A-Z]+|\\?[a-zA-Z]+|\\text\s*\{[^{}]*\})(?:_\{?\w+\}?)?(?:\([\w, ]*\)|'|\^\{-1\}\(\w\))*"
+    r"(?:(?:m\s*)?\\angle\s*[A-Z]+|(?![a-z]{2}\b)\\?[a-zA-Z]+|\\text\s*\{[^{}]*\})(?:_\{?\w+\}?)?"
+    r"(?:\([\w, ]*\)|'|\^\{-1\}\(\w\))*"
 )
-PAIRS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 BRACKET = re.compile(r"\\[{}]|[()\[\]{}]|\\begin\{[a-z]*\}|\\end\{[a-z]*\}")
 CLOSES = (")", "]", "}", "\\}")
 FLIPPED = {"<": ">", "\\leq": "\\geq"}

@@ -42,7 +42,7 @@ class RewardInput:
         data_source: The row's data source.
         columns: All columns of the row.
         finish_reason: Why the response ended.
-        begins_thinking: True if the prompt ends with `<think>`, so that the response begins inside its thinking.
+        begins_thinking: True if the prompt opens the thinking, so that the response begins inside it.
         agent: Outcome of the agent's program, on its last response; None for other loops and for stored sessions.
     """
 

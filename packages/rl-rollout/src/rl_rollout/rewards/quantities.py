@@ -14,19 +14,24 @@ UNITS = {
     "oz": ("ounce",), "l": ("liter", "litre"), "ml": ("milliliter", "millilitre"), "s": ("second", "sec"),
     "min": ("minute",), "h": ("hour", "hr"), "day": (), "week": (), "month": (), "year": ("yr",),
     "dollar": ("usd", "buck"), "cent": (), "euro": (), "degree": ("deg",), "radian": ("rad",),
-    "mph": (), "kmh": ("kph",),
+    "mi/h": ("mph",), "km/h": ("kmh", "kph"),
 }  # fmt: skip
 UNIT_NAMES = {name: unit for unit, names in UNITS.items() for name in (unit, *names)}
 KNOWN = "|".join(sorted((name for name in UNIT_NAMES if len(name) > 1), key=len, reverse=True))
+UNIT_NAMES |= {"am": "am", "pm": "pm"}  # not beside digits: `3am` is a product
+MONEY = ("dollar", "cent", "euro")
+DENIAL = r"(?i:not|never|wrong|incorrect|false|invalid|isn't)\b"
 FUNCTIONS = r"(?:and|or|if|for|mod|sin|cos|tan|log|ln|sqrt|pi)\b"
-WORD = rf"(?!{FUNCTIONS})[a-zA-Z]{{2,}}"
+WORD = rf"(?!{FUNCTIONS}|{DENIAL})[a-zA-Z]{{2,}}"
 POWER = r"(?:\s?\^\{?-?\d\}?)?"
-TEXT = rf"\\text\s*\{{(?!\s*(?:and|or)\b)[^{{}}]*\}}{POWER}"
+TEXT = rf"\\text\s*\{{(?!\s*(?:and|or)\b|[^{{}}]*(?:\?|\b{DENIAL}))(?:[^{{}}]|\{{[^{{}}]*\}})*\}}{POWER}"
 TAIL = re.compile(
     rf"(?<=[\d)}}!%.a-zA-Z|\]])\s*(?P<unit>\^\{{\\circ\}}(?:\s*(?:C|F|\\text\s*\{{[CF]\}}))?|(?:{TEXT}[\s/]*)+$"
     rf"|(?<=[\d)}}!% ])(?:{KNOWN})s?\b{POWER}(?:\s?(?:/|per)\s?[a-zA-Z]+{POWER})?(?:\s{WORD}){{0,8}}"
     rf"|(?<=[\d)}}!%]) (?:{WORD}\.?{POWER}|[mgsL]\b{POWER})(?:\s?(?:/|per)\s?[a-zA-Z]+{POWER})?(?:\s{WORD}){{0,8}})$"
 )
+SQUARED = re.compile(r"\b(?:(?:square|sq|(cubic|cu))\b\.?\s*([a-zA-Z]+)|([a-zA-Z]+)\s+(?:squared|(cubed))\b)")
+UNIT = re.compile(r"(/\s*|\bper\s+)?([a-zA-Z]+)(?:\s*\^\s*(-?\d))?")
 DECIMAL = re.compile(r"-?\d*\.(\d+)")
 MIN_PLACES = 6
 
@@ -39,7 +44,7 @@ class Quantity:
         number: Its number as LaTeX, without percent sign and unit.
         value: The number's exact value, if it is written with digits and operators.
         is_percent: True if a percent sign follows.
-        unit: Its unit, one of UNITS; empty without a unit or for one that is not known.
+        unit: Its unit, such as "cm^2" or "m/s"; empty without a unit or for one that is not known.
     """
 
     number: str
@@ -51,8 +56,8 @@ class Quantity:
 def quantity(text: str) -> Quantity:
     """Split a text that `plain_math` returned."""
     number, unit = text, ""
-    while found := TAIL.search(number):
-        if exact_value(number) is not None:
+    for _ in range(8):
+        if exact_value(number) is not None or not (found := TAIL.search(number)):
             break
         number, unit = number[: found.start()].strip(), unit or known_unit(found["unit"])
     is_percent = number.endswith("%")
@@ -61,14 +66,25 @@ def quantity(text: str) -> Quantity:
 
 
 def known_unit(text: str) -> str:
-    """Return the first known unit of a text; empty if there is none."""
+    """Return the first known unit of a text, with its power and what divides it; empty if there is none.
+
+    What divides money is left out, because a price may omit it.
+    """
     if "\\circ" in text:
         return "degree"
-    for word in re.findall(r"(?<!\\)[a-zA-Z]+", text.replace("\\text", "")):
-        for name in (word, word.lower(), word.lower().removesuffix("s")):
-            if name in UNIT_NAMES:
-                return UNIT_NAMES[name]
-    return ""
+    text = re.sub(r"\\text|[{}]", " ", text)
+    text = SQUARED.sub(lambda match: f"{match[2] or match[3]}^{3 if match[1] or match[4] else 2}", text)
+    unit = ""
+    for per, word, power in UNIT.findall(text):
+        forms = (word, word.lower(), word.lower().removesuffix("s"))
+        name = next((UNIT_NAMES[form] for form in forms if form in UNIT_NAMES), "")
+        is_divided = bool(per) or power.startswith("-")
+        if unit in MONEY or (unit and not (name and is_divided)):
+            break
+        if name:
+            exponent = power.lstrip("-")
+            unit += "/" * is_divided + name + (f"^{exponent}" if exponent not in ("", "1") else "")
+    return unit
 
 
 def same_units(first: Quantity, second: Quantity) -> bool:

@@ -7,20 +7,29 @@ from rl_rollout.rewards.protocol import RewardInput, quick
 
 # A minus is a sign unless it subtracts: "5-3" ends in 3, "= -3" in -3.
 # Suffixes that change the value of the digits before them: powers, indices and fractions, as single characters or as
-# `^2`, `**2`, `/2`, `e2`, `_2`, ` 1/2` and `\frac12`. Such numbers are skipped. A degree sign is no power, and `**`
-# after a number may end bold type.
+# `^2`, `**2`, `/2`, `e2`, `_2`, ` 1/2` and `\frac12`, and factors such as `x` and `\sqrt{2}`. Such numbers are skipped.
+# A degree sign and `^{th}` are no powers, and `**` after a number may end bold type.
+ROOT = r"(?:\\?sqrt ?|\u221a ?)(?:\[\d+\])?(?:\{[^{}]*\}|\([^()]*\)|\d+(?:\.\d+)?)(?: ?/ ?\d+)?"
 SCRIPT = (
     r"[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2189\u2460-\u24ff\u2776-\u2793]+"
-    r"| ?\^(?! ?\{? ?(?:\\circ|\\degree|\u00b0)) ?\{?[-+]?\d*|\*\*[-+]?[\w(]+| \*\* [-+]?[\w(]+"
+    r"| ?\^(?! ?\{? ?(?:\\circ|\\degree|\u00b0|o\b|\}|(?:\\\w+ ?\{)?(?:st|nd|rd|th)\b)) ?\{?[-+]?\d*"
+    r"|\*\*[-+]?[\d(]+|(?(bold)(?!)|(?: \*\* |\*\*)[-+]?[\w(]+)"
     r"|(?: ?/ ?-?\d+(?:\.\d+)?)+| \d+ ?/ ?\d+| ?\\[cdt]?frac(?: ?(?:\{[^{}]*\}|\d)){0,2}|[eE][-+]?\d+|(?:_\{?\d+\}?)+"
+    rf"| ?{ROOT}|(?:\\pi|\u03c0|[abeijknqruvwxyz])(?![A-Za-z\d]| (?:as|faster|more)\b)|!+(?= ?[\^/=}}$])"
 )
 MINUS = "-\u2212\u2013\ufe63\uff0d"
-THOUSANDS = r"(?:\\!,\\!|,\\!|\\!,|,|\{,\}|\\[,;: ]|[ ~\u00a0\u2009\u202f])"
+THOUSANDS = r"(?:\\!,\\!|,\\!|\\!,|,|\{,\}|['\u2019]|\\[,;: ]|[ ~\u00a0\u2009\u202f])"
 SIGN = rf"(?:(?:(?<==)[{MINUS}] |(?<== )[{MINUS}] |(?<![\w.)\]}}])[{MINUS}])(?:\\?[$\u20ac\u00a3])?)?"
+# Digits that are no numbers: exponents, indices, fractions, roots, `m2`, `CO2`, references such as `18 [1]` and
+# `(Step 2)`, ranges such as `10-18`, and a whole text such as `4!`.
 NUMBER = re.compile(
-    r"(?:\^|(?<=[A-Za-z}])_)\{?[-+]?\d+|(?<![A-Za-z])(?:[kcdm]?m|ft|in)[23](?!\d)"
-    r"|\\[cdt]?frac(?: ?(?:\{[^{}]*\}|\d)){2}"
-    rf"|(?P<number>{SIGN}(?:(?:\d{{1,3}}(?:{THOUSANDS}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+))(?P<script>{SCRIPT})?"
+    r"(?:\^|(?<=[A-Za-z}])_)\{?[-+]?\d+|(?<![A-Za-z])(?:[kcdm]?m|ft|in)(?:\*\*)?[23](?!\d)"
+    rf"|\\[cdt]?frac(?: ?(?:\{{[^{{}}]*\}}|\d)){{2}}|{ROOT}|\A\W*\d+!\W*\Z"
+    r"|(?<![A-Za-z\d])(?:[CHONS]+[2-9]\d?)+[CHONS]*(?!\w)|(?<=\d) ?\[\^?\d{1,2}(?:, ?\d{1,2})*\]"
+    r"|\((?i:see |from |by |in )?(?i:step|eq|equation|line|section|part|table|figure)s?\.? ?\d+[^()\d]*\)"
+    r"|(?<![\w.,-])(?P<low>\d{1,6})-(?P<high>\d{1,6})(?![\w.,]*\d|[-^/!*])"
+    rf"|(?P<bold>\*\* ?)?(?P<number>{SIGN}(?:(?:\d{{1,3}}(?:{THOUSANDS}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+))"
+    rf"(?P<script>{SCRIPT})?"
 )
 DIGITS = re.compile(r"[\d.]+")
 
@@ -43,8 +52,11 @@ def last_number(text: str) -> Decimal | None:
     """Return the last decimal number of a text, without thousands separators."""
     last = None
     for found in NUMBER.finditer(text):
-        last = found if found["number"] and not found["script"] else last
+        if found["high"]:
+            last = last if int(found["low"]) < int(found["high"]) else found["high"]
+        elif found["number"] and not found["script"]:
+            last = found["number"]
     if last is None:
         return None
-    number = Decimal("".join(DIGITS.findall(last["number"])))
-    return -number if last["number"][0] in MINUS else number
+    number = Decimal("".join(DIGITS.findall(last)))
+    return -number if last[0] in MINUS else number

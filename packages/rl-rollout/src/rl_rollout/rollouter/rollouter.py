@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rl_core import TransferQueue
-from rl_core.cluster import RoleReport, RoleView, Wait, process_report
+from rl_core.cluster import RoleReport, RoleView, process_report
 from rl_core.data import IntArray, Prompt
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError
 from rl_core.record_fields import settings_record
@@ -89,8 +89,6 @@ class Rollouter:
         self._served = ServedPolicy()
         self._running: dict[str, tuple[float, int]] = {}  # start time, and the version served at that time
         self._replaying = asyncio.Lock()
-        self._waits: dict[int, Wait] = {}
-        self._num_waits = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: list[GroupEvent] = []
         self._news = asyncio.Condition()
@@ -114,8 +112,7 @@ class Rollouter:
         """
         engine = self._started[0]
         drained = partial(publish_to, drain=drain, drain_deadline_s=self._options.deadline_s)
-        waiting = self.waiting(f"version {update.version} to be loaded", on=ENGINE)
-        with waiting, self._served.changing(update.version):
+        with self._served.changing(update.version):
             report = await retry_proof(
                 partial(drained, engine, update, canary=canary, tolerances=tolerances),
                 on_failure=lambda error: self.say(
@@ -203,22 +200,23 @@ class Rollouter:
 
     async def report(self) -> RoleView:
         """Report the work in progress, for `status` and hang diagnosis."""
-        now, running = time.monotonic(), self._running
+        running = self._running
         loads = [] if self.engine is None else self.engine.loads()
         num_running = sum(load.num_running for load in loads)
         others = [load.state for load in loads if load.state != "serving"]
-        on = ENGINE if num_running or self.rollout is None else awaited_outside(self.rollout)
-        noted = [replace(wait, since_s=round(now - wait.since_s, 1)) for wait in self._waits.values()]
-        waits = [wait for wait in noted if wait.on]
+        doing = [f"{_counted(len(running), 'group')} in progress"]
         if running:
             uid, (since, _) = min(running.items(), key=lambda item: item[1][0])
-            waits.append(Wait(what=f"{_counted(len(running), 'group')}, the oldest {uid}", on=on, since_s=now - since))
-        waits += [replace(wait, on=on) for wait in noted if not wait.on]
+            doing.append(f"the oldest {uid} for {time.monotonic() - since:.0f} s")
+        doing.append(f"{_counted(num_running, 'response')} in {_counted(len(loads) - len(others), 'engine')}")
+        if others:
+            doing.append(f"others {', '.join(others)}")
+        if self.rollout is not None and (num_scoring := self.rollout.scorer.num_scoring):
+            doing.append(f"{num_scoring} in the reward {self.rollout.scorer.name}")
+        if self._served.settled_version is None:
+            doing.append("weights are being loaded")
         return RoleView(
-            doing=f"{_counted(len(running), 'group')} in progress, {_counted(num_running, 'response')} in "
-            f"{_counted(len(loads) - len(others), 'engine')}" + (f", others {', '.join(others)}" if others else ""),
-            waits=tuple(waits),
-            holds=tuple(running),
+            doing=", ".join(doing),
             counts={
                 "groups": float(len(running)),
                 "samples in engines": float(num_running),
@@ -247,17 +245,6 @@ class Rollouter:
     def say(self, event: str, /, **fields: Any) -> None:
         """Add an event to the current window."""
         self._window.say(event, **fields)
-
-    @contextmanager
-    def waiting(self, what: str, *, on: str = "") -> Iterator[None]:
-        """Record a wait within the context. With an empty `on`, it is attributed to what the sessions wait for."""
-        self._num_waits += 1
-        number = self._num_waits
-        self._waits[number] = Wait(what=what, on=on, since_s=time.monotonic())
-        try:
-            yield
-        finally:
-            del self._waits[number]
 
     # -- inside
 
@@ -322,8 +309,7 @@ class Rollouter:
         if self.stored is not None:
             await self.stored.settled(dispatch.place, group, is_refused=bool(refused), is_replayed=is_replayed)
         missing = frozenset(dispatch.sessions)
-        with self.waiting(f"put group {uid}", on="queue"):
-            await asyncio.to_thread(settle, self._queue, [group], put=self._put, only=missing, refused=refused)
+        await asyncio.to_thread(settle, self._queue, [group], put=self._put, only=missing, refused=refused)
         self._window.add(group, took_s=took_s, is_refused=reason is not None)
         event = await self._event_of(group, reason, missing)
         oldest = None if is_replayed else event.oldest  # the schedule takes a replayed group as new
@@ -368,11 +354,6 @@ class Rollouter:
                 f"{_counted(len(late), 'group')} not generated within {deadline_s:g} s (rollout.deadline_s); "
                 f"the first is {late[0]}."
             )
-
-
-def awaited_outside(rollout: Rollout) -> str:
-    """Return what the sessions wait for while no engine works on them."""
-    return f"the reward {rollout.scorer.name}" if rollout.scorer.num_scoring else "tools"
 
 
 def engine_reports(loads: Sequence[EngineLoad], stacks: dict[int, str], *, asked_s: float) -> list[RoleReport]:

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.record_fields import record
-from rl_rollout.engines.protocol import RolloutEngine, TokenScores
+from rl_core.weights import TokenScores
+from rl_rollout.engines.protocol import RolloutEngine
 
 TRIES = 3
 """Maximum number of retries when weights are replaced during scoring."""
@@ -37,7 +38,7 @@ async def policy_scores(
         version: Version of its weights.
     """
     top_k = min(top_k, engine.traits.max_top_k)
-    scores = await engine.score_top_k(sequences, top_k=top_k) if top_k > 0 else ()
+    scores = await engine.score(sequences, top_k=top_k) if top_k > 0 else ()
     return PolicyScores(version=version, scores=scores)
 
 

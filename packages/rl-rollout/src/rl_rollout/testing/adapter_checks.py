@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from rl_core.data import IntArray
+from rl_core.data import FloatArray, IntArray
 from rl_core.weights import (
     LORA_A,
     AdapterUpdate,
@@ -60,19 +60,19 @@ class AdapterChecks:
             make_adapter(base, rank=1, seed=4, kinds=("o_proj", "up_proj")),
             make_adapter(base, rank=most, seed=5),
         ]
-        scores = [asyncio.run(engine.score([SEQUENCE]))[0]]
+        scores = [_logprobs(engine)]
         try:
             for version, adapter in enumerate(adapters, start=1):
                 report = asyncio.run(self.prove(engine, model_dir, adapter, version=version))
                 assert report.probe_max_diff <= 1e-4
                 assert report.canary_max_diff <= TOLERANCE
-                scores.append(asyncio.run(engine.score([SEQUENCE]))[0])
+                scores.append(_logprobs(engine))
                 (sample,) = asyncio.run(engine.generate(short_request(seed=version)))
                 assert set(sample.policy_versions.tolist()) == {version}
         finally:
             self.restore(engine, model_dir)
         assert min(np.abs(now - last).max() for last, now in pairwise(scores)) > 100 * TOLERANCE
-        np.testing.assert_allclose(asyncio.run(engine.score([SEQUENCE]))[0], scores[0], atol=TOLERANCE)
+        np.testing.assert_allclose(_logprobs(engine), scores[0], atol=TOLERANCE)
 
     def test_the_base_is_served_beside_its_adapter(self, engine: RolloutEngine, model_dir: Path) -> None:
         """Both answer the same prompts, concurrently, one after the other, and streamed."""
@@ -148,7 +148,7 @@ class AdapterChecks:
         unknown = name.replace("layers.0", "layers.99")
         try:
             asyncio.run(self.publish(engine, model_dir, adapter, version=13))
-            before = asyncio.run(engine.score([SEQUENCE]))[0]
+            before = _logprobs(engine)
             for words, wrong in (
                 ("max_lora_rank", make_adapter(base, rank=most + 1, seed=12)),
                 ("missing", {key: tensor for key, tensor in adapter.items() if key != name}),
@@ -159,7 +159,7 @@ class AdapterChecks:
                 with refuses(words):
                     asyncio.run(self.publish(engine, model_dir, wrong, version=14))
             (sample,) = asyncio.run(engine.generate(short_request(seed=4)))
-            np.testing.assert_allclose(asyncio.run(engine.score([SEQUENCE]))[0], before, atol=TOLERANCE)
+            np.testing.assert_allclose(_logprobs(engine), before, atol=TOLERANCE)
             check_samples([sample], model_dir, {13: merged(base, adapter)})
         finally:
             self.restore(engine, model_dir)
@@ -234,3 +234,7 @@ async def _streamed(engine: RolloutEngine) -> list[Generation]:
 
 def _tied(tensors: Tensors) -> Mapping[str, str]:
     return {} if "lm_head.weight" in tensors else TIED_HEAD
+
+
+def _logprobs(engine: RolloutEngine) -> FloatArray:
+    return asyncio.run(engine.score([SEQUENCE]))[0].token_logprobs

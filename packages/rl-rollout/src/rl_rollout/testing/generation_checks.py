@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""Checks of generation, scoring, pauses and aborts."""
+"""Checks of generation, scoring and aborts."""
 
 import asyncio
 from dataclasses import replace
@@ -25,7 +25,7 @@ from rl_rollout.testing.reference_model import processed, reference_logprobs, to
 TOLERANCE = 1e-4
 """Maximum difference of a logprob in float32, in nats."""
 ATTEMPTS = 5
-"""Number of attempts. A response may end before its pause or abort, if the caller is slow and the engine fast."""
+"""Number of attempts. A response may end before its abort, if the caller is slow and the engine fast."""
 
 
 class GenerationChecks:
@@ -83,7 +83,7 @@ class GenerationChecks:
     def test_logprobs_are_what_score_says(self, engine: RolloutEngine) -> None:
         for sample in generate(engine, num_samples=4, seed=2):
             (scores,) = asyncio.run(engine.score([joined(PROMPT, sample)]))
-            np.testing.assert_allclose(sample.logprobs, scores[len(PROMPT) :], atol=TOLERANCE)
+            np.testing.assert_allclose(sample.logprobs, scores.token_logprobs[len(PROMPT) :], atol=TOLERANCE)
 
     def test_logprobs_are_of_the_distribution_drawn_from(self, engine: RolloutEngine, model_dir: Path) -> None:
         cases: list[dict[str, Any]] = [{"temperature": 0.5}, {"temperature": 1.5, "top_k": 3}, {"top_p": 0.6}]
@@ -99,19 +99,20 @@ class GenerationChecks:
         ids = np.random.default_rng(0).integers(0, engine.traits.vocab_size, size=engine.traits.max_model_len)
         sequences = [ids[:length].astype(np.int32) for length in (7, 1, 2, 33, len(ids))]
         for sequence, scores in zip(sequences, asyncio.run(engine.score(sequences)), strict=True):
-            assert scores.dtype == np.float32
-            assert scores[0] == 0
+            found = scores.token_logprobs
+            assert found.dtype == np.float32
+            assert found[0] == 0
             expected = token_logprobs(reference_logprobs(model_dir, sequence), sequence)
-            np.testing.assert_allclose(scores[1:], expected, atol=TOLERANCE)
-            (routed,) = asyncio.run(engine.score_with_experts([sequence]))
-            np.testing.assert_allclose(routed.logprobs, scores, atol=TOLERANCE)
+            np.testing.assert_allclose(found[1:], expected, atol=TOLERANCE)
+            (routed,) = asyncio.run(engine.score([sequence], with_experts=True))
+            np.testing.assert_allclose(routed.token_logprobs, found, atol=TOLERANCE)
 
     def test_abort_returns_what_there_is(self, engine: RolloutEngine) -> None:
         request = long_request(engine)
 
         async def abort_midway() -> Generation:
             running = await begin(engine, request)
-            await engine.abort_all()
+            await engine.abort(None)
             return (await running)[0]
 
         for _ in range(ATTEMPTS):
@@ -156,46 +157,6 @@ class GenerationChecks:
         with refuses("one for each of the 2 samples; found 3"):
             asyncio.run(engine.generate(replace(request, num_samples=2)))
 
-    def test_a_pause_holds_requests_and_resume_lets_them_go_on(self, engine: RolloutEngine) -> None:
-        request = long_request(engine)
-        alone = asyncio.run(engine.generate(request))[0].token_ids.tolist()
-
-        async def pause_midway() -> tuple[list[int], list[int], bool]:
-            running = await begin(engine, request)
-            await engine.pause()
-            late = asyncio.ensure_future(engine.generate(short_request(seed=6)))
-            waited = await asyncio.wait([late, running], timeout=0.2)
-            await engine.resume()
-            tokens, late_tokens = [(await one)[0].token_ids.tolist() for one in (running, late)]
-            return tokens, late_tokens, not waited[0]
-
-        for _ in range(ATTEMPTS):
-            tokens, late_tokens, are_held = asyncio.run(pause_midway())
-            if are_held:
-                break
-        assert are_held
-        assert tokens == alone
-        assert late_tokens == generate(engine, seed=6)[0].token_ids.tolist()
-
-    def test_what_is_paused_can_be_aborted(self, engine: RolloutEngine) -> None:
-        request = long_request(engine)
-
-        async def abort_paused() -> list[Generation]:
-            running = await begin(engine, request)
-            await engine.pause()
-            await engine.abort_all()
-            samples = await running
-            await engine.resume()
-            return samples
-
-        for _ in range(ATTEMPTS):
-            (sample,) = asyncio.run(abort_paused())
-            if sample.finish_reason == "abort":
-                break
-        assert sample.finish_reason == "abort"
-        assert len(sample.token_ids) > 0
-        assert len(generate(engine)[0].token_ids) > 0
-
     def test_an_engine_that_cannot_sleep_says_so(self, engine: RolloutEngine) -> None:
         if engine.traits.can_sleep:
             before = generate(engine, seed=4)[0]
@@ -209,13 +170,6 @@ class GenerationChecks:
                 asyncio.run(engine.sleep())
             asyncio.run(engine.wake())
             assert len(generate(engine)[0].token_ids) > 0
-
-    def test_a_prefix_cache_that_was_reset_changes_nothing(self, engine: RolloutEngine) -> None:
-        before = generate(engine, seed=4)[0]
-        asyncio.run(engine.reset_prefix_cache())
-        after = generate(engine, seed=4)[0]
-        assert after.token_ids.tolist() == before.token_ids.tolist()
-        np.testing.assert_allclose(after.logprobs, before.logprobs, atol=TOLERANCE)
 
     def test_a_cancelled_caller_does_not_disturb_the_others(self, engine: RolloutEngine) -> None:
         alone = generate(engine, seed=6)[0].token_ids.tolist()

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from rl_core.data import FloatArray, IntArray
-from rl_rollout.engines.protocol import EngineTraits, Generation, RolloutEngine, TokenScores
+from rl_core.weights import TokenScores
+from rl_rollout.engines.protocol import EngineTraits, Generation, RolloutEngine
 from rl_rollout.testing.engine_calls import begin, long_request, refuses, short_request
 from rl_rollout.testing.reference_model import reference_logprobs
 
@@ -52,13 +53,13 @@ class ScoringChecks:
             for sequence, scores in zip(sequences, _ask(engine, sequences, top_k=top_k), strict=True):
                 check_token_scores(scores, sequence, top_k=top_k, reference=reference_logprobs(model_dir, sequence))
 
-    def test_a_token_has_the_logprob_that_score_gives_it(self, engine: RolloutEngine) -> None:
+    def test_a_token_has_the_same_logprob_beside_the_likeliest(self, engine: RolloutEngine) -> None:
         sequences = _sequences(engine.traits, lengths=(7, 1, 33))
-        logprobs = asyncio.run(engine.score(sequences))
-        for top_k in (0, _some(engine.traits)):
-            for expected, scores in zip(logprobs, _ask(engine, sequences, top_k=top_k), strict=True):
-                assert scores.logprobs.shape[1] == top_k + 1
-                np.testing.assert_allclose(scores.logprobs[:, 0], expected, atol=1e-5)
+        top_k = _some(engine.traits)
+        alone, beside = (_ask(engine, sequences, top_k=number) for number in (0, top_k))
+        for expected, scores in zip(alone, beside, strict=True):
+            assert (expected.logprobs.shape[1], scores.logprobs.shape[1]) == (1, top_k + 1)
+            np.testing.assert_allclose(scores.token_logprobs, expected.token_logprobs, atol=1e-5)
 
     def test_the_whole_vocabulary_sums_to_one(self, engine: RolloutEngine) -> None:
         vocab_size = engine.traits.vocab_size
@@ -87,7 +88,7 @@ class ScoringChecks:
         async def both() -> tuple[list[TokenScores], list[Generation]]:
             running = await begin(engine, request)
             hot = asyncio.ensure_future(engine.generate(short_request(seed=3, prompt=sequences[1][:5])))
-            scores = await engine.score_top_k(sequences, top_k=top_k)
+            scores = await engine.score(sequences, top_k=top_k)
             await hot
             return scores, await running
 
@@ -114,7 +115,7 @@ class ScoringChecks:
 
 
 def _ask(engine: RolloutEngine, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
-    return asyncio.run(engine.score_top_k(sequences, top_k=top_k))
+    return asyncio.run(engine.score(sequences, top_k=top_k))
 
 
 def _some(traits: EngineTraits) -> int:

@@ -41,7 +41,6 @@ from rl_core.queue.journal.schema import (
     require_plain_files,
     schema_of,
 )
-from rl_core.queue.journal.wal import read_wal
 from rl_core.queue.prompts import encode_prompt
 
 FORMAT_VERSION = 3
@@ -63,9 +62,6 @@ ON CONFLICT (number) DO UPDATE SET state = excluded.state, record = excluded.rec
 """
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """Findings when a queue was reopened.
@@ -74,7 +70,6 @@ class Recovery:
         prompts: Number of prompts in each state.
         num_acks: Number of valid acks over all tasks.
         num_unsettled: Number of prompts with sessions still to be generated.
-        torn_journal_bytes: Bytes of an incomplete transaction, which is ignored.
         lost_segments: The problem of each unreadable segment; its prompts are issued again.
         removed_slots: Number of removed slots that were not referenced.
     """
@@ -82,7 +77,6 @@ class Recovery:
     prompts: Mapping[str, int]
     num_acks: int
     num_unsettled: int
-    torn_journal_bytes: int
     lost_segments: tuple[str, ...]
     removed_slots: int
 
@@ -100,19 +94,18 @@ class SqliteJournal:
                 differ.
         """
         self._directory, self._tasks, self._options, self._clock = directory, tasks, options, clock
-        with _translated(directory):
+        with translated(directory):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = lock_directory(directory)
         try:
-            with _translated(directory):
+            with translated(directory):
                 require_plain_files(directory)
-                _, self.torn_bytes = read_wal(directory / f"{DATABASE}-wal")
                 self._connection = connect(directory / DATABASE)
         except BaseException:
             os.close(self._lock)
             raise
         try:
-            with _translated(directory):
+            with translated(directory):
                 _refuse_foreign(self._connection, directory)
                 self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {TABLES}")
                 self._epoch = self._begin_epoch()
@@ -127,7 +120,7 @@ class SqliteJournal:
             JournalError: The disk is full or failed.
         """
         counts = Counts(core.policy_version, dict(core.drops), dict(core.counts))
-        with _translated(self._directory), self._transaction() as cursor:
+        with translated(self._directory), self._transaction() as cursor:
             # Forgotten uids may be issued again.
             cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])
             cursor.executemany(WRITE_GROUP, [self._row(group) for group in core.dirty.values()])
@@ -147,7 +140,7 @@ class SqliteJournal:
         core = QueueCore(self._tasks, self._options)
         core.first_lease = self._epoch * EPOCH_LEASES + 1
         core.lease_ids = itertools.count(core.first_lease)
-        with _translated(self._directory):
+        with translated(self._directory):
             groups, places, counts = read_journal(self._connection)
         core.policy_version, core.drops, core.counts = (
             counts.policy_version,
@@ -181,11 +174,10 @@ class SqliteJournal:
             prompts=Counter(group.state for group in core.groups),
             num_acks=sum(len(group.acked) for group in core.groups),
             num_unsettled=len(core.groups.issued),
-            torn_journal_bytes=self.torn_bytes,
             lost_segments=tuple(lost),
             removed_slots=store.remove_others([core.segments.place(number) for number in core.segments]),
         )
-        with _translated(self._directory), self._transaction() as cursor:
+        with translated(self._directory), self._transaction() as cursor:
             cursor.execute("INSERT OR REPLACE INTO meta VALUES ('recovery', ?)", (msgspec.json.encode(report),))
         return core, report
 
@@ -216,12 +208,11 @@ class SqliteJournal:
         meta = read_meta(self._connection)
         tasks = msgspec.json.encode([msgspec.to_builtins(task, order="sorted") for task in self._tasks], order="sorted")
         try:
-            version, epoch = int(meta.get("format", b"1")), int(meta.get("epoch", b"0")) + 1
+            read_format(meta, self._directory)
+            epoch = int(meta.get("epoch", b"0")) + 1
             names, expected = _task_names(meta.get("tasks", tasks)), _task_names(tasks)
         except UNREADABLE as error:
             raise JournalError(f"{self._directory} has an unreadable record: {error}.") from error
-        if version not in READABLE_VERSIONS:
-            raise JournalError(f"{self._directory} has format {version}; expected one of {READABLE_VERSIONS}.")
         if not 1 <= epoch <= MAX_EPOCH:
             raise JournalError(f"{self._directory} must have been opened at most {MAX_EPOCH} times; found {epoch}.")
         refuse_partitions(meta.get("tasks", tasks), self._directory)
@@ -230,7 +221,7 @@ class SqliteJournal:
                 f"{self._directory} is the queue of tasks {names}; found {expected}. Open it with its original tasks, "
                 "or choose another directory."
             )
-        with _translated(self._directory), self._transaction() as cursor:
+        with translated(self._directory), self._transaction() as cursor:
             rows = [("format", str(FORMAT_VERSION).encode()), ("tasks", tasks), ("epoch", str(epoch).encode())]
             cursor.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
         return epoch
@@ -253,6 +244,19 @@ def connect(path: Path) -> sqlite3.Connection:
     uri = f"{path.resolve().as_uri()}?mode=rwc"
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
     return guarded(connection)
+
+
+def read_format(meta: Mapping[str, bytes], directory: Path) -> int:
+    """Return the format version of a journal.
+
+    Raises:
+        JournalError: This version of rl-core cannot read it.
+        ValueError: It is not a number.
+    """
+    version = int(meta.get("format", b"1"))
+    if version not in READABLE_VERSIONS:
+        raise JournalError(f"{directory} has format {version}; expected one of {READABLE_VERSIONS}.")
+    return version
 
 
 def lock_directory(directory: Path) -> int:
@@ -279,7 +283,8 @@ def lock_directory(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def _translated(directory: Path) -> Iterator[None]:
+def translated(directory: Path) -> Iterator[None]:
+    """Raise errors of SQLite and of the system as a JournalError."""
     try:
         yield
     except RLError:

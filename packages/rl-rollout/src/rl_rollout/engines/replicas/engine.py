@@ -4,13 +4,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from operator import methodcaller
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import structlog
 
-from rl_core.data import FloatArray, IntArray
+from rl_core.data import IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightProofError
 from rl_core.gpus import GpuUse, gpu_use_of
 from rl_core.weights import (
@@ -18,7 +17,7 @@ from rl_core.weights import (
     Canary,
     ProofTolerances,
     PublishReport,
-    RoutedScores,
+    TokenScores,
     WeightReceipt,
     WeightUpdate,
     check_receipt,
@@ -26,7 +25,7 @@ from rl_core.weights import (
 from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.gate import DRAIN_DEADLINE_S
 from rl_rollout.engines.process import EngineCalls, ProcessEngine
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, TokenScores
+from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.replicas.replica import Published, Replica
 from rl_rollout.engines.replicas.replica_set import MAX_DEATHS, ReplicaSet
@@ -66,7 +65,6 @@ class ReplicatedEngine:
         self._weights = self._replicas.weights
         self._publishing = Turn()
         self._bringing: list[asyncio.Future[PublishReport | None]] = []
-        self._is_paused = False
         self._sleep_level: Literal[0, 1, 2] = 0
         for engine in replicas:
             self._enter(engine, is_joining=False)
@@ -197,31 +195,23 @@ class ReplicatedEngine:
             return aborted_generations(request)
         return generations
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """See `RolloutEngine.score`."""
-        return await self._score("score", sequences, np.concatenate([NO_PREFIX, *sequences]))
-
-    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        """See `RolloutEngine.score_with_experts`."""
-        return await self._score("score_with_experts", sequences, np.concatenate([NO_PREFIX, *sequences]))
-
-    async def score_top_k(self, sequences: Sequence[IntArray], *, top_k: int) -> list[TokenScores]:
-        """See `RolloutEngine.score_top_k`. Spreads the sequences over the replicas by load alone."""
+    async def score(
+        self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
+    ) -> list[TokenScores]:
+        """See `RolloutEngine.score`. Spreads the sequences over the replicas by load alone."""
         check_top_k(top_k, self.traits)
         for sequence in sequences:
             check_sequence(sequence, self.traits)
 
-        async def score_one(sequence: IntArray) -> Any:
-            return (await self._score("score_top_k", [sequence], NO_PREFIX, top_k=top_k))[0]
+        async def score_one(sequence: IntArray) -> TokenScores:
+            scores: list[TokenScores] = await self._replicas.ask_one(
+                lambda replica: replica.engine.score([sequence], top_k=top_k, with_experts=with_experts),
+                NO_PREFIX,
+                ticket=Ticket(num_samples=1),
+            )
+            return scores[0]
 
         return list(await asyncio.gather(*map(score_one, sequences)))
-
-    async def _score(self, method: str, sequences: Sequence[IntArray], prefix: IntArray, **options: int) -> list[Any]:
-        if not sequences:
-            return []
-        ask = methodcaller(method, sequences, **options)
-        ticket = Ticket(num_samples=len(sequences))
-        return list(await self._replicas.ask_one(lambda replica: ask(replica.engine), prefix, ticket=ticket))
 
     async def publish(
         self,
@@ -236,8 +226,6 @@ class ReplicatedEngine:
 
         Each replica drains separately. Replicas that already have the update accept new requests.
         """
-        if drain and self._is_paused:
-            raise EngineError("a paused engine does not finish its requests: resume it, or publish without drain.")
         published = Published(
             update=update,
             canary=canary,
@@ -274,30 +262,10 @@ class ReplicatedEngine:
                     raise self._replicas.nobody_left()
         return next((one for one in receipts.values() if not _is_right(update, one)), next(iter(receipts.values())))
 
-    async def abort(self, request_ids: Collection[str]) -> None:
+    async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
         self._replicas.abort(request_ids)
         await self._on_all(lambda engine: engine.abort(request_ids))
-
-    async def abort_all(self) -> None:
-        """See `RolloutEngine.abort_all`."""
-        self._replicas.abort(None)
-        await self._on_all(lambda engine: engine.abort_all())
-
-    async def pause(self) -> None:
-        """See `RolloutEngine.pause`."""
-        self._is_paused = True
-        await self._on_all(lambda engine: engine.pause())
-
-    async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
-        self._is_paused = False
-        await self._on_all(lambda engine: engine.resume())
-
-    async def reset_prefix_cache(self) -> None:
-        """See `RolloutEngine.reset_prefix_cache`."""
-        self._replicas.forget_prefixes()
-        await self._on_all(lambda engine: engine.reset_prefix_cache())
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
@@ -379,15 +347,11 @@ class ReplicatedEngine:
         return [report for report in reports if report is not None]
 
     async def _follow(self, engine: RolloutEngine | EngineCalls) -> None:
-        """Put a newly started engine into the same pause and sleep state as the others."""
-        is_paused, level = False, 0
-        while (is_paused, level) != (self._is_paused, self._sleep_level):
-            if is_paused != self._is_paused:
-                is_paused = self._is_paused
-                await (engine.pause() if is_paused else engine.resume())
-            if level != self._sleep_level:
-                level = self._sleep_level
-                await (engine.sleep(level) if level else engine.wake())
+        """Put a newly started engine to sleep if the others sleep."""
+        level = 0
+        while level != self._sleep_level:
+            level = self._sleep_level
+            await (engine.sleep(level) if level else engine.wake())
 
     def _reviver(self, replica: Replica) -> Callable[[EngineCalls], Awaitable[None]]:
         async def revive(calls: EngineCalls) -> None:

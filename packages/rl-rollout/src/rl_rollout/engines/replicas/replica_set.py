@@ -115,11 +115,6 @@ class ReplicaSet:
             raise self.nobody_left()
         return found
 
-    def forget_prefixes(self) -> None:
-        """Forget all cached prefixes."""
-        for index in self._members:
-            self._router.forget(index)
-
     async def ask_one(self, ask: Callable[[Replica], Awaitable[Any]], input_ids: IntArray, *, ticket: Ticket) -> Any:
         """Ask one replica, and another if that one dies or leaves.
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import structlog
 
-from rl_core.data import FloatArray, IntArray
+from rl_core.data import IntArray
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, WeightProofError, WeightsGoneError
 from rl_core.weights import (
     PublishReport,
-    RoutedScores,
+    TokenScores,
     WeightReceipt,
     WeightReceiver,
     WeightUpdate,
@@ -238,8 +238,5 @@ class _Taking:
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         return await self._weights.take(self._replica, self._receiver, update)
 
-    async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        return await self._receiver.score(sequences)
-
-    async def score_with_experts(self, sequences: Sequence[IntArray]) -> list[RoutedScores]:
-        return await self._receiver.score_with_experts(sequences)
+    async def score(self, sequences: Sequence[IntArray], *, with_experts: bool = False) -> list[TokenScores]:
+        return await self._receiver.score(sequences, with_experts=with_experts)

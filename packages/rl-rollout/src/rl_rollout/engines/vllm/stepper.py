@@ -23,12 +23,12 @@ from vllm.v1.outputs import LogprobsTensors
 from rl_core.data import FinishReason as OurFinishReason
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
 from rl_core.gpus import GpuUse
-from rl_core.weights import WeightReceipt, WeightUpdate
+from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 from rl_core.weights.broadcast import WeightSources, receive_plan
 from rl_rollout.engines.first_weights import check_first_weights, folder_probes
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.protocol import EngineTraits, Structure, TokenScores
+from rl_rollout.engines.protocol import EngineTraits, Structure
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm.adapters import PublishedAdapter
 from rl_rollout.engines.vllm.engine_arguments import engine_arguments
@@ -193,7 +193,7 @@ class VLLMStepper:
         return arrived
 
     def reset_prefix_cache(self) -> None:
-        """See `Stepper.reset_prefix_cache`. Running requests compute theirs again."""
+        """Drop the cached prefixes of earlier prompts. Running requests compute theirs again."""
         self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     def gpu_use(self) -> list[GpuUse]:

@@ -9,6 +9,7 @@ from anthropic.types import Message
 from rl_core.data import Json
 from rl_rollout.gateway.apis.reading import (
     as_list,
+    as_object,
     check_fields,
     read_choice,
     read_schema,
@@ -64,8 +65,6 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
         system = text_of(body["system"], "system", between="\n")
         messages.insert(0, ChatMessage(role="system", content=system))
     choice, config = body.get("tool_choice"), body.get("output_config") or {}
-    if not isinstance(config, dict):
-        raise refused_field("output_config", config, "an object")
     is_serial = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
     tools = read_tools(body, lambda tool: tool.get("type") in ("custom", None) and tool, A_TOOL, schema="input_schema")
     may_call, must_call = read_choice(choice, tools, CHOICES)
@@ -200,7 +199,7 @@ def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
         elif kind == "thinking" and role == "assistant":
             thoughts.append(text_field(block, "thinking", place))
         elif kind == "tool_use" and role == "assistant":
-            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            arguments = json.dumps(as_object(block.get("input"), f"{place}.input"), ensure_ascii=False)
             calls.append(
                 Call(name=text_field(block, "name", place), arguments=arguments, call_id=str(block.get("id") or ""))
             )

@@ -15,7 +15,6 @@ from rl_rollout.gateway.apis.reading import (
     asks_for_usage,
     check_fields,
     read_choice,
-    read_num_choices,
     read_schema,
     read_tools,
     refuse_prefill,
@@ -61,7 +60,7 @@ def read_chat_request(body: Mapping[str, Json]) -> Ask:
         may_call=may_call,
         must_call=must_call,
         wishes=read_wishes(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=schema),
-        num_choices=read_num_choices(body),
+        num_choices=body.get("n") or 1,
     )
 
 

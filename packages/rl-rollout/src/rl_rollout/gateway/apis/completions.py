@@ -9,7 +9,7 @@ from openai.types import Completion
 
 from rl_core.data import Json
 from rl_rollout.gateway.apis.chat_completions import OpenAIApi, data, usage
-from rl_rollout.gateway.apis.reading import asks_for_usage, check_fields, read_num_choices
+from rl_rollout.gateway.apis.reading import as_object, asks_for_usage, check_fields
 from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.refusals import refused_field
 from rl_rollout.gateway.sampling import read_wishes
@@ -38,7 +38,7 @@ class Completions(OpenAIApi):
         self.ask = Ask(
             prompt=_prompt(body.get("prompt")),
             wishes=read_wishes(body, max_tokens="max_tokens", stop="stop", without_effect=WITHOUT_EFFECT),
-            num_choices=read_num_choices(body),
+            num_choices=body.get("n") or 1,
         )
         self._with_usage, self._with_logprobs = asks_for_usage(body), body.get("logprobs") is not None
         self._head: dict[str, Json] = {"created": int(time.time()), "model": model, "object": "text_completion"}
@@ -92,9 +92,7 @@ class TokenPrompts(Completions):
         Raises:
             RefusedError: A field is invalid, or the request asks for a stream.
         """
-        asked = body.get("sampling_params") or {}
-        if not isinstance(asked, dict):
-            raise refused_field("sampling_params", asked, "an object")
+        asked = as_object(body.get("sampling_params"), "sampling_params")
         known = {name: value for name, value in asked.items() if name in READ}
         ids = body.get("token_ids")
         if body.get("stream") or not isinstance(ids, list) or not ids:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rl_core.data import Json
-from rl_rollout.gateway.asks import MAX_CHOICES
 from rl_rollout.gateway.messages import ChatMessage
-from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_rollout.gateway.refusals import RefusedError, brief, refused_field
 
 Tools = tuple[Mapping[str, Any], ...]
 NOTHING: Mapping[str, tuple[Json, ...]] = {
@@ -24,21 +23,40 @@ NOTHING: Mapping[str, tuple[Json, ...]] = {
     "truncation": ("disabled",),
 }
 """Values with which an unsupported field is accepted, since they have no effect; any other value is refused."""
+AN_OBJECT = (dict, "an object")
+TYPES: Mapping[str, tuple[Any, str]] = {
+    "logprobs": (bool | int, "true or false"),
+    "output_config": AN_OBJECT,
+    "stream": (bool | int, "true or false"),
+    "stream_options": AN_OBJECT,
+    "system": (str | list, "a string or a list of text parts"),
+    "text": AN_OBJECT,
+    "tools": (list, "a list of tools"),
+}
+"""Types of fields, and their descriptions for errors. Other fields are checked where they are read."""
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 """Types of content parts that are text."""
 
 
 def check_fields(body: Mapping[str, Json], known: Collection[str]) -> None:
-    """Check that all fields are known or have a value without effect.
+    """Check that all fields are known and of their type, or have a value without effect.
 
     Raises:
-        RefusedError: A field is not supported; the error names the first one.
+        RefusedError: A field is not supported or has another type; the error names the first one.
     """
     for name, value in body.items():
-        if value is not None and name not in known and value not in NOTHING.get(name, ()):
+        kind, expected = TYPES.get(name, (object, ""))
+        if value is None:
+            continue
+        nothing = [(one, type(one) is bool) for one in NOTHING.get(name, ())]  # since 1 == True
+        if name not in known and (value, type(value) is bool) not in nothing:
             raise RefusedError(
-                f"this server does not support {name}. Omit it.", param=name, code="unsupported_parameter"
+                f"this server does not support {name} = {brief(value)}. Omit it.",
+                param=name,
+                code="unsupported_parameter",
             )
+        if not isinstance(value, kind):
+            raise refused_field(name, value, expected)
 
 
 def refuse_prefill(messages: Sequence[ChatMessage], field: str) -> None:
@@ -53,28 +71,9 @@ def refuse_prefill(messages: Sequence[ChatMessage], field: str) -> None:
         )
 
 
-def read_num_choices(body: Mapping[str, Json]) -> int:
-    """Return the requested number of answers, 1 by default.
-
-    Raises:
-        RefusedError: The number is out of range.
-    """
-    number = 1 if body.get("n") is None else body["n"]
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MAX_CHOICES:
-        raise refused_field("n", number, f"an integer from 1 to {MAX_CHOICES}")
-    return number
-
-
 def asks_for_usage(body: Mapping[str, Json]) -> bool:
-    """Return True if a stream must end with token counts.
-
-    Raises:
-        RefusedError: `stream_options` is not an object.
-    """
-    options = {} if body.get("stream_options") is None else body["stream_options"]
-    if not isinstance(options, dict):
-        raise refused_field("stream_options", options, "an object")
-    return bool(options.get("include_usage"))
+    """Return True if a stream must end with token counts."""
+    return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
 def read_schema(form: Json, name: str, inner: str | None = None) -> Json:
@@ -114,11 +113,8 @@ def read_tools(
     Raises:
         RefusedError: A tool is invalid or not supported.
     """
-    tools = [] if body.get("tools") is None else body["tools"]
-    if not isinstance(tools, list):
-        raise refused_field("tools", tools, "a list of tools")
     read: list[Mapping[str, Json]] = []
-    for index, tool in enumerate(tools):
+    for index, tool in enumerate(body.get("tools") or ()):
         one = found(tool) if isinstance(tool, dict) else None
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):
             raise refused_field(f"tools[{index}]", tool, expected)
@@ -147,10 +143,11 @@ def read_choice(choice: Json, tools: Tools, kinds: Mapping[str, str]) -> tuple[b
     Raises:
         RefusedError: The choice is unknown, or there is no such tool.
     """
-    given: dict[str, Any] = choice if isinstance(choice, dict) else {"type": choice or "auto"}
+    given: dict[str, Any] = choice if isinstance(choice, dict) else {"type": "auto" if choice is None else choice}
     kind = kinds.get(str(given.get("type")))
     if kind is None:
-        raise refused_field("tool_choice", choice, f"one of {[*kinds]}")
+        expected = f"one of {[*kinds]}, with only the tools that may be called in tools"
+        raise refused_field("tool_choice", given.get("type"), expected)
     if kind in ("auto", "none"):
         return kind == "auto", None
     inner = given.get("function")
@@ -202,6 +199,17 @@ def text_field(part: Mapping[str, Json], name: str, where: str) -> str:
     if not isinstance(text, str):
         raise refused_field(f"{where}.{name}", text, "a string")
     return text
+
+
+def as_object(value: Json, where: str) -> dict[str, Any]:
+    """Return a value that must be an object; None is an empty one.
+
+    Raises:
+        RefusedError: The value is something else.
+    """
+    if not isinstance(value, dict | None):
+        raise refused_field(where, value, "an object")
+    return value or {}
 
 
 def as_list(value: Json, where: str, expected: str) -> list[Any]:

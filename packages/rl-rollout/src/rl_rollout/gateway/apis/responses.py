@@ -81,8 +81,6 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
         )
     check_fields(body, (*READ, *WITHOUT_EFFECT))
     text = body.get("text") or {}
-    if not isinstance(text, dict):
-        raise refused_field("text", text, "an object")
     tools = read_tools({"tools": _flat(body.get("tools"))}, _function, A_TOOL)
     may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
     messages = _messages(body.get("input"))
@@ -282,12 +280,10 @@ def _function(tool: dict[str, Any]) -> Json:
     return tool.get("type") == "function" and tool
 
 
-def _flat(tools: Json) -> Json:
+def _flat(tools: Json) -> list[Any]:
     """Return the tools, with those of a namespace under their full names and with the field `namespace`."""
-    if not isinstance(tools, list):
-        return tools
     flat: list[Json] = []
-    for tool in tools:
+    for tool in tools or ():
         match tool:
             case {"type": "namespace", "name": str(namespace), "tools": list(inner)}:
                 flat += (_full(one, namespace) for one in inner)
@@ -305,9 +301,7 @@ def _full(named: Json, namespace: Json) -> Json:
 
 def _namespaces(tools: Json) -> dict[str, str]:
     """Return the namespace of each tool that has one, by its full name."""
-    flat = _flat(tools)
-    found = (tool for tool in (flat if isinstance(flat, list) else ()) if isinstance(tool, dict))
-    return {tool["name"]: tool["namespace"] for tool in found if isinstance(tool.get("namespace"), str)}
+    return {tool["name"]: tool["namespace"] for tool in _flat(tools) if isinstance(tool.get("namespace"), str)}
 
 
 def _messages(given: Json) -> list[ChatMessage]:

@@ -11,8 +11,8 @@ from rl_rollout.tools.parsers.markup import (
     Block,
     BodyEnd,
     call_blocks,
+    read_blocks,
     tagged_body_end,
-    without_mentions,
 )
 from rl_rollout.tools.parsers.protocol import ParsedTurn, call_with, read_arguments, shown
 from rl_rollout.tools.protocol import ToolCall
@@ -39,8 +39,7 @@ class HermesParser:
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
         """Find the calls of a turn. See `ToolParser.parse`."""
         found = call_blocks(text, openings=(OPENING,), find_end=_find_end)
-        blocks = without_mentions(found, text, tools=parameters)
-        return ParsedTurn(calls=tuple(map(_read, blocks)), calls_at=blocks[0].start if blocks else None)
+        return read_blocks(found, text, tools=parameters, read=_read)
 
 
 def _find_end(text: str, _: str, start: int) -> BodyEnd:

@@ -4,13 +4,16 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from rl_rollout.tools.parsers.protocol import ParsedTurn
+from rl_rollout.tools.protocol import ToolCall
+
 THINKING, THOUGHT = "<think>", "</think>"
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 BOUNDARY = re.compile(f"{OPENING}|{CLOSING}")
 BEGINNINGS = ("{", "[", "<")
 """Characters with which the body of a call can begin, well formed or not."""
-LINE_CHARS = 80
-"""Number of characters before a mark in which prose on its line is searched."""
+CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
+"""Code in backticks."""
 
 
 class Block(NamedTuple):
@@ -81,26 +84,40 @@ def call_blocks(text: str, *, openings: Sequence[str], find_end: Callable[[str, 
     return blocks
 
 
-def without_mentions(blocks: Sequence[Block], text: str, *, tools: Iterable[str]) -> list[Block]:
-    """Return the blocks without those in which the answer only mentions the marks of a call.
+def read_blocks(
+    blocks: Iterable[Block], text: str, *, tools: Iterable[str], read: Callable[[Block], ToolCall]
+) -> ParsedTurn:
+    """Read the blocks as calls, without unreadable ones in which the answer only mentions the marks of a call.
+
+    Unreadable code in backticks is a mention, and so is prose between the marks or after one. Where this is ambiguous,
+    the block is read as vLLM's parsers do: a well formed call is a call also in backticks, and an opening mark without
+    anything after it is text.
 
     Args:
         blocks: Blocks of the turn.
         text: Text of the turn.
-        tools: Names of the tools. A body with one of them is a call.
+        tools: Names of the tools. Prose with one of them may be a call.
+        read: Reads a block.
     """
     names = tuple(name for name in tools if name)
-    return [block for block in blocks if not _is_mention(block, text, names)]
+    bare = CODE.sub(lambda code: "`" * len(code[0]), text)
+    found = [(block, read(block)) for block in blocks]
+    kept = [(block, call) for block, call in found if call.fault is None or not _is_mention(block, bare, names)]
+    return ParsedTurn(calls=tuple(call for _, call in kept), calls_at=kept[0][0].start if kept else None)
 
 
-def _is_mention(block: Block, text: str, names: tuple[str, ...]) -> bool:
-    body = block.body.strip()
+def _is_mention(block: Block, bare: str, names: tuple[str, ...]) -> bool:
+    """Return True if an unreadable block is no call; `bare` is the turn with backticks instead of code."""
+    if bare[block.start] == "`":
+        return True
     if not block.opening:
-        return not text[: block.start].rstrip().endswith(("}", ">"))
-    if block.opening != OPENING or not body or body.startswith((*BEGINNINGS, *names)):
+        return not bare[: block.start].rstrip().endswith(("}", ">"))
+    body = (block.body if block.opening == OPENING else block.body.partition(">")[2]).strip()
+    if body.startswith(BEGINNINGS):
         return False
-    line = text[max(block.start - LINE_CHARS, 0) : block.start].rpartition("\n")[2].rpartition(">")[2]
-    return not block.is_closed or (bool(line.strip()) and "{" not in body and not any(name in body for name in names))
+    if block.is_closed:
+        return "{" not in block.body and not any(name in block.body for name in names)
+    return not body.startswith(names) and (bool(body) or block.opening == OPENING)
 
 
 def tagged_body_end(text: str, start: int) -> BodyEnd:

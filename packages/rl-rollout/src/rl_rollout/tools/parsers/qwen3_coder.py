@@ -12,9 +12,9 @@ from rl_rollout.tools.parsers.markup import (
     Block,
     BodyEnd,
     call_blocks,
+    read_blocks,
     tagged_body_end,
     unclosed,
-    without_mentions,
 )
 from rl_rollout.tools.parsers.protocol import ParsedTurn
 from rl_rollout.tools.parsers.schema_types import allowed_types
@@ -24,8 +24,10 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 FORM = f"{OPENING}{FUNCTION}NAME><parameter=KEY>VALUE</parameter>{FUNCTION_END}{CLOSING}"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 BOUNDARY = re.compile(f"{OPENING}|{FUNCTION}|{FUNCTION_END}|{CLOSING}|{PARAMETER}")
-VALUE_END = re.compile(rf"{PARAMETER_END}|(?:{OPENING}\s*)?{FUNCTION}")
-"""The end of a value, or the next call if the value has none."""
+VALUE_END = re.compile(
+    rf"{PARAMETER_END}(?=\s*(?:{PARAMETER}|{FUNCTION_END}|{CLOSING}))|(?:{OPENING}\s*)?{FUNCTION}[^<>]*>\s*{PARAMETER}"
+)
+"""The end of a value, or the next call with parameters if the value has none."""
 INNER = re.compile(rf"\s*{FUNCTION}")
 CLOSING_TOO = re.compile(rf"(?:\s*{CLOSING})?")
 
@@ -34,7 +36,8 @@ class Qwen3CoderParser:
     """Reads XML-like calls, also without `<tool_call>` or `</tool_call>`, which models sometimes omit.
 
     A value is text if the tool's schema allows a string, otherwise JSON. "null" becomes None if the schema also allows
-    null.
+    null. It ends at the first `</parameter>` before another mark, so that it may contain `</parameter>` and
+    `<function=x>`, but no call with parameters.
     """
 
     stop_tokens = ()
@@ -43,9 +46,7 @@ class Qwen3CoderParser:
     def parse(self, text: str, *, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
         """Find the calls of a turn. See `ToolParser.parse`."""
         found = call_blocks(text, openings=(OPENING, FUNCTION), find_end=_find_end)
-        blocks = without_mentions(found, text, tools=parameters)
-        calls = tuple(_read(block, parameters) for block in blocks)
-        return ParsedTurn(calls=calls, calls_at=blocks[0].start if blocks else None)
+        return read_blocks(found, text, tools=parameters, read=lambda block: _read(block, parameters))
 
 
 def _find_end(text: str, opening: str, start: int) -> BodyEnd:
@@ -90,7 +91,7 @@ def _read(block: Block, parameters: Mapping[str, Mapping[str, Json]]) -> ToolCal
     is_readable = not before.strip()
     for piece in blocks:
         key, _, rest = piece.partition(">")
-        value, end, after = rest.partition(PARAMETER_END)
+        value, end, after = rest.rpartition(PARAMETER_END)
         is_readable &= bool(end) and not after.strip()
         key = key.strip()
         schema = properties.get(key) if isinstance(properties, Mapping) else None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from rl_core.errors import DataError, SettingsError
-from rl_core.files import temporary_folder
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 from rl_trainer_parts.checks.model_folder import missing_path
 from rl_trainer_parts.run.best_checkpoint import best_checkpoint
@@ -92,24 +91,10 @@ def opened_policy(path: Path) -> Iterator[Path]:
     if not is_adapter(source):
         yield source
         return
+    from rl_distill.checkpoints.merged_folder import merged_policy  # imports torch
+
     with merged_policy(source, base=None) as folder:
         yield folder
-
-
-@contextmanager
-def merged_policy(adapter: Path, *, base: Path | None) -> Iterator[Path]:
-    """A temporary Hugging Face folder with an adapter merged into its base.
-
-    Args:
-        adapter: Adapter folder in peft's format.
-        base: Hugging Face folder; None uses the one the adapter names.
-
-    Raises:
-        DataError: The adapter or its base cannot be used.
-    """
-    with temporary_folder("rl-merged-policy-") as folder:
-        _merge(adapter, folder / "policy", base=base)
-        yield folder / "policy"
 
 
 def export_policy(path: Path, target: Path, *, merges: bool = False, base: Path | None = None) -> Path:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_metrics.doctor.diagnosis import Ailment, Cause, Kind, Reading
+from rl_metrics.doctor.diagnosis import Cause, Diagnosis, Kind, NoFinding
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.health.run_verdict import judge_run
 from rl_metrics.run_files.run_record import RunRecord
@@ -16,8 +16,8 @@ COVERED: dict[Kind, tuple[str, ...]] = {
 """Rules that the doctor's own diagnosis covers, by kind of problem."""
 
 
-def judge_health(run: RunRecord, *, known: Sequence[Ailment]) -> tuple[tuple[Ailment, ...], Reading | None]:
-    """Return the known problems and those from the health rules, or a reading if the rules find nothing.
+def add_health(run: RunRecord, *, known: Sequence[Diagnosis]) -> tuple[tuple[Diagnosis, ...], NoFinding | None]:
+    """Return the known problems and those from the health rules; without findings, also the rules' state.
 
     A finding that no earlier one explains is a problem, unless a known problem covers its rule. A finding that follows
     from another is a line of that problem.
@@ -28,9 +28,9 @@ def judge_health(run: RunRecord, *, known: Sequence[Ailment]) -> tuple[tuple[Ail
     """
     verdict = judge_run(run)
     if not verdict.findings:
-        return tuple(known), _reading(verdict)
-    ailments = list(known)
-    covered = {rule: place for place, ailment in enumerate(known) for rule in COVERED.get(ailment.kind, ())}
+        return tuple(known), _no_finding(verdict)
+    diagnoses = list(known)
+    covered = {rule: place for place, diagnosis in enumerate(known) for rule in COVERED.get(diagnosis.kind, ())}
     places: dict[str, int] = {}
     for finding in verdict.findings:
         cause = next((place for rule, place in places.items() if rule in finding.because), None)
@@ -38,23 +38,23 @@ def judge_health(run: RunRecord, *, known: Sequence[Ailment]) -> tuple[tuple[Ail
             place = covered[finding.rule]
         elif cause is not None:
             place = cause
-            ailments[place] = _with_effect(ailments[place], finding)
+            diagnoses[place] = _with_effect(diagnoses[place], finding)
         else:
-            place = len(ailments)
-            ailments.append(_ailment(finding))
+            place = len(diagnoses)
+            diagnoses.append(_diagnosis(finding))
         places[finding.rule] = place
-    return tuple(ailments), None
+    return tuple(diagnoses), None
 
 
-def _reading(verdict: Verdict) -> Reading:
+def _no_finding(verdict: Verdict) -> NoFinding:
     has_looked = any(check.status == "ok" for check in verdict.checks)
     text = f"no rule finds anything up to step {verdict.step}" if has_looked else "too few steps to judge"
-    return Reading(kind="health", state="right" if has_looked else "unknown", text=text)
+    return NoFinding(kind="health", state="right" if has_looked else "unknown", text=text)
 
 
-def _ailment(finding: Finding) -> Ailment:
+def _diagnosis(finding: Finding) -> Diagnosis:
     since = Evidence(metric=finding.rule, text=f"since step {finding.since_step} (rule {finding.rule})")
-    return Ailment(
+    return Diagnosis(
         kind="health",
         what=finding.what,
         evidence=tuple(dict.fromkeys((*finding.evidence, since))),
@@ -62,9 +62,9 @@ def _ailment(finding: Finding) -> Ailment:
     )
 
 
-def _with_effect(ailment: Ailment, effect: Finding) -> Ailment:
+def _with_effect(diagnosis: Diagnosis, effect: Finding) -> Diagnosis:
     line = f"follows from it: {effect.what} (since step {effect.since_step}, rule {effect.rule})"
-    return replace(ailment, details=(*ailment.details, line))
+    return replace(diagnosis, details=(*diagnosis.details, line))
 
 
 def _cause(text: str, advice: str) -> Cause:

@@ -61,8 +61,8 @@ def _forward(
     value: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
-    max_q: int,  # noqa: ARG001 - signature of torch's operator
-    max_k: int,  # noqa: ARG001
+    max_q: int,
+    max_k: int,
     is_causal: bool = False,
     scale: float | None = None,
     window_size: list[int] | None = None,
@@ -88,10 +88,10 @@ def _backward(
     lse: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
-    max_q: int,  # noqa: ARG001 - signature of torch's operator
-    max_k: int,  # noqa: ARG001
+    max_q: int,
+    max_k: int,
     is_causal: bool,
-    rng_state: Tensor,  # noqa: ARG001
+    rng_state: Tensor,
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:

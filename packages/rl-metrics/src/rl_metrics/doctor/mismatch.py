@@ -1,0 +1,184 @@
+"""Diagnosis of a mismatch from the engine's and the learner's logprobs of the same tokens.
+
+The mean difference is compared by position in the response, by age of the weights and by step, and by its direction.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_metrics.doctor.diagnosis import Cause, Diagnosis, NoFinding
+from rl_metrics.doctor.facts import Facts, facts_of
+from rl_metrics.doctor.limits import CERTAIN, EXACT, MIN_TOKENS, ONE_SIDED, ROUNDED, STALE_KL, grows
+from rl_metrics.doctor.mismatch_by_metrics import diagnose_metrics
+from rl_metrics.doctor.mismatch_causes import APART, failed_proof, with_evidence
+from rl_metrics.doctor.token_pairs import Bools, Floats, TokenPairs, read_pairs
+from rl_metrics.health.finding import Evidence
+from rl_metrics.run_files.run_record import RunRecord
+
+FIRST_TOKENS = 4
+"""Tokens of a response that count as its first, of responses with at least four times as many."""
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contrast:
+    """The mean absolute difference of two groups of tokens, in nats.
+
+    Attributes:
+        name: Cause that makes the second group differ more.
+        usual: [N] bool, the first group.
+        affected: Mean of the second group.
+        share: Share of the whole difference that the second group has in excess of the first.
+        is_certain: Whether the second differs more, beyond chance and rounding.
+        text: Both means, in words.
+    """
+
+    name: str
+    usual: Bools
+    affected: float
+    share: float
+    is_certain: bool
+    text: str
+
+
+def diagnose_mismatch(run: RunRecord) -> Diagnosis | NoFinding:
+    """Diagnose a mismatch from tokens if the run recorded enough of them, else from its metrics."""
+    facts = facts_of(run)
+    pairs = read_pairs(run.rollouts())
+    return diagnose_tokens(pairs, facts) if len(pairs) >= MIN_TOKENS else diagnose_metrics(run.history, facts)
+
+
+def diagnose_tokens(pairs: TokenPairs, facts: Facts) -> Diagnosis | NoFinding:
+    """Diagnose a mismatch from the tokens of a run.
+
+    Args:
+        pairs: At least MIN_TOKENS tokens of the run.
+        facts: Facts from its settings, metrics and events.
+    """
+    diff = np.clip(pairs.diff, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    size, k3_kl = float(np.abs(diff).mean()), float((np.expm1(diff) - diff).mean())
+    said = f"{size:.2g} nats on average over {len(pairs)} tokens, k3 KL {k3_kl:.2g}"
+    proof = failed_proof(facts)
+    if size <= EXACT and proof is None:
+        text = f"engine and learner agree: {said}; float32 explains up to {EXACT:g}"
+        return NoFinding(kind="mismatch", state="right", text=text)
+    contrasts = [contrast for contrast in (by_position(pairs), by_age(pairs), by_step(pairs)) if contrast]
+    causes = _causes(pairs, facts, contrasts, size=size)
+    names = {cause.name for cause in causes}
+    is_small = "stale_rollouts" in names and k3_kl <= STALE_KL
+    is_small |= "precision" in names and not facts.is_exact
+    if proof is None and len(names) == 1 and is_small:
+        why = causes[0].title.partition(":")[0]
+        return NoFinding(kind="mismatch", state="right", text=f"engine and learner differ by {said}: {why} explains it")
+    if proof is not None:
+        causes = [
+            proof,
+            *(cause for cause in causes if cause.name not in (proof.name, "precision", "other_computation")),
+        ]
+    up = f"{100.0 * _upward_share(diff):.3g} % of the difference is upward: there the learner's logprob is higher"
+    rows = [
+        Evidence(metric="rollouts.jsonl", text=said, value=size),
+        *(Evidence(metric="rollouts.jsonl", text=contrast.text, value=contrast.affected) for contrast in contrasts),
+        Evidence(metric="rollouts.jsonl", text=up),
+    ]
+    return Diagnosis(kind="mismatch", what=APART, evidence=tuple(rows), causes=tuple(causes))
+
+
+def _causes(pairs: TokenPairs, facts: Facts, contrasts: list[Contrast], *, size: float) -> list[Cause]:
+    """Return the causes that the tokens show, largest share first."""
+    certain = [contrast for contrast in contrasts if contrast.is_certain]
+    causes = [with_evidence(one.name, one.text, share=one.share) for one in certain]
+    is_usual = np.logical_and.reduce([one.usual for one in certain]) if certain else np.ones(len(pairs), dtype=bool)
+    unaffected = pairs.diff[is_usual] if is_usual.any() else pairs.diff
+    up = _upward_share(unaffected)
+    ratios = np.exp(np.clip(unaffected, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    kept, error = float(ratios.mean()), float(ratios.std()) / math.sqrt(len(ratios))
+    if up <= ONE_SIDED and float(np.abs(unaffected).mean()) > EXACT and 1.0 - kept > CERTAIN * error:
+        texts = [
+            f"the learner assigns {100.0 * kept:.3g} % of its mass to what the engine can sample; without truncation "
+            "it is 100 %",
+            ", ".join(facts.cuts) or "the recorded settings do not truncate: look at the engine's own defaults",
+        ]
+        share = (1.0 - 2.0 * up) * float(np.abs(unaffected).mean()) / size
+        causes.append(with_evidence("truncation", *texts, share=min(share, 1.0)))
+    if causes:
+        by_share = sorted(causes, key=lambda cause: cause.share or 0.0)
+        return list({cause.name: cause for cause in by_share}.values())[::-1]
+    if size <= ROUNDED and not (facts.is_exact and size > 10.0 * EXACT):
+        return [with_evidence("precision", f"{size:.2g} nats with the {facts.dtypes}")]
+    if pairs.staleness.min() >= 1:
+        text = f"every token was sampled by weights at least {int(pairs.staleness.min())} versions old"
+        return [with_evidence("stale_rollouts", text)]
+    text = f"{size:.2g} nats are more than rounding explains ({facts.dtypes}), and no other cause shows"
+    first = int(pairs.step.min())
+    since = "from the first step on" if first <= 1 else f"from step {first} on, the first recorded one"
+    return [with_evidence("other_computation", f"{text}; present {since}", *facts.suspects)]
+
+
+def by_position(pairs: TokenPairs) -> Contrast | None:
+    """Contrast the first tokens of responses with those far from the prompt."""
+    edge = int(np.clip((np.median(pairs.position) + 1) // 2, 1, FIRST_TOKENS))
+    first = f"at the first {edge} tokens" if edge > 1 else "at the first token"
+    groups = (f"at token {edge + 1} and later", first)
+    return _contrast("template", pairs, pairs.position >= edge, pairs.position < edge, groups)
+
+
+def by_age(pairs: TokenPairs) -> Contrast | None:
+    """Contrast the tokens of the newest weights with older ones.
+
+    The cause is stale weights instead of stale rollouts if the engine's version stands still while the learner's moves.
+    """
+    fresh = _newest(pairs)
+    known = pairs.staleness[pairs.staleness >= 0]
+    if not len(known):
+        return None
+    late = pairs.step >= np.median(pairs.step)
+    is_stuck = len(np.unique(pairs.version[late])) == 1 and len(np.unique(pairs.policy_version[late])) >= 3
+    newest = int(pairs.staleness[fresh].max())
+    groups = (f"of weights up to {newest} versions old", f"up to {int(known.max())}")
+    old = (pairs.staleness >= 0) & ~fresh
+    return _contrast("stale_weights" if is_stuck else "stale_rollouts", pairs, fresh, old, groups)
+
+
+def by_step(pairs: TokenPairs) -> Contrast | None:
+    """Contrast the first steps with later ones, among tokens of the same reported age."""
+    fresh = _newest(pairs)
+    steps = np.sort(pairs.step[fresh])
+    last = steps[min(MIN_TOKENS, len(steps)) - 1]
+    groups = (f"up to step {last}", f"up to step {steps[-1]}")
+    return _contrast("stale_weights", pairs, fresh & (pairs.step <= last), fresh & (pairs.step > last), groups)
+
+
+def _newest(pairs: TokenPairs) -> Bools:
+    """Return tokens of the lowest staleness, and the next if too few; all tokens if versions are unknown."""
+    known = np.sort(pairs.staleness[pairs.staleness >= 0])
+    if not len(known):
+        return np.ones(len(pairs), dtype=bool)
+    newest: Bools = (pairs.staleness >= 0) & (pairs.staleness <= known[min(MIN_TOKENS, len(known)) - 1])
+    return newest
+
+
+def _contrast(name: str, pairs: TokenPairs, usual: Bools, affected: Bools, groups: tuple[str, str]) -> Contrast | None:
+    """Contrast two groups of tokens with these names; None if one is empty."""
+    size = np.abs(pairs.diff)
+    if not usual.any() or not affected.any():
+        return None
+    before, after = float(size[usual].mean()), float(size[affected].mean())
+    is_enough = bool(min(usual.sum(), affected.sum()) >= MIN_TOKENS)
+    excess = max(after - before, 0.0) * float(affected.mean())
+    return Contrast(
+        name=name,
+        usual=usual,
+        affected=after,
+        share=min(excess / max(float(size.mean()), 1e-12), 1.0),
+        is_certain=is_enough and after > EXACT and grows(size[usual], size[affected]),
+        text=f"{before:.2g} nats {groups[0]}, {after:.2g} {groups[1]}",
+    )
+
+
+def _upward_share(diff: Floats) -> float:
+    """Return the share of the absolute difference in tokens that are more likely to the learner than to the engine."""
+    total = float(np.abs(diff).sum())
+    return float(np.maximum(diff, 0.0).sum()) / total if total else 0.5

@@ -1,0 +1,28 @@
+"""Ranks that switch from one parallel layout to another, so that tests share their processes."""
+
+from megatron.core import parallel_state
+
+from rl_distill.megatron.host import RankHost
+from rl_distill.megatron.parallel import Place, initialize_groups
+from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.options import ParallelOptions
+
+
+class RearrangedHost(RankHost):
+    def rearrange(self, parallel: ParallelOptions) -> Place:
+        """Free every model and create the process groups of another layout with the same number of ranks."""
+        self.close()
+        self._parallel = parallel
+        parallel_state.destroy_model_parallel()
+        initialize_groups(parallel, seed=self._seed)
+        return Place.of_this_rank()
+
+
+class RearrangedRanks(LearnerRanks):
+    host = "rearranged_ranks:RearrangedHost"
+
+    def rearrange(self, parallel: ParallelOptions) -> None:
+        """Switch the ranks to another layout of as many ranks; their models are freed."""
+        assert parallel.ranks == self.parallel.ranks
+        self.places = self.call_all("rearrange", parallel)
+        self.parallel = parallel
