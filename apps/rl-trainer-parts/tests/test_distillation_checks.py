@@ -87,9 +87,9 @@ def test_one_session_a_prompt_is_enough_where_nothing_is_learnt_from_rewards(fol
     ("changes", "large", "message"),
     [
         ({"distillation.top_k": 33}, {}, "distillation.teachers.large: distillation.top_k = 33 exceeds its voc"),
-        ({"distillation.top_k": 1001}, {}, "distillation.top_k must be from 1 to 1000; found 1001"),
-        ({"distillation.top_k": 0}, {}, "distillation.top_k must be from 1 to 1000; found 0"),
-        ({"distillation.beta": 1}, {}, "distillation.beta must be above 0 and below 1"),
+        ({"distillation.top_k": 1001}, {}, "distillation.top_k must be at most 1000; found 1001"),
+        ({"distillation.top_k": 0}, {}, "distillation.top_k must be at least 1; found 0"),
+        ({"distillation.beta": 1}, {}, "distillation.beta must be below 1; found 1"),
         ({"distillation.temperature": 0.5}, {}, "distillation.temperature = 0.5 needs Megatron teachers"),
         ({"distillation.distribution": "full"}, {}, 'teachers.large.engine = "vllm"'),
         ({"distillation.distribution": "full", "distillation.loss": "k1"}, {"engine": "megatron"}, "not use full"),

@@ -194,7 +194,9 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
         return f"{name}: required, and not set. {setting.meaning}"
     found = _shown(problem["input"], setting)
     if bound := setting.bound(problem.get("ctx", {})):
-        bounds = (setting.bound(setting.limits) or bound) + (", or none" if setting.is_optional else "")
+        bounds = (setting.bound(setting.limits) if bound == "finite" else bound) + (
+            ", or none" if setting.is_optional else ""
+        )
         return f"{name} must be {bounds}; found {short(problem['input']) or found}{where}."
     hint = _value_hint(name, problem["input"], setting.annotation)
     if not item:
