@@ -31,7 +31,7 @@ UNIT_EXTRAS = {
     "rl-core": ("rl-core[torch,prometheus,zarr,gpu]",),
     "rl-rollout": ("rl-core[torch]", "rl-rollout[peft,math,datasets,tools,mcp,http,json-schema,skip,gateway]"),
     "rl-distill": ("rl-core[torch]", "rl-distill[megatron,cache]"),
-    "rl-metrics": ("rl-core", "rl-metrics[plot,tensorboard,wandb,mlflow,parquet]"),
+    "rl-metrics": ("rl-core", "rl-metrics[tensorboard,wandb,mlflow,parquet]"),
 }
 TORCH = "torch==2.13.0+cpu"
 CUDA_TORCH = TORCH.partition("+")[0]

@@ -173,7 +173,6 @@ def _recording(trace: Trace) -> Iterator[None]:
         patch("rl_async_trainer.assemble:RayQueue", _inline_queue)
         patch("rl_async_trainer.assemble:SharedMemoryQueue", _inline_queue)
         stack.enter_context(mock.patch.dict(LOOPS._builtin, {"two_parts": fakes.TwoParts}))
-        patch("rl_metrics.trackers.usual_times:UsualTimes.note", lambda *_: None)
         patch("rl_trainer_parts.rollouts.inputs:PromptTokenizer.load", _loaded)
         _patch_learners(stack, recorded)
         _patch_transports(patch, trace)

@@ -8,9 +8,7 @@ import structlog
 from rich.console import Console
 
 from rl_metrics.run_files.generations import GenerationSample
-from rl_metrics.trackers.console import ConsoleTracker, duration_text
-from rl_metrics.trackers.console_resources import ResourceWatch
-from rl_metrics.trackers.console_views import RunConsole
+from rl_metrics.trackers.console import ConsoleTracker, RunConsole, duration_text
 
 STEP = {
     "critic/rewards/mean": 0.75,
@@ -56,7 +54,6 @@ class Terminal:
 def still(monkeypatch):
     """Start no background threads, so that only the test draws."""
     monkeypatch.setattr(ConsoleTracker, "_start_ticker", lambda _: None)
-    monkeypatch.setattr(ResourceWatch, "start", lambda _: None)
 
 
 @pytest.fixture
@@ -417,15 +414,13 @@ def test_a_terminal_that_is_made_narrower_keeps_no_wrapped_row_of_the_display(li
     assert all(len(line) <= 40 for line in last_frame(live.text))
 
 
-def test_what_runs_and_the_machine_are_below_the_bar(live):
+def test_what_runs_is_below_the_bar(live):
     live.tracker.begin("GRPO", total_steps=20)
-    live.tracker._view._resources.text = "CPU 87 %"
     with live.tracker.phase("rollouts of step 1", is_brief=True, detail=lambda: "3 of 8 \x1b[2J"):
         live.clock.now += 3.0
         live.tracker._view.tick()
-        runs, machine = last_frame(live.text)[1:]
+        (runs,) = last_frame(live.text)[1:]
         assert runs[1:] == r" rollouts of step 1 ... 3 s, 3 of 8 \x1b[2J"
-        assert machine == "CPU 87 %"
 
 
 def test_colours():

@@ -5,13 +5,11 @@ import json
 import sys
 import threading
 
-import pytest
 from rich.console import Console
 
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers import ConsoleTracker
-from rl_metrics.trackers.console_views import Phase, PlainView
-from rl_metrics.trackers.usual_times import UsualTimes
+from rl_metrics.trackers.console import LinesView, Phase
 
 SAMPLE = GenerationSample(prompt_uid="p", input="1", output="2", score=0.0, policy_version=(0, 0), source="x")
 DEADLINE_S = 60.0
@@ -111,53 +109,8 @@ def test_a_part_that_takes_long_is_told_of_again():
 
 def test_a_part_is_told_of_each_time_that_it_has_taken_twice_as_long():
     file, clock = io.StringIO(), Clock()
-    view = PlainView(Console(file=file, width=80), clock=clock)
-    phase = Phase(text="rollouts", began_s=0.0, usual="", is_brief=True, detail=str)
-    view.phase_began(phase)
+    phases = [Phase(text="rollouts", began_s=0.0, is_brief=True, detail=str)]
+    view = LinesView(Console(file=file, width=80), phases, kind="lines", clock=clock)
     for clock.now in range(300):
         view.tick()
-    view.phase_ended(phase, "300 s")
     assert file.getvalue().splitlines() == [f"still rollouts ... {seconds} s" for seconds in (30, 60, 120, 240)]
-
-
-def test_who_waits_is_told_how_long_it_took_before(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def phases(subject, *took):
-        file, clock = io.StringIO(), Clock()
-        tracker = ConsoleTracker(console=Console(file=file, width=80), subject=subject, clock=clock)
-        for number, seconds in enumerate(took):
-            with tracker.phase(f"starting {number}"):
-                clock.now += seconds
-        tracker.close()
-        return file.getvalue().splitlines()[::2]
-
-    assert phases("qwen", 40.0, 1.0) == ["starting 0 ...", "starting 1 ..."]
-    assert phases("qwen", 50.0) == ["starting 0 ... (usually 40 s)"]
-    assert phases("qwen", 90.0) == ["starting 0 ... (usually 45 s)"]
-    assert phases("llama", 50.0) == ["starting 0 ..."]
-
-
-def test_a_phase_that_fails_is_no_usual_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tracker = ConsoleTracker(kind="off", subject="qwen")
-    with pytest.raises(RuntimeError), tracker.phase("starting"):
-        raise RuntimeError
-    assert UsualTimes("qwen").of("starting") is None
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"qwen": 1}', '{"qwen": {"starting": "x"}}', "\x00" * 9])
-def test_a_broken_file_of_times_is_no_matter(tmp_path, content):
-    file = tmp_path / "times.json"
-    file.write_text(content)
-    times = UsualTimes("qwen", file=file)
-    assert times.of("starting") is None
-    times.note("starting", 3.0)
-    assert UsualTimes("qwen", file=file).of("starting") == 3.0
-
-
-def test_times_of_a_folder_that_cannot_be_written_are_not_kept(tmp_path):
-    (tmp_path / "file").write_text("")
-    times = UsualTimes("qwen", file=tmp_path / "file" / "times.json")
-    times.note("starting", 3.0)
-    assert times.of("starting") is None

@@ -473,7 +473,6 @@ def test_the_wrong_importer_names_the_right_one(tmp_path, capsys, wrong, path, s
         ("report",),
         ("serve",),
         ("compare", str(VERL)),
-        ("plot", "--metric=*", "--output=a.svg"),
     ],
 )
 def test_a_run_that_needs_an_import_is_told_its_importer(tmp_path, capsys, monkeypatch, words):

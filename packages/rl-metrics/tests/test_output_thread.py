@@ -9,9 +9,7 @@ import threading
 import pytest
 
 from rl_core.testing import wait_until
-from rl_metrics.trackers.console import ConsoleTracker
-from rl_metrics.trackers.console_views import RunConsole
-from rl_metrics.trackers.output_thread import CAPACITY_BYTES, OutputThread, unhurried_stdout
+from rl_metrics.trackers.console import MAX_QUEUED, ConsoleTracker, OutputThread, RunConsole, unhurried_stdout
 
 PROGRAM = """
 from rl_metrics.trackers.console import ConsoleTracker
@@ -50,7 +48,7 @@ def test_writes_come_in_their_order(pipe):
 def test_a_reader_that_sleeps_holds_nobody_up_and_gets_whole_writes_when_it_wakes(pipe):
     reader, writer = pipe
     stream = OutputThread(writer)
-    lines = [f"{number:09}" + "x" * 990 + "\n" for number in range(3 * CAPACITY_BYTES // 1000)]
+    lines = [f"{number:09}" + "x" * 990 + "\n" for number in range(3 * MAX_QUEUED)]
     for line in lines:
         stream.write(line)
     assert stream.num_dropped > 0

@@ -167,8 +167,7 @@ def scale(words: list[str]) -> int:
     from rl_metrics.trackers import ConsoleTracker
 
     request = {"do": "scale", "engines": options.engines}
-    subject = f"scale {options.run.resolve()}"
-    with closing(ConsoleTracker(console=Console(stderr=True), subject=subject)) as console:  # stdout: the answer
+    with closing(ConsoleTracker(console=Console(stderr=True))) as console:  # stdout: the answer
         what, how = f"scaling to {counted(options.engines, 'engine')}", "new engines load the policy"
         with console.phase(what, is_brief=True, detail=lambda: how):
             count = ask_run(options.run, request, deadline_s=SCALE_DEADLINE_S)

@@ -10,5 +10,4 @@ def make_console(settings: Settings) -> ConsoleTracker:
         kind=settings.metrics.console,
         hidden=settings.zero_metrics,
         generations_in="generations.jsonl and the report" if settings.metrics.report else "generations.jsonl",
-        subject=f"{settings.policy.path} {settings.rollout.engine} {settings.policy.learner}",
     )

@@ -66,7 +66,7 @@ def step_files(folder: Path | None, *globs: str, name: str, such_as: str) -> lis
         found = "a file" if folder.exists() else f"nothing there (looked in {Path.cwd()})"
         raise DataError(f"{folder} must be a folder with files such as {such_as}; found {found}.")
     files = [(re.fullmatch(name, file.name), file) for glob in globs for file in folder.glob(glob)]
-    return sorted((int(found[1]), file) for found, file in files if found and file.is_file())
+    return sorted((int(match[1]), file) for match, file in files if match and file.is_file())
 
 
 def whole_rows(
@@ -98,22 +98,22 @@ def as_rollouts(step: int, dumped: Sequence[Dumped]) -> list[RolloutRow]:
     """Return the trajectories of a step, with one group per prompt and the policy version of the previous step."""
     num_sessions: dict[str, int] = {}
     rows = []
-    for one in dumped:
-        session = num_sessions.get(one.problem, 0)
-        num_sessions[one.problem] = session + 1
+    for response in dumped:
+        session = num_sessions.get(response.problem, 0)
+        num_sessions[response.problem] = session + 1
         rows.append(
             RolloutRow(
                 step=step,
                 time=math.nan,
-                prompt_uid=f"{step}-{one.problem}",
-                problem=one.problem,
+                prompt_uid=f"{step}-{response.problem}",
+                problem=response.problem,
                 session=session,
-                source=one.source,
-                prompt=one.prompt,
-                response=one.response,
-                ground_truth=one.ground_truth,
-                reward=one.reward,
-                components=one.components,
+                source=response.source,
+                prompt=response.prompt,
+                response=response.response,
+                ground_truth=response.ground_truth,
+                reward=response.reward,
+                components=response.components,
                 finish="unknown",
                 policy_version=max(step - 1, 0),
             )
@@ -125,22 +125,22 @@ def as_samples(step: int, dumped: Sequence[Dumped], *, trainer: str) -> list[Gen
     """Return the samples of the validation after a step."""
     return [
         GenerationSample(
-            prompt_uid=one.problem,
-            input=one.prompt,
-            output=one.response,
-            score=one.reward,
-            ground_truth=one.ground_truth,
+            prompt_uid=response.problem,
+            input=response.prompt,
+            output=response.response,
+            score=response.reward,
+            ground_truth=response.ground_truth,
             policy_version=(step, step),
             source=trainer,
-            components=one.components,
-            data_source=one.source,
+            components=response.components,
+            data_source=response.source,
             finish="unknown",
         )
-        for one in dumped
+        for response in dumped
     ]
 
 
 def numbers(row: Mapping[str, Any], *, without: frozenset[str]) -> dict[str, float]:
     """Return the finite numbers of a row, except those of these names; True counts as 1."""
-    found = {name: number_or_nan(value) for name, value in row.items() if name not in without}
-    return {name: number for name, number in found.items() if not math.isnan(number)}
+    values = {name: number_or_nan(value) for name, value in row.items() if name not in without}
+    return {name: value for name, value in values.items() if not math.isnan(value)}

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from rl_core.errors import DataError
 from rl_metrics.definitions.definition import Metric, MetricTable, Reduction
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.reductions.histogram import Histogram, rounded
+from rl_metrics.reductions.histogram import Histogram
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,7 @@ class _Sum:
         """
         if self.reduction in ("mean", "sum"):
             if self.weight > 0:
-                return rounded(self.total / self.weight if self.reduction == "mean" else self.total)
+                return _rounded(self.total / self.weight if self.reduction == "mean" else self.total)
         elif self.extreme is not None:
             return self.extreme
         return math.nan if self.num_nonfinite else None
@@ -262,6 +262,14 @@ class Recorder:
                 )
             histogram = self._histograms[name] = Histogram()
         return histogram
+
+
+def _rounded(value: Fraction) -> float:
+    """Return the nearest float; infinite if it overflows."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _number(what: str, value: SupportsFloat) -> float:

@@ -1,7 +1,7 @@
 """Destinations of metrics, one module per tracker."""
 
 from rl_metrics.trackers.background import BackgroundTracker
-from rl_metrics.trackers.console import ConsoleKind, ConsoleTracker, run_console
+from rl_metrics.trackers.console import ConsoleKind, ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker, read_generations, read_histograms
 from rl_metrics.trackers.mlflow import MlflowTracker
@@ -22,5 +22,4 @@ __all__ = [
     "WandbTracker",
     "read_generations",
     "read_histograms",
-    "run_console",
 ]

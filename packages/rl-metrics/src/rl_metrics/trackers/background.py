@@ -1,8 +1,9 @@
 """Tracker wrapper that runs a slow tracker on its own thread, so that the run never waits for it."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
 
 import structlog
 
@@ -19,6 +20,9 @@ class BackgroundTracker:
 
     Dropped calls are counted and cause a warning. The next call raises an error of the tracker, so that a `Fanout`
     removes it. Thread-safe.
+
+    Attributes:
+        num_dropped: Number of calls dropped so far.
     """
 
     def __init__(self, tracker: Tracker, *, name: str, capacity: int = 256, close_deadline_s: float = 30.0) -> None:
@@ -41,21 +45,15 @@ class BackgroundTracker:
         self._name = name
         self._capacity = capacity
         self._close_deadline_s = close_deadline_s
-        self._changed = threading.Condition()
-        self._calls: deque[tuple[str, Callable[[], None]]] = deque()
+        self._lock = threading.RLock()  # a warning may log to this tracker again
+        self._calls: SimpleQueue[tuple[str, Callable[[], None]] | None] = SimpleQueue()
         self._running = "nothing"
-        self._num_dropped = 0
+        self.num_dropped = 0
         self._error: Exception | None = None
         self._has_failed = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of calls dropped so far."""
-        with self._changed:
-            return self._num_dropped
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue the metrics of one step; never blocks.
@@ -64,13 +62,11 @@ class BackgroundTracker:
             Exception: An earlier error of the tracker.
             NotReadyError: After that error, or after `close`.
         """
-        values = dict(metrics)
-        self._put(f"log of step {step}", lambda: self._tracker.log(step, values))
+        self._put(f"log of step {step}", partial(self._tracker.log, step, dict(metrics)))
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue metrics that arrive after those of later steps, as `log` does."""
-        values = dict(metrics)
-        self._put(f"late metrics of step {step}", lambda: self._tracker.log_late(step, values))
+        self._put(f"late metrics of step {step}", partial(self._tracker.log_late, step, dict(metrics)))
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
         """Queue a table; never blocks.
@@ -79,13 +75,11 @@ class BackgroundTracker:
             Exception: An earlier error of the tracker.
             NotReadyError: After that error, or after `close`.
         """
-        rows = tuple(samples)
-        self._put(f"{name} of step {step}", lambda: self._tracker.log_generations(step, name, rows))
+        self._put(f"{name} of step {step}", partial(self._tracker.log_generations, step, name, tuple(samples)))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Queue the distributions of one step, as `log` does."""
-        kept = dict(histograms)
-        self._put(f"histograms of step {step}", lambda: self._tracker.log_histograms(step, kept))
+        self._put(f"histograms of step {step}", partial(self._tracker.log_histograms, step, dict(histograms)))
 
     def close(self) -> None:
         """Process queued calls and close the tracker, within the deadline. Idempotent.
@@ -93,71 +87,56 @@ class BackgroundTracker:
         Raises:
             Exception: An error of the tracker that no call has raised yet.
         """
-        with self._changed:
+        with self._lock:
             is_first, self._is_closing = not self._is_closing, True
-            self._changed.notify_all()
         if not is_first:
             return
+        self._calls.put(None)
         self._thread.join(self._close_deadline_s)
-        with self._changed:
-            running, num_pending, num_dropped = self._running, len(self._calls), self._num_dropped
-            error, self._error = self._error, None
         if self._thread.is_alive():
             log.warning(
                 "tracker_close_timed_out",
                 tracker=self._name,
                 deadline_s=self._close_deadline_s,
-                running=running,
-                num_pending=num_pending,
+                running=self._running,
+                num_pending=max(self._calls.qsize() - 1, 0),  # without the end
             )
-        if num_dropped:
-            log.warning("tracker_dropped", tracker=self._name, num_dropped=num_dropped)
-        if error is not None:
-            raise error
+        if self.num_dropped:
+            log.warning("tracker_dropped", tracker=self._name, num_dropped=self.num_dropped)
+        self._raise_error()
 
-    def _put(self, what: str, call: Callable[[], None]) -> None:
-        with self._changed:
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
+    def _put(self, description: str, call: Callable[[], None]) -> None:
+        with self._lock:
+            self._raise_error()
             if self._is_closing or self._has_failed:
                 state = "failed" if self._has_failed else "is closed"
                 raise NotReadyError(f"tracker {self._name} {state}; create a new BackgroundTracker.")
-            is_full = len(self._calls) >= self._capacity
-            if not is_full:
-                self._calls.append((what, call))
-                self._changed.notify_all()
-            else:
-                self._num_dropped += 1
-            is_first_drop = is_full and self._num_dropped == 1
-        if is_first_drop:  # logged without the lock, because the log may call this again
-            log.warning("tracker_behind", tracker=self._name, capacity=self._capacity, dropped=what)
+            if self._calls.qsize() < self._capacity:
+                self._calls.put((description, call))
+                return
+            self.num_dropped += 1
+            if self.num_dropped == 1:
+                log.warning("tracker_behind", tracker=self._name, capacity=self._capacity, dropped=description)
+
+    def _raise_error(self) -> None:
+        """Raise an error of the tracker, once."""
+        with self._lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _work(self) -> None:
         try:
-            while (call := self._next()) is not None:
+            while (entry := self._calls.get()) is not None:
+                self._running, call = entry
                 call()
+                self._running = "nothing"
         except Exception as error:
-            with self._changed:
+            with self._lock:
                 self._error, self._has_failed = error, True
-                self._calls.clear()
-        self._close_tracker()
-
-    def _next(self) -> Callable[[], None] | None:
-        """Return the next call, or None after the last one."""
-        with self._changed:
-            self._running = "nothing"
-            self._changed.wait_for(lambda: bool(self._calls) or self._is_closing)
-            if not self._calls:
-                return None
-            self._running, call = self._calls.popleft()
-            return call
-
-    def _close_tracker(self) -> None:
-        with self._changed:
-            self._running = "close"
+        self._running = "close"
         try:
             self._tracker.close()
         except Exception as error:
-            with self._changed:
+            with self._lock:
                 self._error = self._error or error

@@ -41,6 +41,7 @@ class Fanout:
     def add(self, name: str, tracker: Tracker) -> None:
         """Add a tracker for later calls; it is closed first."""
         self._trackers[name] = tracker
+        self._failing.discard(name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of one step to all active trackers."""
@@ -66,30 +67,27 @@ class Fanout:
         """Close all trackers. Idempotent."""
         while self._trackers:
             name, tracker = self._trackers.popitem()
-            self._survives(name, tracker.close)
+            self._try(name, tracker.close)
 
     def _pass(self, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._trackers.items()):
-            works = self._survives(name, partial(call, tracker), is_silent=name in self._failing)
-            if name in self._kept:
-                self._note(name, works=works)
-            elif not works:
+        for name, tracker in tuple(self._trackers.items()):
+            was_failing = name in self._failing
+            if self._try(name, partial(call, tracker)):
+                if was_failing:
+                    self._failing.remove(name)
+                    log.warning("tracker_works_again", tracker=name)
+            elif name not in self._kept:
                 del self._trackers[name]
-                self._survives(name, tracker.close, is_silent=True)
+                self._try(name, tracker.close)
 
-    def _note(self, name: str, *, works: bool) -> None:
-        if not works:
-            self._failing.add(name)
-        elif name in self._failing:
-            self._failing.discard(name)
-            log.warning("tracker_works_again", tracker=name)
-
-    def _survives(self, name: str, call: Callable[[], None], *, is_silent: bool = False) -> bool:
+    def _try(self, name: str, call: Callable[[], None]) -> bool:
+        """Return whether a call works; the first error of a tracker is logged."""
         try:
             call()
         except Exception as error:
-            if not is_silent:
+            if name not in self._failing:
                 log.warning("tracker_failed", tracker=name, error=f"{type(error).__name__}: {error}")
+            self._failing.add(name)
             return False
         return True
 

@@ -5,10 +5,10 @@ import json
 import os
 import posixpath
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 from urllib.parse import unquote
 
 import structlog
@@ -22,10 +22,6 @@ from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.protocol import Ending
 from rl_metrics.trackers.tables import COLUMNS, table_row
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import Run
 
 log = structlog.get_logger(__name__)
 
@@ -94,14 +90,21 @@ class MlflowTracker:
             SettingsError: MLflow cannot be reached, or refuses the run.
             DataError: The file with the run's id is broken.
         """
-        client = _client_class()
+        self._mlflow = _import_mlflow()
         directory.mkdir(parents=True, exist_ok=True)
         self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or _database(directory / "mlflow")
         self._ending = ending
         self._tables: dict[str, str] = {}
         self._is_closed = False
-        self._run_id = ""
-        self._translated(lambda: self._start(client, directory / RUN_ID_FILE, experiment, name, config or {}))
+        self._mlflow.set_tracking_uri(self._uri)
+        try:
+            self._client = self._mlflow.MlflowClient()
+            self._run_id = self._start(directory / RUN_ID_FILE, experiment, name)
+            self._log_config(config or {})
+        except (DataError, SettingsError):
+            raise
+        except Exception as error:  # from MLflow, SQLAlchemy, requests or the disk, without a common class
+            raise self._refusal(error) from error
         log.info("mlflow_run", id=self._run_id, uri=redact_option("uri", self._uri))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -111,12 +114,9 @@ class MlflowTracker:
             NotReadyError: After `close`.
         """
         self._check_open()
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        rows = [Metric(mlflow_name(name), float(value), now, step) for name, value in metrics.items()]
-        for start in range(0, len(rows), MAX_METRICS):
-            self._client.log_batch(self._run_id, metrics=rows[start : start + MAX_METRICS])
+        values = {mlflow_name(name): float(value) for name, value in metrics.items()}
+        for batch in _batches(values, MAX_METRICS):
+            self._mlflow.log_metrics(batch, step=step, run_id=self._run_id)
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log late metrics as `log` does, because every value has its own step."""
@@ -128,10 +128,13 @@ class MlflowTracker:
         Raises:
             NotReadyError: After `close`.
         """
-        filled = {name: histogram for name, histogram in histograms.items() if histogram.count}
-        self.log(
-            step, {f"{name}/{q}": one.quantile(share) for name, one in filled.items() for q, share in QUANTILES.items()}
-        )
+        quantiles = {
+            f"{name}/{quantile}": histogram.quantile(share)
+            for name, histogram in histograms.items()
+            for quantile, share in QUANTILES.items()
+            if histogram.count
+        }
+        self.log(step, quantiles)
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
         """Log a table as the artifact `generations/{name}/{step}.json`; MLflow shows the newest as a table.
@@ -142,10 +145,10 @@ class MlflowTracker:
         self._check_open()
         path = f"generations/{mlflow_name(name)}/{step:08d}.json"
         table = {"columns": list(COLUMNS), "data": [table_row(step, sample) for sample in samples]}
-        self._client.log_dict(self._run_id, table, path)
+        self._mlflow.log_dict(table, path, run_id=self._run_id)
         self._tables[name] = path
-        shown = [{"path": one, "type": "table"} for one in self._tables.values()]
-        self._client.set_tag(self._run_id, TABLES_TAG, json.dumps(shown))
+        tables = [{"path": newest, "type": "table"} for newest in self._tables.values()]
+        self._client.set_tag(self._run_id, TABLES_TAG, json.dumps(tables))
 
     def close(self) -> None:
         """End the run with the status of `ending`. Idempotent."""
@@ -157,63 +160,48 @@ class MlflowTracker:
         if self._is_closed:
             raise NotReadyError("the MLflow run has ended; create a new MlflowTracker to continue it.")
 
-    def _start(
-        self, client: "type[MlflowClient]", file: Path, experiment: str, name: str | None, config: Mapping[str, Json]
-    ) -> None:
-        self._client = client(tracking_uri=self._uri)
+    def _start(self, file: Path, experiment: str, name: str | None) -> str:
+        """Continue the run in the file, or create one; `start_run` would bind it to the calling thread."""
         if file.exists():
-            run = self._client.get_run(_read_run_id(file))
-            self._client.update_run(run.info.run_id, status="RUNNING")
+            run_id = _read_run_id(file)
+            self._client.update_run(run_id, status="RUNNING")
         else:
-            run = self._client.create_run(self._experiment_id(experiment), run_name=name)
-            write_durably(file, run.info.run_id.encode())
-        self._run_id = run.info.run_id
-        self._log_config(run, config)
+            run_id = self._client.create_run(self._experiment_id(experiment), run_name=name).info.run_id
+            write_durably(file, run_id.encode())
+        return run_id
 
     def _experiment_id(self, name: str) -> str:
-        from mlflow import MlflowException
-
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._mlflow.get_experiment_by_name(name)
+        if experiment is None:
             try:
-                created: str = self._client.create_experiment(name, _artifacts(self._uri))
-                return created
-            except MlflowException:  # another run has just created it
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                return str(self._mlflow.create_experiment(name, _artifacts(self._uri)))
+            except self._mlflow.MlflowException:  # another run has just created it
+                experiment = self._mlflow.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             raise SettingsError(
                 f"MLflow's experiment {name!r} is deleted; restore it in MLflow, or choose another name."
             )
-        identity: str = found.experiment_id
-        return identity
+        return str(experiment.experiment_id)
 
-    def _log_config(self, run: "Run", config: Mapping[str, Json]) -> None:
-        from mlflow.entities import Param
-
+    def _log_config(self, config: Mapping[str, Json]) -> None:
         if not config:
             return
-        texts = {mlflow_name(key): text[:MAX_PARAM] for key, text in _flat(config)}
         # Parameters cannot be changed, so a resumed run keeps the first value of a changed setting.
-        rows = [Param(key, text) for key, text in texts.items() if key not in run.data.params]
-        for start in range(0, len(rows), MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=rows[start : start + MAX_PARAMS])
-        self._client.log_dict(self._run_id, dict(config), "settings.json")
+        logged = self._mlflow.get_run(self._run_id).data.params
+        texts = {name: text[:MAX_PARAM] for key, text in _flat(config) if (name := mlflow_name(key)) not in logged}
+        for batch in _batches(texts, MAX_PARAMS):
+            self._mlflow.log_params(batch, run_id=self._run_id)
+        self._mlflow.log_dict(dict(config), "settings.json", run_id=self._run_id)
 
-    def _translated(self, call: Callable[[], None]) -> None:
-        """Translate errors of MLflow, its database or the network into one with advice."""
-        try:
-            call()
-        except (DataError, SettingsError):
-            raise
-        except Exception as error:  # from MLflow, SQLAlchemy, requests or the disk, without a common class
-            reason = hide(str(error).strip().split("\n")[0][:300], {"uri": self._uri})
-            raise SettingsError(
-                f"MLflow must start at {redact_option('uri', self._uri)}; found {type(error).__name__}: {reason} Set "
-                f"metrics.mlflow_uri or MLFLOW_TRACKING_URI to an existing server or database; to start a new run "
-                f"there, remove {RUN_ID_FILE} from the run's folder."
-            ) from error
+    def _refusal(self, error: Exception) -> SettingsError:
+        reason = hide(str(error).strip().split("\n")[0][:300], {"uri": self._uri})
+        return SettingsError(
+            f"MLflow must start at {redact_option('uri', self._uri)}; found {type(error).__name__}: {reason} Set "
+            f"metrics.mlflow_uri or MLFLOW_TRACKING_URI to an existing server or database; to start a new run "
+            f"there, remove {RUN_ID_FILE} from the run's folder."
+        )
 
 
 def mlflow_name(name: str) -> str:
@@ -251,19 +239,24 @@ def _escape(character: str) -> str:
     return f":{ord(character):x}:"
 
 
-def _client_class() -> "type[MlflowClient]":
-    """Return MLflow's client class, after setting the environment variables that it reads at import."""
+def _import_mlflow() -> ModuleType:
+    """Import MLflow, after setting the environment variables that it reads at import."""
     os.environ.update(ENVIRONMENT)
     for variable, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
         import alembic
+        import mlflow
         import sqlalchemy  # noqa: F401 - the client without a server needs both, and reports it late
-        from mlflow import MlflowClient
     except ImportError as error:
         raise MissingExtraError("this tracker needs MLflow. Install rl-metrics[mlflow] as the README says.") from error
     del alembic
-    return MlflowClient
+    return mlflow
+
+
+def _batches(values: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
+    items = list(values.items())
+    return (dict(items[start : start + size]) for start in range(0, len(items), size))
 
 
 def _database(folder: Path) -> str:
@@ -279,13 +272,13 @@ def _artifacts(uri: str) -> str | None:
 
 
 def _read_run_id(file: Path) -> str:
-    found = read_plain(file, max_bytes=4096).decode("utf-8", errors="replace").strip()
-    if not RUN_ID.fullmatch(found):
+    run_id = read_plain(file, max_bytes=4096).decode("utf-8", errors="replace").strip()
+    if not RUN_ID.fullmatch(run_id):
         raise DataError(
-            f"{file} must contain the id of MLflow's run; found {found[:80]!r}. Write the id into it, or remove it to "
+            f"{file} must contain the id of MLflow's run; found {run_id[:80]!r}. Write the id into it, or remove it to "
             "start a new run."
         )
-    return found
+    return run_id
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
