@@ -41,7 +41,7 @@ def test_metadata_is_whole(name: str):
 
 def test_rl_core_needs_no_torch():
     always = [line for line in importlib.metadata.requires("rl-core") or [] if "extra ==" not in line]
-    assert sorted(re.split(r"[<>=]", line)[0] for line in always) == ["crc32c", "msgspec", "numpy"]
+    assert sorted(re.split(r"[<>=]", line)[0] for line in always) == ["annotated-types", "crc32c", "msgspec", "numpy"]
 
 
 def test_everything_installed_is_ours_or_locked():

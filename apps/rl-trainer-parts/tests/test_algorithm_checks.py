@@ -118,17 +118,18 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
         ),
         (
             {"algorithm.advantage": "reinforce_plus_plus", "algorithm.advantage_options": {"gamma": 2}},
-            "algorithm.advantage_options: gamma of advantage 'reinforce_plus_plus' must be a number in [0, 1]; "
-            "found 2.",
+            "algorithm.advantage_options: gamma of advantage 'reinforce_plus_plus' must be a number of at least 0 and "
+            "at most 1; found 2 (int).",
         ),
         (
             {"algorithm.advantage_options": {"eps": "small"}},
-            "algorithm.advantage_options: eps of advantage 'grpo' must be a number in [0, inf); found 'small'.",
+            "algorithm.advantage_options: eps of advantage 'grpo' must be a finite number of at least 0; found "
+            "'small' (str).",
         ),
         (
             {"algorithm.policy_loss_options": {"dual_clip": 1.0}},
-            "algorithm.policy_loss = 'ppo_clip': dual_clip of policy loss 'ppo_clip' must be a number in "
-            "(1, inf]; found 1.0.",
+            "algorithm.policy_loss = 'ppo_clip': dual_clip of policy loss 'ppo_clip' must be a number above "
+            "1; found 1.0 (float).",
         ),
         (
             {"algorithm.policy_loss": "sapo", "algorithm.clip_low": 0.2},
@@ -137,8 +138,8 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
         ),
         (
             {"algorithm.clip_low": 1.5},
-            "algorithm.policy_loss = 'ppo_clip': clip_low of policy loss 'ppo_clip' must be a number in "
-            "[0, 1); found 1.5.",
+            "algorithm.policy_loss = 'ppo_clip': clip_low of policy loss 'ppo_clip' must be a number of at "
+            "least 0 and below 1; found 1.5 (float).",
         ),
         (
             {"algorithm.kl_in": "reward"},

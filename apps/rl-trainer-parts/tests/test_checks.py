@@ -139,7 +139,11 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
             "trainer.stop_when_no_better needs prompts.validation, whose results it judges. Set it, or leave "
             "trainer.stop_when_no_better out.",
         ),
-        ({"learner.dtype": "float16"}, "learner.dtype must be one of 'float32', 'bfloat16'; found 'float16'."),
+        (
+            {"learner.dtype": "float16"},
+            'learner.dtype: must be float32 | bfloat16; found \'float16\'. Parameter dtype: "float32", or "bfloat16" '
+            "with float32 master weights.",
+        ),
         (
             {"rollout.prompts_per_step": 10, "trainer.minibatches": 4},
             "rollout.prompts_per_step = 10 must be a multiple of trainer.minibatches = 4, so that every mini-batch has "

@@ -81,17 +81,25 @@ def test_all_that_is_wrong_is_told_at_once(folder: Path) -> None:
     found = problems(
         folder,
         policy={"path": folder / "policy", "learner": "torch"},
-        lora={"rank": 8, "alpha": 0, "dropout": 1.5},
+        lora={"rank": 8},
         engine={"max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
     )
     assert [line.partition(" ")[0] for line in found] == [
-        "lora.alpha",
-        "lora.dropout",
         "engine.max_lora_rank",
         "engine.lora_target_modules",
         "lora.rank",
     ]
     assert found[-1] == ("lora.rank = 8 needs policy.learner = \"megatron\"; found 'torch', which trains all weights.")
+
+
+def test_impossible_values_are_told_at_once(folder: Path) -> None:
+    with pytest.raises(SettingsError) as refused:
+        problems(folder, lora={"rank": 8, "alpha": 0, "dropout": 1.5, "target_modules": []})
+    assert str(refused.value).splitlines() == [
+        "lora.alpha must be above 0, or none; found 0.",
+        "lora.dropout must be below 1; found 1.5.",
+        "lora.target_modules must be of length 1 or more; found [].",
+    ]
 
 
 def test_an_adapter_without_rank_is_refused_and_not_left_out(folder: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_core import Batch, InProcessQueue, Prompt, Ragged, RowKey, TaskSpec, Trajectory
-from rl_core.errors import DataError, RLError, ShapeError
+from rl_core.errors import DataError, RLError, SettingsError, ShapeError
 from rl_core.record_fields import converts_arguments
 from rl_core.registry import Registry
 from rl_core.testing import make_prompts, make_trajectory
@@ -38,7 +38,7 @@ def test_arguments_are_converted_as_fields_are():
         (("a", None), {}, ShapeError, "a Tensor; found None"),
         (("a", [[1], [2, 3]]), {}, ShapeError, "a Tensor"),
         (("a", [torch.ones(1, requires_grad=True)]), {}, ShapeError, "a Tensor"),
-        (("a", [1.0]), {"limit": "5"}, DataError, "limit of asked must be a whole number or None"),
+        (("a", [1.0]), {"limit": "5"}, SettingsError, "limit of asked must be a whole number or None"),
     ],
 )
 def test_arguments_are_refused_as_fields_are(values, named, error, said):

@@ -1,5 +1,6 @@
 """Records convert their arguments to the annotated types, or refuse them."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import pytest
+from annotated_types import Gt, Interval, Le, Len, MinLen, MultipleOf
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -14,7 +16,16 @@ from numpy.typing import NDArray
 from rl_core import Batch, Prompt, QueueOptions, Ragged, ResourcePool, RowKey, TaskSpec, Trajectory
 from rl_core.data import Timings
 from rl_core.errors import DataError, RLError, SettingsError, ShapeError
-from rl_core.record_fields import Axes, record, record_tuple, settings_record
+from rl_core.record_fields import (
+    Axes,
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    record,
+    record_tuple,
+    settings_record,
+)
 from rl_core.testing import make_trajectory
 
 
@@ -158,6 +169,61 @@ def test_options_are_refused_as_settings_and_own_checks_come_after():
         Options(limit="2")
     with pytest.raises(SettingsError, match="at least 1"):
         Options(limit=np.int64(0))
+
+
+@settings_record
+class Bounded:
+    rate: Annotated[float, Gt(0), Le(1)] = 1.0
+    size: PositiveInt | None = None
+    loss: FiniteFloat = 0.0
+    cap: Annotated[float, Gt(0)] = math.inf
+    beta: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    pair: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)
+    names: Annotated[tuple[str, ...], MinLen(1)] = ("a",)
+    parts: Annotated[Mapping[str, PositiveFloat], Len(1, 2)] | None = None
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("rate", 0, r"^rate of Bounded must be a number above 0 and at most 1; found 0 \(int\)\.$"),
+        ("rate", 1.5, "above 0 and at most 1; found 1.5"),
+        ("rate", math.nan, "above 0 and at most 1; found nan"),
+        ("rate", True, r"found True \(bool\)"),
+        ("rate", "1", r"found '1' \(str\)"),
+        ("size", 0, r"a whole number of at least 1 or None; found 0"),
+        ("size", 1.5, "a whole number of at least 1 or None; found 1.5"),
+        ("loss", math.inf, r"must be a finite number; found inf"),
+        ("loss", math.nan, r"must be a finite number; found nan"),
+        ("cap", math.nan, "must be a number above 0; found nan"),
+        ("beta", 1.0, "a number of at least 0 and below 1; found 1.0"),
+        ("pair", (1.0, -1.0), r"a tuple, a finite number of at least 0, .* \(tuple\), with float at 1"),
+        ("names", [], r"a tuple, each a string, of length at least 1; found \[\]"),
+        ("parts", {}, "a mapping, a string to a finite number above 0, of length at least 1 and of length at most 2"),
+        ("parts", {"a": -1.0}, "found {'a': -1.0}"),
+    ],
+)
+def test_bounds_are_marks_of_the_annotation(name, given, said):
+    with pytest.raises(SettingsError, match=said):
+        Bounded(**{name: given})
+
+
+def test_what_is_within_its_bounds_is_converted():
+    made = Bounded(rate=1, size=np.int32(3), cap=math.inf, beta=0, names=["b"], parts={"a": 1})
+    assert (type(made.rate), type(made.size), made.names, made.parts) == (float, int, ("b",), {"a": 1.0})
+
+
+def test_all_refused_fields_are_listed_and_a_mark_without_a_rule_is_an_error():
+    with pytest.raises(SettingsError) as refused:
+        Bounded(rate=-1, loss=math.nan, names=())
+    assert [line.split()[0] for line in str(refused.value).splitlines()] == ["rate", "loss", "names"]
+
+    @settings_record
+    class Even:
+        size: Annotated[int, MultipleOf(2)] = 2
+
+    with pytest.raises(TypeError, match=r"cannot check MultipleOf\(multiple_of=2\); it reads gt, ge"):
+        Even()
 
 
 def test_named_tuples_are_checked_too():

@@ -74,7 +74,9 @@ def test_gae_needs_values():
 
 @pytest.mark.parametrize("options", [{"gamma": 1.5}, {"lam": -0.5}])
 def test_impossible_discounts_are_refused(options):
-    with pytest.raises(SettingsError, match=rf"{next(iter(options))} of gae must be a number in \[0, 1\]"):
+    with pytest.raises(
+        SettingsError, match=rf"{next(iter(options))} of gae must be a number of at least 0 and at most 1"
+    ):
         gae(rows_of([1.0], lengths=[1], columns={"values": [0.0]}), **options)
 
 

@@ -54,7 +54,7 @@ def test_banded_literals(level, floor, cap, expected):
     ("options", "message"),
     [
         ({"level": "row"}, "level of truncated_weights must be one of 'token', 'sequence'; found 'row'"),
-        ({"level": "token", "cap": 0.0}, r"cap of truncated_weights must be a number in \(0, inf\]; found 0.0"),
+        ({"level": "token", "cap": 0.0}, r"cap of truncated_weights must be a number above 0; found 0.0"),
         ({"level": "token", "cap": "2"}, "found '2'"),
     ],
 )
@@ -65,7 +65,7 @@ def test_impossible_settings_are_refused(options, message):
 
 @pytest.mark.parametrize(("floor", "cap"), [(0.0, 2.0), (2.0, 1.0), (math.nan, 1.0), (0.5, math.nan), ("0.5", 2.0)])
 def test_impossible_bands_are_refused(floor, cap):
-    with pytest.raises(SettingsError, match="0 < floor <= cap"):
+    with pytest.raises(SettingsError, match=r"floor <= cap|a tuple, a finite number above 0"):
         banded_weights(RATIOS, MASK, OFFSETS, level="token", band=(floor, cap))
 
 

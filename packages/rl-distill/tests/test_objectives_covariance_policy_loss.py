@@ -93,7 +93,7 @@ def test_without_a_selection_is_refused(loss):
 
 
 def test_impossible_options_are_refused():
-    with pytest.raises(SettingsError, match=r"share of select_top must be a number in \(0, 1\]; found 0.0"):
+    with pytest.raises(SettingsError, match=r"share of select_top must be a number above 0 and at most 1; found 0.0"):
         select_top(LOGPROBS, ADVANTAGES, MASK, share=0.0)
     with pytest.raises(SettingsError, match=r"low of select_band must be below high; found low = 2.0, high = 1.0"):
         select_band(LOGPROBS, ADVANTAGES, MASK, low=2.0, high=1.0)

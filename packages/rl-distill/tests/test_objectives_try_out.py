@@ -15,9 +15,9 @@ def test_every_built_in_advantage_runs_as_it_is(name):
     [
         ("gropo", {}, "unknown advantage 'gropo'. Did you mean 'grpo'"),
         ("gae", {"lambda": 0.9}, "unknown option of advantage 'gae': 'lambda'. Did you mean 'lam'"),
-        ("gae", {"lam": 1.5}, "lam of advantage 'gae' must be a number in [0, 1]; found 1.5"),
-        ("grpo", {"eps": "small"}, "eps of advantage 'grpo' must be a number in [0, inf); found 'small'"),
-        ("gdpo", {"weights": 1.0}, "weights of advantage 'gdpo' must be a finite number per component"),
+        ("gae", {"lam": 1.5}, "lam of advantage 'gae' must be a number of at least 0 and at most 1; found 1.5"),
+        ("grpo", {"eps": "small"}, "eps of advantage 'grpo' must be a finite number of at least 0; found 'small'"),
+        ("gdpo", {"weights": 1.0}, "weights of advantage 'gdpo' must be a mapping, a string to a finite number"),
     ],
 )
 def test_impossible_options_are_refused(name, options, message):

@@ -91,5 +91,5 @@ def test_certain_tokens_stay_finite():
     ],
 )
 def test_impossible_options_are_refused(loss, options):
-    with pytest.raises(SettingsError, match=r"of \w+ must be a number in \["):
+    with pytest.raises(SettingsError, match=r"of \w+ must be a number of at least"):
         losses_and_gradient(loss, policy=[0.5], old=[0.5], advantages=[1.0], **options)

@@ -88,5 +88,7 @@ def test_gdpo_needs_components():
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
 def test_impossible_discount_is_refused(gamma):
-    with pytest.raises(SettingsError, match=r"gamma of reinforce_plus_plus must be a number in \[0, 1\]"):
+    with pytest.raises(
+        SettingsError, match=r"gamma of reinforce_plus_plus must be a number of at least 0 and at most 1"
+    ):
         reinforce_plus_plus(rows_of([1.0], lengths=[1]), gamma=gamma)

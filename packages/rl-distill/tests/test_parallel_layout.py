@@ -37,8 +37,8 @@ EXPERTS = replace(DENSE, architecture="Qwen3MoeForCausalLM", mixture=MIXTURE)
     ("sizes", "said"),
     [
         ({"ranks": 3, "tensor": 2}, "ranks = 3 must be a multiple of tensor * pipeline * context = 2 * 1 * 1 = 2"),
-        ({"ranks": 0}, "ranks must be a whole number of at least 1; found 0"),
-        ({"ranks": 2, "tensor": 2, "expert_tensor": 0}, "expert_tensor must be a whole number of at least 1, or none"),
+        ({"ranks": 0}, "ranks of ParallelOptions must be a whole number of at least 1; found 0"),
+        ({"ranks": 2, "tensor": 2, "expert_tensor": 0}, "must be a whole number of at least 1 or None"),
         (
             {"ranks": 3, "tensor": 3},
             "tensor = 3 must divide the policy's num_attention_heads = 8; possible values: 1, 2, 4",

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from rl_core.errors import SettingsError
 from rl_distill.teacher.options import DistillationOptions, ResourceOptions, TeacherOptions
 
 TEACHER = TeacherOptions(model="folder", data_sources=("math",))  # type: ignore[arg-type]
@@ -43,16 +45,18 @@ def test_texts_need_no_teacher_with_nll_alone() -> None:
     assert "omit teachers" in problem
 
 
-def test_every_problem_of_every_teacher_is_told() -> None:
-    broken = TeacherOptions(model="folder", replicas=0, resources=ResourceOptions(gpus=-1))  # type: ignore[arg-type]
-    problems = DistillationOptions(teachers={"a": broken, "b": broken}, coefficient=0).problems()
-    assert [problem.partition(" ")[0] for problem in problems] == [
-        "coefficient",
-        "teachers.a.replicas",
-        "teachers.a.resources.gpus",
-        "teachers.b.replicas",
-        "teachers.b.resources.gpus",
-    ]
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TeacherOptions(model="folder", replicas=0),  # type: ignore[arg-type]
+        lambda: TeacherOptions(model="folder", data_sources=("",)),  # type: ignore[arg-type]
+        lambda: ResourceOptions(gpus=-1),
+        lambda: DistillationOptions(coefficient=0),
+    ],
+)
+def test_impossible_values_are_refused_where_they_are_made(make: Callable[[], object]) -> None:
+    with pytest.raises(SettingsError, match=r"(replicas|data_sources|gpus|coefficient) of .* must be"):
+        make()
 
 
 def test_options_and_service_load_neither_torch_nor_megatron() -> None:

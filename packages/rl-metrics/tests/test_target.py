@@ -86,13 +86,17 @@ def test_a_target_is_reached_at_its_value(target, value, is_reached):
     ("options", "word"),
     [
         ({"metric": "reward/acc/mean", "value": 0.5}, "metric of validation"),
-        ({"value": float("inf")}, "finite"),
         ({"stop": True}, "needs a value"),
         ({"value": 0.5, "lower_is_better": True}, "needs a metric"),
     ],
 )
 def test_impossible_targets_are_refused(options, word):
     assert word in " ".join(TargetOptions(**options).problems())
+
+
+def test_a_value_is_finite():
+    with pytest.raises(SettingsError, match="value of TargetOptions must be a finite number or None; found inf"):
+        TargetOptions(value=float("inf"))
 
 
 def test_a_metric_that_validation_lacks_is_refused_with_the_nearest():

@@ -141,5 +141,7 @@ def test_a_filter_that_raises_or_says_nothing_useful_is_named() -> None:
 
 
 def test_a_refill_needs_a_round() -> None:
-    assert list(RefillOptions(max_rounds=0).problems()) == ["max_rounds must be at least 1; found 0."]
-    assert not list(RefillOptions().problems())
+    with pytest.raises(
+        SettingsError, match=r"max_rounds of RefillOptions.* must be a whole number of at least 1; found 0"
+    ):
+        RefillOptions(max_rounds=0)

@@ -97,23 +97,37 @@ def test_built_in_functions_refuse_unknown_options():
             'or parts must list several; found both. Set function = ""',
         ),
         ({"parts": (RewardPart(function="y"),), "options": {"a": 1}}, "give each part its own options"),
-        ({"function": "x", "timeout_s": 0}, "timeout_s must be above 0, or none; found 0"),
-        ({"function": "x", "timeout_s": float("nan")}, "timeout_s must be above 0"),
-        ({"function": "x", "max_concurrency": 0}, "max_concurrency must be a whole number of at least 1; found 0"),
-        ({"function": "x", "max_calls_per_s": -1}, "max_calls_per_s must be above 0, or none; found -1"),
-        ({"function": "x", "on_failure": "ignore"}, "on_failure must be one of 'drop', 'retry', 'zero'"),
+        (
+            {"function": "x", "timeout_s": 0},
+            "timeout_s of RewardOptions.* must be a finite number above 0 or None; found 0",
+        ),
+        ({"function": "x", "timeout_s": float("nan")}, "timeout_s of .* must be a finite number above 0"),
+        (
+            {"function": "x", "max_concurrency": 0},
+            "max_concurrency of .* must be a whole number of at least 1; found 0",
+        ),
+        (
+            {"function": "x", "max_calls_per_s": -1},
+            "max_calls_per_s of .* must be a finite number above 0 or None; found -1",
+        ),
+        ({"function": "x", "on_failure": "ignore"}, "on_failure of .* must be one of 'drop', 'retry', 'zero'"),
         ({"function": "x", "retries": 2}, "retries = 2 needs on_failure"),
         ({"function": "x", "on_failure": "retry", "retries": 0}, "needs retries of at least 1"),
-        ({"function": "x", "on_failure": "retry", "retries": -1}, "retries must be a whole number"),
-        ({"function": "x", "backoff_s": -1.0}, "backoff_s must be a number of at least 0"),
+        ({"function": "x", "on_failure": "retry", "retries": -1}, "retries of .* must be a whole number"),
+        ({"function": "x", "backoff_s": -1.0}, "backoff_s of .* must be a finite number of at least 0"),
         ({"function": "x", "retry_on": ("crashed",)}, "retry_on must name .*; found 'crashed'"),
-        ({"parts": (RewardPart(function="y", weight=float("inf")),)}, r"parts\[0\].weight must be a finite number"),
         ({"parts": (RewardPart(function="y"),) * 2}, "different names; found 'y' 2 times"),
     ],
 )
 def test_impossible_reward_options_are_all_named(options, message):
     with pytest.raises(SettingsError, match=message):
         build_scorer(RewardOptions(**options))
+
+
+@pytest.mark.parametrize("options", [{"function": ""}, {"weight": float("inf")}, {"on_failure": "drop"}])
+def test_impossible_parts_are_refused_where_they_are_made(options):
+    with pytest.raises(SettingsError, match=r"of RewardPart.* must be"):
+        RewardPart(**{"function": "y", **options})
 
 
 def test_retries_follow_from_the_policy():

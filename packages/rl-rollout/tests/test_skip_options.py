@@ -16,12 +16,12 @@ def test_the_defaults_are_possible_and_do_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"action": "replay"}, "action must be one of 'cache', 'repeat', 'repeat_last'; found 'replay'"),
-        ({"on_mismatch": "warn"}, "on_mismatch must be one of 'error', 'regenerate', 'accept'; found 'warn'"),
-        ({"on_broken": "accept"}, "on_broken must be one of 'regenerate', 'error'; found 'accept'"),
+        ({"action": "replay"}, "action of .* must be one of 'cache', 'repeat', 'repeat_last'; found 'replay'"),
+        ({"on_mismatch": "warn"}, "on_mismatch of .* must be one of 'error', 'regenerate', 'accept'; found 'warn'"),
+        ({"on_broken": "accept"}, "on_broken of .* must be one of 'regenerate', 'error'; found 'accept'"),
         ({"directory": ""}, "directory must name a folder or a URL; found ''"),
         ({"max_bytes": 0}, "max_bytes must be at least 1, or none; found 0"),
-        ({"max_bytes": True}, "max_bytes: expected a size such as"),
+        ({"max_bytes": True}, "max_bytes of .* must be a whole number or a string or None"),
         ({"max_bytes": "2X"}, "max_bytes: expected a size such as 500000, 500M, 1.5GB or 20Gi; found '2X'"),
         ({"directory": "a\0b"}, "directory must name a folder or a URL"),
         ({"steps": "4-2"}, "ascending ranges"),
@@ -35,5 +35,5 @@ def test_an_option_that_cannot_be_is_refused_with_what_it_must_be(tmp_path, opti
 
 def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(SettingsError) as caught:
-        SkipOptions(action="a", on_mismatch="b", steps="c", max_bytes=-1).check()
-    assert len(str(caught.value).splitlines()) == 4
+        SkipOptions(directory="", steps="c", max_bytes=-1).check()
+    assert len(str(caught.value).splitlines()) == 3

@@ -1,5 +1,8 @@
 """Rules derived from type annotations for record fields and function arguments."""
 
+import dataclasses
+import math
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+from annotated_types import BaseMetadata, GroupedMetadata
 from numpy.typing import NDArray
 
 from rl_core.errors import DataError, ShapeError
@@ -100,8 +104,8 @@ def known_rules(kind: Any, names: Iterable[str]) -> dict[str, Rule]:
     """Return the rules of a record's fields or a function's parameters; annotations without a rule are omitted."""
     try:
         hints = get_type_hints(kind, include_extras=True)
-    except NameError:  # one is imported only under TYPE_CHECKING
-        hints = {name: hint for name, hint in kind.__annotations__.items() if not isinstance(hint, str)}
+    except (NameError, TypeError):  # one is imported only under TYPE_CHECKING, or this is an object that can be called
+        hints = {name: hint for name, hint in getattr(kind, "__annotations__", {}).items() if not isinstance(hint, str)}
     found = {name: rule_of(hints.get(name, Any)) for name in names}
     return {name: rule for name, rule in found.items() if rule is not None}
 
@@ -110,8 +114,8 @@ def rule_of(hint: Any) -> Rule | None:
     """Return the rule of an annotation; None if it accepts any value."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        marks = [mark for mark in hint.__metadata__ if isinstance(mark, Axes)]
-        return _array_rule(parts[0], marks[0]) if marks else rule_of(parts[0])
+        axes = [mark for mark in hint.__metadata__ if isinstance(mark, Axes)]
+        return _array_rule(parts[0], axes[0]) if axes else _bounded(rule_of(parts[0]), hint.__metadata__)
     if hint in PLAIN:
         return PLAIN[hint]
     if isinstance(hint, type) and (hint.__module__, hint.__name__) == ("torch", "Tensor"):
@@ -142,6 +146,43 @@ def _only(fits: Callable[[Any], bool]) -> Fit:
         return value
 
     return fit
+
+
+BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "gt": ("above", operator.gt),
+    "ge": ("of at least", operator.ge),
+    "lt": ("below", operator.lt),
+    "le": ("at most", operator.le),
+    "min_length": ("of length at least", lambda value, limit: len(value) >= limit),
+    "max_length": ("of length at most", lambda value, limit: len(value) <= limit),
+}
+"""Constraints of annotated_types by the name of their limit: the words of a message, and the comparison."""
+
+
+def _bounded(rule: Rule | None, marks: Iterable[Any]) -> Rule | None:
+    """The rule with the bounds among an annotation's marks; NaN is within no bound, and a bool is not a number."""
+    flat = [one for mark in marks for one in (mark if isinstance(mark, GroupedMetadata) else (mark,))]
+    limits = [_limit(mark) for mark in flat if isinstance(mark, BaseMetadata)]
+    if rule is None or not limits:
+        return rule
+    words = " and ".join(f"{BOUNDS[name][0]} {limit:g}" for name, limit in limits if abs(limit) != math.inf)
+    expected = "a finite number" if ("lt", math.inf) in limits else rule.expected
+    expected += f"{' ' if rule.exact else ', '}{words}" if words else ""
+
+    def fit(value: Any) -> Any:
+        fitting = rule.fit(value)
+        if isinstance(value, bool) or not all(BOUNDS[name][1](fitting, limit) for name, limit in limits):
+            raise TypeError
+        return fitting
+
+    return Rule(expected, frozenset(), fit)
+
+
+def _limit(mark: BaseMetadata) -> tuple[str, Any]:
+    name = dataclasses.fields(mark)[0].name  # type: ignore[arg-type]  # every mark is a dataclass
+    if name not in BOUNDS:
+        raise TypeError(f"a record cannot check {mark}; it reads {', '.join(BOUNDS)}. Check it in __post_init__.")
+    return name, getattr(mark, name)
 
 
 def _array_rule(hint: Any, axes: Axes) -> Rule:

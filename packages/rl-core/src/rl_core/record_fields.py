@@ -9,26 +9,50 @@
 The annotations are the rules. A list becomes the array, tensor, tuple or set that the field declares; 3.0 becomes an
 int, a numpy number a Python number, and a string a `Path`. A single string for a sequence of strings, a bool for an
 int, and a number that would change are errors. Open annotations (`Any`, callables, protocols) are not checked.
-`converts_arguments` does the same for function arguments.
+Bounds are marks of annotated_types: `Annotated[float, Gt(0)]`, `Annotated[str, MinLen(1)] | None`. They refuse NaN, and
+`Lt(math.inf)` refuses inf too. `converts_arguments` does the same for function arguments.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, wraps
 from operator import attrgetter
-from typing import Any, TypeVar, cast, dataclass_transform
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from rl_core.annotation_rules import Axes, Rule, known_rules
 from rl_core.errors import DataError, SettingsError, ShapeError
 from rl_core.secret_settings import redact_option
 
-__all__ = ["Axes", "converts_arguments", "record", "record_tuple", "settings_record"]
+__all__ = [
+    "Axes",
+    "FiniteFloat",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "UnitFloat",
+    "converts_arguments",
+    "fit_options",
+    "record",
+    "record_tuple",
+    "settings_record",
+]
 
 RecordT = TypeVar("RecordT")
 TupleT = TypeVar("TupleT", bound=tuple[Any, ...])
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 MAX_KNOWN = 64
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+FiniteFloat = Annotated[float, Gt(-math.inf), Lt(math.inf)]
+PositiveFloat = Annotated[float, Gt(0), Lt(math.inf)]
+NonNegativeFloat = Annotated[float, Ge(0), Lt(math.inf)]
+UnitFloat = Annotated[float, Ge(0), Le(1)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -44,7 +68,7 @@ def record(kind: type[RecordT]) -> type[RecordT]:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings_record(kind: type[RecordT]) -> type[RecordT]:
-    """Make a record as `record` does, with SettingsError for every refused field."""
+    """Make a record as `record` does, with SettingsError for refused fields; the message has a line for each."""
     return dataclass(frozen=True, slots=True, kw_only=True)(_checked(kind, SettingsError))
 
 
@@ -66,6 +90,7 @@ def converts_arguments(function: FunctionT) -> FunctionT:
 
     Raises:
         ShapeError: At a call: an argument cannot become the declared array or tensor.
+        SettingsError: At a call: another keyword-only argument does not match its annotation.
         DataError: At a call: another argument does not match its annotation.
     """
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -78,19 +103,42 @@ def converts_arguments(function: FunctionT) -> FunctionT:
     def fitted(name: str, value: Any, rule: Rule | None) -> Any:
         if rule is None or type(value) in rule.exact:
             return value
-        try:
-            return rule.fit(value)
-        except Exception as reason:
-            raise rule.refusal(name, value, who, DataError, reason) from reason
+        return _fitted(name, value, rule, who=who, error=DataError if name in positions else SettingsError)
 
     @wraps(function)
     def call(*values: Any, **named: Any) -> Any:
         known = rules()
-        fitting = [fitted(name, value, known.get(name)) for name, value in zip(positions, values, strict=False)]
         by_name = {name: fitted(name, value, known.get(name)) for name, value in named.items()}
+        fitting = [fitted(name, value, known.get(name)) for name, value in zip(positions, values, strict=False)]
         return function(*fitting, *values[len(fitting) :], **by_name)
 
     return cast(FunctionT, call)
+
+
+def fit_options(function: Callable[..., Any], options: Mapping[str, Any], *, owner: str) -> dict[str, Any]:
+    """Check and convert options of a function by its annotations, before they are bound.
+
+    Args:
+        function: A function, also of another package.
+        options: Values by name; those without an annotation are kept.
+        owner: Owner of the options, for messages.
+
+    Raises:
+        SettingsError: An option is invalid or NaN; the message has its name, valid values and its value.
+    """
+    fitting = dict(options)
+    for name, rule in known_rules(function, options).items():
+        fitting[name] = _fitted(name, options[name], rule, who=owner, error=SettingsError)
+        if isinstance(fitting[name], float) and math.isnan(fitting[name]):
+            raise rule.refusal(name, fitting[name], owner, SettingsError, TypeError())
+    return fitting
+
+
+def _fitted(name: str, value: Any, rule: Rule, *, who: str, error: type[Exception]) -> Any:
+    try:
+        return rule.fit(value)
+    except Exception as reason:
+        raise rule.refusal(name, value, who, error, reason) from reason
 
 
 class _Rules:
@@ -116,15 +164,19 @@ class _Rules:
             looks = [(i, *named) for i, named in enumerate(self._rules) if kinds[i] not in named[1].exact]
             if len(self._to_look_at) < MAX_KNOWN:
                 self._to_look_at[kinds] = looks
-        changed = []
+        changed, refused = [], list[tuple[Exception, Exception]]()
         for index, name, rule in looks:
             value = values[index]
             try:
                 fitting = rule.fit(value)
             except Exception as reason:
-                raise rule.refusal(name, value, _who(made, until=name), error, reason) from reason
+                refused.append((rule.refusal(name, value, _who(made, until=name), error, reason), reason))
+                continue
             if fitting is not value:
                 changed.append((name, fitting))
+        if refused:
+            first, cause = refused[0]
+            raise type(first)("\n".join(str(refusal) for refusal, _ in refused)) from cause
         return changed
 
     def check_lengths(self, made: Any) -> None:

@@ -2,27 +2,24 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from rl_core.errors import SettingsError
-from rl_distill.option_values import is_number, not_among, not_numbers, not_whole
+from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, settings_record
 
 DTYPES = ("float32", "bfloat16")
-DECAYS = ("linear", "cosine")
-RECOMPUTES = ("none", "selective", "full")
-RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe")
+RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe"]
 """Parts of a layer, by Megatron's names."""
-DEFAULT_RECOMPUTED = ("layernorm",)
+DEFAULT_RECOMPUTED: tuple[RecomputedModule, ...] = ("layernorm",)
 KernelChoice = Literal["auto", "plain", "fused", "transformer_engine"]
-KERNELS = ("auto", "plain", "fused", "transformer_engine")
-PRODUCTS = ("auto", "torch", "onednn")
-SERVINGS = ("adapter", "merged")
 MAX_ALPHA = 1e9
+BelowOne = Annotated[float, Ge(0), Lt(1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class LearnerOptions:
     """Optimizer, precision, memory and kernels of a learner.
 
@@ -64,71 +61,55 @@ class LearnerOptions:
         seed: Seed of dropout, and of weights that are not loaded.
     """
 
-    learning_rate: float = 1e-6
-    warmup_steps: int = 0
-    decay_steps: int | None = None
+    learning_rate: PositiveFloat = 1e-6
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = None
     decay: Literal["linear", "cosine"] = "linear"
-    min_learning_rate: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    micro_batch_tokens: int = 8192
-    shared_prefix_tokens: int = 16
+    min_learning_rate: NonNegativeFloat = 0.0
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad: NonNegativeFloat = 1.0
+    micro_batch_tokens: PositiveInt = 8192
+    shared_prefix_tokens: NonNegativeInt = 16
     products: Literal["auto", "torch", "onednn"] = "auto"
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: tuple[str, ...] = DEFAULT_RECOMPUTED
+    recompute_modules: Annotated[tuple[RecomputedModule, ...], MinLen(1)] = DEFAULT_RECOMPUTED
     kernels: KernelChoice = "auto"
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     offload_optimizer: bool = False
-    num_threads: int | None = None
-    seed: int = 0
+    num_threads: PositiveInt | None = None
+    seed: NonNegativeInt = 0
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each invalid option, with the option, its allowed values and its value."""
-        yield from not_whole(self, {"warmup_steps": 0, "micro_batch_tokens": 1, "shared_prefix_tokens": 0, "seed": 0})
-        yield from not_whole(self, {"decay_steps": 1, "num_threads": 1}, or_none=True)
-        yield from not_numbers(self, ("learning_rate", "eps"), above=0.0)
-        yield from not_numbers(self, ("min_learning_rate", "weight_decay", "clip_grad"), at_least=0.0)
-        known = {"dtype": DTYPES, "decay": DECAYS, "recompute": RECOMPUTES, "products": PRODUCTS, "kernels": KERNELS}
-        flags = ("overlap_grad_reduce", "overlap_param_gather", "offload_optimizer")
-        yield from not_among(self, {**known, **dict.fromkeys(flags, (False, True))})
-        yield from self._recompute_problems()
-        if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
+        """Yield a message for each impossible combination."""
+        modules = list(self.recompute_modules)
+        if self.recompute != "selective" and self.recompute_modules != DEFAULT_RECOMPUTED:
+            yield (
+                f'recompute_modules = {modules} has no effect with recompute = "{self.recompute}". Set '
+                'recompute = "selective", or omit recompute_modules.'
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
             yield "overlap_param_gather needs overlap_grad_reduce = true."
-        betas = self.betas
-        if len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
-            yield f"betas must be two numbers >= 0 and < 1; found {betas!r}."
-        steps = (self.warmup_steps, self.decay_steps)
-        if all(isinstance(number, int) for number in steps) and self.warmup_steps >= (self.decay_steps or math.inf):
+        if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
             yield (
                 f"decay_steps = {self.decay_steps} is the step at which the rate reaches min_learning_rate; it must "
                 f"be above warmup_steps = {self.warmup_steps}."
             )
 
-    def _recompute_problems(self) -> Iterator[str]:
-        modules: object = self.recompute_modules
-        if not isinstance(modules, tuple | list) or not modules or not set(modules) <= set(RECOMPUTED_MODULES):
-            yield f"recompute_modules must be some of {', '.join(RECOMPUTED_MODULES)}; found {modules!r}."
-        elif self.recompute in ("none", "full") and tuple(modules) != DEFAULT_RECOMPUTED:
-            yield (
-                f'recompute_modules = {list(modules)} has no effect with recompute = "{self.recompute}". Set '
-                'recompute = "selective", or omit recompute_modules.'
-            )
-
     def check(self) -> None:
-        """Check the options.
+        """Check the combinations.
 
         Raises:
-            SettingsError: An option is invalid; the message lists all of `problems`.
+            SettingsError: The message lists all of `problems`.
         """
         if found := list(self.problems()):
             raise SettingsError("\n".join(found))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class LoraOptions:
     """A LoRA adapter, trained instead of the policy's weights, which stay frozen (Hu et al. 2021).
 
@@ -147,11 +128,11 @@ class LoraOptions:
         path: Folder of an adapter in peft's format to start from; none starts from one with no effect.
     """
 
-    rank: int = 0
-    alpha: float | None = None
+    rank: NonNegativeInt = 0
+    alpha: Annotated[float, Gt(0), Lt(MAX_ALPHA)] | None = None
     rslora: bool = False
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = ("all-linear",)
+    dropout: BelowOne = 0.0
+    target_modules: Annotated[tuple[str, ...], MinLen(1)] = ("all-linear",)
     serving: Literal["adapter", "merged"] = "adapter"
     path: Path | None = None
 
@@ -165,34 +146,8 @@ class LoraOptions:
         """Factor of the product `B @ A`."""
         return self.alpha_in_use / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def problems(self) -> Iterator[str]:
-        """Yield a message for each invalid option; see `LearnerOptions.problems`."""
-        yield from not_whole(self, {"rank": 0})
-        yield from not_among(self, {"serving": SERVINGS, "rslora": (False, True)})
-        if self.alpha is not None:
-            yield from not_numbers(self, ("alpha",), above=0.0)
-            if is_number(self.alpha) and self.alpha >= MAX_ALPHA:
-                yield f"alpha must be below {MAX_ALPHA:g}; found {self.alpha:g}."
-        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
-            yield f"dropout must be a number >= 0 and < 1; found {self.dropout!r}."
-        patterns: object = self.target_modules
-        if not isinstance(patterns, tuple | list) or not patterns or not all(isinstance(one, str) for one in patterns):
-            yield f'target_modules must be a list of patterns, e.g. ["all-linear"]; found {patterns!r}.'
-        path: object = self.path
-        if not isinstance(path, Path | None):
-            yield f"path must be a Path, or None; found {path!r}."
 
-    def check(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: An option is invalid; the message lists all of `problems`.
-        """
-        if found := list(self.problems()):
-            raise SettingsError("\n".join(found))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class ParallelOptions:
     """How the policy is sharded over ranks; the data-parallel size is `ranks` divided by the other sizes.
 
@@ -209,22 +164,15 @@ class ParallelOptions:
         distributed_optimizer: Shard Adam's moments and the float32 master weights over the data-parallel ranks.
     """
 
-    ranks: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int | None = None
+    ranks: PositiveInt = 1
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt = 1
+    context: PositiveInt = 1
+    expert: PositiveInt = 1
+    expert_tensor: PositiveInt | None = None
     sequence: bool = False
     distributed_optimizer: bool = False
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for each size that is invalid in any layout; `parallel_layout` checks divisibility."""
-        sizes = ("ranks", "tensor", "pipeline", "virtual_pipeline", "context", "expert")
-        yield from not_whole(self, dict.fromkeys(sizes, 1))
-        yield from not_whole(self, {"expert_tensor": 1}, or_none=True)
-        yield from not_among(self, {"sequence": (False, True), "distributed_optimizer": (False, True)})
 
     @property
     def data(self) -> int:

@@ -93,9 +93,9 @@ def check_ranks(parallel: ParallelOptions) -> None:
     """Check a layout without a policy.
 
     Raises:
-        SettingsError: A size is not a whole number of at least 1, or does not divide the ranks; one line per size.
+        SettingsError: A size does not divide the ranks; one line per size.
     """
-    if found := list(parallel.problems()) or list(_rank_problems(parallel)):
+    if found := list(_rank_problems(parallel)):
         raise SettingsError("\n".join(found))
 
 

@@ -1,10 +1,10 @@
 """Dynamic sampling: replace groups without a training signal by groups of other prompts, in limited rounds."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from rl_core.data import Prompt
-from rl_core.errors import DataError, SettingsError
-from rl_core.record_fields import record, settings_record
+from rl_core.errors import DataError
+from rl_core.record_fields import PositiveInt, converts_arguments, record, settings_record
 from rl_rollout.filters import GroupFilter
 from rl_rollout.rollout import GroupResult
 
@@ -21,12 +21,7 @@ class RefillOptions:
     """
 
     filter: str = ""
-    max_rounds: int = 4
-
-    def problems(self) -> Iterator[str]:
-        """Check the options."""
-        if self.max_rounds < 1:
-            yield f"max_rounds must be at least 1; found {self.max_rounds}."
+    max_rounds: PositiveInt = 4
 
 
 @record
@@ -49,13 +44,14 @@ class Refilled:
     num_made_up: int
 
 
+@converts_arguments
 async def refill(
     run: Callable[[Sequence[Prompt]], Awaitable[Sequence[GroupResult]]],
     take: Callable[[int], Sequence[Prompt]],
     *,
-    wanted: int,
+    wanted: PositiveInt,
     keep: GroupFilter,
-    max_rounds: int,
+    max_rounds: PositiveInt,
 ) -> Refilled:
     """Run groups of prompts until the filter has kept enough of them.
 
@@ -70,8 +66,6 @@ async def refill(
         SettingsError: wanted or max_rounds is below 1.
         DataError: The filter raised.
     """
-    if wanted < 1 or max_rounds < 1:
-        raise SettingsError(f"a refill needs wanted >= 1 and max_rounds >= 1; found {wanted} and {max_rounds}.")
     kept: list[GroupResult] = []
     refused: list[tuple[GroupResult, str]] = []
     failed: list[GroupResult] = []

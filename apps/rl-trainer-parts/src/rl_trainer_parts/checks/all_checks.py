@@ -91,7 +91,6 @@ def _engine(settings: Settings) -> Iterator[str]:
 def _options(settings: Settings) -> Iterator[str]:
     yield from (f"learner.{problem}" for problem in settings.learner.problems())
     yield from (f"reward.{problem}" for problem in settings.reward.problems())
-    yield from (f"refill.{problem}" for problem in settings.refill.problems())
     yield from (f"skip.{problem}" for problem in settings.skip.problems())
     yield from (f"trainer.target.{problem}" for problem in settings.trainer.target.problems())
     yield from _skip(settings)

@@ -14,7 +14,6 @@ FROM_LORA = ("max_lora_rank", "lora_target_modules")
 def lora_problems(settings: Settings) -> Iterator[str]:
     """Problems of values and combinations that do not depend on files."""
     lora = settings.lora
-    yield from (f"lora.{problem}" for problem in lora.problems())
     for name in FROM_LORA:
         if value := getattr(settings.engine, name):
             yield f"engine.{name} is derived from [lora] in training; found {value!r}. Leave it out."
@@ -46,7 +45,7 @@ def lora_files(settings: Settings, config: PolicyConfig) -> Iterator[str]:
         config: The policy's configuration.
     """
     lora = settings.lora
-    if not lora.rank or any(lora.problems()):
+    if not lora.rank:
         return
     try:
         modules = adapted_modules(config, lora)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import shutil
 import textwrap
@@ -91,13 +92,16 @@ class SettingField:
         return {} if kind is None else {one.name: one for one in fields_of(kind, f"{self.name}.{entry}")}
 
     def bound(self, limits: Mapping[str, Any]) -> str:
-        """Bounds in words, such as "above 0 and at most 1"; other keys have no words."""
-        known = {key: limit for key, limit in limits.items() if key in BOUNDS}
+        """Bounds in words, such as "above 0 and at most 1" or "finite"; other keys have no words."""
+        if "min_length" in limits:
+            return f"of length {limits['min_length']} or more"
+        known = {key: limit for key, limit in limits.items() if key in BOUNDS and limit != -math.inf}
         if "gt" in known and int in self._options:
             known = {"ge": known.pop("gt") + 1} | known
         if known.keys() == {"ge", "le"}:
             return f"from {short(known['ge'])} to {short(known['le'])}"
-        return " and ".join(f"{BOUNDS[key]} {short(limit)}" for key, limit in known.items())
+        words = (f"{BOUNDS[key]} {short(limit)}" if limit != math.inf else "finite" for key, limit in known.items())
+        return " and ".join(words)
 
     def refusal(self, found: object, where: str, hint: str = "") -> str:
         """The message for a value of another type."""

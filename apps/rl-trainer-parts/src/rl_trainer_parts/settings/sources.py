@@ -194,8 +194,10 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
         return f"{name}: required, and not set. {setting.meaning}"
     found = _shown(problem["input"], setting)
     if bound := setting.bound(problem.get("ctx", {})):
-        none = ", or none" if setting.is_optional else ""
-        return f"{name} must be {bound}{none}; found {short(problem['input'])}{where}."
+        bounds = (setting.bound(setting.limits) if bound == "finite" else bound) + (
+            ", or none" if setting.is_optional else ""
+        )
+        return f"{name} must be {bounds}; found {short(problem['input']) or found}{where}."
     hint = _value_hint(name, problem["input"], setting.annotation)
     if not item:
         return setting.refusal(found, where, hint)

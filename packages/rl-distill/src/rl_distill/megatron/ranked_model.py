@@ -83,7 +83,6 @@ class RankedModel:
             MissingExtraError: megatron-core is not installed.
         """
         options.check()
-        self._lora.check()
         self._source = open_policy(policy, is_critic=self.head == "value")
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from rl_core.data import are_equal_rewards
 from rl_core.errors import ShapeError
-from rl_core.record_fields import converts_arguments
-from rl_distill.objectives.option_rules import Addend, checked
+from rl_core.record_fields import NonNegativeFloat, converts_arguments
 from rl_distill.objectives.rewarded_rows import RewardedRows, session_advantages, spread_units, units_of
 from rl_distill.objectives.shapes import check_rows
 
 
-@checked
-def grpo(rows: RewardedRows, *, eps: Addend = 1e-6) -> dict[str, Tensor]:
+@converts_arguments
+def grpo(rows: RewardedRows, *, eps: NonNegativeFloat = 1e-6) -> dict[str, Tensor]:
     """GRPO: apply `grpo_advantages` to sessions; each trained token gets its session's advantage."""
     return {"advantages": session_advantages(rows, lambda rewards, group: grpo_advantages(rewards, group, eps=eps))}
 
@@ -44,8 +43,8 @@ def opo(rows: RewardedRows) -> dict[str, Tensor]:
     return {"advantages": spread_units(rows, units, opo_advantages(units.rewards, units.group, units.num_tokens))}
 
 
-@checked
-def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: Addend = 1e-6) -> dict[str, Tensor]:
+@converts_arguments
+def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: NonNegativeFloat = 1e-6) -> dict[str, Tensor]:
     """GPG: apply `gpg_advantages` to sessions; each trained token gets its session's advantage."""
 
     def estimate(rewards: Tensor, group: Tensor) -> Tensor:
@@ -54,8 +53,8 @@ def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: Addend = 1e-6) 
     return {"advantages": session_advantages(rows, estimate)}
 
 
-@checked
-def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: Addend = 1e-6) -> dict[str, Tensor]:
+@converts_arguments
+def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: NonNegativeFloat = 1e-6) -> dict[str, Tensor]:
     """GRPO for pass@k: apply `passk_advantages` to sessions; each trained token gets its session's advantage."""
 
     def estimate(rewards: Tensor, group: Tensor) -> Tensor:
@@ -64,8 +63,8 @@ def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: Addend = 
     return {"advantages": session_advantages(rows, estimate)}
 
 
-@checked
-def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: Addend = 1e-6) -> Tensor:
+@converts_arguments
+def grpo_advantages(rewards: Tensor, group: Tensor, *, eps: NonNegativeFloat = 1e-6) -> Tensor:
     """Center rewards within their group and divide them by its standard deviation.
 
     Args:
@@ -125,8 +124,10 @@ def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor
     return (centered - baselines[index]).to(_dtype(rewards))
 
 
-@checked
-def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = False, eps: Addend = 1e-6) -> Tensor:
+@converts_arguments
+def gpg_advantages(
+    rewards: Tensor, group: Tensor, *, divide_by_std: bool = False, eps: NonNegativeFloat = 1e-6
+) -> Tensor:
     """Center rewards within their group, and scale them up to make up for groups with equal rewards.
 
     Args:
@@ -151,8 +152,10 @@ def gpg_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = Fals
     return (alpha * centered / scale).to(_dtype(rewards))
 
 
-@checked
-def passk_advantages(rewards: Tensor, group: Tensor, *, divide_by_std: bool = True, eps: Addend = 1e-6) -> Tensor:
+@converts_arguments
+def passk_advantages(
+    rewards: Tensor, group: Tensor, *, divide_by_std: bool = True, eps: NonNegativeFloat = 1e-6
+) -> Tensor:
     """Give the best session of a group its lead over the second best, and all others 0.
 
     Args:

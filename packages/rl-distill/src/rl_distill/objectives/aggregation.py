@@ -8,19 +8,17 @@ Source: token-mean is DAPO's (Yu et al. 2025, arXiv:2503.14476, section 3.3), se
 """
 
 from collections.abc import Callable
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from rl_core.errors import SettingsError
-from rl_core.record_fields import converts_arguments
+from rl_core.record_fields import PositiveInt, converts_arguments
 from rl_core.registry import Registry
-from rl_distill.objectives.option_rules import checked, whole_number
 from rl_distill.objectives.ragged import padded_offsets, row_counts, spread_rows
 from rl_distill.objectives.shapes import as_mask, check_mask, check_offsets, check_padded, check_tokens
 
-Horizon = Annotated[int | None, whole_number(at_least=1).or_none()]
+Horizon = PositiveInt | None
 """Constant length by which some aggregations divide."""
 
 RowWeights = Callable[[Tensor, int | None], Tensor]
@@ -71,7 +69,7 @@ AGGREGATIONS: Registry[RowWeights] = Registry(
 )
 
 
-@checked
+@converts_arguments
 def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights, horizon: Horizon = None) -> Tensor:
     """Return the weight of each token in the loss of the global batch.
 

@@ -6,17 +6,14 @@ Source: GAE, Schulman et al. 2015, arXiv:1506.02438; ReMax, Li et al. 2023, arXi
 import torch
 from torch import Tensor
 
-from rl_core.record_fields import converts_arguments
-from rl_distill.objectives.option_rules import UnitInterval, checked
+from rl_core.record_fields import UnitFloat, converts_arguments
 from rl_distill.objectives.ragged import discounted_sums, next_values
 from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, spread_units, units_of, unmasked
 from rl_distill.objectives.whitening import masked_whiten
 
 
-@checked
-def gae(
-    rows: RewardedRows, *, gamma: UnitInterval = 1.0, lam: UnitInterval = 1.0, whiten: bool = True
-) -> dict[str, Tensor]:
+@converts_arguments
+def gae(rows: RewardedRows, *, gamma: UnitFloat = 1.0, lam: UnitFloat = 1.0, whiten: bool = True) -> dict[str, Tensor]:
     """Generalized advantage estimation over the trained tokens of each trajectory.
 
     Untrained tokens are skipped: the next trained token is the next step.

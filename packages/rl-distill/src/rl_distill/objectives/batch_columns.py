@@ -1,18 +1,17 @@
 """Functions that add training columns to the global batch, before it is split."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from rl_core.data import Batch, Column, ColumnSpec, Ragged, column_spec, declare_column
 from rl_core.errors import DataError
-from rl_core.record_fields import converts_arguments
+from rl_core.record_fields import NonNegativeFloat, converts_arguments
 from rl_distill.objectives.aggregation import AGGREGATIONS, Horizon, token_weights
 from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, banded_weights, truncated_weights
 from rl_distill.objectives.kl import KL_ESTIMATORS
-from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.registry import ADVANTAGES, function_with_options
 from rl_distill.objectives.rejection import Bound, rejection_mask
 from rl_distill.objectives.rewarded_rows import EXTRA_REWARDS, RewardedRows
@@ -95,11 +94,11 @@ def component_columns(names: Sequence[str]) -> frozenset[str]:
     return frozenset(COMPONENT + name for name in names)
 
 
-@checked
+@converts_arguments
 def with_kl_in_reward(
     batch: Batch,
     *,
-    coefficient: Annotated[float, number(at_least=0.0)],
+    coefficient: NonNegativeFloat,
     estimator: str = "k1",
     policy_logprobs: SampledLogprobs = "old_logprobs",
 ) -> Batch:
@@ -119,7 +118,7 @@ def with_kl_in_reward(
     return batch.with_columns({EXTRA_REWARDS: _ragged_like(batch.ragged("loss_mask"), -coefficient * kl)})
 
 
-@checked
+@converts_arguments
 def mean_reference_kl(
     batch: Batch, *, estimator: str = "k3", policy_logprobs: SampledLogprobs = "old_logprobs"
 ) -> float:
@@ -144,7 +143,7 @@ def with_token_selection(
     return batch.with_columns({"token_selection": Ragged(selected.numpy(), mask.offsets)})
 
 
-@checked
+@converts_arguments
 def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon: Horizon = None) -> Batch:
     """Add `loss_weights`; see `token_weights`.
 
@@ -161,7 +160,7 @@ def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon:
     return batch.with_columns({"loss_weights": _ragged_like(mask, weights)})
 
 
-@checked
+@converts_arguments
 def with_correction_weights(
     batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: WeightFloor | None = None
 ) -> Batch:
@@ -185,7 +184,7 @@ def with_correction_weights(
     return batch.with_columns({"correction_weights": _ragged_like(mask, weights)})
 
 
-@checked
+@converts_arguments
 def correction_weight_metrics(
     batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: WeightFloor | None = None
 ) -> dict[str, float]:

@@ -4,37 +4,33 @@ Source: truncated importance sampling, Ionides 2008, doi:10.1198/106186008X32045
 Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; banded masking, IcePop, Ling team 2025, arXiv:2510.18855.
 """
 
-import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
+from rl_core.errors import SettingsError
+from rl_core.record_fields import PositiveFloat, converts_arguments
 from rl_distill.objectives.log_ratios import bounded
-from rl_distill.objectives.option_rules import OptionRule, checked, is_number, number
 from rl_distill.objectives.ragged import row_sums, spread_rows
 from rl_distill.objectives.shapes import check_mask, check_offsets, check_tokens
 
 CorrectionLevel = Literal["token", "sequence"]
 """Scope of an importance ratio: token (biased, low variance) or trajectory (unbiased, high variance)."""
 
-WeightCap = Annotated[float, number(above=0.0, can_be_inf=True)]
+WeightCap = Annotated[float, Gt(0)]
 """Maximum importance weight."""
 
-WeightFloor = Annotated[float, number(above=0.0)]
+WeightFloor = PositiveFloat
 """Minimum importance weight; smaller ones become 0."""
 
 
-def _is_band(band: Any) -> bool:
-    is_pair = isinstance(band, tuple | list) and len(band) == 2 and all(map(is_number, band))
-    return is_pair and 0 < band[0] <= band[1] and math.isfinite(band[0])
-
-
-WeightBand = Annotated[tuple[float, float], OptionRule("two numbers with 0 < floor <= cap", _is_band)]
+WeightBand = tuple[WeightFloor, WeightCap]
 """Minimum and maximum importance weight."""
 
 
-@checked
+@converts_arguments
 def truncated_weights(
     log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, cap: WeightCap = 2.0
 ) -> Tensor:
@@ -57,7 +53,7 @@ def truncated_weights(
     return importance_ratios(log_ratio, loss_mask, offsets, level=level).clamp(max=cap)
 
 
-@checked
+@converts_arguments
 def banded_weights(
     log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, band: WeightBand
 ) -> Tensor:
@@ -79,11 +75,13 @@ def banded_weights(
         SettingsError: The level is unknown, or the band is not 0 < floor <= cap.
     """
     floor, cap = band
+    if floor > cap:
+        raise SettingsError(f"band of banded_weights must be (floor, cap) with floor <= cap; found {band}.")
     weights = importance_ratios(log_ratio, loss_mask, offsets, level=level)
     return torch.where((weights >= floor) & (weights <= cap), weights, torch.zeros_like(weights))
 
 
-@checked
+@converts_arguments
 def importance_ratios(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel) -> Tensor:
     """Return [T] unbounded importance ratios old / rollout; see `truncated_weights`."""
     log_ratio = blank_masked(log_ratio, loss_mask, offsets)

@@ -9,19 +9,24 @@ first update.)
 Source: Cui et al. 2025, arXiv:2505.22617, section 4.
 """
 
+import math
 from typing import Annotated
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from rl_core.errors import DataError
-from rl_distill.objectives.option_rules import Below, checked, number
+from rl_core.errors import DataError, SettingsError
+from rl_core.record_fields import NonNegativeFloat, converts_arguments
 from rl_distill.objectives.policy_loss import ClipHigh, ClipLow, PolicyTokens, TokenLosses, clipped_surrogate
 from rl_distill.objectives.selection import selects_with
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
-Share = Annotated[float, number(above=0.0, at_most=1.0)]
+Share = Annotated[float, Gt(0), Le(1)]
 """Share of the trained tokens."""
+
+Covariance = Annotated[float, Ge(-math.inf)]
+"""A bound of the covariance; never NaN."""
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
@@ -47,15 +52,15 @@ def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tens
     return torch.zeros_like(loss_mask, dtype=torch.float64).masked_scatter(loss_mask, product)
 
 
-@checked
+@converts_arguments
 def select_band(
     logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
     share: Share = 2e-4,
-    low: Annotated[float, Below("high")] = 1.0,
-    high: float = 5.0,
+    low: Covariance = 1.0,
+    high: Covariance = 5.0,
     seed: int = 0,
 ) -> Tensor:
     """Select tokens at random among those whose covariance is within a band.
@@ -75,13 +80,15 @@ def select_band(
     Raises:
         SettingsError: share is not in (0, 1], or the band is empty.
     """
+    if not low < high:
+        raise SettingsError(f"low of select_band must be below high; found low = {low}, high = {high}.")
     found = covariances(logprobs, advantages, loss_mask)
     candidates = torch.nonzero(loss_mask & (found > low) & (found < high)).flatten()
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
     return _marked(candidates[order[: _count(loss_mask, share)].to(candidates.device)], loss_mask)
 
 
-@checked
+@converts_arguments
 def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share: Share = 2e-4) -> Tensor:
     """Select the tokens with the largest covariance.
 
@@ -104,7 +111,7 @@ def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share
 
 
 @selects_with(select_band)
-@checked
+@converts_arguments
 def clip_cov(tokens: PolicyTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> TokenLosses:
     """Clip-Cov: PPO's clip, without gradient for the selected tokens.
 
@@ -129,8 +136,8 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHi
 
 
 @selects_with(select_top)
-@checked
-def kl_cov(tokens: PolicyTokens, *, kl_to_old_coefficient: Annotated[float, number(at_least=0.0)] = 1.0) -> TokenLosses:
+@converts_arguments
+def kl_cov(tokens: PolicyTokens, *, kl_to_old_coefficient: NonNegativeFloat = 1.0) -> TokenLosses:
     """KL-Cov: the ratio without clipping, and a penalty towards the old policy at the selected tokens.
 
     Args:

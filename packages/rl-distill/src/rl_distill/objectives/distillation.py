@@ -8,14 +8,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
-from rl_core.record_fields import converts_arguments
+from rl_core.record_fields import PositiveFloat, converts_arguments, settings_record
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.metric_sums import metric_totals, metric_values
 from rl_distill.objectives.batch_columns import SampledLogprobs
@@ -26,7 +26,6 @@ from rl_distill.objectives.log_ratios import excess
 from rl_distill.objectives.logit_divergence import MEASURES
 from rl_distill.objectives.micro_columns import masked, needed_column
 from rl_distill.objectives.mismatch import mismatch_sums
-from rl_distill.objectives.option_rules import check_fields, number
 from rl_distill.objectives.policy import PolicyObjective
 from rl_distill.objectives.teacher_tokens import check_sampled_tokens
 
@@ -54,7 +53,7 @@ ESTIMATORS: dict[str, KLEstimator] = {
 """Estimators as losses. The plain gradients of k1 and abs do not minimize the KL (see `kl`), so they use k2's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class DistillationObjectiveOptions:
     """Options of the distillation objective.
 
@@ -79,17 +78,12 @@ class DistillationObjectiveOptions:
     temperature: float = 1.0
     max_loss: float | None = None
     min_logprob: float | None = None
-    coefficient: Annotated[float, number(above=0.0)] = 1.0
+    coefficient: PositiveFloat = 1.0
     teachers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: An option is invalid; the message has its name, valid values and its value.
-        """
-        check_fields(self, owner=WHO)
-        self.divergence  # noqa: B018 - building it checks the remaining options
+        """Check the options of the divergence."""
+        self.divergence  # noqa: B018 - building it checks them
 
     @property
     def divergence(self) -> DivergenceOptions:

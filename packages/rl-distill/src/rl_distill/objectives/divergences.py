@@ -6,14 +6,14 @@ generalised Jensen-Shannon divergence, Agarwal et al. 2023, arXiv:2306.13649; so
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
+from annotated_types import Gt, Lt
 from torch import Tensor
 
 from rl_core.errors import ShapeError
-from rl_distill.objectives.option_rules import check_fields, number
+from rl_core.record_fields import PositiveFloat, settings_record
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "js", "uld"]
 Tail = Literal["bucket", "drop", "renormalise"]
@@ -22,7 +22,7 @@ LOWEST_LOGPROB = -1e4
 """Replaces -inf, so that a token impossible on both sides adds 0 instead of NaN; its probability rounds to 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class DivergenceOptions:
     """Options of a divergence.
 
@@ -44,18 +44,10 @@ class DivergenceOptions:
     kind: DivergenceKind = "forward_kl"
     distribution: Literal["top_k", "full"] = "top_k"
     tail: Tail = "bucket"
-    beta: Annotated[float, number(above=0.0, below=1.0)] = 0.5
-    temperature: Annotated[float, number(above=0.0)] = 1.0
-    max_loss: Annotated[float | None, number(above=0.0).or_none()] = None
-    min_logprob: Annotated[float | None, number(below=0.0).or_none()] = None
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: An option is invalid; the message has its name, valid values and its value.
-        """
-        check_fields(self, owner="a divergence")
+    beta: Annotated[float, Gt(0), Lt(1)] = 0.5
+    temperature: PositiveFloat = 1.0
+    max_loss: PositiveFloat | None = None
+    min_logprob: Annotated[float, Gt(-math.inf), Lt(0)] | None = None
 
 
 TokenDivergence = tuple[Tensor, Tensor]

@@ -5,17 +5,23 @@ Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import replace
 
 from rl_core.errors import CheckpointError, SettingsError
-from rl_distill.objectives.option_rules import check_fields, checked, number, whole_number
+from rl_core.record_fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    converts_arguments,
+    settings_record,
+)
 
 ERROR_BOUND = 0.2
 """Maximum relative error that one update takes into account."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class AdaptiveKL:
     """A KL coefficient and its controller; immutable, so that a repeated step adapts only once.
 
@@ -25,26 +31,24 @@ class AdaptiveKL:
         horizon: Trajectories over which an error of 20 % changes the coefficient by 20 %.
     """
 
-    coefficient: Annotated[float, number(at_least=0.0)]
-    target: Annotated[float, number(above=0.0)] | None = None
-    horizon: Annotated[int, whole_number(at_least=1)] = 10_000
+    coefficient: NonNegativeFloat
+    target: PositiveFloat | None = None
+    horizon: PositiveInt = 10_000
 
     def __post_init__(self) -> None:
-        """Check the values.
+        """Check that there is something to adapt.
 
         Raises:
-            SettingsError: The coefficient is below 0 or not finite, or an adaptive one is 0; the target is not above
-                0; the horizon is below 1.
+            SettingsError: The coefficient is 0, and there is a target.
         """
-        check_fields(self, owner="the KL control")
         if self.target is not None and self.coefficient == 0.0:
             raise SettingsError(
                 "coefficient of the KL control must be above 0 if there is a target, since adapting multiplies it; "
                 f"found 0 with target = {self.target}. Set a positive coefficient, or target = None."
             )
 
-    @checked
-    def adapted(self, kl: float, *, num_trajectories: Annotated[int, whole_number(at_least=0)]) -> "AdaptiveKL":
+    @converts_arguments
+    def adapted(self, kl: float, *, num_trajectories: NonNegativeInt) -> "AdaptiveKL":
         """Return the controller after a batch.
 
         Args:

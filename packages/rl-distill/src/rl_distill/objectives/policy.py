@@ -5,20 +5,19 @@ Source: Shao et al. 2024, arXiv:2402.03300, equation 3, with the parts in `polic
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rl_core.errors import SettingsError
-from rl_core.record_fields import converts_arguments
+from rl_core.record_fields import FiniteFloat, NonNegativeFloat, converts_arguments, settings_record
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.objectives.aggregation import Horizon, aggregate
 from rl_distill.objectives.correction import WeightCap, truncated_weights
 from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
 from rl_distill.objectives.micro_columns import masked, needed_column
 from rl_distill.objectives.mismatch import mismatch_sums
-from rl_distill.objectives.option_rules import check_fields, number
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
 from rl_distill.objectives.registry import BoundPolicyLoss, policy_loss_with_options
 from rl_distill.objectives.try_out import try_policy_loss
@@ -32,7 +31,7 @@ WHO = "the objective"
 CLIP_OPTIONS = ("clip_low", "clip_high", "dual_clip")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class PolicyObjectiveOptions:
     """Options of the policy's objective.
 
@@ -59,19 +58,11 @@ class PolicyObjectiveOptions:
     clip_high: float | None = None
     dual_clip: float | None = None
     policy_loss_options: Mapping[str, Any] = field(default_factory=dict)
-    kl_coefficient: Annotated[float, number(at_least=0.0)] = 0.0
+    kl_coefficient: NonNegativeFloat = 0.0
     kl_estimator: str = "k3"
-    entropy_coefficient: Annotated[float, number()] = 0.0
+    entropy_coefficient: FiniteFloat = 0.0
     correction: Literal["none", "token", "sequence"] = "none"
     correction_cap: WeightCap = 2.0
-
-    def __post_init__(self) -> None:
-        """Check the options, except those of the policy loss, which are checked when bound.
-
-        Raises:
-            SettingsError: An option is invalid; the message has its name, valid values and its value.
-        """
-        check_fields(self, owner="the policy objective")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from dataclasses import field
 from typing import Annotated
 
 import torch
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from rl_core.record_fields import converts_arguments, record
 from rl_distill.objectives.log_ratios import bounded
-from rl_distill.objectives.option_rules import checked, number
 from rl_distill.objectives.ragged import padded_offsets
 from rl_distill.objectives.shapes import (
     as_mask,
@@ -27,10 +27,10 @@ from rl_distill.objectives.shapes import (
     refuse_probabilities,
 )
 
-ClipLow = Annotated[float, number(at_least=0.0, below=1.0)]
+ClipLow = Annotated[float, Ge(0), Lt(1)]
 """Lower clip range: ratios are clipped at 1 - clip_low, which must be above 0."""
 
-ClipHigh = Annotated[float, number(at_least=0.0, can_be_inf=True)]
+ClipHigh = Annotated[float, Ge(0)]
 """Upper clip range: ratios are clipped at 1 + clip_high."""
 
 
@@ -142,13 +142,13 @@ A token's loss may depend on its own trajectory, but on no other, so that the lo
 """
 
 
-@checked
+@converts_arguments
 def ppo_clip(
     tokens: PolicyTokens,
     *,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
-    dual_clip: Annotated[float, number(above=1.0, can_be_inf=True)] = 3.0,
+    dual_clip: Annotated[float, Gt(1)] = 3.0,
 ) -> TokenLosses:
     """PPO's clipped surrogate with dual clip.
 

@@ -3,17 +3,18 @@
 The registries of aggregations, KL estimators, session rules and rejection criteria are in their own modules.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from rl_core.errors import SettingsError
+from rl_core.record_fields import fit_options
 from rl_core.registry import Registry, unknown_name
 from rl_distill.objectives.advantages import dr_grpo, gpg, grpo, grpo_passk, opo, rloo
 from rl_distill.objectives.baseline_advantages import gae, remax
 from rl_distill.objectives.covariance_policy_loss import clip_cov, kl_cov
-from rl_distill.objectives.option_rules import declared_options
 from rl_distill.objectives.policy_loss import PolicyLoss, ppo_clip
 from rl_distill.objectives.rewarded_rows import AdvantageEstimator
 from rl_distill.objectives.selection import TokenSelection, selection_of
@@ -84,7 +85,7 @@ def policy_loss_with_options(name: str, options: Mapping[str, Any]) -> BoundPoli
     select = selection_of(loss)
     if select is None:
         return BoundPolicyLoss(loss=_bind(loss, options, owner=owner), select=None)
-    of_loss, of_selection = declared_options(loss).annotations.keys(), declared_options(select).annotations.keys()
+    of_loss, of_selection = declared_options(loss), declared_options(select)
     theirs = {option: value for option, value in options.items() if option in of_selection}
     mine = {option: value for option, value in options.items() if option in of_loss or option not in of_selection}
     return BoundPolicyLoss(
@@ -103,10 +104,16 @@ def function_with_options(registry: Registry[FunctionT], name: str, options: Map
 
 def _bind(function: FunctionT, options: Mapping[str, Any], *, owner: str, also_known: Iterable[str] = ()) -> FunctionT:
     declared = declared_options(function)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
     for option in options:
-        if option not in declared.annotations and not declared.takes_any:
-            raise SettingsError(unknown_name(f"option of {owner}:", option, {*declared.annotations, *also_known}))
-    for option in declared.annotations.keys() - declared.defaults.keys() - options.keys():
+        if option not in declared and not takes_any:
+            raise SettingsError(unknown_name(f"option of {owner}:", option, {*declared, *also_known}))
+    for option in [name for name, one in declared.items() if one.default is one.empty and name not in options]:
         raise SettingsError(f"{owner} needs the option {option!r}; found {', '.join(sorted(options)) or 'none'}.")
-    declared.check(options, owner=owner)
-    return cast(FunctionT, partial(function, **options)) if options else function
+    return cast(FunctionT, partial(function, **fit_options(function, options, owner=owner))) if options else function
+
+
+def declared_options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the keyword-only parameters of a function by name."""
+    parameters = inspect.signature(function).parameters
+    return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}

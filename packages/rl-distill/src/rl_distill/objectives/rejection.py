@@ -18,7 +18,6 @@ from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_distill.objectives.correction import blank_masked
 from rl_distill.objectives.log_ratios import bounded, excess
-from rl_distill.objectives.option_rules import is_number
 from rl_distill.objectives.ragged import row_counts, row_maxima, row_means, row_sums, spread_rows
 
 Bound = float | tuple[float, float]
@@ -109,7 +108,7 @@ def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, fl
         SettingsError: A limit is not above 0, low is above high, or a k2 or k3 criterion has two limits.
     """
     parts = tuple(bound) if isinstance(bound, tuple | list) else (bound,)
-    is_positive = all(is_number(part) and part > 0 for part in parts)
+    is_positive = all(type(part) in (int, float) and part > 0 for part in parts)
     if not is_signed:
         if len(parts) != 1 or not is_positive:
             raise SettingsError(f"the bound of a k2 or k3 criterion must be one number above 0; found {bound!r}.")

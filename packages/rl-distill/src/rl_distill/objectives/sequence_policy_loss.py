@@ -10,9 +10,10 @@ arXiv:2507.20673.
 from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from rl_distill.objectives.option_rules import checked, number
+from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.policy_loss import ClipHigh, ClipLow, PolicyTokens, TokenLosses, clipped_surrogate
 from rl_distill.objectives.ragged import row_means, spread_rows
 
@@ -20,11 +21,11 @@ LOG_SEQUENCE_RATIO_BOUND = 10.0
 """Upper bound of GSPO's log ratios before exp; beyond it the gradient is 0."""
 
 
-LogRatioBound = Annotated[float, number(at_least=0.0, can_be_inf=True)]
+LogRatioBound = Annotated[float, Ge(0)]
 """Maximum distance of a log ratio from 0."""
 
 
-@checked
+@converts_arguments
 def gspo(tokens: PolicyTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> TokenLosses:
     """Group sequence policy optimization: PPO's clip on the response's ratio.
 
@@ -51,7 +52,7 @@ def gspo(tokens: PolicyTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh 
     )
 
 
-@checked
+@converts_arguments
 def geo_mean(tokens: PolicyTokens, *, clip_low: LogRatioBound = 0.4, clip_high: LogRatioBound = 0.4) -> TokenLosses:
     """Geometric-mean policy optimization: clips token log ratios, then averages them.
 

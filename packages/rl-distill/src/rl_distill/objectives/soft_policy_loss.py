@@ -3,18 +3,16 @@
 Source: SAPO, Gao et al. 2025, arXiv:2511.20347, equations 3 to 6.
 """
 
-from typing import Annotated
-
 import torch
 
-from rl_distill.objectives.option_rules import checked, number
+from rl_core.record_fields import PositiveFloat, converts_arguments
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
 
-Steepness = Annotated[float, number(above=0.0)]
+Steepness = PositiveFloat
 """Steepness of a sigmoid; a higher value fades earlier."""
 
 
-@checked
+@converts_arguments
 def sapo(tokens: PolicyTokens, *, tau_positive: Steepness = 1.0, tau_negative: Steepness = 1.05) -> TokenLosses:
     """Soft adaptive policy optimization: a sigmoid of the ratio instead of the clip.
 

@@ -4,22 +4,22 @@ Source: Schulman et al. 2017, arXiv:1707.06347; clipped value loss as in OpenAI 
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
+from rl_core.record_fields import converts_arguments, settings_record
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.objectives.micro_columns import masked, needed_column
-from rl_distill.objectives.option_rules import check_fields, checked, number
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
-ValueClip = Annotated[float, number(above=0.0, can_be_inf=True)]
+ValueClip = Annotated[float, Gt(0)]
 """Maximum distance of the values from the old ones; values beyond are clipped."""
 
 
-@checked
+@converts_arguments
 def value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, *, clip: ValueClip = 0.2
 ) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def value_losses(
     return 0.5 * torch.maximum(plain, bounded), (bounded > plain).detach().to(values.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class ValueObjective:
     """A `ValueLoss`; call it with values [T] of the critic in training, and the micro-batch.
 
@@ -61,14 +61,6 @@ class ValueObjective:
     """
 
     clip: ValueClip = 0.2
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: clip is not above 0.
-        """
-        check_fields(self, owner="the value objective")
 
     def __call__(self, values: Tensor, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
         """Return the loss of the micro-batch and its metric sums.

@@ -5,12 +5,12 @@ Source: metric names follow verl; effective sample size, Kong 1992.
 
 from torch import Tensor
 
+from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, importance_ratios
-from rl_distill.objectives.option_rules import checked
 from rl_distill.objectives.ragged import row_counts, row_means
 
 
-@checked
+@converts_arguments
 def weight_metrics(
     weights: Tensor,
     log_ratio: Tensor,

@@ -9,18 +9,19 @@ arXiv:2602.04879.
 from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
-from rl_distill.objectives.option_rules import checked, number
+from rl_core.record_fields import converts_arguments
 from rl_distill.objectives.policy_loss import ClipHigh, PolicyTokens, TokenLosses
 
-RatioCap = Annotated[float, number(at_least=1.0, can_be_inf=True)]
+RatioCap = Annotated[float, Ge(1)]
 """Maximum importance weight."""
 
-ProbabilityChange = Annotated[float, number(at_least=0.0, at_most=1.0)]
+ProbabilityChange = Annotated[float, Ge(0), Le(1)]
 """Difference of two probabilities."""
 
-Nats = Annotated[float, number(at_least=0.0, can_be_inf=True)]
+Nats = Annotated[float, Ge(0)]
 """A KL divergence in nats."""
 
 COMPLEMENT_FLOOR = 1e-8
@@ -33,11 +34,11 @@ def gpg(tokens: PolicyTokens) -> TokenLosses:
     return TokenLosses(losses=-tokens.advantages * tokens.policy_logprobs, diagnostics={"actor/ppo_kl": -log_ratio})
 
 
-@checked
+@converts_arguments
 def cispo(
     tokens: PolicyTokens,
     *,
-    clip_low: Annotated[float, number(at_least=0.0, at_most=1.0)] = 0.2,
+    clip_low: Annotated[float, Ge(0), Le(1)] = 0.2,
     clip_high: ClipHigh = 0.28,
 ) -> TokenLosses:
     """Clipped importance sampling: clips the weight, so that every token keeps its gradient.
@@ -62,7 +63,7 @@ def cispo(
     )
 
 
-@checked
+@converts_arguments
 def dppo_tv(
     tokens: PolicyTokens,
     *,
@@ -89,7 +90,7 @@ def dppo_tv(
     return _trust_region_losses(tokens, is_near, ratio_cap=ratio_cap)
 
 
-@checked
+@converts_arguments
 def dppo_kl(
     tokens: PolicyTokens, *, clip_low: Nats = 0.05, clip_high: Nats = 0.05, ratio_cap: RatioCap = 20.0
 ) -> TokenLosses:

@@ -5,17 +5,16 @@ The last step subtracts a mean over the batch, so compute these advantages befor
 Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262; GDPO, Liu et al. 2026, arXiv:2601.05242.
 """
 
-import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
+from annotated_types import MinLen
 from torch import Tensor
 
 from rl_core.errors import DataError
-from rl_core.record_fields import converts_arguments
+from rl_core.record_fields import FiniteFloat, NonNegativeFloat, UnitFloat, converts_arguments
 from rl_distill.objectives.advantages import dr_grpo_advantages, grpo_advantages
-from rl_distill.objectives.option_rules import Addend, OptionRule, UnitInterval, checked, is_number
 from rl_distill.objectives.ragged import discounted_sums, spread_rows
 from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, units_of, unmasked
 from rl_distill.objectives.whitening import masked_whiten
@@ -24,20 +23,12 @@ COMPONENT = "reward/"
 """Prefix of the row columns `reward/NAME`, the named components of the reward."""
 
 
-def _are_weights(weights: Any) -> bool:
-    is_filled = isinstance(weights, Mapping) and len(weights) > 0
-    return is_filled and all(is_number(weight) and math.isfinite(weight) for weight in weights.values())
-
-
-ComponentWeights = Annotated[
-    Mapping[str, float] | None,
-    OptionRule("a finite number per component, e.g. {style = 0.5}", _are_weights).or_none(),
-]
+ComponentWeights = Annotated[Mapping[str, FiniteFloat], MinLen(1)] | None
 """Weight of each component of the reward."""
 
 
-@checked
-def reinforce_plus_plus(rows: RewardedRows, *, gamma: UnitInterval = 1.0) -> dict[str, Tensor]:
+@converts_arguments
+def reinforce_plus_plus(rows: RewardedRows, *, gamma: UnitFloat = 1.0) -> dict[str, Tensor]:
     """REINFORCE++: discounted returns of each token, whitened over the batch.
 
     Args:
@@ -63,8 +54,8 @@ def reinforce_plus_plus_baseline(rows: RewardedRows) -> dict[str, Tensor]:
     return {"advantages": _whitened_by_session(rows, dr_grpo_advantages(units.rewards, units.group))}
 
 
-@checked
-def gdpo(rows: RewardedRows, *, weights: ComponentWeights = None, eps: Addend = 1e-6) -> dict[str, Tensor]:
+@converts_arguments
+def gdpo(rows: RewardedRows, *, weights: ComponentWeights = None, eps: NonNegativeFloat = 1e-6) -> dict[str, Tensor]:
     """GDPO: the weighted sum of each reward component's GRPO advantages, whitened over the batch.
 
     Args:

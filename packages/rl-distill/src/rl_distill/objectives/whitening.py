@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from rl_core.data import are_equal_rewards
-from rl_distill.objectives.option_rules import Addend, checked
+from rl_core.record_fields import NonNegativeFloat, converts_arguments
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
 
-@checked
-def masked_whiten(values: Tensor, mask: Tensor, *, eps: Addend = 1e-8) -> Tensor:
+@converts_arguments
+def masked_whiten(values: Tensor, mask: Tensor, *, eps: NonNegativeFloat = 1e-8) -> Tensor:
     """Normalize values to mean 0 and variance 1 over the tokens in the mask.
 
     Args:

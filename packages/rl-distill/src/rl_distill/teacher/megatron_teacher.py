@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rl_core.cluster import ClusterOptions, ResourcePool
 from rl_core.data import Batch, Ragged, RowKey
@@ -42,7 +42,7 @@ class MegatronPlace:
     tensor: int = 1
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     pool: ResourcePool | None = None
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     max_batch_tokens: int = 8192
     max_tokens: int | None = None
     num_threads: int | None = None

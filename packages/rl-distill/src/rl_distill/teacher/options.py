@@ -1,14 +1,15 @@
 """Options of distillation; imports without torch, so that settings can nest them."""
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from rl_core.record_fields import settings_record
-from rl_distill.option_values import not_among, not_numbers, not_whole
-from rl_distill.options import DTYPES
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, settings_record
 
 LossName: TypeAlias = Literal["forward_kl", "reverse_kl", "js", "k1", "abs", "k2", "k3", "uld", "nll"]
 
@@ -16,8 +17,6 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "js")
 """Losses that compare distributions."""
 ESTIMATORS = ("k1", "abs", "k2", "k3")
 """Losses that use only the sampled token."""
-LOSSES = (*DIVERGENCES, *ESTIMATORS, "uld", "nll")
-LARGEST_TOP_K = 1000
 
 _TEACHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
@@ -31,14 +30,8 @@ class ResourceOptions:
         gpus: GPUs. none reserves one if this machine has GPUs; 0 scores on CPUs.
     """
 
-    cpus: float = 0.0
-    gpus: float | None = None
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for each invalid option."""
-        yield from not_numbers(self, ("cpus",), at_least=0.0)
-        if self.gpus is not None:
-            yield from not_numbers(self, ("gpus",), at_least=0.0)
+    cpus: NonNegativeFloat = 0.0
+    gpus: NonNegativeFloat | None = None
 
 
 @settings_record
@@ -69,33 +62,19 @@ class TeacherOptions:
 
     model: Path
     engine: Literal["vllm", "megatron"] = "vllm"
-    replicas: int = 1
+    replicas: PositiveInt = 1
     resources: ResourceOptions = field(default_factory=ResourceOptions)
-    data_sources: tuple[str, ...] = ()
+    data_sources: tuple[Annotated[str, MinLen(1)], ...] = ()
     placement: Literal["process", "ray"] = "process"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    max_model_len: int | None = None
-    tensor: int = 1
-    max_batch_tokens: int = 8192
-    num_threads: int | None = None
-    kv_cache_gib: float | None = None
-    gpu_memory_utilization: float = 0.8
+    max_model_len: PositiveInt | None = None
+    tensor: PositiveInt = 1
+    max_batch_tokens: PositiveInt = 8192
+    num_threads: PositiveInt | None = None
+    kv_cache_gib: PositiveFloat | None = None
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.8
     sleep: bool = True
-    restarts: int = 3
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for each invalid option, with the option, its allowed values and its value."""
-        yield from not_among(self, {"engine": ("vllm", "megatron"), "placement": ("process", "ray"), "dtype": DTYPES})
-        yield from not_whole(self, {"replicas": 1, "tensor": 1, "max_batch_tokens": 1, "restarts": 0})
-        yield from not_whole(self, {"max_model_len": 1, "num_threads": 1}, or_none=True)
-        yield from not_numbers(self, ("gpu_memory_utilization",), above=0.0)
-        if self.gpu_memory_utilization > 1:
-            yield f"gpu_memory_utilization must be at most 1; found {self.gpu_memory_utilization:g}."
-        if self.kv_cache_gib is not None:
-            yield from not_numbers(self, ("kv_cache_gib",), above=0.0)
-        yield from (f"resources.{problem}" for problem in self.resources.problems())
-        if not all(self.data_sources):
-            yield f"data_sources must be names that are not empty; found {list(self.data_sources)}."
+    restarts: NonNegativeInt = 3
 
 
 @settings_record
@@ -115,7 +94,7 @@ class DistillationOptions:
         top_k: Number of the teacher's most likely tokens to compare; at most 1000.
         tail: How to treat the probability outside the top k: as one extra "bucket", "drop" it, or "renormalise" the
             rest.
-        beta: Weight of the teacher in the mixture of js.
+        beta: Weight of the teacher in the mixture of js, which at 0 and 1 would be a KL: use that loss then.
         used_as: Add the divergence to the "loss", or use it as a "reward" in the policy gradient (k1, abs, k2 and k3
             only).
         coefficient: Weight of the divergence.
@@ -132,23 +111,23 @@ class DistillationOptions:
 
     teachers: dict[str, TeacherOptions] = field(default_factory=dict)
     default_teacher: str | None = None
-    route_by: str = "data_source"
+    route_by: Annotated[str, MinLen(1)] = "data_source"
     loss: LossName = "forward_kl"
     distribution: Literal["top_k", "full"] = "top_k"
-    top_k: int = 64
+    top_k: Annotated[int, Ge(1), Le(1000)] = 64
     tail: Literal["bucket", "drop", "renormalise"] = "bucket"
-    beta: float = 0.5
+    beta: Annotated[float, Gt(0), Lt(1)] = 0.5
     used_as: Literal["loss", "reward"] = "loss"
-    coefficient: float = 1.0
+    coefficient: PositiveFloat = 1.0
     use_task_rewards: bool = False
-    temperature: float = 1.0
-    max_loss: float | None = None
-    min_logprob: float | None = None
+    temperature: PositiveFloat = 1.0
+    max_loss: PositiveFloat | None = None
+    min_logprob: Annotated[float, Gt(-math.inf), Lt(0)] | None = None
     other_tokenizer: Literal["refuse", "align"] = "refuse"
     texts: str | None = None
     cache: Path | None = None
-    deadline_s: float = 3600.0
-    start_deadline_s: float = 900.0
+    deadline_s: PositiveFloat = 3600.0
+    start_deadline_s: PositiveFloat = 900.0
 
     @property
     def fallback(self) -> str | None:
@@ -173,11 +152,10 @@ class DistillationOptions:
         return 0 if self.loss in (*ESTIMATORS, "nll") or self.needs_hidden else self.top_k
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each invalid option or combination."""
+        """Yield a message for each impossible combination."""
         if not self.is_on:
             yield from self._unused()
             return
-        yield from self._values()
         yield from self._combinations()
         for name, teacher in self.teachers.items():
             if not _TEACHER_NAME.fullmatch(name):
@@ -186,7 +164,6 @@ class DistillationOptions:
                     "letters, digits, _ and -, and start with a letter, digit or _."
                 )
                 continue
-            yield from (f"teachers.{name}.{problem}" for problem in teacher.problems())
             yield from self._teacher_problems(name, teacher)
 
     def _unused(self) -> Iterator[str]:
@@ -200,22 +177,6 @@ class DistillationOptions:
                     f"{one.name} = {str(value)!r} has no effect, since distillation is off. Add "
                     "[distillation.teachers.NAME], or omit it."
                 )
-
-    def _values(self) -> Iterator[str]:
-        yield from not_among(self, _CHOICES)
-        yield from not_whole(self, {"top_k": 1})
-        if isinstance(self.top_k, int) and self.top_k > LARGEST_TOP_K:
-            yield f"top_k must be at most {LARGEST_TOP_K}; found {self.top_k}."
-        yield from not_numbers(self, ("coefficient", "temperature", "deadline_s", "start_deadline_s"), above=0.0)
-        yield from not_numbers(self, ("beta",), above=0.0)
-        if self.beta >= 1:
-            yield f"beta must be above 0 and below 1; found {self.beta:g}. At 0 and 1, js is a KL: use that loss."
-        if self.max_loss is not None:
-            yield from not_numbers(self, ("max_loss",), above=0.0)
-        if self.min_logprob is not None and not self.min_logprob < 0:
-            yield f"min_logprob must be below 0, or none; found {self.min_logprob:g}."
-        if not self.route_by:
-            yield 'route_by must be "data_source" or a column of the prompts; found an empty name.'
 
     def _combinations(self) -> Iterator[str]:
         if self.loss == "nll" and self.texts is None:
@@ -251,13 +212,3 @@ class DistillationOptions:
                 'distribution = "full" needs Megatron teachers, which return hidden states; found '
                 f'teachers.{name}.engine = "vllm".'
             )
-
-
-_CHOICES: Mapping[str, tuple[object, ...]] = {
-    "loss": LOSSES,
-    "distribution": ("top_k", "full"),
-    "tail": ("bucket", "drop", "renormalise"),
-    "used_as": ("loss", "reward"),
-    "use_task_rewards": (False, True),
-    "other_tokenizer": ("refuse", "align"),
-}

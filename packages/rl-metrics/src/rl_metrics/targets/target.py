@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.errors import SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import FiniteFloat, settings_record
 from rl_metrics.run_files.history import History
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.validation.summary import HEADLINE, headline
@@ -33,7 +33,7 @@ class TargetOptions:
     """
 
     metric: str | None = None
-    value: float | None = None
+    value: FiniteFloat | None = None
     stop: bool = False
     lower_is_better: bool = False
 
@@ -49,8 +49,6 @@ class TargetOptions:
                 f'metric must be a metric of validation, such as "val-core/math/acc/mean@1"; found {self.metric!r}. '
                 "Names begin with val-core/ or val-aux/."
             )
-        if self.value is not None and not math.isfinite(self.value):
-            yield f"value must be finite; found {self.value:g}."
         if self.value is None and self.stop:
             yield "stop = true needs a value to reach. Set value too."
         if self.lower_is_better and self.metric is None:

@@ -1,15 +1,22 @@
 """Options of rewards; settings can nest them."""
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
-from typing import Any, Literal
+from dataclasses import field, replace
+from typing import Annotated, Literal
+
+from annotated_types import MinLen
 
 from rl_core.data import Json
 from rl_core.errors import SettingsError
+from rl_core.record_fields import (
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    settings_record,
+)
 
-ON_FAILURE = ("drop", "retry", "zero")
 FAILURE_KINDS = ("raised", "timed_out", "bad_value")
 DEFAULT_RETRIES = 2
 MAX_BACKOFF_S = 60.0
@@ -17,7 +24,7 @@ MAX_BACKOFF_S = 60.0
 OnFailure = Literal["drop", "retry", "zero"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class FailurePolicy:
     """What to do when a reward call raises, times out or returns no number.
 
@@ -33,8 +40,8 @@ class FailurePolicy:
     """
 
     on_failure: OnFailure = "drop"
-    retries: int | None = None
-    backoff_s: float = 0.5
+    retries: NonNegativeInt | None = None
+    backoff_s: NonNegativeFloat = 0.5
     retry_on: tuple[str, ...] = ("raised", "timed_out")
 
     @property
@@ -49,19 +56,13 @@ class FailurePolicy:
         return min(self.backoff_s * 2.0 ** min(retry, 32), MAX_BACKOFF_S)
 
     def problems(self) -> Iterator[str]:
-        """Yield one message for each invalid option."""
-        if self.on_failure not in ON_FAILURE:
-            yield f"on_failure must be one of {', '.join(map(repr, ON_FAILURE))}; found {self.on_failure!r}."
-        if self.retries is not None and not _is_whole(self.retries, at_least=0):
-            yield f"retries must be a whole number of at least 0, or none; found {self.retries!r}."
-        elif self.on_failure == "drop" and self.retries:
+        """Yield one message for each impossible combination, and for each unknown failure."""
+        if self.on_failure == "drop" and self.retries:
             yield f'retries = {self.retries} needs on_failure = "retry" (or "zero"); found "drop".'
         elif self.on_failure == "retry" and self.retries == 0:
             yield 'on_failure = "retry" needs retries of at least 1; found 0. Use "drop" for no retries.'
-        if not _is_number(self.backoff_s) or self.backoff_s < 0:
-            yield f"backoff_s must be a number of at least 0; found {self.backoff_s!r}."
         for name in self.retry_on:
-            if name not in FAILURE_KINDS and not (isinstance(name, str) and name.isidentifier() and name[0].isupper()):
+            if name not in FAILURE_KINDS and not (name.isidentifier() and name[0].isupper()):
                 yield (
                     f"retry_on must name {', '.join(map(repr, FAILURE_KINDS))}, or exceptions such as "
                     f"'ConnectionError'; found {name!r}."
@@ -77,7 +78,7 @@ class FailurePolicy:
             raise SettingsError("\n".join(found))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class RewardPart:
     """One of several rewards that are summed.
 
@@ -90,8 +91,8 @@ class RewardPart:
             `NAME/reward_failed` = 1 (0 where it did not fail).
     """
 
-    function: str
-    weight: float = 1.0
+    function: Annotated[str, MinLen(1)]
+    weight: FiniteFloat = 1.0
     options: Mapping[str, Json] = field(default_factory=dict)
     name: str = ""
     on_failure: Literal["fail", "zero"] = "fail"
@@ -101,17 +102,8 @@ class RewardPart:
         """Prefix of the names of its components."""
         return self.name or self.function.rpartition(":")[2]
 
-    def problems(self) -> Iterator[str]:
-        """Yield one message for each invalid option."""
-        if not self.function:
-            yield "function must name a reward; found ''."
-        if not _is_number(self.weight):
-            yield f"weight must be a finite number; found {self.weight!r}."
-        if self.on_failure not in ("fail", "zero"):
-            yield f"on_failure must be 'fail' or 'zero'; found {self.on_failure!r}."
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class RewardOptions:
     """How responses are scored: by one reward function, or by a weighted sum of several.
 
@@ -135,12 +127,12 @@ class RewardOptions:
     function: str = ""
     options: Mapping[str, Json] = field(default_factory=dict)
     parts: tuple[RewardPart, ...] = ()
-    timeout_s: float | None = 30.0
-    max_concurrency: int = 32
-    max_calls_per_s: float | None = None
+    timeout_s: PositiveFloat | None = 30.0
+    max_concurrency: PositiveInt = 32
+    max_calls_per_s: PositiveFloat | None = None
     on_failure: OnFailure = "drop"
-    retries: int | None = None
-    backoff_s: float = 0.5
+    retries: NonNegativeInt | None = None
+    backoff_s: NonNegativeFloat = 0.5
     retry_on: tuple[str, ...] = ("raised", "timed_out")
 
     @property
@@ -156,21 +148,13 @@ class RewardOptions:
         return " + ".join(f"{part.weight:g} * {part.label}" for part in self.parts) or self.function
 
     def problems(self) -> Iterator[str]:
-        """Yield one message for each invalid option."""
+        """Yield one message for each impossible combination, and for each unknown failure."""
         if bool(self.function) == bool(self.parts):
             found = 'both. Set function = "" to use the parts' if self.parts else "neither"
             yield f"function must name a reward, or parts must list several; found {found}."
         if self.parts and self.options:
             yield "options belong to function; with parts, give each part its own options."
-        if self.timeout_s is not None and not (_is_number(self.timeout_s) and self.timeout_s > 0):
-            yield f"timeout_s must be above 0, or none; found {self.timeout_s!r}."
-        if not _is_whole(self.max_concurrency, at_least=1):
-            yield f"max_concurrency must be a whole number of at least 1; found {self.max_concurrency!r}."
-        if self.max_calls_per_s is not None and not (_is_number(self.max_calls_per_s) and self.max_calls_per_s > 0):
-            yield f"max_calls_per_s must be above 0, or none; found {self.max_calls_per_s!r}."
         yield from self.failures.problems()
-        for number, part in enumerate(self.parts):
-            yield from (f"parts[{number}].{problem}" for problem in part.problems())
         labels = [part.label for part in self.parts]
         for label in sorted({label for label in labels if labels.count(label) > 1}):
             yield f"parts must have different names; found {label!r} {labels.count(label)} times. Give each a name."
@@ -188,11 +172,3 @@ class RewardOptions:
         """Return the options of one part: its own function and options, with the shared limits and retries."""
         on_failure: OnFailure = "retry" if self.failures.max_retries else "drop"
         return replace(self, function=part.function, options=part.options, parts=(), on_failure=on_failure)
-
-
-def _is_whole(value: Any, *, at_least: int) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= at_least
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)

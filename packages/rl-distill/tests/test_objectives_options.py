@@ -1,24 +1,18 @@
 """Every option of every objective refuses invalid values."""
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_type_hints
 
 import pytest
 import torch
+from annotated_types import Gt
 
+from rl_core.annotation_rules import rule_of
 from rl_core.errors import SettingsError
+from rl_core.record_fields import fit_options
 from rl_distill.objectives import ADVANTAGES, POLICY_LOSSES, PolicyTokens, policy_loss_with_options
-from rl_distill.objectives.option_rules import (
-    Below,
-    check_fields,
-    checked,
-    declared_options,
-    number,
-    rule_of,
-    whole_number,
-)
-from rl_distill.objectives.registry import Registry, function_with_options
+from rl_distill.objectives.covariance_policy_loss import select_band
+from rl_distill.objectives.registry import Registry, declared_options, function_with_options
 from rl_distill.objectives.selection import selection_of
 
 
@@ -28,8 +22,8 @@ def float_options(registry):
     for name in registry.names():
         function = registry.get(name)
         for part in (function, selection_of(function)):
-            annotations = {} if part is None else declared_options(part).annotations
-            pairs += [(name, option) for option, of in annotations.items() if rule_of(of).allows(0.5)]
+            declared = {} if part is None else declared_options(part)
+            pairs += [(name, option) for option, one in declared.items() if isinstance(one.default, float)]
     return pairs
 
 
@@ -39,13 +33,13 @@ def bound(registry, name, options):
     return function_with_options(registry, name, options)
 
 
-@pytest.mark.parametrize("wrong", [math.nan, "0.5", None, True, [0.5], torch.tensor(0.5)])
+@pytest.mark.parametrize("wrong", [math.nan, "0.5", None, True, [0.5], torch.tensor([0.5])])
 @pytest.mark.parametrize(
     ("registry", "name", "option"),
     [(registry, *pair) for registry in (ADVANTAGES, POLICY_LOSSES) for pair in float_options(registry)],
 )
 def test_no_number_takes_nan_or_another_type(registry, name, option, wrong):
-    with pytest.raises(SettingsError, match=f"{option} of {registry.kind} '{name}' must be a number in"):
+    with pytest.raises(SettingsError, match=f"{option} of {registry.kind} '{name}' must be a (finite )?number"):
         bound(registry, name, {option: wrong})
 
 
@@ -55,29 +49,30 @@ def test_every_built_in_option_has_a_rule():
             function = registry.get(name)
             for part in (function, selection_of(function) or function):
                 declared = declared_options(part)
-                assert all(rule_of(of) for of in declared.annotations.values())
-                declared.check(declared.defaults, owner=name)
+                hints = get_type_hints(part, include_extras=True)
+                assert all(rule_of(hints[option]) for option in declared)
+                defaults = {option: one.default for option, one in declared.items()}
+                assert fit_options(part, defaults, owner=name) == defaults
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ppo_clip", {"clip_low": -0.1}, r"must be a number in \[0, 1\); found -0.1"),
-        ("ppo_clip", {"clip_low": 1.0}, r"must be a number in \[0, 1\); found 1.0"),
-        ("ppo_clip", {"clip_high": -0.1}, r"must be a number in \[0, inf\]; found -0.1"),
-        ("ppo_clip", {"dual_clip": 1.0}, r"must be a number in \(1, inf\]; found 1.0"),
+        ("ppo_clip", {"clip_low": -0.1}, r"must be a number of at least 0 and below 1; found -0.1"),
+        ("ppo_clip", {"clip_low": 1.0}, r"must be a number of at least 0 and below 1; found 1.0"),
+        ("ppo_clip", {"clip_high": -0.1}, r"must be a number of at least 0; found -0.1"),
+        ("ppo_clip", {"dual_clip": 1.0}, r"must be a number above 1; found 1.0"),
         ("gspo", {"clip_low": 1.5}, "clip_low of policy loss 'gspo'"),
         ("clip_cov", {"clip_low": 1.5}, "clip_low of policy loss 'clip_cov'"),
-        ("clip_cov", {"low": 5.0}, "low of policy loss 'clip_cov' must be below high; found low = 5.0, high = 5.0"),
         ("clip_cov", {"seed": 0.5}, "seed of policy loss 'clip_cov' must be a whole number; found 0.5"),
-        ("clip_cov", {"share": 1.5}, r"must be a number in \(0, 1\]"),
-        ("kl_cov", {"share": 0}, r"must be a number in \(0, 1\]; found 0"),
-        ("kl_cov", {"kl_to_old_coefficient": -1}, r"must be a number in \[0, inf\)"),
-        ("sapo", {"tau_positive": 0.0}, r"must be a number in \(0, inf\)"),
-        ("geo_mean", {"clip_low": -1.0}, r"must be a number in \[0, inf\]"),
-        ("cispo", {"clip_low": 1.1}, r"must be a number in \[0, 1\]"),
-        ("dppo_tv", {"clip_high": 1.1}, r"must be a number in \[0, 1\]"),
-        ("dppo_kl", {"ratio_cap": 0.9}, r"must be a number in \[1, inf\]"),
+        ("clip_cov", {"share": 1.5}, r"must be a number above 0 and at most 1"),
+        ("kl_cov", {"share": 0}, r"must be a number above 0 and at most 1; found 0"),
+        ("kl_cov", {"kl_to_old_coefficient": -1}, r"must be a finite number of at least 0"),
+        ("sapo", {"tau_positive": 0.0}, r"must be a finite number above 0"),
+        ("geo_mean", {"clip_low": -1.0}, r"must be a number of at least 0"),
+        ("cispo", {"clip_low": 1.1}, r"must be a number of at least 0 and at most 1"),
+        ("dppo_tv", {"clip_high": 1.1}, r"must be a number of at least 0 and at most 1"),
+        ("dppo_kl", {"ratio_cap": 0.9}, r"must be a number of at least 1"),
     ],
 )
 def test_impossible_options_of_policy_losses_are_refused_when_bound(name, options, message):
@@ -88,13 +83,13 @@ def test_impossible_options_of_policy_losses_are_refused_when_bound(name, option
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gae", {"gamma": 1.1}, r"gamma of advantage 'gae' must be a number in \[0, 1\]; found 1.1"),
+        ("gae", {"gamma": 1.1}, r"gamma of advantage 'gae' must be a number of at least 0 and at most 1; found 1.1"),
         ("gae", {"whiten": 1}, "whiten of advantage 'gae' must be True or False; found 1"),
-        ("grpo", {"eps": -1e-6}, r"must be a number in \[0, inf\)"),
+        ("grpo", {"eps": -1e-6}, "must be a finite number of at least 0"),
         ("grpo_passk", {"divide_by_std": "yes"}, "must be True or False; found 'yes'"),
-        ("gdpo", {"weights": {}}, "must be a finite number per component"),
-        ("gdpo", {"weights": {"style": math.nan}}, "must be a finite number per component"),
-        ("gdpo", {"weights": {"style": "1"}}, "must be a finite number per component"),
+        ("gdpo", {"weights": {}}, "must be a mapping, a string to a finite number, of length at least 1 or None"),
+        ("gdpo", {"weights": {"style": math.nan}}, "must be a mapping, a string to a finite number"),
+        ("gdpo", {"weights": {"style": "1"}}, "must be a mapping, a string to a finite number"),
     ],
 )
 def test_impossible_options_of_advantages_are_refused_when_bound(name, options, message):
@@ -116,19 +111,26 @@ def test_what_is_unusual_but_possible_is_taken():
 
 def test_the_options_of_others_are_checked_by_their_annotations():
     def mine(
-        tokens, *, margin: Annotated[float, number(above=0)], size: int = 3, mode: Literal["a", "b"] = "a", free=1
+        tokens,
+        *,
+        margin: Annotated[float, Gt(0)],
+        size: int = 3,
+        mode: Literal["a", "b"] = "a",
+        share: float = 1,
+        free=1,
     ):
-        return tokens, margin, size, mode, free
+        return tokens, margin, size, mode, share, free
 
     mine_alone = Registry("policy loss", {"mine": mine})
     good = {"margin": 0.5, "size": 4, "mode": "b", "free": object()}
     assert function_with_options(mine_alone, "mine", good).keywords == good
     for options, message in (
-        ({"margin": 0.0}, r"margin of policy loss 'mine' must be a number in \(0, inf\); found 0.0"),
+        ({"margin": 0.0}, r"margin of policy loss 'mine' must be a number above 0; found 0.0"),
+        ({"margin": 1, "share": math.nan}, "share of policy loss 'mine' must be a number; found nan"),
         ({"margin": 1, "size": 2.5}, "size of policy loss 'mine' must be a whole number; found 2.5"),
         ({"margin": 1, "mode": "c"}, "mode of policy loss 'mine' must be one of 'a', 'b'; found 'c'"),
         ({"size": 2}, "policy loss 'mine' needs the option 'margin'; found size"),
-        ({"margn": 2}, r"'margn'\. Did you mean 'margin'\? Known: free, margin, mode, size"),
+        ({"margn": 2}, r"'margn'\. Did you mean 'margin'\? Known: free, margin, mode, share, size"),
     ):
         with pytest.raises(SettingsError, match=message):
             function_with_options(mine_alone, "mine", options)
@@ -141,29 +143,18 @@ def test_annotations_that_cannot_be_read_are_passed_over():
     assert function_with_options(Registry("policy loss", {"mine": mine}), "mine", {"margin": 2.0})(None) == 2.0
 
 
-def test_checked_functions_and_dataclasses_refuse_direct_use():
-    @checked
-    def span(*, low: Annotated[float, Below("high")] = 0.0, high: float = 1.0):
-        return high - low
+def test_objects_that_can_be_called_are_bound_too():
+    class Mine:
+        def __call__(self, tokens, *, margin: float = 0.5):
+            return margin
 
-    @dataclass(frozen=True, kw_only=True)
-    class Window:
-        size: Annotated[int, whole_number(at_least=2)]
-        step: Annotated[int, whole_number(at_least=1)] | None = None
+    assert function_with_options(Registry("policy loss", {"mine": Mine()}), "mine", {"margin": 2.0})(None) == 2.0
 
-        def __post_init__(self):
-            check_fields(self, owner="the window")
 
-    assert span(high=3.0) == 3.0
-    with pytest.raises(SettingsError, match=r"low of span must be below high; found low = 2.0, high = 1.0"):
-        span(low=2.0)
-    assert Window(size=2).step is None
-    with pytest.raises(SettingsError, match="size of the window must be a whole number of at least 2; found 1"):
-        Window(size=1)
-    with pytest.raises(
-        SettingsError, match="step of the window must be a whole number of at least 1, or None; found 0"
-    ):
-        Window(size=2, step=0)
+def test_a_band_has_a_width():
+    zero = torch.zeros(1)
+    with pytest.raises(SettingsError, match=r"low of select_band must be below high; found low = 5.0, high = 5.0"):
+        select_band(zero, zero, zero == 0, low=5.0)
 
 
 def test_a_direct_call_is_checked_too():
