@@ -50,6 +50,7 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
 
 
 @contextmanager
+@converts_arguments
 def merged_policy(adapter_dir: Path, *, base: Path | None) -> Iterator[Path]:
     """Merge an adapter into a temporary Hugging Face folder, which is deleted at the end.
 
