@@ -98,7 +98,7 @@ def run_mode(mode: str, file: Path, plan: Plan, workload: Workload, *, folder: P
     write_inputs(script, num_prompts=num_steps * workload.batch.groups, folder=folder)
     if is_async:
         schedule = {"max_staleness": plan.max_staleness, "max_inflight_groups": max_inflight(plan, workload)}
-        found = AsyncSettings.model_validate({**settings, "schedule": schedule, "roles": {"kind": roles}})
+        found = AsyncSettings.model_validate({**settings, "schedule": schedule, "roles": {"placement": roles}})
         inputs = read_inputs(found)
         with open_run(found, resume=False, say=_nothing) as run:
             asyncio.run(TrainingRun(found, inputs, run, make_console(found), factories=FACTORIES).run())

@@ -24,7 +24,7 @@ prompts_per_step = 4
 group_size = 4
 max_response_tokens = 8
 
-[learner]
+[optimizer]
 num_threads = 1
 
 [trainer]

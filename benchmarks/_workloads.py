@@ -85,7 +85,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 def shared_settings(settings: Settings) -> dict[str, Any]:
     """Return the hyperparameters of both sides."""
-    rollout, algorithm, learner = settings.rollout, settings.algorithm, settings.learner
+    rollout, algorithm, learner = settings.rollout, settings.algorithm, settings.optimizer
     return {
         "policy": str(settings.policy.path),
         "prompts_per_step": rollout.prompts_per_step,

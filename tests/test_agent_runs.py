@@ -16,7 +16,7 @@ from rl_metrics.run_files.rollout_log import RolloutRow, read_rollouts
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout.cli import main as skip_main
 
-SMALL = {"policy__learner": "torch", "metrics__log_rollouts": 100}
+SMALL = {"policy__backend": "torch", "metrics__log_rollouts": 100}
 
 
 def rows_of(run: TinyRun) -> list[RolloutRow]:
@@ -37,7 +37,7 @@ def sessions_of(rows: list[RolloutRow]) -> dict[str, list[list[RolloutRow]]]:
 
 def test_sessions_of_several_trajectories_train_as_one_and_are_replayed_without_agents(tmp_path, capsys):
     run = make_agent_run(tmp_path / "one")
-    cache = {"skip__enabled": True, "skip__directory": tmp_path / "cache"}
+    cache = {"rollout_cache__enabled": True, "rollout_cache__directory": tmp_path / "cache"}
     assert train_here(run, "--dry-run", **SMALL) == 0
     plan = capsys.readouterr().out
     for said in ("agent: agent.py:agent", "the chat template joins its turns, and keeps reasoning", "at most 128 a"):
@@ -78,7 +78,7 @@ def test_sessions_of_several_trajectories_train_as_one_and_are_replayed_without_
 
 def test_sessions_go_on_under_new_weights(tmp_path):
     run = make_agent_run(tmp_path)
-    settings = {"engine__max_num_seqs": 2, "trainer__steps": 4, "schedule__max_staleness": 1, **SMALL}
+    settings = {"vllm__max_num_seqs": 2, "trainer__steps": 4, "schedule__max_staleness": 1, **SMALL}
     assert train_async_here(run, **settings) == 0
     rows = rows_of(run)
     versions = [{int(v) for v in row.columns["versions"] if v >= 0} for row in rows]

@@ -44,10 +44,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "minibatches": {"trainer__minibatches": 2},
     "no-dual-clip": {"algorithm__policy_loss_options": "{dual_clip = inf}"},
     "ppo": {"algorithm__advantage": "gae", "trainer__minibatches": 2, "trainer__epochs": 2},
-    "offload": {"trainer__offload": True, "algorithm__advantage": "gae", "algorithm__kl_coefficient": 0.1},
-    "refill": {"refill__filter": "reward_spread", "refill__max_rounds": 2},
+    "offload": {"trainer__offload_learner": True, "algorithm__advantage": "gae", "algorithm__kl_coefficient": 0.1},
+    "refill": {"dynamic_sampling__filter": "reward_spread", "dynamic_sampling__max_rounds": 2},
     "other-temperature": {"rollout__temperature": 0.7},
-    "torch-learner": {"policy__learner": "torch"},
+    "torch-learner": {"policy__backend": "torch"},
     "everything": {
         **RECOMPUTED,
         "correction__weights": "token",
@@ -101,7 +101,7 @@ def test_two_steps(name: str, run: TinyRun) -> None:
         assert first["actor/kl_coef"] > second["actor/kl_coef"]  # the KL starts far below its target
     if settings.get("algorithm__policy_loss", "").endswith("_cov"):
         assert first["actor/selected_fraction"] >= 0
-    if "refill__filter" in settings:
+    if "dynamic_sampling__filter" in settings:
         assert 1 <= first["rollout/num_rounds"] <= 2
         assert first["rollout/made_up_groups"] <= first["rollout/refused_groups"]
         if not first["rollout/made_up_groups"]:
@@ -194,7 +194,7 @@ def test_groups_of_one_micro_batch_or_many_learn_the_same(tiny_run: TinyRun, tmp
     losses = []
     for tokens in (1, 64, 100_000):
         run = copy_tiny_run(tiny_run, tmp_path / str(tokens))
-        losses.append(train_two_steps(run, learner__micro_batch_tokens=tokens)[0])
+        losses.append(train_two_steps(run, optimizer__micro_batch_tokens=tokens)[0])
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
         values = [metrics[name] for metrics in losses]
         assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-7), name
@@ -278,10 +278,10 @@ def test_settings_for_a_gpu_are_warned_of_in_a_dry_run_and_refused_in_a_run_here
     run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    problem = 'learner.kernels = "fused" needs a GPU, and this machine has none. Set learner.kernels = "auto"'
-    assert train_here(run, "--dry-run", learner__kernels="fused") == 0
+    problem = 'optimizer.kernels = "fused" needs a GPU, and this machine has none. Set optimizer.kernels = "auto"'
+    assert train_here(run, "--dry-run", optimizer__kernels="fused") == 0
     assert f"warning: a run on this machine would be refused: {problem}" in capsys.readouterr().out
-    assert train_here(run, learner__kernels="fused") == 2
+    assert train_here(run, optimizer__kernels="fused") == 2
     assert problem in capsys.readouterr().err
     assert not run.run_folder.exists()
 

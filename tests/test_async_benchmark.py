@@ -24,12 +24,12 @@ sigma = 0
 maximum = 100
 prompt_tokens = 1
 
-[engine]
+[vllm]
 gpus = 1
 slots = 2
 decode = [[1, 0.5]]
 
-[learner]
+[optimizer]
 update_gpu_s_per_token = 3.0
 """
 

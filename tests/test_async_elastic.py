@@ -128,7 +128,7 @@ def test_a_run_whose_engine_is_in_its_rollouter_refuses_more(
     folder = str(run.run_folder)
     status, text = asked(capsys, "status", folder)
     assert (status, f"no live run in {folder}" in text) == (1, True)
-    settings = {"roles__kind": "inline", "reward__timeout_s": None, "trainer__steps": 1}
+    settings = {"roles__placement": "inline", "reward__timeout_s": None, "trainer__steps": 1}
     with async_training(run, **settings) as process:
         reach(process, run, "first")
         status, text = asked(capsys, "scale", folder, "--engines", "2")

@@ -76,7 +76,7 @@ def test_a_reward_that_never_returns(run: TinyRun):
 
 
 def test_a_reward_that_never_returns_for_a_validation_problem_inline(run: TinyRun):
-    with async_training(run, hold_after=3, **settings(roles__kind="inline")) as process:
+    with async_training(run, hold_after=3, **settings(roles__placement="inline")) as process:
         report = assert_failed(process, run)
     assert report.summary.endswith("; all roles answer")
     assert REWARD in report.roles[1].doing

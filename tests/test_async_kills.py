@@ -30,7 +30,7 @@ def kill_roles(run: TinyRun, *, num_kills: int, steps: int, seed: int, kind: str
     roles = [ROLES[index % len(ROLES)] for index in range(num_kills)]
     killer.draw.shuffle(roles)
     started = monotonic()
-    with scripted_training(run, trainer__steps=steps, roles__kind=kind) as process:
+    with scripted_training(run, trainer__steps=steps, roles__placement=kind) as process:
         for role in roles:
             killer.kill_one(process, role)
         assert process.wait(LONG_S) == 0, f"seed {seed}, kills {killer.kills}:\n{process.text}"
@@ -45,10 +45,10 @@ def kill_everything(run: TinyRun, *, num_kills: int, steps: int, seed: int, kind
     started = monotonic()
     for _ in range(num_kills):
         words = ["--resume"] if (run.run_folder / "settings.toml").exists() else []
-        with scripted_training(run, *words, trainer__steps=steps, roles__kind=kind) as process:
+        with scripted_training(run, *words, trainer__steps=steps, roles__placement=kind) as process:
             killer.kill_everything(process)
             assert process.leftovers() == []
-    with scripted_training(run, "--resume", trainer__steps=steps, roles__kind=kind) as process:
+    with scripted_training(run, "--resume", trainer__steps=steps, roles__placement=kind) as process:
         assert process.wait(LONG_S) == 0, f"seed {seed}, kills {killer.kills}:\n{process.text}"
         assert process.leftovers() == []
     assert_trained_exactly_once(run, steps=steps)

@@ -67,7 +67,7 @@ def test_partial_responses_go_on_under_new_weights(run: TinyRun):
     """Engines get more requests than fit at once, so that some responses are in progress at each update."""
     settings = {
         "rollout__max_response_tokens": 40,
-        "engine__max_num_seqs": 8,
+        "vllm__max_num_seqs": 8,
         "trainer__steps": 8,
         "prompts__validation_limit": 2,
         "algorithm__old_logprobs": "recompute",

@@ -16,7 +16,7 @@ from rl_metrics.trackers.jsonl import read_metrics
 
 pytest.importorskip("vllm")
 
-MEGATRON = {"policy__learner": "megatron"}
+MEGATRON = {"policy__backend": "megatron"}
 SHORT = {"trainer__validate_every": 0, "trainer__validate_first": False, "trainer__checkpoint_every": 0}
 
 
@@ -37,7 +37,7 @@ def test_on_policy_over_ray_with_vllm_and_megatron_equals_the_synchronous_traine
     settings = {"rollout__engine": "vllm", "trainer__steps": 5, **MEGATRON}
     with training(sync, **settings) as process:
         finish(process)
-    with async_training(run, roles__kind="ray", schedule__max_staleness=0, **settings) as process:
+    with async_training(run, roles__placement="ray", schedule__max_staleness=0, **settings) as process:
         finish(process)
     assert differences_from_sync(run, sync) == []
     assert learnt(run, step=5) == learnt(sync, step=5)
@@ -47,13 +47,13 @@ def test_on_policy_over_ray_with_vllm_and_megatron_equals_the_synchronous_traine
 def test_everything_is_an_actor(inputs: TinyRun, tmp_path: Path):
     run = copy_tiny_run(inputs, tmp_path)
     settings: dict[str, Any] = {
-        "roles__kind": "ray",
+        "roles__placement": "ray",
         "rollout__placement": "ray",
         "replicas__count": 2,
-        "cluster__kind": "ray",
+        "cluster__placement": "ray",
         "parallel__ranks": 2,
         "rollout__max_response_tokens": 40,
-        "engine__max_num_seqs": 8,
+        "vllm__max_num_seqs": 8,
         "trainer__steps": 4,
     }
     with async_training(run, **settings, **MEGATRON, **SHORT) as process:
@@ -81,7 +81,9 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(cluster: Any, inputs: Tin
 
     run = copy_tiny_run(inputs, tmp_path)
     address = cluster.get_runtime_context().gcs_address
-    with async_training(run, roles__kind="ray", cluster__ray_address=address, trainer__steps=2, **SHORT) as process:
+    with async_training(
+        run, roles__placement="ray", cluster__ray_address=address, trainer__steps=2, **SHORT
+    ) as process:
         finish(process)
     assert set(run_states(run.run_folder).values()) == {"done"}
     wait_until(lambda: {one["State"] for one in actors().values()} == {"DEAD"}, "the run's actors to end")
@@ -91,6 +93,8 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(cluster: Any, inputs: Tin
 
 
 def test_an_address_without_ray_is_refused(inputs: TinyRun, capsys: pytest.CaptureFixture[str]):
-    settings = {"roles__kind": "process", "cluster__ray_address": "host:1"}
+    settings = {"roles__placement": "process", "cluster__ray_address": "host:1"}
     assert train_async_here(inputs, "--dry-run", **settings) == 2
-    assert 'cluster.ray_address needs roles.kind = "ray" or cluster.kind = "ray" or' in capsys.readouterr().err
+    assert (
+        'cluster.ray_address needs roles.placement = "ray" or cluster.placement = "ray" or' in capsys.readouterr().err
+    )

@@ -27,7 +27,7 @@ ON_POLICY: dict[str, Any] = {
     "schedule__max_staleness": 0,
     "trainer__checkpoint_every": 1,
     "trainer__steps": STEPS,
-    "policy__learner": "megatron",
+    "policy__backend": "megatron",
 }
 IN_PROCESSES = {
     **ON_POLICY,
@@ -138,7 +138,7 @@ def test_async_roles_killed_amid_partial_rollouts(run: TinyRun, seed: int) -> No
     """Off policy the outcome depends on timing, but each prompt still trains once. Engines receive an adapter."""
     draw = random.Random(seed)
     settings = {**IN_PROCESSES, "schedule__max_staleness": 2, "trainer__steps": 8, "trainer__checkpoint_every": 3}
-    settings |= {"lora__rank": 4, "learner__learning_rate": 3e-2}
+    settings |= {"lora__rank": 4, "optimizer__learning_rate": 3e-2}
     with async_training(run, **settings) as process:
         kill_roles(process, run, ["learner", "rollouter", "engine", "learner"], draw)
         assert process.wait() == 0, f"seed {seed}:\n{process.text}"
@@ -152,7 +152,7 @@ def test_async_a_killed_rank_starts_the_learner_again(undisturbed: TinyRun, run:
     Each rank sends its own weights, also to a restarted engine.
     """
     draw = random.Random(seed)
-    ranks = {"parallel__ranks": 2, "cluster__kind": "process", "weights__transport": "direct"}
+    ranks = {"parallel__ranks": 2, "cluster__placement": "process", "weights__transport": "direct"}
     with async_training(run, **IN_PROCESSES, **ranks) as process:
         wait_for_lines(process, run, 1)
         assert undocumented([process.pid, *process.children()]) == []
@@ -180,7 +180,7 @@ def test_async_twenty_kills_of_real_roles(run: TinyRun, seed: int, rank: int) ->
         "roles__learner_restarts": NUM_KILLS,
         "replicas__restarts": NUM_KILLS,
         "parallel__ranks": 2,
-        "cluster__kind": "process",
+        "cluster__placement": "process",
         "weights__transport": "direct",
     }
     roles = draw.choices(sorted(LOGS), k=NUM_KILLS)

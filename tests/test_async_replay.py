@@ -24,11 +24,11 @@ def settings(run: TinyRun, **more: object) -> dict[str, object]:
     return {
         "trainer__steps": STEPS,
         "schedule__max_staleness": 2,
-        "engine__max_num_seqs": 8,
+        "vllm__max_num_seqs": 8,
         "rollout__max_response_tokens": 24,
         "prompts__validation_limit": 2,
-        "skip__enabled": True,
-        "skip__directory": run.folder / "cache",
+        "rollout_cache__enabled": True,
+        "rollout_cache__directory": run.folder / "cache",
         **more,
     }
 
@@ -41,7 +41,7 @@ def losses(run: TinyRun) -> list[dict[str, float]]:
 
 def test_a_replay_trains_the_same_groups_with_the_same_losses(recorded: TinyRun, tmp_path: Path):
     replay = copy_tiny_run(recorded, tmp_path / "replay")
-    chosen = settings(recorded, skip__on_mismatch="error")
+    chosen = settings(recorded, rollout_cache__on_mismatch="error")
     assert train_async_here(replay, "--replay", str(recorded.run_folder), **chosen) == 0
     assert run_history(replay.run_folder).steps == run_history(recorded.run_folder).steps
     assert losses(replay) == losses(recorded)

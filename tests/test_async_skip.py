@@ -21,7 +21,7 @@ IN_STEP_2 = REWARDS_PER_STEP + 10
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """A run of four steps that has stored steps 1 and 2 in its folder's `cache`, and repeated them."""
     run = make_tiny_run(tmp_path_factory.mktemp("inputs"))
-    assert train_async_here(run, **settings(run, skip__action="repeat", skip__steps="1-2")) == 0
+    assert train_async_here(run, **settings(run, rollout_cache__action="repeat", rollout_cache__steps="1-2")) == 0
     return run
 
 
@@ -34,10 +34,10 @@ def settings(run: TinyRun, **more: Any) -> dict[str, Any]:
     return {
         "trainer__steps": STEPS,
         "schedule__max_staleness": 1,
-        "policy__learner": "torch",
+        "policy__backend": "torch",
         "prompts__validation_limit": 2,
-        "skip__enabled": True,
-        "skip__directory": run.folder / "cache",
+        "rollout_cache__enabled": True,
+        "rollout_cache__directory": run.folder / "cache",
         **more,
     }
 
@@ -88,7 +88,9 @@ def test_cache_replays_its_entries_and_stores_the_rest(run: TinyRun, capsys: pyt
 
 
 def test_other_prompts_replay_the_stored_ones_if_that_is_accepted(run: TinyRun) -> None:
-    accepted = settings(run, run__seed=5, skip__on_mismatch="accept", skip__steps="1-2", trainer__steps=2)
+    accepted = settings(
+        run, run__seed=5, rollout_cache__on_mismatch="accept", rollout_cache__steps="1-2", trainer__steps=2
+    )
     assert train_async_here(run, **accepted) == 0
     assert hits(run) == {1: 1, 2: 2}
     assert "seed: stored 0, now 5" in str(events(run, "skip_mismatch"))
@@ -96,7 +98,7 @@ def test_other_prompts_replay_the_stored_ones_if_that_is_accepted(run: TinyRun) 
 
 def test_repeat_last_trains_on_one_step_with_roles_in_processes(run: TinyRun) -> None:
     fresh = run.folder / "fresh"
-    more = {"roles__kind": "process", "skip__action": "repeat_last", "skip__directory": fresh}
+    more = {"roles__placement": "process", "rollout_cache__action": "repeat_last", "rollout_cache__directory": fresh}
     assert train_async_here(run, **settings(run, **more)) == 0
     assert hits(run) == {2: 1, 3: 1, 4: 1}
     assert rewards(run) == pytest.approx(stored_rewards(fresh, [1] * STEPS))
@@ -106,8 +108,14 @@ def test_a_killed_run_repeats_its_range_and_goes_on_in_order(tmp_path: Path) -> 
     """All processes of a run are killed in step 2 of the range, and again while it repeats."""
     run = make_tiny_run(tmp_path)
     fresh = run.folder / "fresh"
-    more = settings(run, skip__action="repeat", skip__steps="1-3", skip__directory=fresh, trainer__steps=9)
-    more |= {"engine__max_num_seqs": 4, "trainer__validate_every": 0, "trainer__validate_first": False}
+    more = settings(
+        run,
+        rollout_cache__action="repeat",
+        rollout_cache__steps="1-3",
+        rollout_cache__directory=fresh,
+        trainer__steps=9,
+    )
+    more |= {"vllm__max_num_seqs": 4, "trainer__validate_every": 0, "trainer__validate_first": False}
     with async_training(run, hold_after=IN_STEP_2, reward__timeout_s=None, **more) as process:
         wait_until_held(process, run)
         process.wait_until(lambda: rewards(run) != [], "step 1")

@@ -24,7 +24,7 @@ def test_a_host_that_dies_while_it_scores_and_a_teacher_that_hangs(tmp_path: Pat
     run = make_distillation_run(tmp_path)
     table = teacher_tables(tmp_path, even="megatron")["even"] | {"data_sources": []}
     settings = {
-        "policy__learner": "megatron",
+        "policy__backend": "megatron",
         "roles__hang_deadline_s": 20.0,
         "roles__on_hang": "report",
         "trainer__steps": STEPS,

@@ -83,7 +83,7 @@ def test_a_student_is_prepared_and_distilled(
         "rollout.engine": "transformers",
         "rollout.prompts_per_step": 4,
         "rollout.group_size": 2,
-        "learner.num_threads": 1,
+        "optimizer.num_threads": 1,
         "trainer.steps": 2,
         "metrics.strict": "true",
         "metrics.console": "off",

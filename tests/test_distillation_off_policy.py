@@ -67,7 +67,7 @@ def with_teacher(run: TinyRun, **options: Any) -> dict[str, Any]:
 
 
 def test_texts_alone_are_imitated_without_a_teacher(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"distillation__texts": "solution", "distillation__loss": "nll", "learner__learning_rate": "1e-2"}
+    options = {"distillation__texts": "solution", "distillation__loss": "nll", "optimizer__learning_rate": "1e-2"}
     assert train_here(run, trainer__steps=8, **QUIET, **options) == 0
     rows = steps_of(run)
     assert len(rows) == 8

@@ -103,7 +103,7 @@ def test_texts_of_a_teacher_are_learnt_in_place_of_rollouts(tmp_path: Path) -> N
         "trainer__steps": 6,
         "trainer__validate_every": 0,
         "trainer__checkpoint_every": 0,
-        "learner__learning_rate": 1e-2,
+        "optimizer__learning_rate": 1e-2,
         "distillation__texts": "answer",
         "distillation__loss": "nll",
     }

@@ -27,12 +27,12 @@ def engine_words() -> dict[str, object]:
     """Return settings for vLLM, or for transformers if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return {"rollout__engine": "transformers"}
-    return {"rollout__engine": "vllm", "engine__enforce_eager": True, "engine__gpu_memory_utilization": 0.2}
+    return {"rollout__engine": "vllm", "vllm__enforce_eager": True, "vllm__gpu_memory_utilization": 0.2}
 
 
 def test_trains_and_proves_every_update(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path)
-    words = {"learner__num_threads": None, "engine__num_threads": None, **engine_words()}
+    words = {"optimizer__num_threads": None, "vllm__num_threads": None, **engine_words()}
     assert train_here(run, trainer__steps=2, **words) == 0
     rows = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]

@@ -68,9 +68,9 @@ def test_everything_that_an_asynchronous_run_starts(tmp_path: Path) -> None:
         "rollout__engine": "vllm",
         "rollout__placement": "process",
         "weights__transport": "tcp",
-        "policy__learner": "megatron",
+        "policy__backend": "megatron",
         "parallel__ranks": 2,
-        "cluster__kind": "process",
+        "cluster__placement": "process",
         "reward__timeout_s": None,
         **SHORT,
     }

@@ -14,7 +14,7 @@ from rl_metrics.trackers.jsonl import read_metrics
 
 LORA: dict[str, Any] = {
     "lora__rank": 4,
-    "learner__learning_rate": 3e-2,
+    "optimizer__learning_rate": 3e-2,
     "algorithm__kl_coefficient": 0.01,
     "trainer__checkpoint_every": 1,
 }

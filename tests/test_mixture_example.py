@@ -26,11 +26,11 @@ pytest.importorskip("vllm")
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "mixture"
 SMALL = {
-    "engine.kv_cache_gib": 0.01,
-    "engine.max_num_seqs": 16,
-    "engine.num_threads": 1,
-    "learner.num_threads": 1,
-    "learner.products": "torch",
+    "vllm.kv_cache_gib": 0.01,
+    "vllm.max_num_seqs": 16,
+    "vllm.num_threads": 1,
+    "optimizer.num_threads": 1,
+    "optimizer.products": "torch",
     "metrics.console": "off",
     "metrics.details_every": 1,
     "metrics.report": "false",
@@ -85,7 +85,7 @@ def test_a_small_run_of_each_trainer_replays_the_engines_experts(
 ) -> None:
     example.make_mixture(inputs.folder / "policy", 0)
     assert train_sync(words("settings.toml", inputs, SMALL)) == 0
-    assert train_async(words("async.toml", inputs, {**SMALL, "roles.kind": "inline"})) == 0
+    assert train_async(words("async.toml", inputs, {**SMALL, "roles.placement": "inline"})) == 0
     for name in ("mixture", "mixture-async"):
         rows = [row.metrics for row in read_metrics(tmp_path / "runs" / name / "metrics.jsonl") if row.step]
         assert [row["router/unknown_share"] for row in rows] == [0.0] * SMALL["trainer.steps"]

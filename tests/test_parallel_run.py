@@ -18,8 +18,8 @@ LEARNT = ("actor/", "critic/", "val-", "response_length/")
 
 TP2_DP2 = {"parallel__ranks": 4, "parallel__tensor": 2, "parallel__distributed_optimizer": True}
 PP2_DP2 = {"parallel__ranks": 4, "parallel__pipeline": 2}
-PROCESSES = {"cluster__kind": "process"}
-RAY = {"cluster__kind": "ray", "cluster__cpus_per_rank": 0.1}
+PROCESSES = {"cluster__placement": "process"}
+RAY = {"cluster__placement": "ray", "cluster__cpus_per_rank": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_two_engines_and_two_ranks_train_as_one_of_each(
 ) -> None:
     """Each rank sends its own weights to both engines."""
     run = copy_tiny_run(tiny_run, tmp_path)
-    settings = {"rollout__placement": kind, "replicas__count": 2, "cluster__kind": kind, "parallel__ranks": 2}
+    settings = {"rollout__placement": kind, "replicas__count": 2, "cluster__placement": kind, "parallel__ranks": 2}
     settings |= {"parallel__tensor": 2, "weights__transport": "direct"}
     shares = {"cluster__cpus_per_rank": 0.1, "replicas__cpus": 0.1} if kind == "ray" else {}
 

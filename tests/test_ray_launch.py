@@ -20,7 +20,7 @@ from train_process import TrainProcess, command_of, marked_processes
 from rl_metrics.run_files.events import read_events
 
 STEPS = 12
-SCRIPTED: dict[str, Any] = {**SETTINGS, "roles__kind": "ray", "trainer__steps": STEPS}
+SCRIPTED: dict[str, Any] = {**SETTINGS, "roles__placement": "ray", "trainer__steps": STEPS}
 SUPPORT = str(Path(__file__).parent / "support")
 LINES_BEFORE = 20
 """Lines of the record, about three steps."""
@@ -138,15 +138,15 @@ def test_engines_and_ranks_of_a_killed_node_move(tmp_path: Path):
     """Place two engines and two ranks by settings alone, and kill the worker node with most of them."""
     run = make_tiny_run(tmp_path)
     settings: dict[str, Any] = {
-        "roles__kind": "ray",
+        "roles__placement": "ray",
         "rollout__placement": "ray",
         "replicas__count": 2,
         "replicas__cpus": 1,
         "replicas__gpus": 0,
-        "cluster__kind": "ray",
+        "cluster__placement": "ray",
         "cluster__cpus_per_rank": 0.5,
         "cluster__gpus_per_rank": 0,
-        "policy__learner": "megatron",
+        "policy__backend": "megatron",
         "parallel__ranks": 2,
         "trainer__steps": 8,
         "trainer__checkpoint_every": 2,

@@ -69,7 +69,7 @@ def test_two_outcomes_and_what_differs(page, folder):
     differing = page.run(
         "[...document.querySelectorAll('.scroll tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
     )
-    assert "learner.learning_rate" in [row[0] for row in differing]
+    assert "optimizer.learning_rate" in [row[0] for row in differing]
     assert "run.name" not in [row[0] for row in differing]
 
 

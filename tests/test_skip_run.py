@@ -39,7 +39,7 @@ def run(cached: TinyRun, tmp_path: Path) -> TinyRun:
 
 
 def cache_of(run: TinyRun, **options: Any) -> dict[str, Any]:
-    return {"skip__enabled": True, "skip__directory": run.folder / "cache"} | {
+    return {"rollout_cache__enabled": True, "rollout_cache__directory": run.folder / "cache"} | {
         f"skip__{name}": value for name, value in options.items()
     }
 
@@ -98,7 +98,7 @@ def test_a_run_that_replays_a_part_goes_on_with_the_prompts_that_come_next(run: 
 
 def test_a_run_killed_in_the_middle_stores_and_replays_on(run: TinyRun, cached: TinyRun) -> None:
     """The run is killed in step 6, after the checkpoint of step 4: it replays step 5 and generates the rest."""
-    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True}
+    options = {"rollout_cache__directory": run.folder / "fresh", "rollout_cache__enabled": True}
     with training(run, hold_after=IN_STEP_6, reward__timeout_s=None, trainer__steps=STEPS, **options) as process:
         wait_until_held(process, run)
         process.wait_until(lambda: len(events(run, "checkpoint_saved")) == 2, "checkpoint of step 4")
@@ -113,11 +113,11 @@ def test_a_run_killed_in_the_middle_stores_and_replays_on(run: TinyRun, cached: 
 def test_another_learning_rate_is_told_from_the_second_step_on_and_can_be_accepted(
     run: TinyRun, cached: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"trainer__steps": 3, "learner__learning_rate": 1e-4}
+    settings = {"trainer__steps": 3, "optimizer__learning_rate": 1e-4}
     assert train_here(run, **settings, **cache_of(run)) == 1
     error = capsys.readouterr().err
     assert "train-00000002-0000 was generated with different inputs or settings:\n  policy.weights: stored " in error
-    assert 'skip.on_mismatch = "accept"' in error
+    assert 'rollout_cache.on_mismatch = "accept"' in error
     (mismatch,) = events(run, "skip_mismatch")
     assert mismatch["wanted"] == "train-00000002-0000"
     assert train_here(run, **settings, run__if_exists="archive", **cache_of(run, on_mismatch="accept")) == 0
@@ -133,10 +133,14 @@ def test_a_reward_that_is_changed_scores_what_is_stored(run: TinyRun, cached: Ti
     """The result equals a run that starts with the new reward, because step 1 generates the same rollouts."""
     reward = run.folder / "reward.py"
     reward.write_text(reward.read_text().replace('"02468"', '"13579"'))
-    options = {"skip__directory": run.folder / "cache", "skip__enabled": True, "skip__steps": 1}
+    options = {
+        "rollout_cache__directory": run.folder / "cache",
+        "rollout_cache__enabled": True,
+        "rollout_cache__steps": 1,
+    }
     assert train_here(run, trainer__steps=2, **options) == 1
     assert "reward.function.content" in str(events(run, "skip_mismatch"))
-    assert train_here(run, trainer__steps=2, run__if_exists="archive", skip__rewards="again", **options) == 0
+    assert train_here(run, trainer__steps=2, run__if_exists="archive", rollout_cache__rewards="again", **options) == 0
     assert replayed(run) == [1.0, 0.0]
     assert events(run, "skip_mismatch") == []
     found = metrics_without_clock(run)
@@ -151,7 +155,11 @@ def test_a_reward_that_is_changed_scores_what_is_stored(run: TinyRun, cached: Ti
 
 def test_one_step_is_trained_on_again_and_again(run: TinyRun, cached: TinyRun) -> None:
     """repeat_last on one stored step keeps the rewards, changes the loss, and increases the staleness by 1 per step."""
-    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True, "skip__action": "repeat_last"}
+    options = {
+        "rollout_cache__directory": run.folder / "fresh",
+        "rollout_cache__enabled": True,
+        "rollout_cache__action": "repeat_last",
+    }
     assert train_here(run, trainer__steps=4, **options) == 0
     assert replayed(run) == [0.0, 1.0, 1.0, 1.0]
     rows = [metrics for step, metrics in metrics_without_clock(run) if step]
@@ -162,7 +170,7 @@ def test_one_step_is_trained_on_again_and_again(run: TinyRun, cached: TinyRun) -
 
 def test_several_updates_a_step_share_its_entry(run: TinyRun) -> None:
     settings = {"trainer__steps": 2, "trainer__minibatches": 2, "trainer__epochs": 2}
-    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True}
+    options = {"rollout_cache__directory": run.folder / "fresh", "rollout_cache__enabled": True}
     assert train_here(run, **settings, **options) == 0
     first = metrics_without_clock(run)
     assert len(events(run, "skip_stored")) == 2
@@ -172,8 +180,8 @@ def test_several_updates_a_step_share_its_entry(run: TinyRun) -> None:
 
 
 def test_refilled_steps_have_an_entry_for_each_round(run: TinyRun) -> None:
-    settings = {"trainer__steps": 2, "refill__filter": "reward_spread", "refill__max_rounds": 2}
-    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True}
+    settings = {"trainer__steps": 2, "dynamic_sampling__filter": "reward_spread", "dynamic_sampling__max_rounds": 2}
+    options = {"rollout_cache__directory": run.folder / "fresh", "rollout_cache__enabled": True}
     assert train_here(run, **settings, **options) == 0
     first = metrics_without_clock(run)
     rounds = sum(int(metrics["rollout/num_rounds"]) for step, metrics in first if step)
@@ -184,7 +192,11 @@ def test_refilled_steps_have_an_entry_for_each_round(run: TinyRun) -> None:
 
 
 def test_validation_is_replayed_where_that_is_asked_for(run: TinyRun) -> None:
-    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True, "skip__validation": True}
+    options = {
+        "rollout_cache__directory": run.folder / "fresh",
+        "rollout_cache__enabled": True,
+        "rollout_cache__validation": True,
+    }
     assert train_here(run, trainer__steps=2, **options) == 0
     names = sorted(path.name for path in (run.folder / "fresh").iterdir())
     assert names == [
@@ -201,7 +213,11 @@ def test_validation_is_replayed_where_that_is_asked_for(run: TinyRun) -> None:
 def test_several_responses_to_a_problem_are_replayed_as_they_were_drawn(
     run: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"skip__directory": run.folder / "fresh", "skip__enabled": True, "skip__validation": True}
+    options = {
+        "rollout_cache__directory": run.folder / "fresh",
+        "rollout_cache__enabled": True,
+        "rollout_cache__validation": True,
+    }
     several = {"prompts__validation_samples": 3, "prompts__validation_temperature": 1.0, "trainer__steps": 1}
     assert train_here(run, **several, **options) == 0
     first = metrics_without_clock(run)
@@ -225,17 +241,20 @@ def test_mistakes_in_the_settings_are_refused_before_anything_starts(
 ) -> None:
     assert train_here(run, **cache_of(run, steps="5-2", max_bytes=0)) == 2
     error = capsys.readouterr().err
-    assert "skip.max_bytes must be at least 1, or none; found '0'." in error
-    assert "skip.steps must have ascending ranges; found '5-2'" in error
+    assert "rollout_cache.max_bytes must be at least 1, or none; found '0'." in error
+    assert "rollout_cache.steps must have ascending ranges; found '5-2'" in error
     assert train_here(run, **cache_of(run, action="again")) == 2
-    assert "skip.action" in capsys.readouterr().err
+    assert "rollout_cache.action" in capsys.readouterr().err
     (run.folder / "file").write_text("")
-    assert train_here(run, skip__enabled=True, skip__directory=run.folder / "file") == 2
+    assert train_here(run, rollout_cache__enabled=True, rollout_cache__directory=run.folder / "file") == 2
     assert "must be an existing or new folder; it is a file." in capsys.readouterr().err
     assert train_here(run, **cache_of(run, directory="nosuch://place")) == 2
-    assert "skip.directory: nosuch://place" in capsys.readouterr().err
+    assert "rollout_cache.directory: nosuch://place" in capsys.readouterr().err
     assert train_here(run, **cache_of(run, steps="20-")) == 2
-    assert "skip.steps = '20-' selects no step up to trainer.steps = 4." in capsys.readouterr().err
+    assert "rollout_cache.steps = '20-' selects no step up to trainer.steps = 4." in capsys.readouterr().err
     assert not run.run_folder.exists()
     assert train_here(run, "--dry-run", **cache_of(run, steps="1-3")) == 0
-    assert f"steps 1-3 from the skip cache {run.folder / 'cache'} (skip.action = cache)" in capsys.readouterr().out
+    assert (
+        f"steps 1-3 from the skip cache {run.folder / 'cache'} (rollout_cache.action = cache)"
+        in capsys.readouterr().out
+    )

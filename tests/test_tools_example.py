@@ -82,7 +82,7 @@ def test_the_policy_learns_to_ask_the_calculator(
     prepared = ("policy", *(f"{split}.parquet" for split in ("train", "validation", "test")))
     places = zip(("policy.path", "prompts.train", "prompts.validation", "prompts.test"), prepared, strict=True)
     words = ["train", str(FOLDER / "settings.toml"), f"--run.directory={tmp_path}", "--trainer.steps=6"]
-    words += ["--learner.warmup_steps=0", "--trainer.validate_every=6"]
+    words += ["--optimizer.warmup_steps=0", "--trainer.validate_every=6"]
     words += [f"--{setting}={example.PREPARED / name}" for setting, name in places]
     process = TrainProcess(words, output=tmp_path / "output.txt", environment={"OMP_NUM_THREADS": "2"})
     try:

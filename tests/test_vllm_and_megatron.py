@@ -42,7 +42,7 @@ def refuse(*_: object) -> None:
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     """The parts of the training loop with real engines; the module has one vLLM engine."""
     run = make_tiny_run(tmp_path_factory.mktemp("vllm"))
-    words = ["--rollout.engine=vllm", "--rollout.group_size=8", "--learner.learning_rate=1e-2"]
+    words = ["--rollout.engine=vllm", "--rollout.group_size=8", "--optimizer.learning_rate=1e-2"]
     settings = load_settings(run.settings_file, words, {})
     inputs = read_inputs(settings)
     with ExitStack() as stack:

@@ -16,10 +16,10 @@ pytest.importorskip("vllm")
 STEPS = 2
 BFLOAT16: dict[str, Any] = {
     "rollout__engine": "vllm",
-    "engine__dtype": "bfloat16",
-    "engine__kv_cache_gib": 0.01,
-    "learner__dtype": "bfloat16",
-    "learner__learning_rate": 1e-3,
+    "vllm__dtype": "bfloat16",
+    "vllm__kv_cache_gib": 0.01,
+    "optimizer__dtype": "bfloat16",
+    "optimizer__learning_rate": 1e-3,
     "trainer__steps": STEPS,
     "trainer__validate_every": 0,
     "trainer__validate_first": False,

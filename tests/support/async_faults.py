@@ -35,9 +35,9 @@ MOST_LINES = 25
 """Maximum number of record lines from one kill to the next: about three steps."""
 ROLES = ("rollouter", "learner", "server", "controller")
 SETTINGS: dict[str, Any] = {
-    "roles__kind": "process",
+    "roles__placement": "process",
     "roles__hang_deadline_s": 60.0,
-    "policy__learner": "torch",
+    "policy__backend": "torch",
     "rollout__max_response_tokens": 16,
     "schedule__max_staleness": 2,
     "trainer__checkpoint_every": 3,

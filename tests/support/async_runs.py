@@ -28,7 +28,7 @@ def differences_from_sync(run: TinyRun, sync: TinyRun) -> list[str]:
 
 def async_settings(**settings: Any) -> dict[str, Any]:
     """Return the settings with defaults for a small run."""
-    return {"roles__kind": "inline", "roles__hang_deadline_s": 120.0, **settings}
+    return {"roles__placement": "inline", "roles__hang_deadline_s": 120.0, **settings}
 
 
 def train_async_here(run: TinyRun, *words: str, **settings: Any) -> int:
@@ -58,7 +58,7 @@ def async_training(run: TinyRun, *words: str, hold_after: int | None = None, **s
     """
     (run.folder / "held").unlink(missing_ok=True)
     (run.folder / "released").unlink(missing_ok=True)
-    chosen = async_settings(**{"roles__kind": "process", "policy__learner": "torch", **settings})
+    chosen = async_settings(**{"roles__placement": "process", "policy__backend": "torch", **settings})
     process = TrainProcess(
         run.train_words(*words, **chosen),
         output=run.folder / f"output-{len(list(run.folder.glob('output-*.txt')))}.txt",

@@ -27,15 +27,15 @@ class Other:
 CRITIC = {"algorithm.advantage": "gae"}
 KL = {"algorithm.kl_coefficient": 0.1}
 PROCESS = {"rollout.placement": "process"}
-RANKS = {"cluster.kind": "process"}
+RANKS = {"cluster.placement": "process"}
 TWO_RANKS = {**RANKS, "parallel.ranks": 2}
 FOUR_RANKS = {**RANKS, "parallel.ranks": 4, "parallel.pipeline": 2, "parallel.tensor": 2}
 TENSOR = {**TWO_RANKS, "parallel.tensor": 2}
-RAY_RANKS = {"cluster.kind": "ray"}
+RAY_RANKS = {"cluster.placement": "ray"}
 NETWORK = {**PROCESS, "weights.transport": "tcp"}
 LORA = {"lora.rank": 2}
-SKIP = {"skip.enabled": True, "skip.directory": "{folder}/runs/cache"}
-REFILL = {"refill.filter": "reward_spread"}
+SKIP = {"rollout_cache.enabled": True, "rollout_cache.directory": "{folder}/runs/cache"}
+REFILL = {"dynamic_sampling.filter": "reward_spread"}
 DATED = {
     "prompts.plain_prompts": "chat",
     "prompts.max_tokens": 32,
@@ -58,7 +58,7 @@ TWO_TEACHERS = {
     "distillation.teachers.u.model": "{folder}/policy",
 }
 MEGATRON = {**TEACHER, "distillation.teachers.t.engine": "megatron"}
-ROLES = {"roles.kind": "process"}
+ROLES = {"roles.placement": "process"}
 ROLES_OF_TEACHERS = {**ROLES, **TEACHER}
 MIXTURE = {"policy.path": "{folder}/mixture"}
 TWO_STEPS = {"trainer.steps": 2}
@@ -80,7 +80,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "run.if_exists": Other(value="archive", found="run"),
     "run.readable_by": other("group"),
     "policy.path": other("{folder}/teacher"),
-    "policy.learner": other("torch"),
+    "policy.backend": other("torch"),
     "prompts.train": other("{folder}/test.jsonl"),
     "prompts.validation": other("{folder}/test.jsonl"),
     "prompts.test": other("{folder}/validation.jsonl"),
@@ -109,8 +109,10 @@ ALTERNATIVES: Mapping[str, Other] = {
     "rollout.loop_options": other("{ x = 1 }"),
     "rollout.audit_share": other(0.0),
     "rollout.rescored_share": other(1.0),
-    "rollout.sleep": other(True),
-    "rollout.sleep_keeps_weights": Other(value=False, beside={"rollout.sleep": True}, says="rollout.sleep and"),
+    "rollout.offload_engine": other(True),
+    "rollout.offload_keeps_weights": Other(
+        value=False, beside={"rollout.offload_engine": True}, says="rollout.offload_engine and"
+    ),
     "rollout.prompts_per_step": other(1),
     "rollout.group_size": other(3),
     "rollout.max_response_tokens": other(2),
@@ -123,7 +125,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "trainer.minibatches": other(2),
     "trainer.epochs": other(2),
     "trainer.max_skipped_updates": other(4),
-    "trainer.offload": other(True),
+    "trainer.offload_learner": other(True),
     "trainer.validate_every": other(2, TWO_STEPS),
     "trainer.validate_first": other(False),
     "trainer.checkpoint_every": other(2, TWO_STEPS, trainer__keep_best=False),
@@ -138,29 +140,29 @@ ALTERNATIVES: Mapping[str, Other] = {
     "trainer.target.stop": other(True, TWO_STEPS, TARGET, trainer__target__value=0.1),
     "trainer.target.lower_is_better": other(True, TARGET),
     "trainer.stop_when_no_better": other(1, TWO_STEPS),
-    "learner.learning_rate": other(2e-6),
-    "learner.warmup_steps": other(1),
-    "learner.decay_steps": other(5),
-    "learner.decay": other("cosine", learner__decay_steps=5),
-    "learner.min_learning_rate": other(1e-7, learner__decay_steps=5),
-    "learner.betas": other([0.8, 0.9]),
-    "learner.eps": other(1e-7),
-    "learner.weight_decay": other(0.1),
-    "learner.clip_grad": other(0.5),
-    "learner.micro_batch_tokens": other(64),
-    "learner.shared_prefix_tokens": other(0),
-    "learner.products": other("onednn"),
-    "learner.dtype": other("bfloat16"),
-    "learner.recompute": other("full"),
-    "learner.recompute_modules": other(["mlp"], learner__recompute="selective"),
-    "learner.kernels": other("plain"),
-    "learner.overlap_grad_reduce": other(True, TWO_RANKS),
-    "learner.overlap_param_gather": other(
-        True, TWO_RANKS, learner__overlap_grad_reduce=True, parallel__distributed_optimizer=True
+    "optimizer.learning_rate": other(2e-6),
+    "optimizer.warmup_steps": other(1),
+    "optimizer.decay_steps": other(5),
+    "optimizer.decay": other("cosine", optimizer__decay_steps=5),
+    "optimizer.min_learning_rate": other(1e-7, optimizer__decay_steps=5),
+    "optimizer.betas": other([0.8, 0.9]),
+    "optimizer.eps": other(1e-7),
+    "optimizer.weight_decay": other(0.1),
+    "optimizer.clip_grad": other(0.5),
+    "optimizer.micro_batch_tokens": other(64),
+    "optimizer.shared_prefix_tokens": other(0),
+    "optimizer.products": other("onednn"),
+    "optimizer.dtype": other("bfloat16"),
+    "optimizer.recompute": other("full"),
+    "optimizer.recompute_modules": other(["mlp"], optimizer__recompute="selective"),
+    "optimizer.kernels": other("plain"),
+    "optimizer.overlap_grad_reduce": other(True, TWO_RANKS),
+    "optimizer.overlap_param_gather": other(
+        True, TWO_RANKS, optimizer__overlap_grad_reduce=True, parallel__distributed_optimizer=True
     ),
-    "learner.offload_optimizer": other(True),
-    "learner.num_threads": other(1),
-    "learner.seed": other(1),
+    "optimizer.offload_optimizer": other(True),
+    "optimizer.num_threads": other(1),
+    "optimizer.seed": other(1),
     "lora.rank": other(2),
     "lora.alpha": other(3.0, LORA),
     "lora.rslora": other(True, LORA),
@@ -183,23 +185,23 @@ ALTERNATIVES: Mapping[str, Other] = {
     "algorithm.kl_horizon": other(10, KL, TWO_STEPS, algorithm__kl_target=0.01),
     "algorithm.entropy_coefficient": other(0.1),
     "algorithm.old_logprobs": other("recompute"),
-    "engine.dtype": other("bfloat16"),
-    "engine.tensor_parallel_size": other(2),
-    "engine.max_model_len": other(32),
-    "engine.max_num_seqs": other(4),
-    "engine.max_num_batched_tokens": other(64),
-    "engine.kv_cache_gib": other(0.5),
-    "engine.gpu_memory_utilization": other(0.5),
-    "engine.block_size": other(16),
-    "engine.enable_prefix_caching": other(False),
-    "engine.enforce_eager": other(False),
-    "engine.can_sleep": other(True),
-    "engine.max_top_k": other(5),
-    "engine.capture_experts": other(False),
-    "engine.max_lora_rank": other(2),
-    "engine.lora_target_modules": other(["q_proj"]),
-    "engine.num_threads": other(1),
-    "engine.seed": other(1),
+    "vllm.dtype": other("bfloat16"),
+    "vllm.tensor_parallel_size": other(2),
+    "vllm.max_model_len": other(32),
+    "vllm.max_num_seqs": other(4),
+    "vllm.max_num_batched_tokens": other(64),
+    "vllm.kv_cache_gib": other(0.5),
+    "vllm.gpu_memory_utilization": other(0.5),
+    "vllm.block_size": other(16),
+    "vllm.enable_prefix_caching": other(False),
+    "vllm.enforce_eager": other(False),
+    "vllm.can_sleep": other(True),
+    "vllm.max_top_k": other(5),
+    "vllm.capture_experts": other(False),
+    "vllm.max_lora_rank": other(2),
+    "vllm.lora_target_modules": other(["q_proj"]),
+    "vllm.num_threads": other(1),
+    "vllm.seed": other(1),
     "metrics.console": other("json"),
     "metrics.strict": Other(value=True, says="'actor/made_up' is not defined"),
     "metrics.log_val_generations": other(1),
@@ -251,22 +253,22 @@ ALTERNATIVES: Mapping[str, Other] = {
     "distillation.cache": other("{folder}/runs/scores", TEACHER),
     "distillation.deadline_s": other(1800.0, TEACHER),
     "distillation.start_deadline_s": other(450.0, TEACHER),
-    "refill.filter": other("reward_spread"),
-    "refill.max_rounds": other(1, REFILL, reward__function="{folder}/reward.py:constant"),
-    "skip.enabled": other(True, skip__directory="{folder}/runs/cache"),
-    "skip.directory": other("{folder}/runs/other-cache", SKIP),
-    "skip.steps": other("2", SKIP, TWO_STEPS),
-    "skip.action": other("repeat", SKIP, TWO_STEPS, skip__steps="1"),
-    "skip.on_mismatch": Other(value="regenerate", beside=SKIP | {"run.seed": 1}, found="cache"),
-    "skip.on_broken": Other(value="error", beside=SKIP, found="broken", says="/manifest.json: "),
-    "skip.rewards": Other(
+    "dynamic_sampling.filter": other("reward_spread"),
+    "dynamic_sampling.max_rounds": other(1, REFILL, reward__function="{folder}/reward.py:constant"),
+    "rollout_cache.enabled": other(True, rollout_cache__directory="{folder}/runs/cache"),
+    "rollout_cache.directory": other("{folder}/runs/other-cache", SKIP),
+    "rollout_cache.steps": other("2", SKIP, TWO_STEPS),
+    "rollout_cache.action": other("repeat", SKIP, TWO_STEPS, rollout_cache__steps="1"),
+    "rollout_cache.on_mismatch": Other(value="regenerate", beside=SKIP | {"run.seed": 1}, found="cache"),
+    "rollout_cache.on_broken": Other(value="error", beside=SKIP, found="broken", says="/manifest.json: "),
+    "rollout_cache.rewards": Other(
         value="again",
-        beside=SKIP | {"reward.function": "{folder}/reward.py:constant", "skip.on_mismatch": "accept"},
+        beside=SKIP | {"reward.function": "{folder}/reward.py:constant", "rollout_cache.on_mismatch": "accept"},
         found="cache",
     ),
-    "skip.max_bytes": other(1, SKIP),
-    "skip.compress": other(False, SKIP),
-    "skip.validation": other(True, SKIP),
+    "rollout_cache.max_bytes": other(1, SKIP),
+    "rollout_cache.compress": other(False, SKIP),
+    "rollout_cache.validation": other(True, SKIP),
     "replicas.count": other(2, PROCESS),
     "replicas.cpus": other(0.5, PROCESS),
     "replicas.gpus": other(1.0, PROCESS),
@@ -280,7 +282,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "parallel.expert_tensor": other(1, TENSOR, MIXTURE, parallel__sequence=True),
     "parallel.sequence": other(True, TENSOR),
     "parallel.distributed_optimizer": other(True, TWO_RANKS),
-    "cluster.kind": other("process"),
+    "cluster.placement": other("process"),
     "cluster.cpus_per_rank": other(0.5, RANKS),
     "cluster.gpus_per_rank": other(1.0, RANKS),
     "cluster.ray_address": other("host:6379", RAY_RANKS, cluster__gpus_per_rank=0),
@@ -296,7 +298,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "schedule.max_inflight_groups": other(2),
     "schedule.validate_on": other("learner"),
     "schedule.validation_batch": other(1),
-    "roles.kind": other("process"),
+    "roles.placement": other("process"),
     "roles.rollouter_restarts": other(6, ROLES),
     "roles.learner_restarts": other(6, ROLES),
     "roles.controller_restarts": Other(value=1, beside=ROLES, is_supervised=True),

@@ -25,7 +25,7 @@ BASE: Mapping[str, Any] = {
     "trainer.checkpoint_every": 1,
     "metrics.console": "lines",
 }
-OF_ASYNC: Mapping[str, Any] = {"roles.kind": "inline", "schedule.max_staleness": 0}
+OF_ASYNC: Mapping[str, Any] = {"roles.placement": "inline", "schedule.max_staleness": 0}
 
 REWARD = '''"""Rewards that depend on the response, and others."""
 

@@ -69,13 +69,13 @@ prompts_per_step = {prompts_per_step}
 group_size = {group_size}
 max_response_tokens = 8
 
-[learner]
+[optimizer]
 learning_rate = 3e-3
 micro_batch_tokens = 128
 num_threads = 1
 products = "torch"
 
-[engine]
+[vllm]
 max_num_seqs = 64
 kv_cache_gib = 0.25
 num_threads = 1

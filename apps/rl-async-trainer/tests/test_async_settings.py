@@ -70,7 +70,7 @@ def test_every_counterpart_of_a_setting_of_verl_is_a_setting_of_this_trainer():
 
 
 def test_a_replayed_validation_is_refused_by_name(tmp_path: Path):
-    for validation, expected in ((False, []), (True, ["skip.validation"])):
+    for validation, expected in ((False, []), (True, ["rollout_cache.validation"])):
         skip = {"enabled": True, "validation": validation}
         settings = build_settings({**PLAIN, "run": {"directory": tmp_path}, "skip": skip}, kind=AsyncSettings)
         assert [problem.split()[0] for problem in schedule_problems(settings)] == expected

@@ -133,7 +133,7 @@ def test_as_many_groups_are_refused_under_one_version_as_its_first_rounds_have(t
         tmp_path,
         rollout={"group_size": 3, "prompts_per_step": 2},
         schedule={"sync_every": 2},
-        refill={"filter": "reward_spread", "max_rounds": 2},
+        dynamic_sampling={"filter": "reward_spread", "max_rounds": 2},
     )
     refusals = make_refusals(settings)
     assert refusals is not None

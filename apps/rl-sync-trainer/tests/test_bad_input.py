@@ -88,7 +88,7 @@ NAMES = {
     ),
     "without its section": Mistake(
         settings={"clip_grad": 0.1},
-        says=("unknown setting 'clip_grad'", "mean 'learner.clip_grad' or 'critic.clip_grad'?"),
+        says=("unknown setting 'clip_grad'", "mean 'optimizer.clip_grad' or 'critic.clip_grad'?"),
     ),
     "misspelt section": Mistake(
         spoil=in_file("[trainer]", "[trainr]"), says=("unknown setting 'trainr.steps'", "Did you mean 'trainer.steps'?")
@@ -188,9 +188,9 @@ ARITHMETIC = {
         ),
     ),
     "several options of packages at once": Mistake(
-        settings={"learner__learning_rate": "nan", "reward__timeout_s": 0},
+        settings={"optimizer__learning_rate": "nan", "reward__timeout_s": 0},
         says=(
-            "learner.learning_rate must be above 0; found nan",
+            "optimizer.learning_rate must be above 0; found nan",
             "reward.timeout_s must be above 0, or none; found 0",
         ),
     ),
@@ -203,7 +203,7 @@ ARITHMETIC = {
         says=("add up to 65 tokens, more than the model's max_position_embeddings = 64",),
     ),
     "longer than the engine's context": Mistake(
-        settings={"engine__max_model_len": 15}, says=("add up to 16 tokens, more than engine.max_model_len = 15",)
+        settings={"vllm__max_model_len": 15}, says=("add up to 16 tokens, more than vllm.max_model_len = 15",)
     ),
     "unknown advantage": Mistake(
         settings={"algorithm__advantage": "gropo"},
@@ -320,7 +320,7 @@ REWARDS = {
 
 RUN_SETTINGS = """[trainer]
 steps = 4
-[learner]
+[optimizer]
 learning_rate = 0.1
 """
 
@@ -342,7 +342,7 @@ FOLDERS = {
         words=("--resume",),
         says=(
             "cannot be resumed with other settings",
-            "learner.learning_rate: the run has 0.1, now 0.003",
+            "optimizer.learning_rate: the run has 0.1, now 0.003",
             "`train --help` marks the settings that may differ on resume.",
         ),
     ),

@@ -59,7 +59,7 @@ def test_advantages(name: str) -> None:
         ("algorithm.aggregation", "token-sum", "verl's 'token-sum' is missing here."),
         ("algorithm.advantage", "optimal_token_baseline", "verl's 'optimal_token_baseline' is missing here."),
         ("algorithm.kl_estimator", "low_var_kl", "Did you mean 'k3', verl's 'low_var_kl'?"),
-        ("refill.filter", "true", "Did you mean 'reward_spread', verl's 'true'?"),
+        ("dynamic_sampling.filter", "true", "Did you mean 'reward_spread', verl's 'true'?"),
         ("rollout.engine", "sglang", "verl's 'sglang' is missing here."),
         ("algorithm.aggregation", "token-meen", "Did you mean 'token-mean'?"),
     ],

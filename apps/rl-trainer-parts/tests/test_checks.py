@@ -82,14 +82,14 @@ def test_defaults_are_possible(folder: Path) -> None:
         ("trainer.checkpoint_every", 0),
         ("trainer.keep_checkpoints", 1),
         ("trainer.canary_prompts", 1),
-        ("learner.micro_batch_tokens", 1),
-        ("learner.warmup_steps", 0),
-        ("learner.clip_grad", 0),
-        ("learner.weight_decay", 0),
-        ("learner.num_threads", 1),
-        ("engine.num_threads", 1),
-        ("engine.max_num_seqs", 1),
-        ("engine.max_num_batched_tokens", 1),
+        ("optimizer.micro_batch_tokens", 1),
+        ("optimizer.warmup_steps", 0),
+        ("optimizer.clip_grad", 0),
+        ("optimizer.weight_decay", 0),
+        ("optimizer.num_threads", 1),
+        ("vllm.num_threads", 1),
+        ("vllm.max_num_seqs", 1),
+        ("vllm.max_num_batched_tokens", 1),
         ("algorithm.kl_coefficient", 0),
         ("algorithm.kl_horizon", 1),
         ("metrics.log_val_generations", 0),
@@ -107,13 +107,13 @@ def test_least_values(folder: Path, name: str, least: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "learner.learning_rate",
+        "optimizer.learning_rate",
         "rollout.temperature",
         "rollout.deadline_s",
         "rollout.start_deadline_s",
         "correction.cap",
-        "engine.gpu_memory_utilization",
-        "engine.kv_cache_gib",
+        "vllm.gpu_memory_utilization",
+        "vllm.kv_cache_gib",
         "reward.timeout_s",
         "trainer.proof_tolerance",
     ],
@@ -140,8 +140,8 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
             "trainer.stop_when_no_better out.",
         ),
         (
-            {"learner.dtype": "float16"},
-            'learner.dtype: must be float32 | bfloat16; found \'float16\'. Parameter dtype: "float32", or "bfloat16" '
+            {"optimizer.dtype": "float16"},
+            'optimizer.dtype: must be float32 | bfloat16; found \'float16\'. Parameter dtype: "float32", or "bfloat16" '
             "with float32 master weights.",
         ),
         (
@@ -155,9 +155,9 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
             "model's max_position_embeddings = 4096. Lower one of them.",
         ),
         (
-            {"engine.max_model_len": 2047},
+            {"vllm.max_model_len": 2047},
             "prompts.max_tokens = 1024 (default) and rollout.max_response_tokens = 1024 (default) add up to 2048 "
-            "tokens, more than engine.max_model_len = 2047. Lower one of them.",
+            "tokens, more than vllm.max_model_len = 2047. Lower one of them.",
         ),
     ],
 )
@@ -170,8 +170,8 @@ def test_impossible_values(folder: Path, changes: dict[str, Any], says: str) -> 
     [
         {"rollout.prompts_per_step": 12, "trainer.minibatches": 4},
         {"prompts.max_tokens": 4000, "rollout.max_response_tokens": 96},
-        {"engine.max_model_len": 2048},
-        {"learner.dtype": "bfloat16"},
+        {"vllm.max_model_len": 2048},
+        {"optimizer.dtype": "bfloat16"},
     ],
 )
 def test_values_at_the_edge_are_possible(folder: Path, changes: dict[str, Any]) -> None:
@@ -292,14 +292,14 @@ def test_a_critic_of_its_own_must_fit_the_layout_too(folder: Path) -> None:
 
 def test_learner_options_that_the_layout_or_the_policy_has_no_use_for_are_told(folder: Path) -> None:
     options = {
-        "learner.overlap_grad_reduce": True,
-        "learner.overlap_param_gather": True,
-        "learner.recompute": "selective",
-        "learner.recompute_modules": ("moe",),
+        "optimizer.overlap_grad_reduce": True,
+        "optimizer.overlap_param_gather": True,
+        "optimizer.recompute": "selective",
+        "optimizer.recompute_modules": ("moe",),
     }
     gathers, recomputes = trainable_problems(settings_with(folder, options))
-    assert gathers.startswith("learner.overlap_param_gather needs parallel.distributed_optimizer = true")
-    assert recomputes.startswith('learner.recompute_modules has "moe", but no layer of this policy has a mixture')
+    assert gathers.startswith("optimizer.overlap_param_gather needs parallel.distributed_optimizer = true")
+    assert recomputes.startswith('optimizer.recompute_modules has "moe", but no layer of this policy has a mixture')
     write_config(folder / "policy", **MIXTURE)
     assert list(trainable_problems(settings_with(folder, {**options, "parallel.distributed_optimizer": True}))) == []
 

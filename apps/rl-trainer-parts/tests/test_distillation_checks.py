@@ -165,7 +165,7 @@ def test_a_pool_that_does_not_add_up_is_refused_with_what_others_have(folder: Pa
         name: {"model": folder / "large", "data_sources": [name], "replicas": 1, "resources": {"cpus": cpus, "gpus": 0}}
         for name, cpus in {"first": 0.75, "second": CPUS}.items()
     }
-    cluster = {"cluster.kind": "process", "cluster.cpus_per_rank": 0.25, "cluster.gpus_per_rank": 0}
+    cluster = {"cluster.placement": "process", "cluster.cpus_per_rank": 0.25, "cluster.gpus_per_rank": 0}
     (problem,) = problems(folder, {"distillation.teachers": teachers, **cluster})
     assert problem.startswith(f"distillation.teachers.second reserves 1 x {CPUS} CPUs and 0 GPUs")
     assert "(reserved: the learner 1 x 0.25 CPUs and 0 GPUs; teacher 'first' 1 x 0.75 CPUs and 0 GPUs)" in problem

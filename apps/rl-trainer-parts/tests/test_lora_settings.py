@@ -80,16 +80,16 @@ def test_an_adapter_is_possible(folder: Path) -> None:
 def test_all_that_is_wrong_is_told_at_once(folder: Path) -> None:
     found = problems(
         folder,
-        policy={"path": folder / "policy", "learner": "torch"},
+        policy={"path": folder / "policy", "backend": "torch"},
         lora={"rank": 8},
-        engine={"max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
+        vllm={"max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
     )
     assert [line.partition(" ")[0] for line in found] == [
-        "engine.max_lora_rank",
-        "engine.lora_target_modules",
+        "vllm.max_lora_rank",
+        "vllm.lora_target_modules",
         "lora.rank",
     ]
-    assert found[-1] == ("lora.rank = 8 needs policy.learner = \"megatron\"; found 'torch', which trains all weights.")
+    assert found[-1] == ("lora.rank = 8 needs policy.backend = \"megatron\"; found 'torch', which trains all weights.")
 
 
 def test_impossible_values_are_told_at_once(folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_engine_has_room_for_the_adapter_that_it_is_given(folder: Path) -> N
 
 
 def test_the_plan_counts_what_trains_and_what_travels(folder: Path) -> None:
-    lines = plan(folder, lora={"rank": 8}, learner={"learning_rate": 1e-4}, algorithm={"kl_coefficient": 0.1})
+    lines = plan(folder, lora={"rank": 8}, optimizer={"learning_rate": 1e-4}, algorithm={"kl_coefficient": 0.1})
     trained = 8 * 2 * OF_LAYER
     assert f"  trains     {trained:,} of {TOTAL:,} parameters ({trained / TOTAL:.2%}); the others are frozen" in lines
     assert (
@@ -151,6 +151,6 @@ def test_the_plan_counts_what_trains_and_what_travels(folder: Path) -> None:
     assert "rate       0.0001; LoRA usually needs ten times the learning rate of full training" in lines
     merged = plan(folder, lora={"rank": 8, "serving": "merged"})
     assert f"  an update  {4 * TOTAL / MIB:.2f} MiB, all weights with the adapter merged" in merged
-    assert "learner.learning_rate = 1e-06 looks like a rate for full training" in merged
+    assert "optimizer.learning_rate = 1e-06 looks like a rate for full training" in merged
     assert "ten times as much, 1e-05" in merged
     assert "Adapter" not in plan(folder)

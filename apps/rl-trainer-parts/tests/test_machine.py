@@ -307,19 +307,19 @@ def test_needs_by_hand(tmp_path: Path) -> None:
     assert apart.rank == (16 + 4) * PARAMETERS + 16 * (PARAMETERS + 65)  # policy, reference, and critic with its head
     assert apart.disk == 3 * (16 + 12) * PARAMETERS
     assert (apart.shares_gpu, apart.shared_memory) == (False, 2 * 4 * PARAMETERS)
-    assert needs(engine={"tensor_parallel_size": 2}).shared_memory == 4 * PARAMETERS  # the engine's workers read a file
-    light = needs(rollout={"engine": "transformers"}, policy={"learner": "torch"}, learner={"dtype": "bfloat16"})
+    assert needs(vllm={"tensor_parallel_size": 2}).shared_memory == 4 * PARAMETERS  # the engine's workers read a file
+    light = needs(rollout={"engine": "transformers"}, policy={"backend": "torch"}, optimizer={"dtype": "bfloat16"})
     assert (light.libraries, light.gpu_utilization) == (frozenset(("torch", "transformers")), 0.0)
     assert light.disk == 3 * 14 * PARAMETERS
-    spread = needs(cluster={"kind": "process", "cpus_per_rank": 2.0}, parallel={"ranks": 2, "tensor": 2})
+    spread = needs(cluster={"placement": "process", "cpus_per_rank": 2.0}, parallel={"ranks": 2, "tensor": 2})
     assert (spread.cpus, spread.memory) == (4.0, 2 * spread.rank + 4 * PARAMETERS + 2**30)
     assert (plain.processes, spread.processes) == (1, 2)
-    wide = needs(engine={"tensor_parallel_size": 8})
+    wide = needs(vllm={"tensor_parallel_size": 8})
     assert wide.processes == 9
-    many = {"replicas": {"count": 4}, "rollout": {"placement": "process"}, "engine": {"tensor_parallel_size": 2}}
-    many |= {"parallel": {"ranks": 8}, "cluster": {"kind": "process"}}
+    many = {"replicas": {"count": 4}, "rollout": {"placement": "process"}, "vllm": {"tensor_parallel_size": 2}}
+    many |= {"parallel": {"ranks": 8}, "cluster": {"placement": "process"}}
     assert needs(**many).processes == needs(**many, policy={"path": tmp_path / "nowhere"}).processes == 16
-    joined = needs(cluster={"kind": "ray", "ray_address": "head:6379", "gpus_per_rank": 1.0})
+    joined = needs(cluster={"placement": "ray", "ray_address": "head:6379", "gpus_per_rank": 1.0})
     assert (joined.ray_address, joined.gpus, joined.memory, joined.processes) == ("head:6379", 0.0, 0, 0)
     assert (joined.uses_ray, plain.uses_ray) == (True, False)
     assert "ray" in joined.libraries
@@ -435,6 +435,6 @@ def test_a_replica_reserves_a_gpu_for_each_of_its_workers(
 ) -> None:
     monkeypatch.setattr(engines, "visible_gpus", lambda: ("0", "1", "2", "3"))
     given = ["--policy.path=policy", "--prompts.train=train.jsonl", "--rollout.placement=process"]
-    given += ["--replicas.count=2", "--engine.tensor_parallel_size=2", *words]
+    given += ["--replicas.count=2", "--vllm.tensor_parallel_size=2", *words]
     settings = load_settings(None, given, {}, kind=Settings)
     assert engines.gpus_per_replica(settings) == gpus

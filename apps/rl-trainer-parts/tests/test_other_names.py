@@ -84,25 +84,25 @@ def _says(hint: str, meaning: Meaning | None, name: str) -> bool:
         ("distillation.teachers.large.model_path", "distillation.teachers.large.model"),
         ("enable_resource_pool", "distillation.teachers.NAME.resources"),
         ("distillation.teacher_model.enable_resource_pool", "distillation.teachers.NAME.resources"),
-        ("skip.enable", "skip.enabled"),
-        ("skip_rollout", "skip.enabled"),
-        ("actor_rollout_ref.rollout.skip_rollout", "skip.enabled"),
-        ("skip_dump_dir", "skip.directory"),
-        ("dump_dir", "skip.directory"),
-        ("skip.dump_dir", "skip.directory"),
-        ("rollout.skip.dump_dir", "skip.directory"),
-        ("max_dump_step", "skip.steps"),
-        ("skip.max_dump_step", "skip.steps"),
+        ("skip.enable", "rollout_cache.enabled"),
+        ("skip_rollout", "rollout_cache.enabled"),
+        ("actor_rollout_ref.rollout.skip_rollout", "rollout_cache.enabled"),
+        ("skip_dump_dir", "rollout_cache.directory"),
+        ("dump_dir", "rollout_cache.directory"),
+        ("skip.dump_dir", "rollout_cache.directory"),
+        ("rollout.skip.dump_dir", "rollout_cache.directory"),
+        ("max_dump_step", "rollout_cache.steps"),
+        ("skip.max_dump_step", "rollout_cache.steps"),
         ("trainer.logger", "metrics.trackers metrics.console"),
         ("trainer.rollout_data_dir", "metrics.log_rollouts"),
         ("trainer.validation_data_dir", "metrics.log_val_generations"),
         ("log_val_generations", "metrics.log_val_generations"),
-        ("lr", "learner.learning_rate critic.learning_rate"),
+        ("lr", "optimizer.learning_rate critic.learning_rate"),
         ("critic.lr", "critic.learning_rate"),
         ("distillation.max_model_len", "distillation.teachers.NAME.max_model_len"),
         ("lora_target_modules", "lora.target_modules"),
-        ("tp", "engine.tensor_parallel_size parallel.tensor"),
-        ("engine.tp", "engine.tensor_parallel_size"),
+        ("tp", "vllm.tensor_parallel_size parallel.tensor"),
+        ("engine.tp", "vllm.tensor_parallel_size"),
         ("dp", "replicas.count parallel.ranks"),
         ("ep", "parallel.expert"),
         ("parallel.cp", "parallel.context"),
@@ -114,11 +114,11 @@ def _says(hint: str, meaning: Meaning | None, name: str) -> bool:
         ("custom_reward_function", "reward.function"),
         ("reward_function", "reward.function"),
         ("reward_fn", "reward.function"),
-        ("skip.rollout", "skip.enabled skip.action"),
+        ("skip.rollout", "rollout_cache.enabled rollout_cache.action"),
         ("expert_parallel_size", "parallel.expert"),
         ("rollout", "rollout.engine rollout.placement rollout.loop"),
         ("num-generations", "rollout.group_size"),
-        ("+actor_rollout_ref.actor.optim.lr", "learner.learning_rate"),
+        ("+actor_rollout_ref.actor.optim.lr", "optimizer.learning_rate"),
     ],
 )
 def test_names_that_users_of_verl_bring(name: str, settings: str) -> None:
@@ -142,7 +142,7 @@ def test_settings_of_the_other_trainer_are_known_without_their_section(name: str
 def test_what_is_missing_is_said_with_the_reason() -> None:
     assert suggest("data.shuffle", KNOWN) == " Training prompts are always in random order, by run.seed."
     assert suggest("stream_teacher_with_rollout", KNOWN).startswith(" A teacher always scores")
-    assert suggest("skip_use_default_dir", KNOWN) == " skip.directory is always the folder that is used."
+    assert suggest("skip_use_default_dir", KNOWN) == " rollout_cache.directory is always the folder that is used."
     assert suggest("data.use_shm", KNOWN) == " verl's 'data.use_shm' has no counterpart here."
     assert suggest("torch_empty_cache_steps", KNOWN).startswith(" TRL's 'torch_empty_cache_steps' has no counterpart")
 
@@ -176,10 +176,10 @@ def test_other_words_get_no_suggestion(name: str) -> None:
     [
         ('distillation.loss="forward_kl_topk"', "found 'forward_kl_topk'", 'Use loss = "forward_kl" with distribution'),
         ('distillation.loss="low_var_kl"', "found 'low_var_kl'", "Did you mean 'k3', verl's 'low_var_kl'?"),
-        ('skip.action="REPEAT"', "found 'REPEAT'", "Did you mean 'repeat'?"),
-        ('skip.action="CACHE"', "found 'CACHE'", "Did you mean 'cache'?"),
-        ('skip.action="REPEAT_LAST"', "found 'REPEAT_LAST'", "Did you mean 'repeat_last'?"),
-        ("refill.filter=true", "found True", "Did you mean 'reward_spread', verl's 'true'?"),
+        ('rollout_cache.action="REPEAT"', "found 'REPEAT'", "Did you mean 'repeat'?"),
+        ('rollout_cache.action="CACHE"', "found 'CACHE'", "Did you mean 'cache'?"),
+        ('rollout_cache.action="REPEAT_LAST"', "found 'REPEAT_LAST'", "Did you mean 'repeat_last'?"),
+        ("dynamic_sampling.filter=true", "found True", "Did you mean 'reward_spread', verl's 'true'?"),
         ('metrics.trackers="wandb"', "found 'wandb'", 'Write ["wandb"].'),
         ('metrics.trackers=["swanlab"]', "found 'swanlab' in item 0", "verl's 'swanlab' is missing here."),
         ('metrics.trackers=["console"]', "found 'console' in item 0", "Leave it out: metrics.console chooses"),

@@ -50,14 +50,14 @@ def settings_with(changes: dict[str, Any]) -> Settings:
             {"parallel.ranks": 4, "parallel.tensor": 3},
             "parallel.ranks = 4 must be a multiple of tensor * pipeline * context",
         ),
-        ({"parallel.ranks": 2}, 'set cluster.kind to "process" or "ray"; found "inline"'),
+        ({"parallel.ranks": 2}, 'set cluster.placement to "process" or "ray"; found "inline"'),
         (
-            {"parallel.ranks": 2, "policy.learner": "torch", "cluster.kind": "process"},
-            "needs policy.learner",
+            {"parallel.ranks": 2, "policy.backend": "torch", "cluster.placement": "process"},
+            "needs policy.backend",
         ),
         ({"parallel.sequence": True}, "sequence = true needs tensor > 1"),
         ({"parallel.virtual_pipeline": 2}, "virtual_pipeline = 2 needs pipeline > 1"),
-        ({"cluster.ray_address": "host:1"}, 'cluster.ray_address needs cluster.kind = "ray" or rollout.placement'),
+        ({"cluster.ray_address": "host:1"}, 'cluster.ray_address needs cluster.placement = "ray" or rollout.placement'),
         (
             {"replicas.count": 2},
             "replicas.count = 2, replicas.cpus and replicas.gpus need engines in separate processes",
@@ -67,11 +67,14 @@ def settings_with(changes: dict[str, Any]) -> Settings:
             {**SHARED_GPU, "replicas.count": 2},
             'weights.transport = "ipc" needs one engine in its own process and a single-rank learner on the same GPU',
         ),
-        ({**SHARED_GPU, "engine.tensor_parallel_size": 2}, "set engine.tensor_parallel_size to 1, or use"),
-        ({**SHARED_GPU, "cluster.kind": "process"}, 'set cluster.kind to "inline" and parallel.ranks to 1, or use'),
+        ({**SHARED_GPU, "vllm.tensor_parallel_size": 2}, "set vllm.tensor_parallel_size to 1, or use"),
         (
-            {"rollout.sleep_keeps_weights": False, "lora.rank": 4},
-            "rollout.sleep_keeps_weights = false drops the",
+            {**SHARED_GPU, "cluster.placement": "process"},
+            'set cluster.placement to "inline" and parallel.ranks to 1, or use',
+        ),
+        (
+            {"rollout.offload_keeps_weights": False, "lora.rank": 4},
+            "rollout.offload_keeps_weights = false drops the",
         ),
         ({"replicas.count": 0, "rollout.placement": "process"}, "replicas.count must be at least 1; found 0"),
         (
@@ -79,7 +82,7 @@ def settings_with(changes: dict[str, Any]) -> Settings:
             "replicas.gpus must be set when the run joins a Ray cluster",
         ),
         ({"cluster.gpus_per_rank": 1}, "reserve nothing for a rank in the trainer's process"),
-        ({"cluster.kind": "ray", "cluster.ray_address": "host:1"}, "cluster.gpus_per_rank must be set when the"),
+        ({"cluster.placement": "ray", "cluster.ray_address": "host:1"}, "cluster.gpus_per_rank must be set when the"),
         ({"cluster.gpus_per_rank": -1}, "cluster.gpus_per_rank must be at least 0, or none; found -1"),
         ({"trainer.epochs": 0}, "trainer.epochs must be at least 1; found 0"),
         ({"trainer.steps": 1e18}, "trainer.steps must be at most 1000000000; found 1000000000000000000"),
@@ -94,16 +97,16 @@ def settings_with(changes: dict[str, Any]) -> Settings:
             "needs every rank in its own process, to send its own shards",
         ),
         (
-            {"weights.transport": "direct", "cluster.kind": "process", "policy.learner": "torch"},
+            {"weights.transport": "direct", "cluster.placement": "process", "policy.backend": "torch"},
             "needs every rank in its own process, to send its own shards",
         ),
         (
-            {"weights.transport": "direct", "cluster.kind": "process", "trainer.offload": True},
-            "trainer.offload = true frees them before the engine has received them",
+            {"weights.transport": "direct", "cluster.placement": "process", "trainer.offload_learner": True},
+            "trainer.offload_learner = true frees them before the engine has received them",
         ),
         (
-            {"algorithm.advantage": "gae", "policy.learner": "torch"},
-            "needs a critic, which only policy.learner",
+            {"algorithm.advantage": "gae", "policy.backend": "torch"},
+            "needs a critic, which only policy.backend",
         ),
     ],
 )
@@ -114,19 +117,19 @@ def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) 
 
 
 def test_one_engine_beside_a_learner_of_one_rank_may_share_its_gpu() -> None:
-    check_values(settings_with({**SHARED_GPU, "rollout.sleep": True, "rollout.sleep_keeps_weights": False}))
-    check_values(settings_with({"rollout.sleep_keeps_weights": False, "lora.rank": 4, "lora.serving": "merged"}))
+    check_values(settings_with({**SHARED_GPU, "rollout.offload_engine": True, "rollout.offload_keeps_weights": False}))
+    check_values(settings_with({"rollout.offload_keeps_weights": False, "lora.rank": 4, "lora.serving": "merged"}))
 
 
 def test_four_ranks_in_processes_are_taken() -> None:
-    check_values(settings_with({"parallel.ranks": 4, "parallel.tensor": 2, "cluster.kind": "process"}))
+    check_values(settings_with({"parallel.ranks": 4, "parallel.tensor": 2, "cluster.placement": "process"}))
     engines = {"rollout.placement": "process", "weights.transport": "direct"}
-    check_values(settings_with({"parallel.ranks": 2, "cluster.kind": "process", **engines}))
+    check_values(settings_with({"parallel.ranks": 2, "cluster.placement": "process", **engines}))
 
 
 def test_each_rank_has_a_gpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = settings_with({"parallel.ranks": 2, "cluster.kind": "process"})
-    on_cpus = settings_with({"parallel.ranks": 2, "cluster.kind": "process", "cluster.gpus_per_rank": 0})
+    shared = settings_with({"parallel.ranks": 2, "cluster.placement": "process"})
+    on_cpus = settings_with({"parallel.ranks": 2, "cluster.placement": "process", "cluster.gpus_per_rank": 0})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert rank_pool(shared) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -154,6 +157,6 @@ def test_the_plan_says_whether_this_machine_has_what_the_ranks_ask_for(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    settings = settings_with({"policy.path": tmp_path, "parallel.ranks": 2, "cluster.kind": "process"})
+    settings = settings_with({"policy.path": tmp_path, "parallel.ranks": 2, "cluster.placement": "process"})
     plan = describe_plan(settings, PromptCounts(train=1, validation=0, test=0))
     assert "and 1 GPU, room for 1 of 2 ranks, so a run here would be refused" in plan

@@ -55,7 +55,7 @@ def plan_settings(policy: Path, **changes: dict[str, object]) -> Settings:
         "prompts": {"train": "train.jsonl", "max_tokens": 100},
         "reward": {"function": "exact_match"},
         "rollout": {"prompts_per_step": 6, "group_size": 4, "max_response_tokens": 28},
-        "learner": {"micro_batch_tokens": 1000},
+        "optimizer": {"micro_batch_tokens": 1000},
         "trainer": {"steps": 10, "minibatches": 2, "validate_every": 5, "checkpoint_every": 3},
     }
     return build_settings({**values, **{name: {**values.get(name, {}), **change} for name, change in changes.items()}})
@@ -85,7 +85,7 @@ def test_roles_and_memory(policy: Path) -> None:
     assert "reference" not in plain
     assert "vllm, float32, in the learner's process; loop single_turn" in plain
     changes = {"algorithm": {"kl_coefficient": 0.01}, "rollout": {"placement": "process"}}
-    changed = describe_plan(plan_settings(policy, **changes, engine={"dtype": "float16"}), COUNTS)
+    changed = describe_plan(plan_settings(policy, **changes, vllm={"dtype": "float16"}), COUNTS)
     assert "vllm, float16" in changed
     assert "frozen copy of the policy (KL coefficient 0.01)" in changed
     assert "in a process of its own" in changed
@@ -122,7 +122,7 @@ def test_a_loss_of_whole_responses_averages_over_responses(policy: Path, loss: s
 def test_ranks_and_critic(policy: Path) -> None:
     changes = {
         "parallel": {"ranks": 4, "tensor": 2},
-        "cluster": {"kind": "process", "cpus_per_rank": 0.5},
+        "cluster": {"placement": "process", "cpus_per_rank": 0.5},
         "algorithm": {"advantage": "gae"},
         "trainer": {"epochs": 3},
     }
@@ -139,7 +139,7 @@ def test_ranks_and_critic(policy: Path) -> None:
 
 def test_what_layers_keep_on_a_gpu_is_said_where_it_is_known(policy: Path) -> None:
     said = "of activations on a GPU for full micro-batches"
-    assert said in describe_plan(plan_settings(policy, learner={"dtype": "bfloat16"}), COUNTS)
+    assert said in describe_plan(plan_settings(policy, optimizer={"dtype": "bfloat16"}), COUNTS)
     for other in ({"dtype": "float32"}, {"dtype": "bfloat16", "kernels": "plain"}):
         assert said not in describe_plan(plan_settings(policy, learner=other), COUNTS)
 
@@ -148,8 +148,8 @@ def test_a_mixture_of_every_kind(tmp_path: Path) -> None:
     policy, dense = make_model(tmp_path / "mixture", **EXPERTS), make_model(tmp_path / "dense")
     changes = {
         "parallel": {"ranks": 4, "pipeline": 2, "expert": 2},
-        "learner": {"dtype": "bfloat16"},
-        "cluster": {"kind": "process"},
+        "optimizer": {"dtype": "bfloat16"},
+        "cluster": {"placement": "process"},
         "algorithm": {"advantage": "gae", "kl_coefficient": 0.1},
         "distillation": {"teachers": {"large": {"model": policy, "engine": "megatron", "tensor": 2}}},
     }

@@ -70,8 +70,8 @@ def test_the_learner_gets_what_was_told_and_minus_one_for_the_rest(tmp_path: Pat
     ("config", "changes"),
     [
         (DENSE, {}),
-        (MIXTURE, {"engine": {"capture_experts": False}}),
-        (MIXTURE, {"policy": {"learner": "torch"}}),
+        (MIXTURE, {"vllm": {"capture_experts": False}}),
+        (MIXTURE, {"policy": {"backend": "torch"}}),
         (MIXTURE, {"rollout": {"engine": "transformers"}}),
     ],
 )
@@ -100,8 +100,8 @@ def test_the_plan_has_their_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"engine": {"capture_experts": False}}, "engine.capture_experts = false"),
-        ({"policy": {"learner": "torch"}}, 'policy.learner = "torch" cannot replay routing; "megatron" can'),
+        ({"vllm": {"capture_experts": False}}, "vllm.capture_experts = false"),
+        ({"policy": {"backend": "torch"}}, 'policy.backend = "torch" cannot replay routing; "megatron" can'),
         (
             {"rollout": {"engine": "transformers"}},
             'rollout.engine = "transformers" does not report routing; "vllm" does',
@@ -128,10 +128,10 @@ def test_a_canary_proves_a_bfloat16_mixture_where_the_learner_replays(tmp_path: 
     settings = settings_of(tmp_path, engine=coarse)
     assert replays(settings)
     assert proof_tolerances(settings) == BFLOAT16_TOLERANCES
-    untold = settings_of(tmp_path, engine={**coarse, "capture_experts": False})
+    untold = settings_of(tmp_path, vllm={**coarse, "capture_experts": False})
     assert not replays(untold)
     assert proof_tolerances(untold).canary == math.inf
     assert proof_tolerances(settings_of(tmp_path, DENSE, engine=coarse)) == BFLOAT16_TOLERANCES
-    told_so = settings_of(tmp_path, engine={**coarse, "capture_experts": False}, trainer={"proof_tolerance": 2.0})
+    told_so = settings_of(tmp_path, vllm={**coarse, "capture_experts": False}, trainer={"proof_tolerance": 2.0})
     assert proof_tolerances(told_so).canary == 2.0
-    assert proof_tolerances(settings_of(tmp_path, engine={"capture_experts": False})) == ProofTolerances()
+    assert proof_tolerances(settings_of(tmp_path, vllm={"capture_experts": False})) == ProofTolerances()

@@ -82,7 +82,7 @@ def test_a_resumed_run_computes_with_the_products_that_it_began_with(
     assert resumed.learner.products == begun.learner.products == "onednn"
     begin(resumed, resume=True)
     with pytest.raises(SettingsError, match=r"learner\.products: the run has 'onednn', now 'torch'"):
-        begin(settings_in(tmp_path, learner__products="torch"), resume=True)
+        begin(settings_in(tmp_path, optimizer__products="torch"), resume=True)
 
 
 def test_a_resumed_run_keeps_the_date_on_which_it_began(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
     begin(settings_in(tmp_path, rollout__top_k=None, trainer__steps=5))
     other = settings_in(
         tmp_path,
-        learner__learning_rate=0.5,
+        optimizer__learning_rate=0.5,
         algorithm__policy_loss_options={"dual_clip": math.inf},
         prompts__template_options={"style": "long"},
         trainer__steps=9,
@@ -200,7 +200,7 @@ def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
     assert first.endswith("cannot be resumed with other settings:")
     assert differing == [
         "  algorithm.policy_loss_options: the run has {}, now {'dual_clip': inf}",
-        "  learner.learning_rate: the run has 1e-06, now 0.5",
+        "  optimizer.learning_rate: the run has 1e-06, now 0.5",
         "  prompts.template_options: the run has {'style': 'short'}, now {'style': 'long'}",
     ]
     assert last.endswith("`train --help` marks the settings that may differ on resume.")
@@ -217,7 +217,7 @@ def test_resuming_with_changeable_settings_writes_them(tmp_path: Path) -> None:
 
 def test_a_resumed_run_may_join_another_ray_cluster(tmp_path: Path) -> None:
     """A restarted job has a new cluster with another address."""
-    on_ray = {"cluster__kind": "ray", "cluster__gpus_per_rank": 0.0}
+    on_ray = {"cluster__placement": "ray", "cluster__gpus_per_rank": 0.0}
     begin(settings_in(tmp_path, **on_ray, cluster__ray_address="10.0.0.1:6379"))
     begin(settings_in(tmp_path, **on_ray, cluster__ray_address="10.0.0.2:7000"), resume=True)
     written = tomllib.loads((tmp_path / "runs" / "run" / "settings.toml").read_text())
@@ -257,7 +257,7 @@ def test_what_may_change_is_a_setting_and_not_what_is_learnt() -> None:
         "policy.",
         "rollout.temperature",
         "rollout.group_size",
-        "learner.learning_rate",
+        "optimizer.learning_rate",
         "run.seed",
     )
     assert not any(name.startswith(learnt) for name in changeable_on_resume(Settings))

@@ -66,7 +66,7 @@ def test_a_run_can_be_set_without_a_file() -> None:
     ("name", "text", "value"),
     [
         ("trainer.steps", "20", 20),
-        ("learner.learning_rate", "1e-4", 1e-4),
+        ("optimizer.learning_rate", "1e-4", 1e-4),
         ("metrics.strict", "true", True),
         ("run.name", "20", "20"),
         ("run.name", "true", "true"),
@@ -78,7 +78,7 @@ def test_a_run_can_be_set_without_a_file() -> None:
         ("algorithm.policy_loss_options", "{dual_clip = inf}", {"dual_clip": math.inf}),
         ("correction.reject", "{token_k1 = [0.5, 2]}", {"token_k1": [0.5, 2]}),
         ("prompts.test", "None", None),
-        ("learner.betas", "[0.9, 0.99]", [0.9, 0.99]),
+        ("optimizer.betas", "[0.9, 0.99]", [0.9, 0.99]),
         ("prompts.template_options", "{enable_thinking = false}", {"enable_thinking": False}),
         ("trainer.steps", "many", "many"),
     ],
@@ -104,12 +104,12 @@ def test_a_bare_name_is_written_out(file: Path, word: str, written: str) -> None
 def test_all_mistakes_are_told_at_once(file: Path) -> None:
     file.write_text(REQUIRED + "[trainer]\nsteps = true\n[trainr]\nsteps = 5\n[replicas]\ncount = 'many'\n")
     environment = {"RL__RUN__SEEED": "1", "RL__RUN__SEED": "one"}
-    words = ["--rollout.group_sise=2", "trainer.steps=3", "--learner.learning_rate"]
+    words = ["--rollout.group_sise=2", "trainer.steps=3", "--optimizer.learning_rate"]
     with pytest.raises(SettingsError) as refused:
         load_settings(file, words, environment)
     beginnings = [
         *("unknown setting 'trainr.steps'", "unknown setting 'run.seeed'", "unknown setting 'rollout.group_sise'"),
-        *("unexpected argument 'trainer.steps=3'", "--learner.learning_rate needs a value"),
+        *("unexpected argument 'trainer.steps=3'", "--optimizer.learning_rate needs a value"),
         *("trainer.steps: must be integer; found true", "run.seed: ", "replicas.count: "),
     ]
     lines = str(refused.value).splitlines()
@@ -119,24 +119,24 @@ def test_all_mistakes_are_told_at_once(file: Path) -> None:
 
 def test_values_of_every_kind_reach_the_settings(file: Path) -> None:
     words = [
-        "--learner.betas=[0.8, 0.9]",
+        "--optimizer.betas=[0.8, 0.9]",
         "--prompts.template_options={enable_thinking = false, style = 'short'}",
         "--algorithm.clip_low=none",
         "--algorithm.policy_loss_options={dual_clip = inf}",
         "--algorithm.advantage_options={gamma = 0.9, whiten = false, weights = {style = 2}}",
         "--correction.reject={token_k1 = [0.5, 2], seq_sum_k3 = 1}",
         "--prompts.validation=validation.jsonl",
-        "--learner.learning_rate=1",
+        "--optimizer.learning_rate=1",
     ]
     settings = load_settings(file, words, {})
-    assert settings.learner.betas == (0.8, 0.9)
+    assert settings.optimizer.betas == (0.8, 0.9)
     assert settings.prompts.template_options == {"enable_thinking": False, "style": "short"}
     assert settings.algorithm.clip_low is None
     assert settings.algorithm.policy_loss_options == {"dual_clip": math.inf}
     assert settings.algorithm.advantage_options == {"gamma": 0.9, "whiten": False, "weights": {"style": 2.0}}
     assert settings.correction.reject == {"token_k1": (0.5, 2.0), "seq_sum_k3": 1.0}
     assert settings.prompts.validation == Path("validation.jsonl")
-    assert settings.learner.learning_rate == 1.0
+    assert settings.optimizer.learning_rate == 1.0
 
 
 TEACHERS = """
@@ -249,8 +249,8 @@ def test_help_explains_every_setting() -> None:
             ],
             ["--run.", "usage"],
         ),
-        ("learner.learning_rate", ["--learner.learning_rate=number", "Peak learning rate."], ["critic", "warmup"]),
-        ("steps", ["--trainer.steps", "--skip.steps"], ["warmup_steps"]),
+        ("optimizer.learning_rate", ["--optimizer.learning_rate=number", "Peak learning rate."], ["critic", "warmup"]),
+        ("steps", ["--trainer.steps", "--rollout_cache.steps"], ["warmup_steps"]),
         ("teachers", ["--distillation.teachers.NAME.model=path  (required)"], ["top_k="]),
     ],
 )

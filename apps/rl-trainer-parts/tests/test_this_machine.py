@@ -53,16 +53,16 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("sections", "said"),
     [
         ({}, []),
-        ({"learner": {"kernels": "plain"}}, []),
-        ({"learner": FUSED}, ['learner.kernels = "fused" needs a GPU,']),
+        ({"optimizer": {"kernels": "plain"}}, []),
+        ({"learner": FUSED}, ['optimizer.kernels = "fused" needs a GPU,']),
         (
             {"learner": ENGINE},
-            [f'learner.kernels = "transformer_engine" needs {what}' for what in ("a GPU,", "the module")],
+            [f'optimizer.kernels = "transformer_engine" needs {what}' for what in ("a GPU,", "the module")],
         ),
         ({"weights": {"transport": "ipc"}}, ['weights.transport = "ipc" needs a GPU,']),
         ({"weights": {"transport": "nccl"}}, ['weights.transport = "nccl" needs a GPU,']),
         ({"weights": {"transport": "direct"}}, []),
-        ({"learner": FUSED, "policy": {"learner": "torch"}}, []),
+        ({"learner": FUSED, "policy": {"backend": "torch"}}, []),
         ({"learner": ENGINE, "weights": {"transport": "nccl"}, **JOINED}, []),
     ],
 )
@@ -91,6 +91,6 @@ def test_with_a_gpu_the_library_alone_is_missing(seen_by: str, monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if seen_by == "driver" else "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen_by == "torch")
     assert found(learner=FUSED, weights={"transport": "ipc"}) == []
-    assert found(learner=ENGINE) == ['learner.kernels = "transformer_engine" needs the module']
+    assert found(learner=ENGINE) == ['optimizer.kernels = "transformer_engine" needs the module']
     monkeypatch.setattr(this_machine, "find_spec", lambda _: object())
     assert found(learner=ENGINE) == []

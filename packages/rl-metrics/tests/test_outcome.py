@@ -155,7 +155,7 @@ def test_an_asynchronous_run(tmp_path):
 
 def test_replayed_steps_are_counted(tmp_path):
     rows = rising(1) + rising(2, **{"rollout/replayed": 1.0}) + rising(1, **{"rollout/replayed": 0.0})
-    found = outcome_of(tmp_path, rows, settings=SETTINGS + '[skip]\ndirectory = "skip-cache"\n')
+    found = outcome_of(tmp_path, rows, settings=SETTINGS + '[rollout_cache]\ndirectory = "skip-cache"\n')
     assert ("rollouts", "2 of 4 steps replayed from skip-cache") in found["trained"]
 
 

@@ -86,7 +86,7 @@ def test_each_change_of_circumstances_is_an_error_that_names_it_alone(stored, na
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{stored / KEY.name} was generated with different inputs or settings:"
     assert lines[1].startswith(f"  {name}: stored ")
-    assert lines[2].startswith('Set skip.on_mismatch = "accept"')
+    assert lines[2].startswith('Set rollout_cache.on_mismatch = "accept"')
     assert calls.num_generated == 0
     assert [fields["on_mismatch"] for fields in calls.events_named("skip_mismatch")] == ["error"]
 

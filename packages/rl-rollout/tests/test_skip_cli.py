@@ -197,7 +197,7 @@ def test_a_directory_that_is_not_there_is_refused(capsys, tmp_path, verb):
         status, out, err = run(capsys, verb[0], directory, *verb[1:])
         assert (status, out) == (2, "")
         assert f"{directory} must be the folder or URL of a skip cache" in err
-        assert "Give the skip.directory of the run." in err
+        assert "Give the rollout_cache.directory of the run." in err
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -95,7 +95,9 @@ def test_a_directory_that_is_none_is_refused_at_the_start(tmp_path, make):
     make(place)
     with pytest.raises(CacheError, match=r"cache .*(cannot be created|must be a folder)"):
         SkipCache(SkipOptions(enabled=True, directory=str(place)))
-    with pytest.raises(CacheError, match=r"rollouts cannot be stored in .*cache: .*Give a writable skip.directory"):
+    with pytest.raises(
+        CacheError, match=r"rollouts cannot be stored in .*cache: .*Give a writable rollout_cache.directory"
+    ):
         write(EntryStore(str(place)))
 
 

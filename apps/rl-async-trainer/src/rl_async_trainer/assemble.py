@@ -60,9 +60,9 @@ def open_queue(settings: AsyncSettings, folder: Path) -> TransferQueue:
     """
     options = QueueOptions(directory=folder / QUEUE)
     tasks = queue_tasks(settings, order="arrival")
-    if settings.roles.kind == "inline":
+    if settings.roles.placement == "inline":
         return InProcessQueue(tasks, options=options)
-    if settings.roles.kind == "process":
+    if settings.roles.placement == "process":
         return SharedMemoryQueue(tasks, options=options)
     start_ray(ray_options(settings))
     return RayQueue(tasks, options=options)
@@ -84,7 +84,7 @@ async def start_roles(
     """
     roles, logs = settings.roles, folder / "logs"
     cluster = open_cluster(
-        ClusterOptions(kind=roles.kind, ray=ray_options(settings), log_directory=logs, close_deadline_s=60.0)
+        ClusterOptions(kind=roles.placement, ray=ray_options(settings), log_directory=logs, close_deadline_s=60.0)
     )
     common: dict[str, Any] = {"settings": with_absolute_cache(settings), "queue": queue}
     specs = [

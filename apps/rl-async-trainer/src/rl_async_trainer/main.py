@@ -83,7 +83,7 @@ def train_supervised(words: list[str]) -> int:
     of_settings = [word for word in words if word not in ("--resume", "--dry-run", "--best")]
     take_option(of_settings, "--replay")
     settings = read_settings(of_settings)
-    if "--dry-run" in words or settings.roles.kind == "inline" or not settings.roles.controller_restarts:
+    if "--dry-run" in words or settings.roles.placement == "inline" or not settings.roles.controller_restarts:
         return train(words)
     return supervise(words, settings)
 
@@ -114,6 +114,7 @@ def train(words: list[str]) -> int:
             from rl_async_trainer.unused import ASYNC_UNUSED
             from rl_trainer_parts.commands.policies import with_best_policy
             from rl_trainer_parts.commands.train import train_checked
+            from rl_trainer_parts.run.folder import require_format
         if best:
             settings = with_best_policy(settings, console.say)
 
@@ -128,6 +129,7 @@ def train(words: list[str]) -> int:
 
         problems = list(schedule_problems(settings))
         if replayed is not None and not problems:
+            require_format(Path(replayed))
             read_plan(Path(replayed), settings.schedule_options)  # raises here if it cannot be replayed
         return train_checked(
             settings,

@@ -21,7 +21,7 @@ def _schedule(settings: AsyncSettings) -> Iterator[str]:
     schedule, options = settings.schedule, settings.schedule_options
     ahead = (options.max_staleness + 1) * options.groups_per_version
     yield "Schedule"
-    yield f"  roles      rollouter and learner in {PLACES[settings.roles.kind]}"
+    yield f"  roles      rollouter and learner in {PLACES[settings.roles.placement]}"
     yield f"  mode       {describe_mode(settings)}"
     every = "step" if schedule.sync_every == 1 else f"{schedule.sync_every} steps"
     old = counted(options.max_staleness, "version")

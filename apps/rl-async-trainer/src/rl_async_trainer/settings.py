@@ -39,8 +39,8 @@ class RoleSettings:
     """Where rollouter and learner run, and what happens when one dies.
 
     Attributes:
-        kind: "ray" (Ray actors, on one or more machines), "process" (processes on this machine) or "inline" (in this
-            process, easy to debug). `rollout.placement` and `cluster.kind` place the engines and ranks of each.
+        placement: "ray" (Ray actors, on one or more machines), "process" (processes on this machine) or "inline" (in
+            this process, easy to debug). `rollout.placement` and `cluster.placement` place its engines and ranks.
         rollouter_restarts: How often a dead rollouter is restarted; its groups are generated again.
         learner_restarts: How often a dead learner is restarted, from the last checkpoint.
         controller_restarts: How often the controller is restarted after its process is killed.
@@ -51,7 +51,7 @@ class RoleSettings:
         on_hang: What happens after that: "fail" stops the run, "report" lets it continue.
     """
 
-    kind: Literal["inline", "process", "ray"] = "ray"
+    placement: Literal["inline", "process", "ray"] = "ray"
     rollouter_restarts: NonNegativeInt = 5
     learner_restarts: NonNegativeInt = 5
     controller_restarts: NonNegativeInt = 5
@@ -69,7 +69,7 @@ class AsyncSettings(Settings):
         "schedule.max_inflight_groups",
         "schedule.validate_on",
         "schedule.validation_batch",
-        "roles.kind",
+        "roles.placement",
         "roles.rollouter_restarts",
         "roles.learner_restarts",
         "roles.controller_restarts",
@@ -86,7 +86,7 @@ class AsyncSettings(Settings):
     @property
     def placements(self) -> dict[str, str]:
         """Where each part of the run is placed, by the setting that decides it."""
-        return {"roles.kind": self.roles.kind, **super().placements}
+        return {"roles.placement": self.roles.placement, **super().placements}
 
     @property
     def zero_metrics(self) -> tuple[str, ...]:
@@ -122,13 +122,13 @@ def schedule_problems(settings: AsyncSettings) -> Iterator[str]:
             "distillation.texts trains on existing texts, so there is no generation to overlap with training. Use "
             "rl-sync-trainer."
         )
-    if settings.skip.enabled and settings.skip.validation:
+    if settings.rollout_cache.enabled and settings.rollout_cache.validation:
         yield (
-            "skip.validation replays a validation only for the same weights, but in an asynchronous run they depend on "
-            "time. Leave it out, or use rl-sync-trainer."
+            "rollout_cache.validation replays a validation only for the same weights, but in an asynchronous run they "
+            "depend on time. Leave it out, or use rl-sync-trainer."
         )
-    if settings.rollout.sleep or settings.trainer.offload:
+    if settings.rollout.offload_engine or settings.trainer.offload_learner:
         yield (
-            "rollout.sleep and trainer.offload are for devices that generation and training use in turn, but here both "
-            "run at once. Leave them out, or use rl-sync-trainer."
+            "rollout.offload_engine and trainer.offload_learner are for devices that generation and training use in "
+            "turn, but here both run at once. Leave them out, or use rl-sync-trainer."
         )

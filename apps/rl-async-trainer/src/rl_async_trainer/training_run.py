@@ -187,7 +187,7 @@ class TrainingRun:
 
     async def _start_roles(self, stack: AsyncExitStack, queue: TransferQueue) -> Roles:
         settings = self._settings
-        with self._console.phase(f"starting roles ({settings.roles.kind})"):
+        with self._console.phase(f"starting roles ({settings.roles.placement})"):
             roles = await start_roles(
                 settings,
                 queue,

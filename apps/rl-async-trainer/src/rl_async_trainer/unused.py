@@ -7,8 +7,8 @@ RESTARTS = tuple(f"roles.{name}_restarts" for name in ("rollouter", "learner", "
 ASYNC_UNUSED = (
     Unused(
         names=(*RESTARTS, "roles.heartbeat_deadline_s"),
-        when=lambda s: s.roles.kind == "inline",
-        because='with roles.kind = "inline"',
+        when=lambda s: s.roles.placement == "inline",
+        because='with roles.placement = "inline"',
     ),
     Unused(
         names=("roles.teacher_restarts",),

@@ -72,7 +72,7 @@ class StepFeed:
             sampling=sampling_params(parts.settings),
             num_sessions=group_size,
         )
-        if parts.settings.skip.enabled:
+        if parts.settings.rollout_cache.enabled:
             record_replay(self._recorder, found)
         if found.is_replayed:
             await self._issue(found.groups)
@@ -82,7 +82,7 @@ class StepFeed:
 
     async def _issue(self, groups: Sequence[GroupResult]) -> None:
         """Issue the replayed prompts, with as many sessions each as were stored."""
-        if self._parts.settings.skip.rewards == "stored":
+        if self._parts.settings.rollout_cache.rewards == "stored":
             self.replayed.update(group.prompt.uid for group in groups)
         for num_sessions, run in itertools.groupby(groups, key=lambda group: len(group.sessions)):
             await self._parts.issue([group.prompt for group in run], num_sessions=num_sessions)
@@ -139,7 +139,7 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
     num_prompts = parts.settings.rollout.prompts_per_step
     feed = StepFeed(parts, recorder, step=step)
     put = partial(put_trajectories, parts.queue, parts.settings)
-    if not parts.settings.refill.filter:
+    if not parts.settings.dynamic_sampling.filter:
         groups = await feed.run(
             parts.source.next(num_prompts), on_groups=lambda settled: settle(parts.queue, settled, put=put)
         )
@@ -149,12 +149,12 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
         feed.run,
         parts.source.next,
         wanted=num_prompts,
-        keep=resolve_filter(parts.settings.refill.filter),
-        max_rounds=parts.settings.refill.max_rounds,
+        keep=resolve_filter(parts.settings.dynamic_sampling.filter),
+        max_rounds=parts.settings.dynamic_sampling.max_rounds,
     )
     settle(parts.queue, [*found.groups, *found.failed], put=put)
     for group, reason in found.refused:
-        settle(parts.queue, [group], refused=refusal(parts.settings.refill.filter, reason))
+        settle(parts.queue, [group], refused=refusal(parts.settings.dynamic_sampling.filter, reason))
     recorder.record("rollout/num_rounds", found.num_rounds)
     recorder.record("rollout/refused_groups", len(found.refused) + found.num_made_up)
     recorder.record("rollout/made_up_groups", found.num_made_up)
@@ -267,12 +267,12 @@ async def _publish_once(parts: Parts, version: int) -> PublishReport:
     settings, learners, tolerances = parts.settings, parts.learners, proof_tolerances(parts.settings)
     sequences = canary_sequences(settings, parts.inputs.train)
     canary = learners.canary(sequences, replays=replays(settings))
-    update = learners.pack(parts.transport, version=version, leaves=settings.trainer.offload)
+    update = learners.pack(parts.transport, version=version, leaves=settings.trainer.offload_learner)
     await _wake_engine(parts)
     report = await publish_to(parts.engine, update, canary=canary, tolerances=tolerances)
     if not report.canary_scores:
         return report
-    if settings.trainer.offload:  # the learner scores the canary
+    if settings.trainer.offload_learner:  # the learner scores the canary
         await rest_engine(parts, keeps_weights=True)
     report = learners.proven(canary, report, tolerances=tolerances)
     await _wake_engine(parts)
@@ -280,7 +280,7 @@ async def _publish_once(parts: Parts, version: int) -> PublishReport:
 
 
 async def _wake_engine(parts: Parts) -> None:
-    if parts.settings.trainer.offload:
+    if parts.settings.trainer.offload_learner:
         parts.learners.offload()
     await parts.engine.wake()
 
@@ -293,8 +293,8 @@ async def rest_engine(parts: Parts, *, keeps_weights: bool = False) -> None:
         keeps_weights: The engine needs its weights again before the next update, so they must not be dropped.
     """
     rollout = parts.settings.rollout
-    if rollout.sleep and parts.engine.traits.can_sleep:
-        await parts.engine.sleep(1 if keeps_weights or rollout.sleep_keeps_weights else 2)
+    if rollout.offload_engine and parts.engine.traits.can_sleep:
+        await parts.engine.sleep(1 if keeps_weights or rollout.offload_keeps_weights else 2)
 
 
 def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> None:

@@ -72,7 +72,7 @@ class TrainingRun:
                 deadline_s=settings.rollout.start_deadline_s,
             )
         console.say(f"engine: {engine.traits.name}")
-        if settings.rollout.sleep and not engine.traits.can_sleep:
+        if settings.rollout.offload_engine and not engine.traits.can_sleep:
             console.say("engine: it cannot sleep on this platform, so it keeps its memory while the learner trains")
         teachers = await self._start_teachers(stack, learners, stop)
         parts = self._assemble(stack, learners, engine, source, stop, teachers=teachers)
@@ -86,7 +86,7 @@ class TrainingRun:
 
     def _start_learners(self, stack: AsyncExitStack, checkpoint: Path | None) -> Learners:
         settings, console = self._settings, self._console
-        with console.phase(f"starting {settings.policy.learner} learner"):
+        with console.phase(f"starting {settings.policy.backend} learner"):
             # Built from the initial policy, whose tokenizer every checkpoint copies; the checkpoint may be pruned.
             learners = start_learners(settings, log_directory=self._folder.path / "logs")
             stack.callback(learners.close)

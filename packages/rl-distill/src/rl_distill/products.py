@@ -55,7 +55,7 @@ def chosen_products(wanted: str) -> Products:
         return _measured()
     if not has_onednn():
         raise SettingsError(
-            f'learner.products is "onednn", which torch {torch.__version__} does not have on this machine. Set it to '
+            f'optimizer.products is "onednn", which torch {torch.__version__} does not have on this machine. Set it to '
             '"torch"; a run that started with oneDNN then continues with different rounding.'
         )
     return "onednn"

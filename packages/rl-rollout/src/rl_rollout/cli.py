@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     cache = parts.add_parser(
         "cache",
         help="inspect skip caches: stored rollouts that runs replay",
-        description="Inspect a skip cache, the directory set as skip.directory; safe while runs use it.",
+        description="Inspect a skip cache, the directory set as rollout_cache.directory; safe while runs use it.",
         epilog=EPILOG,
     )
     verbs = cache.add_subparsers(dest="verb", required=True, metavar="VERB")

@@ -89,7 +89,7 @@ class Controller:
         Models must not load in parallel within one process, because transformers changes global state while it loads
         one.
         """
-        alone = asyncio.Semaphore(1 if self._settings.roles.kind == "inline" else 3)
+        alone = asyncio.Semaphore(1 if self._settings.roles.placement == "inline" else 3)
 
         async def started(what: str, work: Awaitable[Any], *, is_brief: bool = False) -> Any:
             async with alone:
@@ -98,7 +98,7 @@ class Controller:
 
         rollouter, learner, _ = await asyncio.gather(
             started(f"{self._settings.rollout.engine} engine", self._rollouter.start()),
-            started(f"{self._settings.policy.learner} learner", self._learner.start(checkpoint)),
+            started(f"{self._settings.policy.backend} learner", self._learner.start(checkpoint)),
             started("teachers", self._teachers.start(), is_brief=not self._settings.distillation.teachers),
         )
         return rollouter, learner
@@ -112,7 +112,7 @@ class Controller:
         """
         work = [self._learn(), self._rollouts.feed(), self._rollouts.gather(), self._weights.run()]
         work += [self._teachers.serve(), self._hear_stop()]
-        if self._settings.roles.kind != "inline":
+        if self._settings.roles.placement != "inline":
             work.append(self._ask_roles())
         tasks = [asyncio.create_task(one) for one in work]
         learning = tasks[0]
@@ -307,7 +307,7 @@ class Controller:
             restarts=restarts,
         )
         metrics |= {"training/epoch": float(self._parts.supply.epoch), **self._parts.memory.step(scheduler.num_steps)}
-        if self._settings.skip.enabled:
+        if self._settings.rollout_cache.enabled:
             metrics["rollout/replayed"] = len(scheduler.replayed.intersection(uids)) / len(uids)
         is_due = self._settings.metrics.has_details(scheduler.num_steps)
         return metrics, {**window["histograms"], **report.histograms} if is_due else {}

@@ -52,7 +52,7 @@ class LearnerHost(BaseLearnerHost):
             canary_sequences: Sequences that prove each weight update.
             folder: The run's folder.
         """
-        is_apart = settings.roles.kind != "inline"
+        is_apart = settings.roles.placement != "inline"
         super().__init__(
             queue,
             canary_sequences,
@@ -156,7 +156,7 @@ class LearnerHost(BaseLearnerHost):
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder / "skipped"),
         )
         self.transport = make_transport(
-            settings, is_in_process=settings.roles.kind == settings.rollout.placement == "inline"
+            settings, is_in_process=settings.roles.placement == settings.rollout.placement == "inline"
         )
         return learners.policy.num_parameters
 

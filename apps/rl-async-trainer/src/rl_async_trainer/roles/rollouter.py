@@ -71,7 +71,7 @@ class Rollouter(BaseRollouter):
         self._settings = settings
         self._log_directory = log_directory
         self._prompts_digest = prompts_digest
-        is_apart = settings.roles.kind != "inline"  # an inline role shares the controller's memory
+        is_apart = settings.roles.placement != "inline"  # an inline role shares the controller's memory
         self._memory = make_memory_watch(settings, "rollouter", say=self.say) if is_apart else None
 
     async def start(self) -> str:
@@ -89,7 +89,7 @@ class Rollouter(BaseRollouter):
         opening = open_rollout(settings, tokenizer, self.engine, served=lambda: self.served_version)
         self.rollout = self.opened.enter_context(opening)
         await self.rollout.start()
-        if settings.skip.enabled:
+        if settings.rollout_cache.enabled:
             self.stored = groupwise_cache(
                 settings,
                 tokenizer,
@@ -170,7 +170,7 @@ def make_refusals(settings: AsyncSettings) -> Refusals | None:
     The synchronous trainer keeps the groups of its last round, whatever the filter says. Here groups arrive one by one:
     once a policy version has refused as many as all rounds but the last would have, further groups train.
     """
-    refill = settings.refill
+    refill = settings.dynamic_sampling
     if not refill.filter:
         return None
     return Refusals(refill.filter, most=(refill.max_rounds - 1) * settings.schedule_options.groups_per_version)

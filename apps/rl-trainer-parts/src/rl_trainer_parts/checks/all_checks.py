@@ -83,42 +83,44 @@ OF_ENGINES = {
 def _engine(settings: Settings) -> Iterator[str]:
     for bound, names in OF_ENGINES.items():
         for name in names:
-            value = getattr(settings.engine, name)
+            value = getattr(settings.vllm, name)
             if value is not None and not (value >= 1 if bound == "at least 1" else value > 0):
                 yield f"engine.{name} must be {bound}; found {value:g}."
 
 
 def _options(settings: Settings) -> Iterator[str]:
-    yield from (f"learner.{problem}" for problem in settings.learner.problems())
+    yield from (f"learner.{problem}" for problem in settings.optimizer.problems())
     yield from (f"reward.{problem}" for problem in settings.reward.problems())
-    yield from (f"skip.{problem}" for problem in settings.skip.problems())
+    yield from (f"skip.{problem}" for problem in settings.rollout_cache.problems())
     yield from (f"trainer.target.{problem}" for problem in settings.trainer.target.problems())
     yield from _skip(settings)
-    if settings.refill.filter:
+    if settings.dynamic_sampling.filter:
         try:
-            resolve_filter(settings.refill.filter)
+            resolve_filter(settings.dynamic_sampling.filter)
         except SettingsError as error:
-            yield f"refill.filter: {error}{value_hint('refill.filter', settings.refill.filter)}"
+            problem = f"dynamic_sampling.filter: {error}"
+            yield f"{problem}{value_hint('dynamic_sampling.filter', settings.dynamic_sampling.filter)}"
 
 
 def _skip(settings: Settings) -> Iterator[str]:
     """Problems of a skip cache that depend on other settings or on the disk."""
-    skip = settings.skip
+    skip = settings.rollout_cache
     if not skip.enabled or any(skip.problems()):
         return
     try:
         open_folder(skip.directory).check()
     except (CacheError, MissingExtraError) as error:
-        yield f"skip.directory: {error}"
+        yield f"rollout_cache.directory: {error}"
     last = settings.trainer.steps
     if not StepSelection.parse(skip.steps).count_before(last + 1):
-        yield f"skip.steps = {skip.steps!r} selects no step up to {with_value(settings, 'trainer.steps')}."
+        steps = with_value(settings, "trainer.steps")
+        yield f"rollout_cache.steps = {skip.steps!r} selects no step up to {steps}."
     if skip.rewards == "again":
         with contextlib.suppress(SettingsError):  # another check reports an unknown loop
             if not can_score_again(LOOPS.get(settings.rollout.loop)):
                 yield (
-                    f'skip.rewards = "again" needs an agent loop whose stored sessions can be scored again; '
-                    f'found {settings.rollout.loop!r}. Set skip.rewards = "stored".'
+                    f'rollout_cache.rewards = "again" needs an agent loop whose stored sessions can be scored again; '
+                    f'found {settings.rollout.loop!r}. Set rollout_cache.rewards = "stored".'
                 )
 
 
@@ -165,7 +167,7 @@ def _lengths(settings: Settings) -> Iterator[str]:
     """Problems of trajectories that exceed the model's positions or the engine's context."""
     prompts, rollout = settings.prompts, settings.rollout
     longest = prompts.max_tokens + rollout.max_response_tokens
-    limits = {"engine.max_model_len": settings.engine.max_model_len}
+    limits = {"vllm.max_model_len": settings.vllm.max_model_len}
     with contextlib.suppress(OSError, ValueError, EngineError):  # other checks report a broken config.json
         limits["the model's max_position_embeddings"] = max_positions(settings.policy.path)
     for name, limit in limits.items():
@@ -215,33 +217,34 @@ def _parallel(settings: Settings) -> Iterator[str]:
         check_ranks(parallel)
     except SettingsError as error:
         yield from (f"parallel.{line}" for line in str(error).splitlines())
-    if parallel.ranks > 1 and settings.policy.learner != "megatron":
+    if parallel.ranks > 1 and settings.policy.backend != "megatron":
         yield (
-            f'parallel.ranks = {parallel.ranks} needs policy.learner = "megatron"; found {settings.policy.learner!r}.'
+            f'parallel.ranks = {parallel.ranks} needs policy.backend = "megatron"; found {settings.policy.backend!r}.'
         )
-    elif cluster.kind != "inline" and settings.policy.learner != "megatron":
+    elif cluster.placement != "inline" and settings.policy.backend != "megatron":
         yield (
-            f'cluster.kind = "{cluster.kind}" needs policy.learner = "megatron"; found {settings.policy.learner!r}, '
-            'which trains in the process of the trainer or of its role. Set cluster.kind = "inline".'
+            f'cluster.placement = "{cluster.placement}" needs policy.backend = "megatron"; found '
+            f"{settings.policy.backend!r}, "
+            'which trains in the process of the trainer or of its role. Set cluster.placement = "inline".'
         )
-    if parallel.ranks > 1 and cluster.kind == "inline":
+    if parallel.ranks > 1 and cluster.placement == "inline":
         yield (
-            f'parallel.ranks = {parallel.ranks} needs separate processes: set cluster.kind to "process" or '
+            f'parallel.ranks = {parallel.ranks} needs separate processes: set cluster.placement to "process" or '
             '"ray"; found "inline".'
         )
     placements = settings.placements
     if cluster.ray_address is not None and "ray" not in placements.values():
         on_ray = " or ".join(f'{name} = "ray"' for name in placements)
         yield f"cluster.ray_address needs {on_ray}; found {', '.join(map(repr, placements.values()))}."
-    if cluster.ray_address is not None and cluster.kind == "ray" and cluster.gpus_per_rank is None:
+    if cluster.ray_address is not None and cluster.placement == "ray" and cluster.gpus_per_rank is None:
         yield (
             "cluster.gpus_per_rank must be set when the run joins a Ray cluster, whose GPUs are not visible from here: "
             "1 for a GPU per rank, 0 to train on CPUs; found none."
         )
-    if cluster.kind == "inline" and (cluster.cpus_per_rank or cluster.gpus_per_rank):
+    if cluster.placement == "inline" and (cluster.cpus_per_rank or cluster.gpus_per_rank):
         yield (
             "cluster.cpus_per_rank and cluster.gpus_per_rank reserve nothing for a rank in the trainer's process. Set "
-            'them to 0, or cluster.kind to "process" or "ray".'
+            'them to 0, or cluster.placement to "process" or "ray".'
         )
     yield from _replicas(settings)
 
@@ -271,16 +274,16 @@ def _direct(settings: Settings) -> Iterator[str]:
     """Problems of `weights.transport = "direct"`."""
     if settings.weights.transport != "direct":
         return
-    if settings.policy.learner != "megatron" or settings.cluster.kind == "inline":
+    if settings.policy.backend != "megatron" or settings.cluster.placement == "inline":
         yield (
             'weights.transport = "direct" needs every rank in its own process, to send its own shards: set '
-            'policy.learner to "megatron" and cluster.kind to "process" or "ray", or the transport to "tcp" or "nccl"; '
-            f"found {settings.policy.learner!r} and {settings.cluster.kind!r}."
+            'policy.backend to "megatron" and cluster.placement to "process" or "ray", or the transport to "tcp" or '
+            f'"nccl"; found {settings.policy.backend!r} and {settings.cluster.placement!r}.'
         )
-    if settings.trainer.offload:
+    if settings.trainer.offload_learner:
         yield (
-            'weights.transport = "direct" sends weights from the device that trains them, and trainer.offload = true '
-            'frees them before the engine has received them. Set it to false, or the transport to "file".'
+            'weights.transport = "direct" sends weights from the device that trains them, and trainer.offload_learner '
+            '= true frees them before the engine has received them. Set it to false, or the transport to "file".'
         )
 
 

@@ -50,7 +50,7 @@ def check_loop(settings: Settings, tokenizer: PromptTokenizer) -> list[str]:
         MissingExtraError: The loop needs a library that is not installed.
     """
     rollout = settings.rollout
-    is_elsewhere = settings.cluster.ray_address is not None and settings.placements.get("roles.kind") == "ray"
+    is_elsewhere = settings.cluster.ray_address is not None and settings.placements.get("roles.placement") == "ray"
     try:
         loop = resolve_loop(rollout.loop, rollout.loop_options)
         try:

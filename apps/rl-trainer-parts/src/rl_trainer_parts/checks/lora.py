@@ -15,13 +15,13 @@ def lora_problems(settings: Settings) -> Iterator[str]:
     """Problems of values and combinations that do not depend on files."""
     lora = settings.lora
     for name in FROM_LORA:
-        if value := getattr(settings.engine, name):
+        if value := getattr(settings.vllm, name):
             yield f"engine.{name} is derived from [lora] in training; found {value!r}. Leave it out."
     if not lora.rank:
         yield from _without_rank(lora)
-    elif settings.policy.learner != "megatron":
+    elif settings.policy.backend != "megatron":
         yield (
-            f'lora.rank = {lora.rank} needs policy.learner = "megatron"; found {settings.policy.learner!r}, which '
+            f'lora.rank = {lora.rank} needs policy.backend = "megatron"; found {settings.policy.backend!r}, which '
             "trains all weights."
         )
 

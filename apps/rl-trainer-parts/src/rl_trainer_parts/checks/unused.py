@@ -41,8 +41,12 @@ RULES = (
         when=lambda s: s.correction.weights == "none",
         because='with correction.weights = "none"',
     ),
-    Unused(names=("refill.max_rounds",), when=lambda s: not s.refill.filter, because="without refill.filter"),
-    Unused(names=("skip.",), when=lambda s: not s.skip.enabled, because="with skip.enabled = false"),
+    Unused(
+        names=("dynamic_sampling.max_rounds",),
+        when=lambda s: not s.dynamic_sampling.filter,
+        because="without dynamic_sampling.filter",
+    ),
+    Unused(names=("skip.",), when=lambda s: not s.rollout_cache.enabled, because="with rollout_cache.enabled = false"),
     Unused(
         names=("replicas.restarts",),
         when=lambda s: s.rollout.placement == "inline",
@@ -60,8 +64,8 @@ RULES = (
     ),
     Unused(
         names=("cluster.start_deadline_s", "cluster.call_deadline_s"),
-        when=lambda s: s.cluster.kind == "inline",
-        because='with cluster.kind = "inline"',
+        when=lambda s: s.cluster.placement == "inline",
+        because='with cluster.placement = "inline"',
     ),
     Unused(
         names=("algorithm.kl_estimator",),
@@ -89,23 +93,28 @@ RULES = (
         because="without retries: reward.on_failure and reward.retries",
     ),
     Unused(
-        names=("rollout.sleep_keeps_weights",),
-        when=lambda s: not s.rollout.sleep,
-        because="with rollout.sleep = false",
+        names=("rollout.offload_keeps_weights",),
+        when=lambda s: not s.rollout.offload_engine,
+        because="with rollout.offload_engine = false",
     ),
     Unused(
-        names=("learner.decay", "learner.min_learning_rate"),
-        when=lambda s: s.learner.decay_steps is None,
-        because="without learner.decay_steps",
+        names=("optimizer.decay", "optimizer.min_learning_rate"),
+        when=lambda s: s.optimizer.decay_steps is None,
+        because="without optimizer.decay_steps",
     ),
     Unused(
         names=(
-            *("learner.shared_prefix_tokens", "learner.recompute", "learner.recompute_modules", "learner.kernels"),
-            *("learner.overlap_grad_reduce", "learner.overlap_param_gather", "learner.offload_optimizer"),
+            *(
+                "optimizer.shared_prefix_tokens",
+                "optimizer.recompute",
+                "optimizer.recompute_modules",
+                "optimizer.kernels",
+            ),
+            *("optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather", "optimizer.offload_optimizer"),
             *("trainer.background_checkpoints", "parallel."),
         ),
-        when=lambda s: s.policy.learner == "torch",
-        because='with policy.learner = "torch"',
+        when=lambda s: s.policy.backend == "torch",
+        because='with policy.backend = "torch"',
     ),
     Unused(
         names=_VLLM_ALONE,

@@ -22,7 +22,7 @@ def describe_adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     if not lora.rank:
         return
     targets, total = adapted_modules(config, lora), count_parameters(config).total
-    trained, size = adapter_size(config, lora), BYTES[settings.learner.dtype]
+    trained, size = adapter_size(config, lora), BYTES[settings.optimizer.dtype]
     modules = dict.fromkeys(name.rpartition(".")[2] for name in targets)
     matrices = counted(len(targets), "matrix", "matrices")
     yield "Adapter"
@@ -34,12 +34,12 @@ def describe_adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
         yield f"  an update  {size_text(trained * size)}, served beside the base model (lora.serving = adapter)"
     else:
         yield f"  an update  {size_text(total * size)}, all weights with the adapter merged (lora.serving = merged)"
-    yield from _learning_rate(settings.learner.learning_rate)
+    yield from _learning_rate(settings.optimizer.learning_rate)
 
 
 def _learning_rate(rate: float) -> Iterator[str]:
     if rate > FULL_TRAINING_RATE:
         yield f"  rate       {rate:g}; LoRA usually needs ten times the learning rate of full training"
         return
-    yield f"  rate       learner.learning_rate = {rate:g} looks like a rate for full training;"
+    yield f"  rate       optimizer.learning_rate = {rate:g} looks like a rate for full training;"
     yield f"             LoRA usually needs ten times as much, {10 * rate:g}"

@@ -92,11 +92,11 @@ def starter_values(folder: Path, model: Path | None) -> dict[str, object]:
         "trainer.steps": 20,
         "trainer.validate_every": 5,
         "trainer.checkpoint_every": 10,
-        "learner.learning_rate": 1e-6,
-        "learner.dtype": dtype,
+        "optimizer.learning_rate": 1e-6,
+        "optimizer.dtype": dtype,
         "algorithm.advantage": "grpo",
-        "engine.dtype": dtype,
-        "engine.gpu_memory_utilization": 0.4,
+        "vllm.dtype": dtype,
+        "vllm.gpu_memory_utilization": 0.4,
         "schedule.max_staleness": 1,
     }
 

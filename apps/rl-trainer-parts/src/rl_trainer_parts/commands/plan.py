@@ -62,9 +62,9 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     rollout = settings.rollout
     where = inline_engine if rollout.placement == "inline" else _engine_place(settings)
     yield "Roles"
-    yield f"  learner    {settings.policy.learner}, {settings.learner.dtype}, policy {settings.policy.path}"
+    yield f"  learner    {settings.policy.backend}, {settings.optimizer.dtype}, policy {settings.policy.path}"
     yield from _ranks(settings, inline_rank)
-    yield f"  engine     {rollout.engine}, {settings.engine.dtype}, {where}; loop {rollout.loop}"
+    yield f"  engine     {rollout.engine}, {settings.vllm.dtype}, {where}; loop {rollout.loop}"
     yield from (f"{INDENT}{line}" for line in loop_lines)
     yield from _replay(settings)
     yield f"{INDENT}responses end at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
@@ -98,10 +98,10 @@ def _engine_place(settings: Settings) -> str:
 
 def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
     parallel, cluster = settings.parallel, settings.cluster
-    if cluster.kind == "inline":
+    if cluster.placement == "inline":
         yield f"             one rank, {inline_rank}"
         return
-    where = PLACES[cluster.kind][parallel.ranks > 1]
+    where = PLACES[cluster.placement][parallel.ranks > 1]
     sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "data", "expert")}
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
     yield f"             {counted(parallel.ranks, 'rank')} in {where}: {layout}"
@@ -171,23 +171,24 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     samples = rollout.prompts_per_step * rollout.group_size
     longest, bound = longest_trajectory(settings), settings.prompts.max_tokens + rollout.max_response_tokens
     epochs = trainer.steps * rollout.prompts_per_step / counts.train
-    micro_batches = min(samples, -(-samples * longest // settings.learner.micro_batch_tokens))
+    micro_batches = min(samples, -(-samples * longest // settings.optimizer.micro_batch_tokens))
     yield "Batches"
     prompts, sessions = counted(rollout.prompts_per_step, "prompt"), counted(rollout.group_size, "session")
     yield f"  a step     {prompts} x {sessions} = {counted(samples, 'trajectory', 'trajectories')}"
-    if settings.refill.filter:
-        rounds = counted(settings.refill.max_rounds, "round")
-        yield f"             from groups that {settings.refill.filter} keeps, in at most {rounds} of generation"
-    if settings.skip.enabled:
-        skip = settings.skip
-        yield f"             steps {skip.steps} from the skip cache {skip.directory} (skip.action = {skip.action})"
+    if settings.dynamic_sampling.filter:
+        sampling = settings.dynamic_sampling
+        rounds = counted(sampling.max_rounds, "round")
+        yield f"             from groups that {sampling.filter} keeps, in at most {rounds} of generation"
+    if settings.rollout_cache.enabled:
+        cache = settings.rollout_cache
+        yield f"             steps {cache.steps} from the rollout cache {cache.directory} (action {cache.action})"
     updates = counted(trainer.minibatches * trainer.epochs, "optimizer update")
     yield f"             in {updates}, at most {counted(micro_batches, 'micro-batch', 'micro-batches')} in total"
     made_of = f"{settings.prompts.max_tokens} + {rollout.max_response_tokens} = " if longest == bound else ""
     yield f"  tokens     at most {made_of}{longest} a trajectory"
     yield from _sharing(settings)
-    if longest > settings.learner.micro_batch_tokens:
-        yield f"             one longer than learner.micro_batch_tokens = {settings.learner.micro_batch_tokens}"
+    if longest > settings.optimizer.micro_batch_tokens:
+        yield f"             one longer than optimizer.micro_batch_tokens = {settings.optimizer.micro_batch_tokens}"
         yield "             becomes a micro-batch of its own"
     trajectories = counted(trainer.steps * samples, "trajectory", "trajectories")
     yield f"  the run    {counted(trainer.steps, 'step')}, {trajectories}, {epochs:.2f} epochs"
@@ -209,8 +210,8 @@ def _every(steps: int) -> str:
 
 def _sharing(settings: Settings) -> Iterator[str]:
     """Line about prompts that the learner computes once per group."""
-    least, rollout = settings.learner.shared_prefix_tokens, settings.rollout
-    if least == 0 or settings.policy.learner != "megatron" or rollout.group_size == 1:
+    least, rollout = settings.optimizer.shared_prefix_tokens, settings.rollout
+    if least == 0 or settings.policy.backend != "megatron" or rollout.group_size == 1:
         return
     prompt, longest = settings.prompts.max_tokens, longest_trajectory(settings)
     share = (rollout.group_size - 1) * prompt / (rollout.group_size * longest)
@@ -219,7 +220,7 @@ def _sharing(settings: Settings) -> Iterator[str]:
 
 def _memory(settings: Settings) -> Iterator[str]:
     policy, algorithm = _config(settings.policy.path), settings.algorithm
-    engine = count_parameters(policy).total * BYTES[settings.engine.dtype]
+    engine = count_parameters(policy).total * BYTES[settings.vllm.dtype]
     yield f"Memory, without activations, for {_parameters(policy)}"
     yield f"  learner    {_on_ranks(settings, policy, 'policy')} (weights, gradients, optimizer)"
     yield from _activations(settings, policy)
@@ -230,7 +231,7 @@ def _memory(settings: Settings) -> Iterator[str]:
         shared = "none: it shares the learner's" if settings.lora.rank else _on_ranks(settings, policy, "frozen")
         yield f"  reference  {shared} (weights)"
     yield from _teacher_memory(settings)
-    cache = f" + {settings.engine.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
+    cache = f" + {settings.vllm.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
     yield f"  engine     {size_text(engine)} weights{cache if settings.rollout.engine == 'vllm' else ''}"
     yield from _experts(settings)
 
@@ -249,7 +250,7 @@ def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", 
     """Memory of a model on the rank that needs the most."""
     parallel = settings.parallel
     lora = settings.lora if kind == "policy" else LoraOptions()
-    stages = rank_memory(config, parallel, dtype=settings.learner.dtype, kind=kind, lora=lora)
+    stages = rank_memory(config, parallel, dtype=settings.optimizer.dtype, kind=kind, lora=lora)
     which = "each" if len(set(stages)) == 1 else "the fullest"
     where = f" on {which} of {parallel.ranks} ranks" if parallel.ranks > 1 else ""
     return f"{size_text(max(map(sum, stages)))}{where}"
@@ -257,8 +258,8 @@ def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", 
 
 def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     """Additional activation memory of the layers on a GPU; with other kernels and dtypes it depends on the lengths."""
-    learner = settings.learner
-    is_known = settings.policy.learner == "megatron" and learner.kernels != "plain" and learner.dtype == "bfloat16"
+    learner = settings.optimizer
+    is_known = settings.policy.backend == "megatron" and learner.kernels != "plain" and learner.dtype == "bfloat16"
     if is_known and not settings.lora.rank:
         kept = max(kept_activations(config, settings.parallel, learner))
         yield f"             and {size_text(kept)} of activations on a GPU for full micro-batches"

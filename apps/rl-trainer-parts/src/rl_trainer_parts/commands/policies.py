@@ -11,6 +11,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 from rl_trainer_parts.checks.model_folder import missing_path
 from rl_trainer_parts.run.best_checkpoint import best_checkpoint
+from rl_trainer_parts.run.folder import require_format
 from rl_trainer_parts.settings.schema import Settings
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -32,6 +33,7 @@ def find_policy(path: Path) -> Path:
         raise SettingsError(missing_path(path, setting="policy", kind="model"))
     if (path / "config.json").is_file() or is_adapter(path):
         return path
+    require_format(path)
     if (path / "checkpoints").is_dir():
         steps = CheckpointStore(path / "checkpoints", keep=1).steps()
         if not steps:

@@ -19,6 +19,7 @@ from rl_trainer_parts.run.folder import (
     choose_date,
     choose_products,
     open_run,
+    require_format,
     require_free,
     require_resumable,
 )
@@ -54,6 +55,8 @@ def train_checked(
         SettingsError: A setting is impossible, or the folder is in use.
         DataError: A user's file cannot be used.
     """
+    if resume or settings.run.if_exists == "resume":
+        require_format(settings.run_folder)
     with console.phase("checking settings and files", is_brief=True):
         settings = choose_date(settings, resume=resume)
         lacking = list(machine_problems(settings))

@@ -22,11 +22,11 @@ def routes_anew(settings: Settings) -> bool:
 
 def why_not_replayed(settings: Settings) -> str:
     """Why a mixture's learner does not replay the routing, by setting; "" if it does."""
-    if settings.policy.learner != "megatron":
-        return f'policy.learner = "{settings.policy.learner}" cannot replay routing; "megatron" can'
+    if settings.policy.backend != "megatron":
+        return f'policy.backend = "{settings.policy.backend}" cannot replay routing; "megatron" can'
     if settings.rollout.engine != "vllm":
         return f'rollout.engine = "{settings.rollout.engine}" does not report routing; "vllm" does'
-    return "" if settings.engine.capture_experts else "engine.capture_experts = false"
+    return "" if settings.vllm.capture_experts else "vllm.capture_experts = false"
 
 
 def _mixture_shape(settings: Settings) -> tuple[int, int] | None:

@@ -79,7 +79,10 @@ def text_problems(settings: Settings) -> Iterator[str]:
         )
     if chosen.other_tokenizer == "align" and chosen.teachers:
         yield f'{column} and other_tokenizer = "align" cannot be combined. Leave one of them out.'
-    for name, is_set in (("refill.filter", settings.refill.filter), ("skip.enabled", settings.skip.enabled)):
+    for name, is_set in (
+        ("dynamic_sampling.filter", settings.dynamic_sampling.filter),
+        ("rollout_cache.enabled", settings.rollout_cache.enabled),
+    ):
         if is_set:
             yield f"{column} generates no rollouts, so {name} has no effect. Leave it out."
     if settings.algorithm.old_logprobs == "recompute":

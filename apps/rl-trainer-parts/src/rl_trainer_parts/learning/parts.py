@@ -65,7 +65,7 @@ def proof_tolerances(settings: Settings) -> ProofTolerances:
     In float32, both almost always route a mixture's tokens to the same experts. In a coarser dtype some tokens go to
     other experts; unless the learner replays the engine's routing, canary logprobs may then differ by any amount.
     """
-    is_exact = settings.engine.dtype == settings.learner.dtype == "float32"
+    is_exact = settings.vllm.dtype == settings.optimizer.dtype == "float32"
     default = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
     canary = default.canary if settings.trainer.proof_tolerance is None else settings.trainer.proof_tolerance
     if not is_exact and settings.trainer.proof_tolerance is None and routes_anew(settings):

@@ -24,7 +24,7 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         RoleError: A rank died.
         SettingsError: There are too few CPUs or GPUs.
     """
-    if settings.policy.learner == "torch":
+    if settings.policy.backend == "torch":
         return _torch_learners(settings)
     from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
     from rl_distill.megatron.ranks import LearnerRanks
@@ -32,20 +32,22 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
     where = settings.cluster
     ranks = LearnerRanks(
         settings.parallel,
-        cluster=ClusterOptions(kind=where.kind, ray=RayOptions(address=where.ray_address), log_directory=log_directory),
+        cluster=ClusterOptions(
+            kind=where.placement, ray=RayOptions(address=where.ray_address), log_directory=log_directory
+        ),
         pool=rank_pool(settings),
-        num_threads=settings.learner.num_threads,
+        num_threads=settings.optimizer.num_threads,
         deadline_s=where.start_deadline_s,
         call_deadline_s=where.call_deadline_s,
     )
     try:
-        policy = MegatronLearner(settings.policy.path, settings.learner, ranks=ranks, lora=settings.lora)
+        policy = MegatronLearner(settings.policy.path, settings.optimizer, ranks=ranks, lora=settings.lora)
         reference = critic = None
         if settings.algorithm.kl_coefficient:
             reference = (
                 policy.reference()  # the policy's own base, without its adapter
                 if settings.lora.rank
-                else MegatronReference(settings.policy.path, settings.learner, ranks=ranks)
+                else MegatronReference(settings.policy.path, settings.optimizer, ranks=ranks)
             )
         if needs_critic(settings):
             folder = settings.critic.path or settings.policy.path
@@ -55,7 +57,7 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         raise
 
     def stacks(deadline_s: float) -> list[str]:
-        return [] if where.kind == "inline" else ranks.stacks(deadline_s=deadline_s)
+        return [] if where.placement == "inline" else ranks.stacks(deadline_s=deadline_s)
 
     return Learners(
         policy=policy,
@@ -88,7 +90,7 @@ def critic_options(settings: Settings) -> LearnerOptions:
     """The critic's options."""
     critic = settings.critic
     return replace(
-        settings.learner,
+        settings.optimizer,
         learning_rate=critic.learning_rate,
         warmup_steps=critic.warmup_steps,
         clip_grad=critic.clip_grad,
@@ -108,15 +110,15 @@ def gpus_per_rank(settings: Settings) -> float:
     """GPUs per rank: as set, else one if this machine has GPUs; 0 for an inline rank."""
     if settings.cluster.gpus_per_rank is not None:
         return settings.cluster.gpus_per_rank
-    return float(settings.cluster.kind != "inline" and bool(visible_gpus()))
+    return float(settings.cluster.placement != "inline" and bool(visible_gpus()))
 
 
 def _torch_learners(settings: Settings) -> Learners:
     from rl_distill.torch_learner import TorchLearner
 
-    models = [TorchLearner(settings.policy.path, settings.learner)]
+    models = [TorchLearner(settings.policy.path, settings.optimizer)]
     if settings.algorithm.kl_coefficient:
-        models.append(TorchLearner(settings.policy.path, settings.learner))
+        models.append(TorchLearner(settings.policy.path, settings.optimizer))
     reference = models[1] if len(models) > 1 else None
     return Learners(policy=models[0], reference=reference, critic=None, close=lambda: _close_all(models))
 

@@ -41,14 +41,14 @@ ADVICE = {
     "triton": "pip uninstall triton",
     "model": "Fix the model or its settings, then run check-machine again. An unreadable model's size is not checked.",
     "cpus": "Lower cluster.cpus_per_rank and replicas.cpus; 0 shares the machine's CPUs.",
-    "processes": "Lower parallel.ranks, replicas.count and engine.tensor_parallel_size.",
+    "processes": "Lower parallel.ranks, replicas.count and vllm.tensor_parallel_size.",
     "gpus": "`nvidia-smi` lists GPUs, driver and programs. Update an old driver, or install torch for an older CUDA. "
     "If there are too few GPUs, lower cluster.gpus_per_rank and replicas.gpus.",
     "peer access": "`nvidia-smi topo -m` shows how the GPUs are connected; a virtual machine may hide it.",
-    "gpu memory": "Lower engine.gpu_memory_utilization, set rollout.sleep and trainer.offload, train in bfloat16 or "
-    "with lora.rank, or spread the learner over more GPUs (parallel.ranks).",
+    "gpu memory": "Lower vllm.gpu_memory_utilization, set rollout.offload_engine and trainer.offload_learner, train in "
+    "bfloat16 or with lora.rank, or spread the learner over more GPUs (parallel.ranks).",
     "memory": "End other programs, raise the container's limit, use a smaller model, lora.rank or bfloat16, or lower "
-    "engine.kv_cache_gib.",
+    "vllm.kv_cache_gib.",
     "shared memory": "In Docker, use --shm-size=16g or --ipc=host. In Kubernetes, mount an emptyDir with medium: "
     'Memory on /dev/shm. Or set weights.transport = "tcp".',
     "ports": "Ranks, engines and Ray communicate over loopback: allow it in the sandbox or container. If ports are "

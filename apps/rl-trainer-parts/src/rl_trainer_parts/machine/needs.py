@@ -91,7 +91,7 @@ def _engine_problems(settings: Settings) -> Iterator[str]:
 
 
 def _libraries(settings: Settings, *, uses_ray: bool) -> frozenset[str]:
-    parts = {settings.rollout.engine, settings.policy.learner}
+    parts = {settings.rollout.engine, settings.policy.backend}
     parts |= {teacher.engine for teacher in settings.distillation.teachers.values()}
     chosen = {"vllm": "vllm" in parts, "megatron-core": "megatron" in parts, "ray": uses_ray}
     return frozenset(("torch", "transformers", *(name for name, is_needed in chosen.items() if is_needed)))
@@ -99,15 +99,15 @@ def _libraries(settings: Settings, *, uses_ray: bool) -> frozenset[str]:
 
 def _processes(settings: Settings) -> int:
     """Ranks of the learner and of the engines; an inline engine of one rank shares the learner's process."""
-    is_inline, tensor = settings.rollout.placement == "inline", settings.engine.tensor_parallel_size
+    is_inline, tensor = settings.rollout.placement == "inline", settings.vllm.tensor_parallel_size
     if is_inline:
         return settings.parallel.ranks + (tensor if tensor > 1 else 0)
     return settings.parallel.ranks + settings.replicas.count * tensor
 
 
 def _sizes(settings: Settings, needs: Needs) -> Needs:
-    rollout, engine, lora = settings.rollout, settings.engine, settings.lora
-    policy, each = settings.policy.path, BYTES[settings.learner.dtype]
+    rollout, engine, lora = settings.rollout, settings.vllm, settings.lora
+    policy, each = settings.policy.path, BYTES[settings.optimizer.dtype]
     config = parse_policy_config(read_policy_config(policy))
     total = count_parameters(config).total
     trained = adapter_size(config, lora) if lora.rank else total
@@ -133,7 +133,7 @@ def _sizes(settings: Settings, needs: Needs) -> Needs:
         shared_memory=shared_memory_bytes(settings),
         disk=(settings.trainer.keep_checkpoints + 1) * checkpoint,
         gpu_utilization=engine.gpu_memory_utilization if is_vllm else 0.0,
-        shares_gpu=not is_apart and not rollout.sleep,
+        shares_gpu=not is_apart and not rollout.offload_engine,
     )
 
 
@@ -146,18 +146,18 @@ def shared_memory_bytes(settings: Settings) -> int:
     """
     lora, config = settings.lora, parse_policy_config(read_policy_config(settings.policy.path))
     is_adapter = bool(lora.rank) and lora.serving == "adapter"
-    update = BYTES[settings.learner.dtype] * (
+    update = BYTES[settings.optimizer.dtype] * (
         adapter_size(config, lora) if is_adapter else count_parameters(config).total
     )
     if _is_apart(settings):  # the old file is replaced when the new one is complete
         return 2 * update if settings.weights.transport == "file" else 0
-    has_workers = settings.rollout.engine == "vllm" and settings.engine.tensor_parallel_size > 1
+    has_workers = settings.rollout.engine == "vllm" and settings.vllm.tensor_parallel_size > 1
     return update if has_workers else 0
 
 
 def _is_apart(settings: Settings) -> bool:
     """Return True if learner and engines are in different processes."""
-    return settings.rollout.placement != "inline" or settings.placements.get("roles.kind", "inline") != "inline"
+    return settings.rollout.placement != "inline" or settings.placements.get("roles.placement", "inline") != "inline"
 
 
 def _rank(
@@ -165,4 +165,4 @@ def _rank(
 ) -> int:
     """Size of a model in bytes on the rank that needs the most."""
     config, lora = parse_policy_config(read_policy_config(model)), lora or LoraOptions()
-    return max(map(sum, rank_memory(config, settings.parallel, dtype=settings.learner.dtype, kind=kind, lora=lora)))
+    return max(map(sum, rank_memory(config, settings.parallel, dtype=settings.optimizer.dtype, kind=kind, lora=lora)))

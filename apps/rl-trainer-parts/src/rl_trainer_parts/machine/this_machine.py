@@ -22,15 +22,15 @@ def machine_problems(settings: Settings) -> Iterator[str]:
     """
     if settings.cluster.ray_address is not None:
         return
-    kernels, transport = settings.learner.kernels, settings.weights.transport
-    if settings.policy.learner == "megatron" and kernels in ("fused", "transformer_engine"):
+    kernels, transport = settings.optimizer.kernels, settings.weights.transport
+    if settings.policy.backend == "megatron" and kernels in ("fused", "transformer_engine"):
         if not _has_gpu():
-            yield _needs_gpu("learner.kernels", kernels, instead="auto")
+            yield _needs_gpu("optimizer.kernels", kernels, instead="auto")
         if kernels == "transformer_engine" and find_spec("transformer_engine") is None:
             yield (
-                'learner.kernels = "transformer_engine" needs the module transformer_engine, which is not installed '
-                "here. Install `transformer-engine[pytorch]` for this machine's torch and CUDA, or set learner.kernels "
-                '= "auto".'
+                'optimizer.kernels = "transformer_engine" needs the module transformer_engine, which is not installed '
+                "here. Install `transformer-engine[pytorch]` for this machine's torch and CUDA, or set "
+                'optimizer.kernels = "auto".'
             )
     if transport in ON_CPUS and not _has_gpu():
         yield _needs_gpu("weights.transport", transport, instead=ON_CPUS[transport])

@@ -111,13 +111,13 @@ def gpus_per_replica(settings: Settings) -> float:
     if replicas.gpus is not None:
         return replicas.gpus
     has_choice = placement == "ray" or (placement == "process" and replicas.count > 1)
-    return float(settings.engine.tensor_parallel_size) if has_choice and visible_gpus() else 0.0
+    return float(settings.vllm.tensor_parallel_size) if has_choice and visible_gpus() else 0.0
 
 
 def longest_trajectory(settings: Settings) -> int:
     """Maximum trajectory length. `rollout.max_response_tokens` limits one turn; the engine limits the rest."""
     longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
-    return max(longest, settings.engine.max_model_len or 0) if settings.rollout.loop == "agent" else longest
+    return max(longest, settings.vllm.max_model_len or 0) if settings.rollout.loop == "agent" else longest
 
 
 def engine_options(settings: Settings, *, serves_adapter: bool = True) -> Any:
@@ -130,10 +130,10 @@ def engine_options(settings: Settings, *, serves_adapter: bool = True) -> Any:
     """
     longest = settings.prompts.max_tokens + settings.rollout.max_response_tokens
     options = replace(
-        settings.engine,
-        max_model_len=settings.engine.max_model_len or longest,
-        can_sleep=settings.engine.can_sleep or settings.rollout.sleep,
-        capture_experts=settings.engine.capture_experts and settings.policy.learner == "megatron",
+        settings.vllm,
+        max_model_len=settings.vllm.max_model_len or longest,
+        can_sleep=settings.vllm.can_sleep or settings.rollout.offload_engine,
+        capture_experts=settings.vllm.capture_experts and settings.policy.backend == "megatron",
         **(_room_for_adapter(settings) if serves_adapter else {}),
     )
     if settings.rollout.engine != "transformers":

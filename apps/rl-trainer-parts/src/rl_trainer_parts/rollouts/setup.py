@@ -112,7 +112,7 @@ def open_rollout(
     """
     chosen = settings.rollout
     audit = AuditOptions(share=chosen.audit_share, rescored_share=chosen.rescored_share, seed=settings.run.seed)
-    if settings.engine.dtype == "float32":
+    if settings.vllm.dtype == "float32":
         audit = replace(audit, rescored_tolerance=FLOAT32_TOLERANCE)
     scorer = make_scorer(settings, tokenizer, engine)
     try:

@@ -46,9 +46,9 @@ class SkipCacheReplay:
             MissingExtraError: The cache needs a library that is not installed.
         """
         self._settings = settings
-        self._cache = SkipCache(settings.skip, on_event=say)
+        self._cache = SkipCache(settings.rollout_cache, on_event=say)
         self._common: Circumstances | None = None
-        if settings.skip.enabled:
+        if settings.rollout_cache.enabled:
             self._common = _common_circumstances(settings, tokenizer)
         self._report: PublishReport | None = None
         self._engine = ""
@@ -73,7 +73,7 @@ class SkipCacheReplay:
         await rollout.start()  # a tool server lists its tools only while it runs
         circumstances = self._circumstances(self._common, rollout, sampling, num_sessions)
         found = await self._cache.rollouts(key, prompts, circumstances, generate)
-        if found.is_replayed and self._settings.skip.rewards == "again":
+        if found.is_replayed and self._settings.rollout_cache.rewards == "again":
             return replace(found, groups=tuple(await rollout.score_again(found.groups)))
         return found
 
@@ -102,15 +102,17 @@ def with_absolute_cache(settings: SettingsT) -> SettingsT:
     Raises:
         SettingsError: The path starts with ~, and the user has no home folder.
     """
-    directory = settings.skip.directory
-    if not settings.skip.enabled or "://" in directory:
+    directory = settings.rollout_cache.directory
+    if not settings.rollout_cache.enabled or "://" in directory:
         return settings
     try:
         absolute = str(Path(directory).expanduser().absolute())
     except RuntimeError as error:  # "~" without a home folder
-        raise SettingsError(f"skip.directory = {directory!r} cannot be used: {error} Write the whole path.") from error
-    skip = replace(settings.skip, directory=absolute)
-    return settings.model_copy(update={"skip": skip})
+        raise SettingsError(
+            f"rollout_cache.directory = {directory!r} cannot be used: {error} Write the whole path."
+        ) from error
+    skip = replace(settings.rollout_cache, directory=absolute)
+    return settings.model_copy(update={"rollout_cache": skip})
 
 
 def groupwise_cache(
@@ -157,11 +159,11 @@ def groupwise_cache(
         )
 
     return GroupwiseCache(
-        SkipCache(settings.skip, on_event=say),
+        SkipCache(settings.rollout_cache, on_event=say),
         circumstances,
         groups_per_step=groups_per_step,
         replaces_failed=replaces_failed,
-        score_again=rollout.score_again if settings.skip.rewards == "again" else None,
+        score_again=rollout.score_again if settings.rollout_cache.rewards == "again" else None,
     )
 
 

@@ -7,6 +7,7 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 from rl_metrics.run_files import open_run
 from rl_metrics.targets import TargetOptions, Validated, target_of, validations_of
+from rl_trainer_parts.run.folder import require_format
 
 
 def best_checkpoint(run: Path, say: Callable[[str], None]) -> Path:
@@ -22,6 +23,7 @@ def best_checkpoint(run: Path, say: Callable[[str], None]) -> Path:
     """
     if not (run / "checkpoints").is_dir():
         raise SettingsError(f"--best needs the folder of a run with checkpoints/; {run} is none.")
+    require_format(run)
     record = open_run(run)
     target = target_of(record.settings)
     ranked = _ranked(validations_of(record.history, target), target)

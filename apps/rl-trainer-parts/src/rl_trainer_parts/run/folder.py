@@ -23,6 +23,12 @@ from rl_trainer_parts.settings.schema import ReadableBy, Settings
 
 Chosen = TypeVar("Chosen", bound=Settings)
 
+FORMAT = 2
+"""Number of the format of a run's folder: of its settings, checkpoints and records. Folders without it have 1."""
+
+READERS = {1: "version 0.1 (commit c72489a1)"}
+"""What reads each older format."""
+
 
 class RunFolder:
     """A run's folder, locked by one process at a time."""
@@ -105,7 +111,8 @@ class RunFolder:
         return aside
 
     def write_settings(self, settings: Settings) -> None:
-        """Write the effective settings, with defaults and without literal secrets."""
+        """Write the effective settings, with defaults and without literal secrets, and the number of their format."""
+        write_durably(self.path / "format", f"{FORMAT}\n".encode())
         write_durably(self.path / "settings.toml", tomli_w.dumps(_without_none(plain_settings(settings))).encode())
 
     def check_resume(self, settings: Settings) -> None:
@@ -144,7 +151,7 @@ class RunFolder:
         """
         if any(self.checkpoints.glob("step_*")):
             return None
-        if all(path.name in (".lock", ".supervisor", "settings.toml") for path in self.path.iterdir()):
+        if all(path.name in (".lock", ".supervisor", "format", "settings.toml") for path in self.path.iterdir()):
             (self.path / "settings.toml").unlink(missing_ok=True)
             return None
         return self.archive()
@@ -154,6 +161,25 @@ class RunFolder:
         file = self.path / "summary.json"
         write_durably(file, (json.dumps(summary, indent=2) + "\n").encode())
         return file
+
+
+def require_format(path: Path) -> None:
+    """Refuse a run's folder of another format; anything else is no run's folder, and is not judged here.
+
+    Args:
+        path: A run's folder, or a checkpoint in one.
+
+    Raises:
+        SettingsError: Names the format, and what reads it.
+    """
+    run = next((one for one in (path, path.parent.parent) if (one / "settings.toml").is_file()), None)
+    if run is None:
+        return
+    file = run / "format"
+    text = file.read_text("utf-8", "replace").strip()[:20] if file.is_file() else "1"
+    if text != str(FORMAT):
+        reader = READERS.get(int(text) if text.isdecimal() else 0, "the version that wrote it")
+        raise SettingsError(f"{run} is a run in format {text}, and this version reads format {FORMAT}. Use {reader}.")
 
 
 def require_run(folder: RunFolder) -> None:
@@ -205,19 +231,19 @@ def choose_date(settings: Chosen, *, resume: bool) -> Chosen:
 
 
 def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
-    """Resolve `learner.products = "auto"`: the resumed run's choice, else what is faster on this machine.
+    """Resolve `optimizer.products = "auto"`: the resumed run's choice, else what is faster on this machine.
 
     Raises:
         SettingsError: The run was started with products that this machine cannot compute.
     """
-    if settings.learner.products != "auto":
+    if settings.optimizer.products != "auto":
         return settings
     before = _resumed(settings, resume=resume)
-    products = "auto" if before is None else before.get("learner", {}).get("products", "torch")
+    products = "auto" if before is None else before.get("optimizer", {}).get("products", "torch")
     from rl_distill.learners import chosen_products  # imports torch, which other commands do not need
 
-    learner = replace(settings.learner, products=chosen_products(products))
-    return settings.model_copy(update={"learner": learner})
+    optimizer = replace(settings.optimizer, products=chosen_products(products))
+    return settings.model_copy(update={"optimizer": optimizer})
 
 
 def _resumed(settings: Settings, *, resume: bool) -> dict[str, Any] | None:

@@ -10,18 +10,18 @@ CHANGEABLE_BY_SECTION = {
     "prompts": ("validation_limit", "validation_samples", "validation_temperature"),
     "reward": ("timeout_s", "max_concurrency", "max_calls_per_s", "retries", "backoff_s", "retry_on"),
     "rollout": (
-        *("audit_share", "rescored_share", "placement", "sleep", "sleep_keeps_weights"),
+        *("audit_share", "rescored_share", "placement", "offload_engine", "offload_keeps_weights"),
         *("deadline_s", "start_deadline_s"),
     ),
-    "skip": (
+    "rollout_cache": (
         *("enabled", "directory", "steps", "action", "on_mismatch", "on_broken", "rewards", "max_bytes", "compress"),
         "validation",
     ),
     "weights": ("transport", "host", "bucket_mib", "deadline_s"),
     "replicas": ("count", "cpus", "gpus", "restarts"),
     "cluster": ("ray_address", "cpus_per_rank", "start_deadline_s", "call_deadline_s"),
-    "engine": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "gpu_memory_utilization", "num_threads"),
-    "learner": ("num_threads",),
+    "vllm": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "gpu_memory_utilization", "num_threads"),
+    "optimizer": ("num_threads",),
     "lora": ("serving",),
     "metrics": (
         *("console", "strict", "log_val_generations", "log_rollouts", "log_rollout_tokens", "probes", "probe_tokens"),
@@ -32,6 +32,6 @@ CHANGEABLE_BY_SECTION = {
     "distillation": ("cache", "deadline_s", "start_deadline_s"),
     "distillation.teachers.NAME": (
         *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
-        *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
+        *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "offload_engine", "restarts"),
     ),
 }

@@ -59,11 +59,11 @@ class PolicySettings:
 
     Attributes:
         path: Hugging Face folder with configuration, tokenizer and safetensors weights.
-        learner: "megatron", or "torch" for the plain reference learner.
+        backend: What trains it: "megatron", or "torch" for the plain reference learner.
     """
 
     path: Path
-    learner: Literal["megatron", "torch"] = "megatron"
+    backend: Literal["megatron", "torch"] = "megatron"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,8 @@ class RolloutSettings:
         audit_share: Share of sessions that are audited: their tokens must be exactly the tokens the engine sampled.
         rescored_share: Share of sessions that the engine scores a second time, with the same weights, to check its own
             logprobs.
-        sleep: Free the engine's memory while the learner trains, on platforms that support it.
-        sleep_keeps_weights: Keep a sleeping engine's weights in host memory (vLLM's sleep level 1). false drops them
+        offload_engine: Free the engine's memory while the learner trains, on platforms that support it.
+        offload_keeps_weights: Keep a sleeping engine's weights in host memory (vLLM's sleep level 1). false drops them
             (level 2), which saves host memory; it needs updates that carry all weights, so it does not work with
             lora.serving = "adapter".
         prompts_per_step: Prompts per training step.
@@ -136,8 +136,8 @@ class RolloutSettings:
     loop_options: dict[str, Json] = field(default_factory=dict)
     audit_share: Share = 0.1
     rescored_share: Share = 0.02
-    sleep: bool = False
-    sleep_keeps_weights: bool = True
+    offload_engine: bool = False
+    offload_keeps_weights: bool = True
     prompts_per_step: Count = 64
     group_size: Count = 8
     max_response_tokens: PositiveInt = 1024
@@ -265,7 +265,7 @@ class CorrectionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """The critic for `algorithm.advantage = "gae"`. Settings not listed here come from `[learner]`.
+    """The critic for `algorithm.advantage = "gae"`. Settings not listed here come from `[optimizer]`.
 
     Attributes:
         path: Hugging Face folder with the critic's initial weights; none uses the policy's, with a value head of zeros.
@@ -289,8 +289,8 @@ class ClusterSettings:
     """Where the learner's ranks run.
 
     Attributes:
-        kind: "inline" (one rank, in the trainer's process, easy to debug), "process" (each rank in a process on this
-            machine) or "ray" (each rank in a Ray actor, on one or more machines).
+        placement: "inline" (one rank, in the trainer's process, easy to debug), "process" (each rank in a process on
+            this machine) or "ray" (each rank in a Ray actor, on one or more machines).
         cpus_per_rank: CPUs reserved for each rank; 0 shares all CPUs.
         gpus_per_rank: GPUs reserved for each rank. 0 trains on CPUs; none reserves one if this machine has GPUs.
         ray_address: "host:port" of the Ray cluster to join, for ranks and engines; its token is read from
@@ -299,7 +299,7 @@ class ClusterSettings:
         call_deadline_s: Maximum time for one call to the ranks, such as an optimizer step.
     """
 
-    kind: Literal["inline", "process", "ray"] = "inline"
+    placement: Literal["inline", "process", "ray"] = "inline"
     cpus_per_rank: NonNegativeFloat = 0.0
     gpus_per_rank: NonNegativeFloat | None = None
     ray_address: str | None = None
@@ -317,7 +317,7 @@ class TrainerSettings:
         epochs: Passes over each step's groups.
         max_skipped_updates: How many consecutive updates may be skipped because the loss or a gradient is not finite.
             One more stops the run and saves the rows.
-        offload: Free the learner's memory while the engine generates.
+        offload_learner: Free the learner's memory while the engine generates.
         validate_every: Steps between validations; 0 validates only at the end.
         validate_first: Also validate before the first step.
         checkpoint_every: Steps between checkpoints; 0 writes only the last one.
@@ -337,7 +337,7 @@ class TrainerSettings:
     minibatches: PositiveInt = 1
     epochs: Count = 1
     max_skipped_updates: NonNegativeInt = 3
-    offload: bool = False
+    offload_learner: bool = False
     validate_every: NonNegativeInt = 10
     validate_first: bool = True
     checkpoint_every: NonNegativeInt = 20
@@ -370,17 +370,17 @@ class Settings(BaseModel):
     reward: RewardOptions = Field(default_factory=RewardOptions)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
-    learner: LearnerOptions = Field(default_factory=LearnerOptions)
+    optimizer: LearnerOptions = Field(default_factory=LearnerOptions)
     lora: LoraOptions = Field(default_factory=LoraOptions)
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
-    engine: VLLMOptions = Field(default_factory=VLLMOptions)
+    vllm: VLLMOptions = Field(default_factory=VLLMOptions)
     metrics: MetricSettings = Field(default_factory=MetricSettings)
     health: HealthSettings = Field(default_factory=HealthSettings)
     critic: CriticSettings = Field(default_factory=CriticSettings)
     correction: CorrectionSettings = Field(default_factory=CorrectionSettings)
     distillation: DistillationOptions = Field(default_factory=DistillationOptions)
-    refill: RefillOptions = Field(default_factory=RefillOptions)
-    skip: SkipOptions = Field(default_factory=SkipOptions)
+    dynamic_sampling: RefillOptions = Field(default_factory=RefillOptions)
+    rollout_cache: SkipOptions = Field(default_factory=SkipOptions)
     replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
     parallel: ParallelOptions = Field(default_factory=ParallelOptions)
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
@@ -389,7 +389,7 @@ class Settings(BaseModel):
     @property
     def placements(self) -> dict[str, str]:
         """Where each part of the run is placed, by the setting that decides it."""
-        return {"cluster.kind": self.cluster.kind, "rollout.placement": self.rollout.placement}
+        return {"cluster.placement": self.cluster.placement, "rollout.placement": self.rollout.placement}
 
     @property
     def file(self) -> Path | None:

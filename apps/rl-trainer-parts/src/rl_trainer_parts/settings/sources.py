@@ -16,7 +16,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.files import parse_toml, read_toml
 from rl_core.secret_settings import redact_option, redacted_names
 from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields, short
-from rl_trainer_parts.settings.other_names import value_hint
+from rl_trainer_parts.settings.other_names import renamed, value_hint
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
 
@@ -238,4 +238,7 @@ def _unknown(name: str, where: str, kind: type[Settings]) -> str:
     """An unknown setting, and what it may mean; one of an entry may be another of that entry."""
     table, entry = find_setting(".".join(name.split(".")[:2]), kind), ".".join(name.split(".")[2:3])
     known = [*setting_fields(kind), *(table.entry_fields(entry) if table is not None else ())]
+    now = renamed(name)
+    if now != name and (now in known or any(one.startswith(f"{now}.") for one in known)):
+        return f"{name}{where} is called {now} since version 0.2. Write {now}."
     return f"unknown setting {name!r}{where}.{suggest(name, known)} `train --help` lists all of them."

@@ -26,7 +26,7 @@ ONLY_ASYNC = (
 OF_ROUTERS = ("aux_loss", "z_loss", "bias_update")
 """Parts of the names that Megatron and others give to a mixture's router losses and bias updates."""
 
-TOGETHER = (("run", "trainer", "learner", "parallel"), ("rollout", "engine", "replicas"))
+TOGETHER = (("run", "trainer", "optimizer", "parallel"), ("rollout", "vllm", "replicas"))
 """Sections about one thing, the policy's training or its generation: a name in one may mean a setting of another."""
 
 OF_TEACHERS = "distillation.teachers.NAME."
@@ -47,7 +47,7 @@ TITLES = {"verl": "verl", "trl": "TRL"}
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """A hint such as " Did you mean 'trainer.steps' or 'skip.steps'?"; empty if nothing is similar.
+    """A hint such as " Did you mean 'trainer.steps' or 'rollout_cache.steps'?"; empty if nothing is similar.
 
     Only misspellings of our own names are compared by similarity. Names of verl and TRL come from a table, which
     also says what is missing here, and why.

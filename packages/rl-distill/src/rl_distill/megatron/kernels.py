@@ -49,8 +49,8 @@ def chosen_kernels(wanted: KernelChoice, *, device: torch.device, dtype: torch.d
         return PLAIN
     if wanted == "transformer_engine" and device.type == "cpu":
         raise SettingsError(
-            'learner.kernels = "transformer_engine" needs a GPU; found a CPU. Set learner.kernels = "auto" to use the '
-            "kernels of the device."
+            'optimizer.kernels = "transformer_engine" needs a GPU; found a CPU. Set optimizer.kernels = "auto" to use '
+            "the device's kernels."
         )
     return Kernels(
         attention=_attention(device=device, dtype=dtype, head_dim=head_dim),
@@ -66,8 +66,8 @@ def _attention(*, device: torch.device, dtype: torch.dtype, head_dim: int) -> Li
         return "varlen" if has_gpu_kernels(device, dtype=dtype, head_dim=head_dim) else "buckets"
     if not has_cpu_kernels():
         raise SettingsError(
-            'learner.kernels = "fused" needs a GPU, because torch has flash attention only there; found a CPU. '
-            'Set learner.kernels = "auto" to use the kernels of the device.'
+            'optimizer.kernels = "fused" needs a GPU, because torch has flash attention only there; found a CPU. '
+            'Set optimizer.kernels = "auto" to use the kernels of the device.'
         )
     return "varlen"
 

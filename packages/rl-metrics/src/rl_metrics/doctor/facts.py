@@ -64,8 +64,8 @@ def facts_of(run: RunRecord) -> Facts:
     is_off = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
     cuts = [f"rollout.{name} = {value:g}" for name, value in sampling.items() if value not in (None, is_off[name], -1)]
     return Facts(
-        engine_dtype=_text(settings, "engine", "dtype"),
-        learner_dtype=_text(settings, "learner", "dtype"),
+        engine_dtype=_text(settings, "vllm", "dtype"),
+        learner_dtype=_text(settings, "optimizer", "dtype"),
         cuts=tuple(cuts),
         suspects=_suspects(settings, run.history),
         proof_failures=len(errors),

@@ -39,7 +39,7 @@ CAUSES = {
     "precision": (
         "precision: engine and learner round differently",
         (
-            "use the same dtype for engine.dtype and learner.dtype; float16 or float32 if bfloat16 is too coarse",
+            "use the same dtype for vllm.dtype and optimizer.dtype; float16 or float32 if bfloat16 is too coarse",
             'correct it: correction.weights = "token"',
         ),
     ),
@@ -49,7 +49,7 @@ CAUSES = {
             "compare both sides' logprobs of one sequence, layer by layer",
             "look for quantization, tensors that were not loaded, different rotary or attention settings, and a "
             "temperature that only one side applies",
-            "for a mixture of experts, let the learner replay the engine's experts: engine.capture_experts = true",
+            "for a mixture of experts, let the learner replay the engine's experts: vllm.capture_experts = true",
         ),
     ),
 }

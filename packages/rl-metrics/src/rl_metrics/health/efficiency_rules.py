@@ -199,10 +199,10 @@ EFFICIENCY = (
         thresholds=(Threshold("max", 0.95, "peak reserved memory, share of the card", THUMB),),
         window=3,
         causes=(
-            Cause("micro-batches too large", "lower learner.micro_batch_tokens, or recompute activations"),
+            Cause("micro-batches too large", "lower optimizer.micro_batch_tokens, or recompute activations"),
             Cause(
                 "engine and learner share the card",
-                "lower engine.gpu_memory_utilization, or set trainer.offload",
+                "lower vllm.gpu_memory_utilization, or set trainer.offload_learner",
             ),
             Cause("responses become longer", "look at response_length/max"),
         ),
@@ -253,10 +253,10 @@ EFFICIENCY = (
             Cause("slow reward: the cards wait for it", "see the finding reward_slow", rule="reward_slow"),
             Cause(
                 "learner and engines wait for each other",
-                "let them share the cards (trainer.offload), or use the asynchronous trainer",
+                "let them share the cards (trainer.offload_learner), or use the asynchronous trainer",
             ),
-            Cause("micro-batches too small", "raise learner.micro_batch_tokens"),
-            Cause("too few concurrent requests", "raise engine.max_num_seqs, or use fewer engines"),
+            Cause("micro-batches too small", "raise optimizer.micro_batch_tokens"),
+            Cause("too few concurrent requests", "raise vllm.max_num_seqs, or use fewer engines"),
         ),
     ),
 )

@@ -133,7 +133,7 @@ AGREEMENT = (
         causes=(
             Cause(
                 "rollouts from a skip cache that was written without experts",
-                "rewrite the cache: skip.action",
+                "rewrite the cache: rollout_cache.action",
             ),
             Cause(
                 "your agent loop leaves Generation.routed_experts out of its trajectories",

@@ -75,7 +75,7 @@ PLATEAU = Rule(
         ),
         Cause(
             "most groups have equal rewards, and teach nothing",
-            "raise rollout.group_size, or set refill.filter to replace these groups",
+            "raise rollout.group_size, or set dynamic_sampling.filter to replace these groups",
             sign=NO_SPREAD,
         ),
         DETERMINISTIC,

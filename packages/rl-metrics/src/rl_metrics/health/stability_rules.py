@@ -96,7 +96,7 @@ STABILITY = (
             TOO_OLD,
             TOO_FAST,
             Cause("the gradients are large at all steps", "see the finding grad_norm", rule="grad_norm"),
-            Cause("a batch with extreme ratios or lengths", "clip gradients (learner.clip_grad = 1)"),
+            Cause("a batch with extreme ratios or lengths", "clip gradients (optimizer.clip_grad = 1)"),
         ),
     ),
     Rule(
@@ -198,7 +198,7 @@ STABILITY = (
             ),
             Cause(
                 "prompts are too easy or too hard",
-                "choose prompts that are sometimes solved, or refill groups (refill.filter)",
+                "choose prompts that are sometimes solved, or refill groups (dynamic_sampling.filter)",
             ),
         ),
     ),

@@ -263,7 +263,7 @@ def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str
 def _replayed(history: History, settings: Mapping[str, str]) -> str:
     """Return how many steps trained on rollouts from a skip cache; empty if none did."""
     num_steps = int((_column(history, "rollout/replayed") > 0).sum())
-    source = settings.get("skip.directory", "a skip cache")
+    source = settings.get("rollout_cache.directory", "a skip cache")
     return f"{num_steps} of {len(history.steps)} steps replayed from {source}" if num_steps else ""
 
 

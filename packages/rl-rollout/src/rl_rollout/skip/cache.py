@@ -233,7 +233,8 @@ class SkipCache:
         raise CacheMismatchError(
             f"{path} was generated with different inputs or settings:\n  "
             + "\n  ".join([*shown[:MAX_SHOWN], *rest])
-            + f'\nSet skip.on_mismatch = {accept}"regenerate" to replace them, or choose another skip.directory.'
+            + f'\nSet rollout_cache.on_mismatch = {accept}"regenerate" to replace them, or choose another '
+            "rollout_cache.directory."
         )
 
     def _warn(self, source: EntryKey, differences: Sequence[Difference]) -> None:

@@ -147,8 +147,8 @@ def open_store(directory: str) -> EntryStore:
     store = EntryStore(directory)
     if not store.entries() and not store.folder.exists():
         raise CacheError(
-            f"{directory} must be the folder or URL of a skip cache; found nothing there. Give the skip.directory of "
-            "the run."
+            f"{directory} must be the folder or URL of a skip cache; found nothing there. Give the "
+            "rollout_cache.directory of the run."
         )
     return store
 

@@ -92,14 +92,14 @@ class LocalFolder:
             aside, lock = make_locked_folder(self._root, f"{WRITING}{name}-")
         except OSError as error:
             raise CacheError(
-                f"rollouts cannot be stored in {self._root}: {error}. Give a writable skip.directory."
+                f"rollouts cannot be stored in {self._root}: {error}. Give a writable rollout_cache.directory."
             ) from error
         try:
             yield LocalWriter(aside, self._root / name)
         except OSError as error:
             raise CacheError(
-                f"rollouts could not be stored as {self._root / name}: {error}. Make room (skip.max_bytes limits the "
-                "cache's size), or disable the cache."
+                f"rollouts could not be stored as {self._root / name}: {error}. Make room (rollout_cache.max_bytes "
+                "limits the cache's size), or disable the cache."
             ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # no longer there if it was published

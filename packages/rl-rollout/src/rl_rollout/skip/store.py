@@ -167,7 +167,7 @@ class EntryStore:
             if total > self._max_entry_bytes:
                 raise CacheError(
                     f"rollouts of {key.name} need {total} bytes or more; an entry has at most "
-                    f"{self._max_entry_bytes}. Exclude the step from skip.steps, or disable the cache."
+                    f"{self._max_entry_bytes}. Exclude the step from rollout_cache.steps, or disable the cache."
                 )
             yield name, array
 

@@ -35,9 +35,9 @@ def layers_of(kernels: Kernels) -> Layers:
 
     if not te.HAVE_TE:
         raise SettingsError(
-            'learner.kernels = "transformer_engine" needs the modules transformer_engine and '
+            'optimizer.kernels = "transformer_engine" needs the modules transformer_engine and '
             "transformer_engine.pytorch, which cannot be imported. Install `transformer-engine[pytorch]` for this "
-            'torch and CUDA, or set learner.kernels = "fused". `python -c "import transformer_engine.pytorch"` shows '
+            'torch and CUDA, or set optimizer.kernels = "fused". `python -c "import transformer_engine.pytorch"` shows '
             "the reason."
         )
     return Layers(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm)

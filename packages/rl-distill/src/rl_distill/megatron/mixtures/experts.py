@@ -94,7 +94,7 @@ def _check_alignment(sizes: dict[str, int], dtype: torch.dtype) -> None:
         if size % multiple:
             raise ShapeError(
                 f"{name} must be a multiple of {multiple} for grouped expert products in {dtype}; found {size}. "
-                'Set learner.kernels = "plain", or a smaller expert_tensor.'
+                'Set optimizer.kernels = "plain", or a smaller expert_tensor.'
             )
 
 
