@@ -1,7 +1,7 @@
 """Workloads of the learner benchmark: policies by name, and identical batches in every process. Does not need torch."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ class Preset:
     """
 
     policy: dict[str, Any]
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     num_rows: int
     shortest: int
     longest: int

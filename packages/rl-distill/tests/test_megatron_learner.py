@@ -272,7 +272,7 @@ def test_unsupported_policies_are_refused_by_name(tied_policy: Path, tmp_path: P
         MegatronLearner({**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, OPTIONS)
     with pytest.raises(DataError, match=r"config\.json does not exist"):
         MegatronLearner(tmp_path, OPTIONS)
-    with pytest.raises(SettingsError, match="dtype must be one of"):
+    with pytest.raises(SettingsError, match="dtype of LearnerOptions must be one of"):
         MegatronLearner(tied_policy, replace(OPTIONS, dtype="float16"))
 
 

@@ -69,7 +69,6 @@ def split_vllm(wide_model_dir: Path, tokens_of_one_process: list[list[int]]) -> 
         EngineConformance.test_scores_are_the_reference_models,
         EngineConformance.test_abort_ends_the_requests_that_are_named,
         EngineConformance.test_logprobs_under_a_structure_are_of_the_distribution_drawn_from,
-        EngineConformance.test_a_pause_holds_requests_and_resume_lets_them_go_on,
         EngineConformance.test_many_requests_at_once_each_get_their_own,
         EngineConformance.test_an_update_replaces_what_is_served,
         EngineConformance.test_an_update_between_two_tokens_counts_from_the_next_token,
