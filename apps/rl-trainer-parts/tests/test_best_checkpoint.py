@@ -12,6 +12,7 @@ from rl_distill.checkpoints.store import CheckpointStore
 from rl_metrics.targets import EXACT, TargetOptions
 from rl_sync_trainer.main import main
 from rl_trainer_parts.run.best_checkpoint import best_checkpoint
+from rl_trainer_parts.run.folder import FORMAT
 from rl_trainer_parts.run.goal import Goal
 from rl_trainer_parts.settings.schema import TrainerSettings
 
@@ -45,6 +46,7 @@ def run(tmp_path: Path) -> Path:
 
 def choose(run: Path, **target: object) -> None:
     (run / "settings.toml").write_text(tomli_w.dumps({"trainer": {"target": target}}))
+    (run / "format").write_text(f"{FORMAT}\n")
 
 
 def found(run: Path) -> tuple[str, list[str]]:

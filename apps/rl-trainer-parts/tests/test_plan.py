@@ -141,7 +141,7 @@ def test_what_layers_keep_on_a_gpu_is_said_where_it_is_known(policy: Path) -> No
     said = "of activations on a GPU for full micro-batches"
     assert said in describe_plan(plan_settings(policy, optimizer={"dtype": "bfloat16"}), COUNTS)
     for other in ({"dtype": "float32"}, {"dtype": "bfloat16", "kernels": "plain"}):
-        assert said not in describe_plan(plan_settings(policy, learner=other), COUNTS)
+        assert said not in describe_plan(plan_settings(policy, optimizer=other), COUNTS)
 
 
 def test_a_mixture_of_every_kind(tmp_path: Path) -> None:

@@ -116,8 +116,8 @@ def test_the_plan_says_that_and_why_a_mixture_trains_without_replay(
     text = describe_plan(settings_of(tmp_path, **changes), counts)
     assert without in text
     assert why in text
-    engine = {"dtype": "bfloat16", **changes.get("engine", {})}
-    assert proven in describe_plan(settings_of(tmp_path, **{**changes, "engine": engine}), counts)
+    vllm = {"dtype": "bfloat16", **changes.get("vllm", {})}
+    assert proven in describe_plan(settings_of(tmp_path, **{**changes, "vllm": vllm}), counts)
     assert "which the learner replays" in describe_plan(settings_of(tmp_path), counts)
     dense = describe_plan(settings_of(tmp_path, DENSE, **changes), counts)
     assert "replay" not in dense
@@ -125,13 +125,13 @@ def test_the_plan_says_that_and_why_a_mixture_trains_without_replay(
 
 def test_a_canary_proves_a_bfloat16_mixture_where_the_learner_replays(tmp_path: Path) -> None:
     coarse = {"dtype": "bfloat16"}
-    settings = settings_of(tmp_path, engine=coarse)
+    settings = settings_of(tmp_path, vllm=coarse)
     assert replays(settings)
     assert proof_tolerances(settings) == BFLOAT16_TOLERANCES
     untold = settings_of(tmp_path, vllm={**coarse, "capture_experts": False})
     assert not replays(untold)
     assert proof_tolerances(untold).canary == math.inf
-    assert proof_tolerances(settings_of(tmp_path, DENSE, engine=coarse)) == BFLOAT16_TOLERANCES
+    assert proof_tolerances(settings_of(tmp_path, DENSE, vllm=coarse)) == BFLOAT16_TOLERANCES
     told_so = settings_of(tmp_path, vllm={**coarse, "capture_experts": False}, trainer={"proof_tolerance": 2.0})
     assert proof_tolerances(told_so).canary == 2.0
     assert proof_tolerances(settings_of(tmp_path, vllm={"capture_experts": False})) == ProofTolerances()

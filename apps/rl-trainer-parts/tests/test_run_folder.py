@@ -79,9 +79,9 @@ def test_a_resumed_run_computes_with_the_products_that_it_began_with(
     resumed = choose_products(settings, resume=True)
 
     assert asked == ["auto", "onednn"]
-    assert resumed.learner.products == begun.learner.products == "onednn"
+    assert resumed.optimizer.products == begun.optimizer.products == "onednn"
     begin(resumed, resume=True)
-    with pytest.raises(SettingsError, match=r"learner\.products: the run has 'onednn', now 'torch'"):
+    with pytest.raises(SettingsError, match=r"optimizer\.products: the run has 'onednn', now 'torch'"):
         begin(settings_in(tmp_path, optimizer__products="torch"), resume=True)
 
 
@@ -165,7 +165,7 @@ def test_an_earlier_run_is_refused_resumed_or_archived(tmp_path: Path) -> None:
     assert not (settings.run_folder / "mark").exists()
     (second,) = begin(archiving)
     assert second != said
-    assert sorted(path.name for path in aside.iterdir()) == [".lock", "mark", "settings.toml"]
+    assert sorted(path.name for path in aside.iterdir()) == [".lock", "format", "mark", "settings.toml"]
 
 
 def test_the_lock_is_held_after_archiving(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_what_a_mistake_left_is_moved_aside_so_that_the_next_run_begins_anew(tmp
     assert (aside / "settings.toml").exists()
     assert (aside / "queue" / "journal").exists()
     begin(settings_in(tmp_path, run__seed=3))
-    assert sorted(path.name for path in settings.run_folder.iterdir()) == [".lock", "settings.toml"]
+    assert sorted(path.name for path in settings.run_folder.iterdir()) == [".lock", "format", "settings.toml"]
 
 
 @pytest.mark.parametrize("error", [EngineError("gone"), KeyboardInterrupt(), RuntimeError("fault")])

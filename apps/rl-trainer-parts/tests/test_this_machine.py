@@ -54,16 +54,16 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, []),
         ({"optimizer": {"kernels": "plain"}}, []),
-        ({"learner": FUSED}, ['optimizer.kernels = "fused" needs a GPU,']),
+        ({"optimizer": FUSED}, ['optimizer.kernels = "fused" needs a GPU,']),
         (
-            {"learner": ENGINE},
+            {"optimizer": ENGINE},
             [f'optimizer.kernels = "transformer_engine" needs {what}' for what in ("a GPU,", "the module")],
         ),
         ({"weights": {"transport": "ipc"}}, ['weights.transport = "ipc" needs a GPU,']),
         ({"weights": {"transport": "nccl"}}, ['weights.transport = "nccl" needs a GPU,']),
         ({"weights": {"transport": "direct"}}, []),
-        ({"learner": FUSED, "policy": {"backend": "torch"}}, []),
-        ({"learner": ENGINE, "weights": {"transport": "nccl"}, **JOINED}, []),
+        ({"optimizer": FUSED, "policy": {"backend": "torch"}}, []),
+        ({"optimizer": ENGINE, "weights": {"transport": "nccl"}, **JOINED}, []),
     ],
 )
 def test_without_a_gpu(sections: dict[str, Any], said: list[str]) -> None:
@@ -90,7 +90,7 @@ def test_weights_that_do_not_fit_into_shared_memory_are_refused_before_anything_
 def test_with_a_gpu_the_library_alone_is_missing(seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if seen_by == "driver" else "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen_by == "torch")
-    assert found(learner=FUSED, weights={"transport": "ipc"}) == []
-    assert found(learner=ENGINE) == ['optimizer.kernels = "transformer_engine" needs the module']
+    assert found(optimizer=FUSED, weights={"transport": "ipc"}) == []
+    assert found(optimizer=ENGINE) == ['optimizer.kernels = "transformer_engine" needs the module']
     monkeypatch.setattr(this_machine, "find_spec", lambda _: object())
-    assert found(learner=ENGINE) == []
+    assert found(optimizer=ENGINE) == []

@@ -51,7 +51,6 @@ def check_values(settings: Settings) -> None:
 
 def _value_problems(settings: Settings) -> Iterator[str]:
     for find in (
-        _engine,
         _options,
         _validation,
         _date,
@@ -73,25 +72,12 @@ def _refuse(problems: list[str]) -> None:
 
 SHOWN_NAMES = ("run.name", "metrics.wandb_project", "metrics.mlflow_experiment")
 """Settings that the trackers' libraries print too."""
-OF_ENGINES = {
-    "at least 1": ("max_num_seqs", "max_num_batched_tokens", "num_threads"),
-    "above 0": ("gpu_memory_utilization", "kv_cache_gib"),
-}
-"""Options of engines by their bound; the bounds of other settings are in their annotations."""
-
-
-def _engine(settings: Settings) -> Iterator[str]:
-    for bound, names in OF_ENGINES.items():
-        for name in names:
-            value = getattr(settings.vllm, name)
-            if value is not None and not (value >= 1 if bound == "at least 1" else value > 0):
-                yield f"engine.{name} must be {bound}; found {value:g}."
 
 
 def _options(settings: Settings) -> Iterator[str]:
-    yield from (f"learner.{problem}" for problem in settings.optimizer.problems())
+    yield from (f"optimizer.{problem}" for problem in settings.optimizer.problems())
     yield from (f"reward.{problem}" for problem in settings.reward.problems())
-    yield from (f"skip.{problem}" for problem in settings.rollout_cache.problems())
+    yield from (f"rollout_cache.{problem}" for problem in settings.rollout_cache.problems())
     yield from (f"trainer.target.{problem}" for problem in settings.trainer.target.problems())
     yield from _skip(settings)
     if settings.dynamic_sampling.filter:

@@ -16,7 +16,7 @@ def lora_problems(settings: Settings) -> Iterator[str]:
     lora = settings.lora
     for name in FROM_LORA:
         if value := getattr(settings.vllm, name):
-            yield f"engine.{name} is derived from [lora] in training; found {value!r}. Leave it out."
+            yield f"vllm.{name} is derived from [lora] in training; found {value!r}. Leave it out."
     if not lora.rank:
         yield from _without_rank(lora)
     elif settings.policy.backend != "megatron":

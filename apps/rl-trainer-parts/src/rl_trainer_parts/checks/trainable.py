@@ -36,7 +36,7 @@ def _problems(settings: Settings, folder: Path, setting: str, *, has_adapter: bo
     lora = settings.lora if has_adapter else LoraOptions()
     checks = (
         ("parallel", partial(check_layout, settings.parallel, config)),
-        ("learner", partial(check_learner, settings.optimizer, settings.parallel, config, lora=lora)),
+        ("optimizer", partial(check_learner, settings.optimizer, settings.parallel, config, lora=lora)),
     )
     for table, check in checks:
         try:

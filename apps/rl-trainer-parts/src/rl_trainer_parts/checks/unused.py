@@ -32,7 +32,7 @@ class Unused:
 
 
 _SHARED = {one.name for one in fields(TransformersOptions)}
-_VLLM_ALONE = tuple(f"engine.{one.name}" for one in fields(VLLMOptions) if one.name not in _SHARED)
+_VLLM_ALONE = tuple(f"vllm.{one.name}" for one in fields(VLLMOptions) if one.name not in _SHARED)
 
 RULES = (
     Unused(names=("critic.",), when=lambda s: not needs_critic(s), because='without algorithm.advantage = "gae"'),

@@ -32,6 +32,6 @@ CHANGEABLE_BY_SECTION = {
     "distillation": ("cache", "deadline_s", "start_deadline_s"),
     "distillation.teachers.NAME": (
         *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
-        *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "offload_engine", "restarts"),
+        *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
     ),
 }

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
 
-from rl_trainer_parts.settings.other_names import Meaning, meanings, misspelled
+from rl_trainer_parts.settings.other_names import Meaning, meanings, misspelled, renamed
 
 MAX_SUGGESTIONS = 3
 FLAGS = ("dry-run", "replay", "resume")
@@ -72,6 +72,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     foreign = meanings(name)
     if foreign and foreign[0].name == name:
         return _explained(foreign, name, names)
+    name = renamed(name)
     own = _misspelled(name, names)
     is_ours = any(
         _likeness(name, one) >= LIKE_NAME or one.endswith(f".{name}") or one.startswith(f"{name}.") for one in own

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import NonNegativeInt, PositiveFloat, PositiveInt, settings_record
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -40,21 +40,21 @@ class VLLMOptions:
     """
 
     dtype: DType = "float32"
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None
-    max_num_seqs: int = 512
-    max_num_batched_tokens: int = 8192
-    kv_cache_gib: float | None = None
-    gpu_memory_utilization: float = 0.8
-    block_size: int | None = None
+    tensor_parallel_size: PositiveInt = 1
+    max_model_len: PositiveInt | None = None
+    max_num_seqs: PositiveInt = 512
+    max_num_batched_tokens: PositiveInt = 8192
+    kv_cache_gib: PositiveFloat | None = None
+    gpu_memory_utilization: PositiveFloat = 0.8
+    block_size: PositiveInt | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = True
     can_sleep: bool = False
-    max_top_k: int = 20
+    max_top_k: NonNegativeInt = 20
     capture_experts: bool = True
-    max_lora_rank: int = 0
+    max_lora_rank: NonNegativeInt = 0
     lora_target_modules: tuple[str, ...] = ()
-    num_threads: int | None = None
+    num_threads: PositiveInt | None = None
     seed: int = 0
 
 
@@ -74,8 +74,8 @@ class TransformersOptions:
 
     dtype: DType = "float32"
     device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 512
-    max_lora_rank: int = 0
+    max_model_len: PositiveInt | None = None
+    max_num_seqs: PositiveInt = 512
+    max_lora_rank: NonNegativeInt = 0
     lora_target_modules: tuple[str, ...] = ()
     seed: int = 0
