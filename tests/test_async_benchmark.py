@@ -24,12 +24,12 @@ sigma = 0
 maximum = 100
 prompt_tokens = 1
 
-[vllm]
+[engine]
 gpus = 1
 slots = 2
 decode = [[1, 0.5]]
 
-[optimizer]
+[learner]
 update_gpu_s_per_token = 3.0
 """
 
