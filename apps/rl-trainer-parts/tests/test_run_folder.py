@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import DataError, EngineError, SettingsError
-from rl_trainer_parts.run.folder import RunFolder, choose_date, choose_products, open_run
+from rl_trainer_parts.run.folder import FORMAT, RunFolder, choose_date, choose_products, open_run, require_format
 from rl_trainer_parts.settings.fields import changeable_on_resume, setting_fields
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
@@ -83,6 +83,20 @@ def test_a_resumed_run_computes_with_the_products_that_it_began_with(
     begin(resumed, resume=True)
     with pytest.raises(SettingsError, match=r"optimizer\.products: the run has 'onednn', now 'torch'"):
         begin(settings_in(tmp_path, optimizer__products="torch"), resume=True)
+
+
+@pytest.mark.parametrize(("written", "found"), [(None, "1"), ("3\n", "3"), ("two", "two")])
+def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None, found: str) -> None:
+    settings = settings_in(tmp_path)
+    begin(settings)
+    require_format(settings.run_folder)
+    file = settings.run_folder / "format"
+    assert file.read_text() == f"{FORMAT}\n"
+    file.unlink() if written is None else file.write_text(written)
+    reader = "version 0.1" if written is None else "the version that wrote it"
+    with pytest.raises(SettingsError, match=rf"is a run in format {found}, .* reads format 2. Use {reader}"):
+        require_format(settings.run_folder)
+    require_format(tmp_path / "nowhere")
 
 
 def test_a_resumed_run_keeps_the_date_on_which_it_began(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rl_async_trainer.settings import AsyncSettings
 from rl_core.errors import SettingsError
 from rl_trainer_parts.settings.fields import attribute_meanings, help_text, setting_fields
+from rl_trainer_parts.settings.other_names import RENAMED
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import load_settings, parse_text
 
@@ -186,6 +188,16 @@ def test_mistakes_in_entries_are_told_by_their_whole_names(file: Path, word: str
     file.write_text(REQUIRED + TEACHERS)
     with pytest.raises(SettingsError, match=message):
         load_settings(file, [word], {})
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_name_of_an_earlier_version_is_refused_with_the_new_one(file: Path, old: str) -> None:
+    new = RENAMED[old]
+    key = "" if "." in old else ".seed" if old in ("engine", "learner") else ".enabled" if old == "skip" else ".filter"
+    assert f"{new}{key}" in setting_fields(AsyncSettings)
+    with pytest.raises(SettingsError) as wrong:
+        load_settings(file, [f"--{old}{key}=1"], {}, kind=AsyncSettings)
+    assert str(wrong.value) == f"{old}{key} (command line) is called {new}{key} since version 0.2. Write {new}{key}."
 
 
 def test_settings_cannot_be_changed(file: Path) -> None:
