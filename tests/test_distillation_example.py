@@ -44,7 +44,7 @@ def test_settings_pass_the_checks_and_differ_only_in_what_is_learnt_from() -> No
     assert list(ours.distillation.teachers) == ["adder"]
     assert ours.distillation.use_task_rewards is False
     assert grpo.distillation.teachers == {}
-    for section in ("policy", "prompts", "rollout", "engine", "reward", "trainer"):
+    for section in ("policy", "prompts", "rollout", "vllm", "reward", "trainer"):
         assert getattr(ours, section) == getattr(grpo, section)
 
 

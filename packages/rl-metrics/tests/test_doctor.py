@@ -128,11 +128,11 @@ def test_a_run_that_failed_says_why(tmp_path):
 def test_settings_of_another_shape_say_nothing(tmp_path):
     run = started(tmp_path)
     (tmp_path / "settings.toml").write_text(
-        'engine = 3\nrollout = {top_p = "x", top_k = nan}\nlearner = {dtype = [1]}\n'
+        'vllm = 3\nrollout = {top_p = "x", top_k = nan}\noptimizer = {dtype = [1]}\n'
     )
     assert facts_of(open_run(tmp_path)) == facts_of(run)
     (tmp_path / "settings.toml").write_text(
-        "[rollout]\ntop_p = 0.9\n[engine]\ndtype = 'bfloat16'\n[parallel]\nexpert = 2\n"
+        "[rollout]\ntop_p = 0.9\n[vllm]\ndtype = 'bfloat16'\n[parallel]\nexpert = 2\n"
     )
     facts = facts_of(open_run(tmp_path))
     suspects = ("the policy is a mixture, and the learner does not replay the engine's experts",)

@@ -55,7 +55,7 @@ def folder(tmp_path):
     )
     (folder / "settings.toml").write_text('[algorithm]\nkind = "grpo"\n')
     (folder / "summary.json").write_text('{"steps": 1}')
-    (folder / "hang.json").write_text('{"at": "", "run": "", "no_progress_s": 1, "verdict": "engine 1 waits"}')
+    (folder / "hang.json").write_text('{"at": "", "run": "", "no_progress_s": 1, "causes": ["engine 1 does not answer"], "format": "rl-hang-2"}')
     return folder
 
 
@@ -78,7 +78,7 @@ def test_every_file_of_a_run(folder):
     assert np.isnan(probe.candidates[1][1])
     assert run.settings == {"algorithm": {"kind": "grpo"}}
     assert run.summary == {"steps": 1}
-    assert run.hang.verdict == "engine 1 waits"
+    assert run.hang.causes == ("engine 1 does not answer",)
     assert run.history is run.history
 
 
