@@ -96,7 +96,8 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None,
     reader = "version 0.1" if written is None else "the version that wrote it"
     with pytest.raises(SettingsError, match=rf"is a run in format {found}, .* reads format 2. Use {reader}"):
         require_format(settings.run_folder)
-    require_format(tmp_path / "nowhere")
+    (tmp_path / "settings.toml").touch()  # a user's own settings beside the folder of runs
+    require_format(tmp_path / "runs" / "new")
 
 
 def test_a_resumed_run_keeps_the_date_on_which_it_began(tmp_path: Path) -> None:

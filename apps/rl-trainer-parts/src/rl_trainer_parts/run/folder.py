@@ -172,8 +172,8 @@ def require_format(path: Path) -> None:
     Raises:
         SettingsError: Names the format, and what reads it.
     """
-    run = next((one for one in (path, path.parent.parent) if (one / "settings.toml").is_file()), None)
-    if run is None:
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    if not (run / "settings.toml").is_file():
         return
     file = run / "format"
     text = file.read_text("utf-8", "replace").strip()[:20] if file.is_file() else "1"
