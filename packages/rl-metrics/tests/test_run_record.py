@@ -55,7 +55,8 @@ def folder(tmp_path):
     )
     (folder / "settings.toml").write_text('[algorithm]\nkind = "grpo"\n')
     (folder / "summary.json").write_text('{"steps": 1}')
-    (folder / "hang.json").write_text('{"at": "", "run": "", "no_progress_s": 1, "causes": ["engine 1 does not answer"], "format": "rl-hang-2"}')
+    hang = {"at": "", "run": "", "no_progress_s": 1, "causes": ["engine 1 does not answer"], "format": "rl-hang-2"}
+    (folder / "hang.json").write_text(json.dumps(hang))
     return folder
 
 
