@@ -16,6 +16,7 @@ from setting_alternatives import ALTERNATIVES, SKIP, Other
 from setting_runs import make_inputs, words_of
 
 from rl_async_trainer.settings import AsyncSettings
+from rl_trainer_parts.run.folder import FORMAT
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.schema import Settings
 
@@ -56,6 +57,7 @@ class Walk:
         if row.found == "run":
             (runs / "run").mkdir(parents=True)
             (runs / "run" / "settings.toml").write_text("")
+            (runs / "run" / "format").write_text(f"{FORMAT}\n")
         elif row.found in ("cache", "broken"):
             record_command(
                 self.trainer, words_of(self.trainer, self._folder, SKIP), run_folder=runs / "run", keeps=True

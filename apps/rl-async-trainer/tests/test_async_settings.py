@@ -72,7 +72,7 @@ def test_every_counterpart_of_a_setting_of_verl_is_a_setting_of_this_trainer():
 def test_a_replayed_validation_is_refused_by_name(tmp_path: Path):
     for validation, expected in ((False, []), (True, ["rollout_cache.validation"])):
         skip = {"enabled": True, "validation": validation}
-        settings = build_settings({**PLAIN, "run": {"directory": tmp_path}, "skip": skip}, kind=AsyncSettings)
+        settings = build_settings({**PLAIN, "run": {"directory": tmp_path}, "rollout_cache": skip}, kind=AsyncSettings)
         assert [problem.split()[0] for problem in schedule_problems(settings)] == expected
 
 
@@ -85,5 +85,5 @@ def test_roles_use_the_cache_of_the_directory_where_the_run_was_started(
 ):
     monkeypatch.chdir(tmp_path)
     skip = {"enabled": True, "directory": directory}
-    settings = build_settings({**PLAIN, "run": {"directory": tmp_path}, "skip": skip}, kind=AsyncSettings)
-    assert with_absolute_cache(settings).skip.directory == expected.format(here=tmp_path)
+    settings = build_settings({**PLAIN, "run": {"directory": tmp_path}, "rollout_cache": skip}, kind=AsyncSettings)
+    assert with_absolute_cache(settings).rollout_cache.directory == expected.format(here=tmp_path)

@@ -11,7 +11,7 @@ from tiny_run import TinyRun, make_tiny_run, train_here
 from train_process import drive
 
 from rl_sync_trainer.main import main
-from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.folder import FORMAT, RunFolder
 
 KNOWN = "known: new, check-machine, train, validate, export."
 
@@ -27,6 +27,7 @@ def test_a_folder_in_use_by_a_live_run_is_refused(run: TinyRun, tmp_path: Path) 
     holder.acquire()
     try:
         (run.run_folder / "settings.toml").write_text("")
+        (run.run_folder / "format").write_text(f"{FORMAT}\n")
         words = {"new": run.train_words(), "resumed": run.train_words("--resume")}
         words["archived"] = run.train_words(run__if_exists="archive")
         refusals = drive({name: {"words": w, "environment": {}} for name, w in words.items()}, tmp_path)
