@@ -93,5 +93,5 @@ def test_a_machine_without_onednn_says_so(monkeypatch):
     monkeypatch.setattr(products, "has_onednn", lambda: False)
 
     assert chosen_products("auto") == "torch"
-    with pytest.raises(SettingsError, match=r'learner\.products is "onednn", which torch .* does not have'):
+    with pytest.raises(SettingsError, match=r'optimizer\.products is "onednn", which torch .* does not have'):
         chosen_products("onednn")

@@ -206,7 +206,7 @@ def test_flash_attention_is_taken_where_its_kernels_are(device, dtype, head_dim,
 def test_a_cpu_without_kernels_refuses_flash_attention(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernels, "has_cpu_kernels", lambda: False)
 
-    with pytest.raises(SettingsError, match=r"needs a GPU.*Set learner\.kernels = .auto."):
+    with pytest.raises(SettingsError, match=r"needs a GPU.*Set optimizer\.kernels = .auto."):
         chosen_kernels("fused", device=CPU, dtype=torch.float32, head_dim=64)
 
 
