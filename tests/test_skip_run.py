@@ -40,7 +40,7 @@ def run(cached: TinyRun, tmp_path: Path) -> TinyRun:
 
 def cache_of(run: TinyRun, **options: Any) -> dict[str, Any]:
     return {"rollout_cache__enabled": True, "rollout_cache__directory": run.folder / "cache"} | {
-        f"skip__{name}": value for name, value in options.items()
+        f"rollout_cache__{name}": value for name, value in options.items()
     }
 
 
@@ -254,7 +254,4 @@ def test_mistakes_in_the_settings_are_refused_before_anything_starts(
     assert "rollout_cache.steps = '20-' selects no step up to trainer.steps = 4." in capsys.readouterr().err
     assert not run.run_folder.exists()
     assert train_here(run, "--dry-run", **cache_of(run, steps="1-3")) == 0
-    assert (
-        f"steps 1-3 from the skip cache {run.folder / 'cache'} (rollout_cache.action = cache)"
-        in capsys.readouterr().out
-    )
+    assert f"steps 1-3 from the rollout cache {run.folder / 'cache'} (action cache)" in capsys.readouterr().out

@@ -13,6 +13,8 @@ import pytest
 from tiny_run import TinyRun, copy_tiny_run, make_tiny_run
 from train_process import drive
 
+from rl_trainer_parts.run.folder import FORMAT
+
 DRIVER = Path(__file__).resolve().parents[3] / "tests" / "support" / "command_driver.py"
 
 
@@ -190,7 +192,7 @@ ARITHMETIC = {
     "several options of packages at once": Mistake(
         settings={"optimizer__learning_rate": "nan", "reward__timeout_s": 0},
         says=(
-            "optimizer.learning_rate must be above 0; found nan",
+            "optimizer.learning_rate must be above 0 and finite; found nan",
             "reward.timeout_s must be above 0, or none; found 0",
         ),
     ),
@@ -328,6 +330,7 @@ learning_rate = 0.1
 def with_run(run: TinyRun) -> None:
     run.run_folder.mkdir(parents=True)
     (run.run_folder / "settings.toml").write_text(RUN_SETTINGS)
+    (run.run_folder / "format").write_text(f"{FORMAT}\n")
 
 
 FOLDERS = {
@@ -419,7 +422,7 @@ def test_a_refused_command_leaves_the_earlier_run_as_it_was(
     folder = places[f"folder: {name}"].run_folder
     assert refusals[f"folder: {name}"]["status"] == 2
     assert (folder / "settings.toml").read_text() == RUN_SETTINGS
-    assert {path.name for path in folder.iterdir()} - {".lock"} == {"settings.toml"}
+    assert {path.name for path in folder.iterdir()} - {".lock"} == {"format", "settings.toml"}
 
 
 @pytest.mark.parametrize("name", [f"setting: {name}" for name in NAMES])

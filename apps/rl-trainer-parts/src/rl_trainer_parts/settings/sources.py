@@ -239,6 +239,7 @@ def _unknown(name: str, where: str, kind: type[Settings]) -> str:
     table, entry = find_setting(".".join(name.split(".")[:2]), kind), ".".join(name.split(".")[2:3])
     known = [*setting_fields(kind), *(table.entry_fields(entry) if table is not None else ())]
     now = renamed(name)
-    if now != name and (now in known or any(one.startswith(f"{now}.") for one in known)):
+    is_field = any(one.endswith(f".{name}") for one in known)
+    if now != name and not is_field and (now in known or any(one.startswith(f"{now}.") for one in known)):
         return f"{name}{where} is called {now} since version 0.2. Write {now}."
     return f"unknown setting {name!r}{where}.{suggest(name, known)} `train --help` lists all of them."

@@ -72,7 +72,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     foreign = meanings(name)
     if foreign and foreign[0].name == name:
         return _explained(foreign, name, names)
-    name = renamed(name)
+    name = renamed(name) if "." in name else name  # alone, `engine` is rollout.engine
     own = _misspelled(name, names)
     is_ours = any(
         _likeness(name, one) >= LIKE_NAME or one.endswith(f".{name}") or one.startswith(f"{name}.") for one in own
