@@ -135,7 +135,7 @@ def test_axe_finds_nothing_serious(page: Page, site: Path, name: str, size: dict
     [
         ("docs/architecture", "../api/rl_core.html#rl_core.TransferQueue.issue"),
         ("docs/architecture", "../source/packages/rl-core/src/rl_core/queue/client.py.html"),
-        ("docs/architecture", "settings.html#learner"),
+        ("docs/architecture", "settings.html#optimizer"),
         ("docs/guides/health", "../metrics.html#policy"),
         ("docs/reference/rl-core", "../../api/rl_core.queue.html#module-rl_core.queue"),
         ("docs/recipes", "settings.html#reward"),
