@@ -222,4 +222,4 @@ def test_a_quick_run_needs_nothing_and_reports_what_a_full_one_does(name: str, t
     assert all(reason == "left out by --quick" for reason in report.get("skipped", {}).values())
     CHECKS[name](report, done.stdout)
     left = {str(path.relative_to(home)) for path in home.rglob("*")}
-    assert all(name == ".cache" or name.startswith(".cache/rl-") for name in left)  # file trials and usual times
+    assert all(name == ".cache" or name.startswith(".cache/rl-") for name in left)  # file trials
