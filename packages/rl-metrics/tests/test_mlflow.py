@@ -264,3 +264,16 @@ def test_long_names_are_cut_and_stay_apart():
     plain = [mlflow_name(name) for name in names]
     assert [len(one) for one in plain] == [250, 250]
     assert plain[0] != plain[1]
+
+
+def test_two_trackers_keep_their_own_addresses(tmp_path, monkeypatch, uri):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    second = f"sqlite:///{tmp_path}/second.db"
+    (tmp_path / "second.db").write_bytes(Path(uri.removeprefix("sqlite:///")).read_bytes())
+    trackers = [MlflowTracker(tmp_path / name, experiment="two", uri=one) for name, one in (("a", uri), ("b", second))]
+    assert "MLFLOW_TRACKING_URI" not in os.environ, "children would inherit it"
+    for value, tracker in enumerate(trackers):
+        tracker.log(1, {"a": float(value)})
+        tracker.close()
+    runs = [(tmp_path / name / "mlflow_run_id").read_text() for name in ("a", "b")]
+    assert [client(one).get_run(run).data.metrics["a"] for one, run in zip((uri, second), runs, strict=True)] == [0, 1]

@@ -65,6 +65,7 @@ class Fanout:
 
     def close(self) -> None:
         """Close all trackers. Idempotent."""
+        self._failing.clear()  # a failure to close is reported, also of a tracker that failed before
         while self._trackers:
             name, tracker = self._trackers.popitem()
             self._try(name, tracker.close)
@@ -74,7 +75,7 @@ class Fanout:
             was_failing = name in self._failing
             if self._try(name, partial(call, tracker)):
                 if was_failing:
-                    self._failing.remove(name)
+                    self._failing.discard(name)
                     log.warning("tracker_works_again", tracker=name)
             elif name not in self._kept:
                 del self._trackers[name]

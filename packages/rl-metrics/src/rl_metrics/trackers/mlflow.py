@@ -5,6 +5,7 @@ import json
 import os
 import posixpath
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -96,9 +97,8 @@ class MlflowTracker:
         self._ending = ending
         self._tables: dict[str, str] = {}
         self._is_closed = False
-        self._mlflow.set_tracking_uri(self._uri)
-        try:
-            self._client = self._mlflow.MlflowClient()
+        try:  # a client, because the fluent API has one address for the process, which children inherit
+            self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)
             self._run_id = self._start(directory / RUN_ID_FILE, experiment, name)
             self._log_config(config or {})
         except (DataError, SettingsError):
@@ -114,9 +114,10 @@ class MlflowTracker:
             NotReadyError: After `close`.
         """
         self._check_open()
-        values = {mlflow_name(name): float(value) for name, value in metrics.items()}
-        for batch in _batches(values, MAX_METRICS):
-            self._mlflow.log_metrics(batch, step=step, run_id=self._run_id)
+        metric, now = self._mlflow.entities.Metric, int(time.time() * 1000)
+        rows = [metric(mlflow_name(name), float(value), now, step) for name, value in metrics.items()]
+        for batch in _batches(rows, MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=batch)
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log late metrics as `log` does, because every value has its own step."""
@@ -145,7 +146,7 @@ class MlflowTracker:
         self._check_open()
         path = f"generations/{mlflow_name(name)}/{step:08d}.json"
         table = {"columns": list(COLUMNS), "data": [table_row(step, sample) for sample in samples]}
-        self._mlflow.log_dict(table, path, run_id=self._run_id)
+        self._client.log_dict(self._run_id, table, path)
         self._tables[name] = path
         tables = [{"path": newest, "type": "table"} for newest in self._tables.values()]
         self._client.set_tag(self._run_id, TABLES_TAG, json.dumps(tables))
@@ -161,7 +162,7 @@ class MlflowTracker:
             raise NotReadyError("the MLflow run has ended; create a new MlflowTracker to continue it.")
 
     def _start(self, file: Path, experiment: str, name: str | None) -> str:
-        """Continue the run in the file, or create one; `start_run` would bind it to the calling thread."""
+        """Continue the run in the file, or create one."""
         if file.exists():
             run_id = _read_run_id(file)
             self._client.update_run(run_id, status="RUNNING")
@@ -171,12 +172,12 @@ class MlflowTracker:
         return run_id
 
     def _experiment_id(self, name: str) -> str:
-        experiment = self._mlflow.get_experiment_by_name(name)
+        experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             try:
-                return str(self._mlflow.create_experiment(name, _artifacts(self._uri)))
+                return str(self._client.create_experiment(name, _artifacts(self._uri)))
             except self._mlflow.MlflowException:  # another run has just created it
-                experiment = self._mlflow.get_experiment_by_name(name)
+                experiment = self._client.get_experiment_by_name(name)
                 if experiment is None:
                     raise
         if experiment.lifecycle_stage != "active":
@@ -189,11 +190,11 @@ class MlflowTracker:
         if not config:
             return
         # Parameters cannot be changed, so a resumed run keeps the first value of a changed setting.
-        logged = self._mlflow.get_run(self._run_id).data.params
+        logged = self._client.get_run(self._run_id).data.params
         texts = {name: text[:MAX_PARAM] for key, text in _flat(config) if (name := mlflow_name(key)) not in logged}
-        for batch in _batches(texts, MAX_PARAMS):
-            self._mlflow.log_params(batch, run_id=self._run_id)
-        self._mlflow.log_dict(dict(config), "settings.json", run_id=self._run_id)
+        for batch in _batches([self._mlflow.entities.Param(*pair) for pair in texts.items()], MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=batch)
+        self._client.log_dict(self._run_id, dict(config), "settings.json")
 
     def _refusal(self, error: Exception) -> SettingsError:
         reason = hide(str(error).strip().split("\n")[0][:300], {"uri": self._uri})
@@ -246,7 +247,7 @@ def _import_mlflow() -> ModuleType:
         os.environ.setdefault(variable, value)
     try:
         import alembic
-        import mlflow
+        import mlflow.entities
         import sqlalchemy  # noqa: F401 - the client without a server needs both, and reports it late
     except ImportError as error:
         raise MissingExtraError("this tracker needs MLflow. Install rl-metrics[mlflow] as the README says.") from error
@@ -254,9 +255,8 @@ def _import_mlflow() -> ModuleType:
     return mlflow
 
 
-def _batches(values: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    items = list(values.items())
-    return (dict(items[start : start + size]) for start in range(0, len(items), size))
+def _batches(rows: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 def _database(folder: Path) -> str:
