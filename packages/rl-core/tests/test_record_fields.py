@@ -175,6 +175,7 @@ def test_options_are_refused_as_settings_and_own_checks_come_after():
 class Bounded:
     rate: Annotated[float, Gt(0), Le(1)] = 1.0
     size: PositiveInt | None = None
+    seed: Annotated[int, Le(2**63 - 1)] = 0
     loss: FiniteFloat = 0.0
     cap: Annotated[float, Gt(0)] = math.inf
     beta: Annotated[float, Interval(ge=0, lt=1)] = 0.0
@@ -193,6 +194,7 @@ class Bounded:
         ("rate", "1", r"found '1' \(str\)"),
         ("size", 0, r"a whole number of at least 1 or None; found 0"),
         ("size", 1.5, "a whole number of at least 1 or None; found 1.5"),
+        ("seed", 2**63, "a whole number of at most 9223372036854775807; found 9223372036854775808"),
         ("loss", math.inf, r"must be a finite number; found inf"),
         ("loss", math.nan, r"must be a finite number; found nan"),
         ("cap", math.nan, "must be a number above 0; found nan"),

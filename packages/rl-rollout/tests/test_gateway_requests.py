@@ -307,7 +307,7 @@ def test_a_value_of_another_type_is_refused_by_name(path, param, fields):
 
 @pytest.mark.parametrize("kind", ["allowed_tools", "namespace"])
 def test_a_tool_choice_of_an_unsupported_kind_is_refused_with_what_to_do(kind):
-    with pytest.raises(RefusedError, match=rf"with only the tools that may be called in tools; found '{kind}'"):
+    with pytest.raises(RefusedError, match=rf"to restrict the calls, list only those tools in `tools`; found '{kind}'"):
         read(tool_choice={"mode": "auto", "tools": [], "type": kind}, tools=[])
 
 

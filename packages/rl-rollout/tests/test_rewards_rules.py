@@ -9,6 +9,7 @@ from rl_rollout.rewards import RewardInput, exact_match, last_boxed, last_number
 from rl_rollout.rewards.answers import final_answer
 from rl_rollout.rewards.math_notation import plain_math
 from rl_rollout.rewards.quantities import quantity
+from rl_rollout.rewards.thinking import opens_thinking
 
 
 def response(text, ground_truth):
@@ -200,6 +201,12 @@ def test_thinking_is_no_answer(text, begins_thinking, reward):
     given = replace(response(text, "18"), begins_thinking=begins_thinking)
     assert number_match(given) == reward
     assert last_boxed(given.final_text.replace("18", r"\boxed{18}")) == ("18" if reward else None)
+
+
+def test_a_long_space_before_an_answer_takes_no_long_time():
+    started = time.monotonic()
+    assert not opens_thinking(f"<|im_start|>{' ' * 200_000}a", ["<|im_start|>"])
+    assert time.monotonic() - started < 10  # quadratic, it took minutes
 
 
 def test_number_match():

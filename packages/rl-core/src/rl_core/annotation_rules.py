@@ -165,7 +165,12 @@ def _bounded(rule: Rule | None, marks: Iterable[Any]) -> Rule | None:
     limits = [_limit(mark) for mark in flat if isinstance(mark, BaseMetadata)]
     if rule is None or not limits:
         return rule
-    words = " and ".join(f"{BOUNDS[name][0]} {limit:g}" for name, limit in limits if abs(limit) != math.inf)
+    words = " and ".join(
+        f"{BOUNDS[name][0]} {limit if isinstance(limit, int) else format(limit, 'g')}"
+        for name, limit in limits
+        if abs(limit) != math.inf
+    )
+    words = f"of {words}" if words.startswith("at most") else words
     expected = "a finite number" if ("lt", math.inf) in limits else rule.expected
     expected += f"{' ' if rule.exact else ', '}{words}" if words else ""
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 THINKING, THOUGHT = "<think>", "</think>"
-ANSWER = re.compile(rf"\s*\w*(?:\n|\s*{THINKING})")
+ANSWER = re.compile(rf"[^\S\n]*+(?:\n|\w*+(?:\n|\s*+{THINKING}))")
 """Start of an answer after a template's last special token: the line of its role, or its thinking."""
 
 

@@ -146,7 +146,7 @@ def read_choice(choice: Json, tools: Tools, kinds: Mapping[str, str]) -> tuple[b
     given: dict[str, Any] = choice if isinstance(choice, dict) else {"type": "auto" if choice is None else choice}
     kind = kinds.get(str(given.get("type")))
     if kind is None:
-        expected = f"one of {[*kinds]}, with only the tools that may be called in tools"
+        expected = f"one of {[*kinds]}; to restrict the calls, list only those tools in `tools`"
         raise refused_field("tool_choice", given.get("type"), expected)
     if kind in ("auto", "none"):
         return kind == "auto", None

@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from rl_rollout.rewards.thinking import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn
 from rl_rollout.tools.protocol import ToolCall
 
-THINKING, THOUGHT = "<think>", "</think>"
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 BOUNDARY = re.compile(f"{OPENING}|{CLOSING}")
 BEGINNINGS = ("{", "[", "<")
