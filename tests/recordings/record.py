@@ -74,12 +74,12 @@ RECORDINGS = {
     "healthy_1": Recording(settings=("--run.seed=1",)),
     "healthy_2": Recording(settings=("--run.seed=2",)),
     "healthy_distillation": Recording(example=DISTILLATION),
-    "learning_rate_too_high": Recording(settings=("--learner.learning_rate=3e-3",)),
+    "learning_rate_too_high": Recording(settings=("--optimizer.learning_rate=3e-3",)),
     "reward_zero": Recording(settings=(reward("never_right"),)),
     "stale_weights": Recording(settings=("--trainer.proof_tolerance=100",), fault=keep_first_weights),
     "kl_too_strong": Recording(settings=("--algorithm.kl_coefficient=10",)),
     "entropy_collapse": Recording(
-        settings=("--algorithm.entropy_coefficient=-20", "--learner.learning_rate=2e-4"), steps=100
+        settings=("--algorithm.entropy_coefficient=-20", "--optimizer.learning_rate=2e-4"), steps=100
     ),
     "truncated_responses": Recording(settings=("--rollout.max_response_tokens=3",)),
     "slow_reward": Recording(settings=(reward("slow"), "--reward.max_concurrency=16"), steps=20),

@@ -85,7 +85,7 @@ def test_a_resumed_run_computes_with_the_products_that_it_began_with(
         begin(settings_in(tmp_path, optimizer__products="torch"), resume=True)
 
 
-@pytest.mark.parametrize(("written", "found"), [(None, "1"), ("3\n", "3"), ("two", "two")])
+@pytest.mark.parametrize(("written", "found"), [(None, "1"), ("3\n", "3"), ("two", "two"), ("", "unknown")])
 def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None, found: str) -> None:
     settings = settings_in(tmp_path)
     begin(settings)
@@ -96,6 +96,8 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None,
     reader = "version 0.1" if written is None else "the version that wrote it"
     with pytest.raises(SettingsError, match=rf"is a run in format {found}, .* reads format 2. Use {reader}"):
         require_format(settings.run_folder)
+    with pytest.raises(SettingsError, match="reads format 2"):
+        begin(settings, resume=True)
     (tmp_path / "settings.toml").touch()  # a user's own settings beside the folder of runs
     require_format(tmp_path / "runs" / "new")
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.unused import ASYNC_UNUSED
 from rl_core.errors import SettingsError
+from rl_trainer_parts.checks.unused import RULES
 from rl_trainer_parts.settings.fields import attribute_meanings, help_text, setting_fields
 from rl_trainer_parts.settings.other_names import RENAMED
 from rl_trainer_parts.settings.schema import Settings
@@ -188,6 +190,19 @@ def test_mistakes_in_entries_are_told_by_their_whole_names(file: Path, word: str
     file.write_text(REQUIRED + TEACHERS)
     with pytest.raises(SettingsError, match=message):
         load_settings(file, [word], {})
+
+
+def test_every_setting_that_may_have_no_effect_is_one() -> None:
+    names = {pattern for rule in (*RULES, *ASYNC_UNUSED) for pattern in rule.names}
+    known = [*setting_fields(AsyncSettings)]
+    assert [one for one in names if not any(f"{name}." == one or name.startswith(one) for name in known)] == []
+
+
+@pytest.mark.parametrize("word", ["--learner.magic=1", "--skip.everything=1"])
+def test_an_unknown_name_of_an_earlier_section_leads_to_the_new_section(file: Path, word: str) -> None:
+    section = word[2:].partition(".")[0]
+    with pytest.raises(SettingsError, match=rf"unknown setting .* \[{section}\] is called \[{RENAMED[section]}\]"):
+        load_settings(file, [word], {}, kind=AsyncSettings)
 
 
 @pytest.mark.parametrize("old", RENAMED)

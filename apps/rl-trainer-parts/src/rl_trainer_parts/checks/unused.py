@@ -46,7 +46,11 @@ RULES = (
         when=lambda s: not s.dynamic_sampling.filter,
         because="without dynamic_sampling.filter",
     ),
-    Unused(names=("skip.",), when=lambda s: not s.rollout_cache.enabled, because="with rollout_cache.enabled = false"),
+    Unused(
+        names=("rollout_cache.",),
+        when=lambda s: not s.rollout_cache.enabled,
+        because="with rollout_cache.enabled = false",
+    ),
     Unused(
         names=("replicas.restarts",),
         when=lambda s: s.rollout.placement == "inline",

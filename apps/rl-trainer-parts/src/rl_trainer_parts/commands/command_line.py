@@ -16,12 +16,11 @@ import structlog
 from rl_core.errors import CheckpointError, DataError, MissingExtraError, NotReadyError, RLError, SettingsError
 from rl_core.registry import nearest_name
 from rl_core.terminal_text import describe_version, escaped_event, print_uncaught
-from rl_trainer_parts.commands.output import complain, say
+from rl_trainer_parts.commands.output import MISTAKE, complain, say
 
 if TYPE_CHECKING:
     from rl_trainer_parts.settings.schema import Settings
 
-MISTAKE = 2
 FAILED = 1
 
 Command = Callable[[list[str]], int]

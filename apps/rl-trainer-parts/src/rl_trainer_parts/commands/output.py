@@ -4,11 +4,14 @@ import sys
 
 from rl_core.terminal_text import escaped_lines, write_out
 
+MISTAKE = 2
+"""Exit status after a mistake in settings or files."""
+
 GIB = 2**30
 MIB = 2**20
 
 
-def complain(*lines: str, status: int = 2) -> int:
+def complain(*lines: str, status: int = MISTAKE) -> int:
     """Print an error to stderr."""
     text = "".join(f"error: {line}\n" if index == 0 else f"{line}\n" for index, line in enumerate(lines))
     sys.stderr.write(escaped_lines(text))

@@ -172,11 +172,17 @@ def require_format(path: Path) -> None:
     Raises:
         SettingsError: Names the format, and what reads it.
     """
+    path = path.absolute()
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     if not (run / "settings.toml").is_file():
         return
     file = run / "format"
-    text = file.read_text("utf-8", "replace").strip()[:20] if file.is_file() else "1"
+    try:
+        text = file.read_text("utf-8", "replace").strip()[:20] or "unknown"
+    except FileNotFoundError:
+        text = "1"
+    except OSError as error:
+        raise SettingsError(f"{file} is not readable: {error}.") from error
     if text != str(FORMAT):
         reader = READERS.get(int(text) if text.isdecimal() else 0, "the version that wrote it")
         raise SettingsError(f"{run} is a run in format {text}, and this version reads format {FORMAT}. Use {reader}.")
@@ -212,6 +218,7 @@ def require_resumable(folder: RunFolder, settings: Settings) -> None:
         SettingsError: There is no run, it was started with other settings, or it is beyond the last step.
     """
     require_run(folder)
+    require_format(folder.path)
     folder.check_resume(settings)
     done = max(CheckpointStore(folder.checkpoints, keep=1).steps(), default=0)
     if done > settings.trainer.steps:
