@@ -52,9 +52,9 @@ def settings_toml(folder: Path) -> Format:
 
 def workload_toml(folder: Path) -> Format:
     """A simulated workload."""
-    from rl_rollout.simulation.reading import BUILT_IN, SHIPPED, read_workload
+    from rl_rollout.simulation.workload import BUILT_IN, read_workload
 
-    text = (SHIPPED / f"{BUILT_IN}.toml").read_bytes()
+    text = BUILT_IN.read_bytes()
     return Format(written(folder / "w.toml", text), lambda: read_workload(folder / "w.toml"))
 
 

@@ -6,14 +6,7 @@ from dataclasses import replace
 from statistics import NormalDist, median
 
 from rl_rollout.simulation.synchronous import simulate_sync
-from rl_rollout.simulation.workload import (
-    BatchShape,
-    EngineCosts,
-    LearnerCosts,
-    Lengths,
-    WeightCosts,
-    Workload,
-)
+from rl_rollout.simulation.workload import BatchShape, EngineCosts, LearnerCosts, Lengths, WeightCosts, Workload
 
 SLOTS = 1024
 MEASURED_METRICS = (
