@@ -13,7 +13,7 @@ from _async_workload import Plan, Script, bound_of
 from _digits import FIRST_DIGIT, write_tokenizer
 
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.training_run import TrainingRun
+from rl_async_trainer.training_run import AsyncTrainingRun
 from rl_core.weights import TensorTransport
 from rl_distill.checkpoints import CheckpointStore
 from rl_distill.skipping import SkippedUpdates
@@ -101,7 +101,7 @@ def run_mode(mode: str, file: Path, plan: Plan, workload: Workload, *, folder: P
         found = AsyncSettings.model_validate({**settings, "schedule": schedule, "roles": {"placement": roles}})
         inputs = read_inputs(found)
         with open_run(found, resume=False, say=_nothing) as run:
-            asyncio.run(TrainingRun(found, inputs, run, make_console(found), factories=FACTORIES).run())
+            asyncio.run(AsyncTrainingRun(found, inputs, run, make_console(found), factories=FACTORIES).run())
     else:
         chosen = Settings.model_validate(settings)
         inputs = read_inputs(chosen)

@@ -5,12 +5,13 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rl_async_trainer.controller.learner_link import LearnerLink
+from rl_async_trainer.controller.links import LearnerLink
 from rl_async_trainer.liveness.live_answers import answer_request
 from rl_async_trainer.roles.learner import LearnerHost
 from rl_async_trainer.settings import AsyncSettings
@@ -54,8 +55,7 @@ class Parts:
 
     settings = AsyncSettings(policy={"path": "p"}, prompts={"train": "t"})  # type: ignore[arg-type]
 
-    def say(self, event: str, **fields: Any) -> None:
-        """Write nothing."""
+    lifecycle = SimpleNamespace(say=lambda event, **fields: None)
 
 
 def is_open(transport: BroadcastTransport, *, expected: bool) -> bool:

@@ -122,10 +122,10 @@ def train(words: list[str]) -> int:
             settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
         ) -> int:
             with console.phase("loading the controller", is_brief=True):
-                from rl_async_trainer.training_run import TrainingRun
+                from rl_async_trainer.training_run import AsyncTrainingRun
 
             recorded = None if replayed is None else Path(replayed)
-            return await TrainingRun(settings, inputs, folder, console, replayed=recorded).run()
+            return await AsyncTrainingRun(settings, inputs, folder, console, replayed=recorded).run()
 
         problems = list(schedule_problems(settings))
         if replayed is not None and not problems:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_async_trainer.messages import StepOrder, TrainedStep, ValidationBatch
 from rl_async_trainer.roles.learner_validation import LearnerValidation
-from rl_async_trainer.schedule.run_state import AsyncState
+from rl_async_trainer.schedule.record import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, TransferQueue
 from rl_core.cluster import RoleView
