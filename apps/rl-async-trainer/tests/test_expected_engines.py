@@ -13,7 +13,7 @@ import torch
 
 from rl_async_trainer.controller.links import LearnerLink
 from rl_async_trainer.liveness.live_answers import answer_request
-from rl_async_trainer.roles.learner import LearnerHost
+from rl_async_trainer.roles.learner import RunLearner
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
 from rl_core.errors import NotReadyError
@@ -22,7 +22,7 @@ from rl_core.weights.broadcast_group import BroadcastGroup
 from rl_distill.learners import Learners
 
 
-class Host(LearnerHost):
+class Host(RunLearner):
     """A learner host without a policy; its transport exists from the start."""
 
     opened: BroadcastTransport

@@ -17,9 +17,9 @@ from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
 QUEUE = "queue"
 ROLE_NAMES = {"rollouter": "rollouter", "learner": "learner host", "teachers": "teachers"}
 FACTORIES = {
-    "rollouter": "rl_async_trainer.roles.rollouter:Rollouter",
-    "learner": "rl_async_trainer.roles.learner:LearnerHost",
-    "teachers": "rl_async_trainer.roles.teachers:TeacherHost",
+    "rollouter": "rl_async_trainer.roles.rollouter:RunRollouter",
+    "learner": "rl_async_trainer.roles.learner:RunLearner",
+    "teachers": "rl_async_trainer.roles.teachers:RunTeachers",
 }
 """Class of each role as "module:class"; a replacement has the methods of the class it replaces."""
 

@@ -108,10 +108,9 @@ def train(words: list[str]) -> int:
         where = f"run {settings.run_folder}, {settings.trainer.steps} steps"
         console.say(f"rl-async-trainer: {where}; checking settings and files")
         with console.phase("loading libraries", is_brief=True):
-            from rl_async_trainer.plan import describe_async_plan
+            from rl_async_trainer.plan import ASYNC_UNUSED, describe_async_plan
             from rl_async_trainer.schedule.replay import read_plan
             from rl_async_trainer.settings import schedule_problems
-            from rl_async_trainer.unused import ASYNC_UNUSED
             from rl_trainer_parts.commands.policies import with_best_policy
             from rl_trainer_parts.commands.train import train_checked
             from rl_trainer_parts.run.folder import require_format
@@ -170,8 +169,8 @@ def scale(words: list[str]) -> int:
 
     request = {"do": "scale", "engines": options.engines}
     with closing(ConsoleTracker(console=Console(stderr=True))) as console:  # stdout: the answer
-        what, how = f"scaling to {counted(options.engines, 'engine')}", "new engines load the policy"
-        with console.phase(what, is_brief=True, detail=lambda: how):
+        what = f"scaling to {counted(options.engines, 'engine')}"
+        with console.phase(what, is_brief=True, detail=lambda: "new engines load the policy"):
             count = ask_run(options.run, request, deadline_s=SCALE_DEADLINE_S)
     say(f"the run now has {counted(count, 'engine')}")
     return 0
@@ -179,8 +178,8 @@ def scale(words: list[str]) -> int:
 
 def _status_lines(answer: dict[str, Any]) -> list[str]:
     if "stage" in answer:
-        said = f"the run is {answer['stage']}, {answer['launch_s']:.0f} s after its launch; in progress:"
-        return [said, *(f"  {one}" for one in answer["running"])]
+        stage = f"the run is {answer['stage']}, {answer['launch_s']:.0f} s after its launch; in progress:"
+        return [stage, *(f"  {phase}" for phase in answer["running"])]
     schedule = answer["schedule"]
     lines = [
         f"step {schedule['step']} of {schedule['steps']}",
@@ -189,9 +188,7 @@ def _status_lines(answer: dict[str, Any]) -> list[str]:
     ]
     if schedule["blocked_by"]:
         lines.append(f"the learner waits for {', '.join(schedule['blocked_by'])}")
-    for name, role in answer["roles"].items():
-        lines.append(f"{name}: {role}")
-    return lines
+    return [*lines, *(f"{name}: {role}" for name, role in answer["roles"].items())]
 
 
 def simulate(words: list[str]) -> int:

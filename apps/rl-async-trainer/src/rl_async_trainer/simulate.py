@@ -34,18 +34,6 @@ from rl_trainer_parts.commands.output import say
 
 DEFAULT_GPUS = "32,64,128"
 WARM_UP = "a version has batch.groups groups, like a synchronous step"
-COLUMNS = (
-    "mode",
-    "GPUs",
-    "split",
-    "staleness",
-    "step s",
-    "x sync",
-    "idle learner",
-    "idle engines",
-    "mean staleness",
-    "of the bound",
-)
 
 
 def simulate(words: list[str]) -> int:
@@ -123,8 +111,7 @@ def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list
         Schedule(max_staleness=staleness, sync_every=options.sync_every, partial_rollout=options.partial == "true")
         for staleness in _whole_numbers(options.staleness, "--staleness", least=0)
     ]
-    splits = _splits(workload, options)
-    work = [(gpus, split, schedule) for gpus, split in splits for schedule in (None, *schedules)]
+    work = [(*cluster, schedule) for cluster in _splits(workload, options) for schedule in (None, *schedules)]
     bar = Console(stderr=True)
     runs: list[SimulatedRun] = []
     for gpus, split, schedule in track(work, "simulating", console=bar, transient=True, disable=not bar.is_terminal):
@@ -141,22 +128,23 @@ def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list
 def _show(runs: Sequence[SimulatedRun], sync_step_s: Mapping[int, float]) -> None:
     """Print the table; in a terminal, the fastest row for each number of GPUs is green."""
     rows = [
-        (
-            run.mode,
-            str(run.split.gpus),
-            str(run.split),
-            str(run.max_staleness),
-            f"{run.step_s:.4g}",
-            f"{sync_step_s[run.split.gpus] / run.step_s:.2f}",
-            f"{100 * run.idle_learner:.1f} %",
-            f"{100 * run.idle_engine:.1f} %",
-            f"{run.staleness_mean:.2f}",
-            f"{run.share_of_bound:.2f}",
-        )
+        {
+            "mode": run.mode,
+            "GPUs": str(run.split.gpus),
+            "split": str(run.split),
+            "staleness": str(run.max_staleness),
+            "step s": f"{run.step_s:.4g}",
+            "x sync": f"{sync_step_s[run.split.gpus] / run.step_s:.2f}",
+            "idle learner": f"{100 * run.idle_learner:.1f} %",
+            "idle engines": f"{100 * run.idle_engine:.1f} %",
+            "mean staleness": f"{run.staleness_mean:.2f}",
+            "of the bound": f"{run.share_of_bound:.2f}",
+        }
         for run in runs
     ]
+    columns = list(rows[0])
     console = Console(soft_wrap=True, highlight=False)
-    header, *lines = table_lines(COLUMNS, rows, right=COLUMNS[1:])
+    header, *lines = table_lines(columns, [list(row.values()) for row in rows], right=columns[1:])
     console.print(header)
     for line, run in zip(lines, runs, strict=True):
         fastest_s = min(other.step_s for other in runs if other.split.gpus == run.split.gpus)

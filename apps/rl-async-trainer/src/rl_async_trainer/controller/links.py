@@ -104,32 +104,32 @@ class LearnerLink(RoleLink):
         return self._num_parameters
 
     async def train(self, order: StepOrder, is_current: IsCurrent) -> TrainedStep:
-        """See `LearnerHost.train`."""
+        """See `RunLearner.train`."""
         report: TrainedStep = await self._call("train", order, is_current=is_current)
         return report
 
     async def pack(self, version: int | None, is_current: IsCurrent) -> PackedWeights:
-        """See `LearnerHost.pack`."""
+        """See `RunLearner.pack`."""
         packed: PackedWeights = await self._call("pack", version, is_current=is_current)
         return packed
 
     async def prove(
         self, packed: PackedWeights, report: PublishReport, tolerances: ProofTolerances, is_current: IsCurrent
     ) -> PublishReport:
-        """See `LearnerHost.prove`; returns the report unchanged if nothing is left to prove."""
+        """See `RunLearner.prove`; returns the report unchanged if nothing is left to prove."""
         if report.canary_scores:
             report = await self._call("prove", packed.canary, report, tolerances, is_current=is_current)
         return report
 
     async def expect_engines(self, count: int) -> None:
-        """See `LearnerHost.expect_engines`; a restarted learner expects the same number."""
+        """See `RunLearner.expect_engines`; a restarted learner expects the same number."""
         self._num_engines = count
         await self._call("expect_engines", count)
 
     async def save(
         self, step: int, state: Mapping[str, Json], is_current: IsCurrent, *, also_keep: Sequence[int]
     ) -> None:
-        """See `LearnerHost.save`."""
+        """See `RunLearner.save`."""
         await self._call("save", step, dict(state), list(also_keep), is_current=is_current)
 
     async def check_alive(self) -> None:
@@ -138,27 +138,27 @@ class LearnerLink(RoleLink):
             await self._call("look")
 
     async def wait_saved(self) -> None:
-        """See `LearnerHost.wait_saved`."""
+        """See `RunLearner.wait_saved`."""
         await self._call("wait_saved")
 
     async def saved(self) -> list[Saved]:
-        """See `LearnerHost.saved`."""
+        """See `RunLearner.saved`."""
         checkpoints: list[Saved] = await self._call("saved")
         return checkpoints
 
     async def hold(self, step: int, version: int, is_current: IsCurrent) -> None:
-        """See `LearnerHost.hold`; held weights are lost with the learner."""
+        """See `RunLearner.hold`; held weights are lost with the learner."""
         await self._call("hold", step, version, is_current=is_current)
         self._held[step] = is_current
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
-        """See `LearnerHost.validate`; fails if the held weights are lost."""
+        """See `RunLearner.validate`; fails if the held weights are lost."""
         answers: list[Answer] = await self._call("validate", batch, is_current=self._held[batch.step])
         self._held = {step: held for step, held in self._held.items() if step >= batch.step}
         return answers
 
     async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores | None:
-        """See `LearnerHost.probe`; None if the learner died after it answered that step's validation."""
+        """See `RunLearner.probe`; None if the learner died after it answered that step's validation."""
         scores: PolicyScores | None = None
         with suppress(RoleRestartedError):
             scores = await self._call("probe", step, sequences, top_k, is_current=self._held[step])
@@ -212,7 +212,7 @@ class RollouterLink(RoleLink):
         return self._engine
 
     async def submit(self, dispatches: Sequence[Dispatch], is_current: IsCurrent) -> None:
-        """See `Rollouter.submit`; groups given to a dying rollouter are requeued like the others.
+        """See `RunRollouter.submit`; groups given to a dying rollouter are requeued like the others.
 
         Args:
             dispatches: Groups to generate.
@@ -222,11 +222,11 @@ class RollouterLink(RoleLink):
         await self._call("submit", list(dispatches), needs_weights=True, is_current=is_current)
 
     async def events(self) -> list[GroupEvent]:
-        """See `Rollouter.events`."""
+        """See `RunRollouter.events`."""
         return await self._call("events", wait_s=EVENTS_WAIT_S) or []
 
     async def publish(self, packed: PackedWeights) -> PublishReport | None:
-        """See `Rollouter.publish`; None if it died meanwhile and therefore has no weights."""
+        """See `RunRollouter.publish`; None if it died meanwhile and therefore has no weights."""
         incarnation, report = await self._role.ready(), None
         with suppress(RoleRestartedError):
             arguments = packed.update, packed.canary, self.tolerances, self._drains
@@ -236,31 +236,31 @@ class RollouterLink(RoleLink):
         return report
 
     async def lacks_weights(self) -> bool:
-        """See `Rollouter.lacks_weights`."""
+        """See `RunRollouter.lacks_weights`."""
         return bool(await self._call("lacks_weights"))
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
-        """See `Rollouter.validate`; called again if the rollouter died."""
+        """See `RunRollouter.validate`; called again if the rollouter died."""
         answers: list[Answer] | None = None
         while answers is None:
             answers = await self._call("validate", batch, needs_weights=True)
         return answers
 
     async def probe(self, _step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores | None:
-        """See `Rollouter.scores`; None if it died meanwhile."""
+        """See `RunRollouter.scores`; None if it died meanwhile."""
         scores: PolicyScores | None = await self._call("scores", sequences, top_k, needs_weights=True)
         return scores
 
     async def window(self, step: int) -> dict[str, Any]:
-        """See `Rollouter.window`; empty if it died meanwhile."""
+        """See `RunRollouter.window`; empty if it died meanwhile."""
         return await self._call("window", step) or {"metrics": {}, "histograms": {}, "events": [], "rollouts": []}
 
     async def last_events(self) -> list[dict[str, Any]]:
-        """See `Rollouter.last_events`; empty if it died meanwhile."""
+        """See `RunRollouter.last_events`; empty if it died meanwhile."""
         return await self._call("last_events") or []
 
     async def set_num_engines(self, count: int) -> int:
-        """See `Rollouter.set_num_engines`; a restarted rollouter has the same number."""
+        """See `RunRollouter.set_num_engines`; a restarted rollouter has the same number."""
         num_engines: int | None = None
         while num_engines is None:
             num_engines = await self._call("set_num_engines", count)
@@ -308,7 +308,7 @@ class TeachersLink(RoleLink):
         await self._tell("issued")
 
     async def window(self) -> dict[str, Any]:
-        """See `TeacherHost.window`; empty while the teachers restart."""
+        """See `RunTeachers.window`; empty while the teachers restart."""
         return await self._tell("window") or {"metrics": {}, "events": []}
 
     async def _tell(self, method: str) -> Any:
