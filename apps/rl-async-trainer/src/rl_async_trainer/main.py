@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_core.terminal_text import use_utf8
-from rl_trainer_parts.commands.command_line import Program, export, take_file, take_flag, take_option
+from rl_trainer_parts.commands.command_line import USAGE, Program, export, take_file, take_flag, take_option
 from rl_trainer_parts.commands.output import counted, say
 
 if TYPE_CHECKING:
@@ -18,30 +18,19 @@ if TYPE_CHECKING:
     from rl_trainer_parts.rollouts.inputs import Inputs
     from rl_trainer_parts.run.folder import RunFolder
 
-USAGE = """usage: rl-async-trainer COMMAND ...
-
-  new DIR [--model FOLDER]
-      Write commented settings, a reward and ten problems as the start of a new run.
-  check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
-      Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
+TRAIN = """\
   train SETTINGS.toml [--resume] [--dry-run] [--best] [--replay RUN] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
       --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one.
-      --best starts from the best checkpoint of the run in policy.path.
-  train --help [SECTION]
-      Explain every setting, or those of one section.
-  validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
-      Evaluate a Hugging Face folder, a checkpoint, or a run's best one on the validation and test problems.
+      --best starts from the best checkpoint of the run in policy.path."""
+OTHERS = """\
   status RUN
       Show what a live run is doing: its roles, groups in flight and ready, and policy versions.
   scale RUN --engines N
       Add engines to a live run, or remove some.
   simulate [WORKLOAD.toml] [--gpus N,...] [--search] ...
       Simulate step times on a virtual clock: how to split GPUs between rollouts and training, and which staleness.
-  export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]
-      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint, or
-      with --best of its best validated one. A LoRA adapter is merged into its base, or written alone in peft's format.
-      --base names the base if it has moved."""
+"""
 
 
 STATUS_DEADLINE_S = 60.0
@@ -64,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "simulate": simulate,
         "export": export,
     }
-    return Program(name="rl-async-trainer", usage=USAGE, commands=commands, settings=_settings_class).run(words)
+    usage = USAGE.format(program="rl-async-trainer", train=TRAIN, others=OTHERS)
+    return Program(name="rl-async-trainer", usage=usage, commands=commands, settings=_settings_class).run(words)
 
 
 def _settings_class() -> "type[AsyncSettings]":
