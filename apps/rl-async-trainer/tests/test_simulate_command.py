@@ -99,7 +99,7 @@ def test_a_split_of_ones_own_and_whole_rollouts(small: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "7"], "--gpus must be multiples of engine.gpus = 2; found 7"),
+        (["--gpus", "7"], "7 GPUs cannot be split into engines of engine.gpus = 2"),
         (["--gpus", "many"], "--gpus must be integers of at least 2"),
         (["--split", "64"], "--split must be two numbers of GPUs such as 64:64; found '64'"),
         (["--split", "3:5"], "multiple of engine.gpus = 2"),

@@ -17,7 +17,6 @@ from rl_core.files import read_toml
 from rl_core.terminal_text import table_lines
 from rl_metrics.run_files import read_json_lines
 from rl_rollout.simulation import (
-    MEASURED_METRICS,
     GpuSplit,
     Schedule,
     SimulatedRun,
@@ -158,11 +157,7 @@ def _splits(workload: Workload, options: argparse.Namespace) -> list[tuple[int, 
         if options.gpus is not None and options.gpus != str(rollout + train):
             raise SettingsError(f"--split {options.split} has {rollout + train} GPUs, but --gpus is {options.gpus}.")
         return [(rollout + train, GpuSplit(rollout_gpus=rollout, train_gpus=train))]
-    size = workload.engine.gpus
     sizes = _whole_numbers(options.gpus or DEFAULT_GPUS, "--gpus", least=2)
-    for gpus in sizes:
-        if gpus % size:
-            raise SettingsError(f"--gpus must be multiples of engine.gpus = {size}; found {gpus}.")
     return [(gpus, None if options.search else middle_split(workload, gpus)) for gpus in sizes]
 
 
@@ -203,16 +198,9 @@ def measure_run(run: Path, *, rollout_gpus: int, train_gpus: int) -> Workload:
         steps = [line for line in read_json_lines(file) if "timing_s/update_actor" in line]
     except (OSError, DataError) as error:
         raise SettingsError(f"the metrics {file} cannot be read: {error}.") from error
-    steps = steps[1:] or steps  # the first step includes warm-up
-    missing = [name for name in MEASURED_METRICS if not any(name in step for step in steps)]
-    if missing:
-        raise SettingsError(
-            f"{file} has no step with {', '.join(missing)}. --from needs a run of rl-sync-trainer with at least one "
-            "step."
-        )
     settings = read_toml(settings_file, error=SettingsError) if os.path.lexists(settings_file) else {}
     return measure_workload(
-        steps,
+        steps[1:] or steps,  # the first step includes warm-up
         name=run.resolve().name,
         rollout_gpus=rollout_gpus,
         train_gpus=train_gpus,

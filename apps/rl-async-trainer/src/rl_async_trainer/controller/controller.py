@@ -7,7 +7,7 @@ the few trajectories of each step that are recorded.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -157,10 +157,10 @@ class Controller:
                 await self._checkpoints.begin(self.state)
             await self._checkpoints.wait()
         if self._rollouter.is_started:
-            await self._tell_last_events()
+            self._log_events(await self._rollouter.last_events())
 
-    async def _tell_last_events(self) -> None:
-        for event in await self._rollouter.last_events():
+    def _log_events(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
             self._say(event.pop("event"), **{"step": self.state.step, **event})
 
     # -- the learner's side
@@ -301,8 +301,7 @@ class Controller:
         window = await self._rollouter.window(scheduler.num_steps)
         teachers = {"metrics": {}, "events": []} if self._teachers is None else await self._teachers.window()
         self._parts.rollouts.hold(window["rollouts"])
-        for event in (*window["events"], *teachers["events"]):
-            self._say(event.pop("event"), **{"step": scheduler.num_steps, **event})
+        self._log_events([*window["events"], *teachers["events"]])
         metrics = self._metrics.of_step(
             report,
             {**window["metrics"], **teachers["metrics"]},
@@ -349,7 +348,7 @@ class Controller:
             step = self.state.step
             splits = ("test",) if self.state.validated >= step else ("validation", "test")
             self._trackers.log_late(step, await self._validate(*splits))
-        await self._tell_last_events()
+        self._log_events(await self._rollouter.last_events())
         await self._checkpoints.begin(self.state)
         await self._checkpoints.wait()
 

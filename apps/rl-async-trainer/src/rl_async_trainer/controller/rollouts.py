@@ -82,9 +82,9 @@ class Rollouts:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._is_feeding and self._scheduler.num_to_start() > 0)
                 dispatches = await self._next_dispatches()
-                uids = [one.prompt.uid for one in dispatches]
+                uids = [dispatch.prompt.uid for dispatch in dispatches]
                 self._scheduler.started(uids)
-                places = [one.place for one in dispatches]
+                places = [dispatch.place for dispatch in dispatches]
                 self._parts.record.write("started", uids=uids, version=self._scheduler.served_version, places=places)
                 is_current = self._until_lost()
             await self.link.submit(dispatches, is_current)
@@ -95,8 +95,11 @@ class Rollouts:
         """Receive finished groups; ends only by an error."""
         while True:
             events = await self.link.events()
+            if not events and await self.link.lacks_weights():
+                # A restarted engine may have missed weights that were lost with the learner.
+                async with self._changed:
+                    self._on_weights_lost()
             if not events:
-                await self._look_for_weights()
                 continue
             self._parts.progress(f"group {events[-1].uid}")
             async with self._changed:
@@ -126,7 +129,8 @@ class Rollouts:
         """Missing sessions of groups that were in flight; complete groups are accepted."""
         if not waiting:
             return {}
-        unsettled = {one.prompt.uid: one.sessions for one in await asyncio.to_thread(self._parts.queue.unsettled)}
+        groups = await asyncio.to_thread(self._parts.queue.unsettled)
+        unsettled = {group.prompt.uid: group.sessions for group in groups}
         await self._take_settled([uid for uid in waiting if uid not in unsettled])
         return {uid: unsettled[uid] for uid in waiting if uid in unsettled}
 
@@ -159,12 +163,6 @@ class Rollouts:
         self.last_failure = event.failure
         if isinstance(self._scheduler, ReplayScheduler):
             self._scheduler.require_group(event.uid, failure=event.failure)
-
-    async def _look_for_weights(self) -> None:
-        """Request weights if an engine has none: a restarted engine may have missed weights lost with the learner."""
-        if await self.link.lacks_weights():
-            async with self._changed:
-                self._on_weights_lost()
 
     def _until_lost(self) -> Callable[[], bool]:
         """Return a function that later tells whether groups started now were requeued after the rollouter died."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -65,10 +65,14 @@ class Validator:
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         async with self._lock:
-            for batches in self._batches(step, splits):
+            for split in splits:
+                problems = {"validation": self._inputs.validation, "test": self._inputs.test}[split]
+                if problems is None:
+                    continue
+                chosen = chosen_problems(self._settings, problems)
+                batches = split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
                 answers = await self._answers(batches)
                 of_split, samples = await asyncio.to_thread(self._summarize, batches, answers)
-                split = batches[0].split
                 FailedSessions.among(answers).tell(lifecycle.say, step=step, during=split)
                 if samples:
                     lifecycle.trackers.log_generations(step, f"{split}/generations", samples)
@@ -140,14 +144,6 @@ class Validator:
         version = self._settings.schedule_options.version_after(step)
         sampled = {metrics.get(f"validation/policy_version/{which}") for which in ("min", "max")}
         return sampled == {version} and self.can_be_exact(step)
-
-    def _batches(self, step: int, splits: Sequence[str]) -> Iterator[list[ValidationBatch]]:
-        """Yield the batches of each split that has prompts."""
-        for split in splits:
-            problems = {"validation": self._inputs.validation, "test": self._inputs.test}[split]
-            if problems is not None:
-                chosen = chosen_problems(self._settings, problems)
-                yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
 
     async def _answers(self, batches: list[ValidationBatch]) -> list[Answer]:
         """Answers to all prompts, in order."""

@@ -1,14 +1,13 @@
 """The trainer's schedule on a virtual clock: the real `Scheduler`, with simulated engines and a simulated learner."""
 
 from rl_rollout.simulation.asynchronous import Schedule, simulate_async
-from rl_rollout.simulation.measured import MEASURED_METRICS, measure_workload
+from rl_rollout.simulation.measured import measure_workload
 from rl_rollout.simulation.outcome import GpuSplit, SimulatedRun
 from rl_rollout.simulation.search import advise, best_split, middle_split
 from rl_rollout.simulation.synchronous import simulate_sync
 from rl_rollout.simulation.workload import GroupLengths, Workload, read_workload, workload_from
 
 __all__ = [
-    "MEASURED_METRICS",
     "GpuSplit",
     "GroupLengths",
     "Schedule",
