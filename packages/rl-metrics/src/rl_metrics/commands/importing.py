@@ -8,7 +8,7 @@ from rl_metrics.importers.naming import MAX_NAME
 from rl_metrics.importers.run_writer import MAX_NAMES, Imported
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl
-from rl_metrics.trackers.text import plain_text
+from rl_metrics.trackers.console import plain_text
 
 
 def add_to(verbs: Verbs) -> None:

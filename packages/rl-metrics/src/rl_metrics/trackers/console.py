@@ -33,7 +33,6 @@ from rl_core.terminal_text import escaped, escaped_lines
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import as_plain, json_text
-from rl_metrics.trackers.text import plain_text
 from rl_metrics.validation.summary import MAIN_VARIABLES, headline
 
 log = structlog.get_logger(__name__)
@@ -76,6 +75,9 @@ MAX_WRONG, MAX_RIGHT = 3, 1
 
 MAX_TEXT, MAX_FAILURE = 60, 120
 """Maximum number of shown characters of a sample's text and of a failure's reason."""
+
+GAP = " ... "
+"""Replaces the middle of a long text."""
 
 VERDICT_STYLES = {"failed": "bold red", "wrong": "red", "right": "green"}
 
@@ -346,12 +348,11 @@ class ConsoleTracker:
     @_never_stops
     def _show_phase(self, phase: Phase, outcome: str = "") -> None:
         """Show the beginning or the outcome of a phase; parts of steps have no lines, as their times are metrics."""
-        if not phase.is_brief and not self._is_live:
-            fields = {"phase": phase.text, **({"outcome": outcome} if outcome else {})}
-            event, text = ("phase_ended", f": {outcome}") if outcome else ("phase_began", " ...")
-            self._write(event, phase.text + text, **fields)
-        elif outcome and not phase.is_brief and self._display.bar is None:
-            self._say(Text.assemble(phase.text, (f": {outcome}", "dim")))
+        if outcome and not phase.is_brief and self._display.bar is None:
+            line = Text.assemble(phase.text, (f": {outcome}", "dim"))
+            self._write("phase_ended", line, phase=phase.text, outcome=outcome)
+        elif not outcome and not phase.is_brief and not self._is_live:
+            self._write("phase_began", f"{phase.text} ...", phase=phase.text)
         if self._is_live:
             self._display.show()
 
@@ -642,6 +643,22 @@ def _standard_output(kind: ConsoleKind) -> Console:
     if kind == "auto" and not target.file.isatty():  # FORCE_COLOR does not turn a file into a terminal
         target.is_interactive = False
     return target
+
+
+def plain_text(text: str, *, limit: int) -> str:
+    r"""Return the text as one line, with invisible characters escaped (`\n`, `\x1b`, `\u202e`) and a long middle cut.
+
+    Args:
+        text: Any text.
+        limit: Maximum length of the result; at least the length of the gap that replaces the middle.
+    """
+    if len(text) > limit:  # before escaping, because a response may be long
+        text = text[:limit] + text[-limit:]
+    text = escaped(text)
+    if len(text) <= limit:
+        return text
+    room = limit - len(GAP)
+    return text[: room - room // 2] + GAP + text[len(text) - room // 2 :]
 
 
 def duration_text(seconds: float) -> str:
