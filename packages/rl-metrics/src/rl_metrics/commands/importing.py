@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 
 from rl_metrics.commands.parts import Verbs, say
-from rl_metrics.importers.naming import MAX_NAME
-from rl_metrics.importers.run_writer import MAX_NAMES, Imported
+from rl_metrics.importers.run_writer import MAX_NAME, MAX_NAMES, Imported
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl
 from rl_metrics.trackers.console import plain_text
