@@ -267,8 +267,7 @@ def test_two_gpus_are_one(tmp_path: Path) -> None:
 def test_distillation_on_the_gpu_is_the_reference_learners(
     loss: str, distribution: str, dtype: str, tolerance: float, tmp_path: Path
 ) -> None:
-    from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.megatron.teacher import MegatronTeacherModel
+    from rl_distill.megatron.learner import MegatronLearner, MegatronTeacherModel
     from rl_distill.objectives.distillation import DistillationObjectiveOptions, distillation_objective
     from rl_distill.torch_learner import TorchLearner
 

@@ -27,7 +27,7 @@ from rl_distill.objectives import (
     distillation_objective,
     policy_objective,
 )
-from rl_distill.objectives.comparison import comparison_of
+from rl_distill.objectives.micro_batches import comparison_of
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.stepping import open_policy

@@ -18,8 +18,7 @@ from rl_core.weights import LORA_A, PEFT_PREFIX
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.learner import LearnerOptions, StepResult
 from rl_distill.megatron import head
-from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.megatron.teacher import MegatronTeacherModel
+from rl_distill.megatron.learner import MegatronLearner, MegatronTeacherModel
 from rl_distill.objectives.distillation import (
     DistillationObjective,
     DistillationObjectiveOptions,

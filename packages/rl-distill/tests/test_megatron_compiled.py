@@ -13,14 +13,13 @@ from rounding import rounding_bound
 from torch import Tensor
 
 from rl_distill.megatron import setup
-from rl_distill.megatron.attention.rotary import rotated
+from rl_distill.megatron.attention.layout import rotated
 from rl_distill.megatron.head import Asked, head_scores
 from rl_distill.megatron.kernels import Kernels
+from rl_distill.megatron.layers import can_compile, compiled, fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
 from rl_distill.megatron.layers import compiled as module
-from rl_distill.megatron.layers.compiled import can_compile, compiled
-from rl_distill.megatron.layers.swiglu import fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.options import LearnerOptions
 from rl_distill.supervised import supervised_objective
 

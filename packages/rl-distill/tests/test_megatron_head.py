@@ -14,7 +14,7 @@ from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives.divergences import DivergenceOptions
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.teacher_tokens import TeacherTokens
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.options import LearnerOptions
 
 NUM_TOKENS, NUM_CHANNELS, NUM_ROWS = 13, 6, 24

@@ -18,7 +18,7 @@ from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
-from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
+from rl_distill.objectives.vocabulary import VocabularyPart, likeliest
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
 FILES = sorted(GOLDEN_DIR.glob("*.npz"))

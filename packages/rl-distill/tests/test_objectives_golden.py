@@ -27,12 +27,11 @@ from rl_distill.objectives import (
     value_objective,
 )
 from rl_distill.objectives.aggregation import token_weights
-from rl_distill.objectives.correction import truncated_weights
-from rl_distill.objectives.mismatch import mismatch_sums
+from rl_distill.objectives.batch_advantages import masked_whiten
+from rl_distill.objectives.correction import mismatch_sums, truncated_weights
 from rl_distill.objectives.registry import function_with_options
 from rl_distill.objectives.rejection import rejection_mask
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
-from rl_distill.objectives.whitening import masked_whiten
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
 IS_OWN = "GOLDEN_DIR" not in os.environ

@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from rl_distill.objectives.correction import banded_weights, truncated_weights
-from rl_distill.objectives.weight_metrics import weight_metrics
+from rl_distill.objectives.correction import banded_weights, truncated_weights, weight_metrics
 
 LOG = math.log
 LOG_RATIOS = torch.tensor([math.nan, LOG(4), LOG(0.25), LOG(1), math.inf], dtype=torch.float64)

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+import transformers
+from torch import Tensor, nn
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
 from rl_core.record_fields import converts_arguments
+from rl_distill.architecture.mixture_config import MixtureConfig
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.tensor_shapes import is_trained
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
@@ -23,26 +27,85 @@ from rl_distill.checkpoints.checkpoint import (
     require_empty,
     state_shapes,
 )
-from rl_distill.checkpoints.hf_folder import read_policy_tensors
+from rl_distill.checkpoints.hf_folder import read_heads, read_policy_tensors
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_pieces
-from rl_distill.learner import LearnerOptions, MicroBatch, Objective, PendingSave, StepResult
-from rl_distill.metric_sums import metric_totals, metric_values
-from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_measures
+from rl_distill.learner import (
+    LearnerOptions,
+    MicroBatch,
+    Objective,
+    PendingSave,
+    StepResult,
+    metric_totals,
+    metric_values,
+)
 from rl_distill.objectives.logit_divergence import LogitDivergence
+from rl_distill.objectives.micro_batches import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_columns
 from rl_distill.objectives.teacher_tokens import teacher_tokens
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.packing import Pack, pack_batch, unpack_trained, unpack_values
 from rl_distill.products import chosen_products, computing_with
-from rl_distill.reference_model import reference_model
-from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import (
     check_open,
     check_trainable,
     clip_scale,
+    learning_rate_at,
     open_policy,
     parameter_dtype,
 )
-from rl_distill.teacher_heads import read_heads
+
+
+class _Expert(nn.Module):
+    """A gated feed-forward layer with the names of a Hugging Face folder."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.down_proj = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
+
+
+class _Experts(nn.ModuleList):
+    """The experts of a layer as separate modules; transformers fuses all of them into two parameters."""
+
+    def __init__(self, mixture: MixtureConfig, hidden_size: int, std: float) -> None:
+        super().__init__(_Expert(hidden_size, mixture.ffn_hidden_size) for _ in range(mixture.num_experts))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Return outputs [T, hidden] for hidden states [T, hidden], expert indices and weights [T, top_k]."""
+        out = torch.zeros_like(hidden)
+        for index, expert in enumerate(self):
+            tokens, places = torch.where(chosen == index)
+            weighted = expert(hidden[tokens]) * shares[tokens, places, None]
+            out = out.index_add(0, tokens, weighted.to(out.dtype))
+        return out
+
+
+def reference_model(config_json: Mapping[str, Any], config: PolicyConfig, *, dtype: torch.dtype) -> Any:
+    """Return transformers' model with random weights and the folder's tensor names.
+
+    A router's bias is a float32 parameter without gradient.
+
+    Args:
+        config_json: Content of config.json.
+        config: The parsed config.json.
+        dtype: dtype of the parameters.
+    """
+    model_class = getattr(transformers, config.architecture)
+    model = model_class(model_class.config_class(**config_json))
+    for index, layer in enumerate(model.model.layers):
+        if config.mixture is not None and config.is_mixture(index):
+            layer.mlp.experts = _Experts(config.mixture, config.hidden_size, config.initializer_range)
+    model = model.to(dtype)
+    for layer in config.mixture.layers if config.mixture is not None and config.mixture.sigmoid is not None else ():
+        gate = model.model.layers[layer].mlp.gate
+        del gate.e_score_correction_bias
+        gate.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
+    return model
 
 
 class TorchLearner:
@@ -267,7 +330,7 @@ class TorchLearner:
         columns = {MEASURED + name: values for name, values in measured.items()}
         if comparison.is_alone:
             columns[WEIGHTED] = columns[LOSSES] * micro.columns["loss_weights"]
-        return with_measures(micro, columns)
+        return with_columns(micro, columns)
 
     def _score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return logprobs [T], entropy [T] and logits [T, V] of a pack, computed on a right-padded batch."""

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
-from rl_distill.megatron.layers.compiled import compiled
-from rl_distill.megatron.mixtures.experts import gradient_elsewhere
+from rl_distill.megatron.experts import gradient_elsewhere
+from rl_distill.megatron.layers import compiled
 from rl_distill.objectives.chunked_head import added_product
 from rl_distill.objectives.logit_divergence import LogitDivergence, TokenComparison
 from rl_distill.objectives.teacher_tokens import TeacherTokens
-from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
+from rl_distill.objectives.vocabulary import VocabularyPart, likeliest
 
 KEPT_LOGITS = 2**25
 """Maximum number of logits saved for the backward pass; on a CPU, also the number computed at once."""

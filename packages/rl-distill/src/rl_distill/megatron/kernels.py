@@ -1,13 +1,15 @@
 """Select the implementation of each part of a model for CPU or GPU."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_core.errors import SettingsError
 from rl_distill.megatron.attention.varlen import has_cpu_kernels, has_gpu_kernels
+from rl_distill.megatron.layers import RMSNorm
 from rl_distill.options import KernelChoice
 
 
@@ -81,3 +83,37 @@ class PolicyTransformerConfig(TransformerConfig):  # type: ignore[misc]
     """
 
     kernels: Kernels = PLAIN
+
+
+class Layers(NamedTuple):
+    """Classes for Megatron's layer specifications. Each has a `weight`, and linear layers may have a `bias`.
+
+    Attributes:
+        column: Linear layer split by rows over tensor ranks.
+        row: Linear layer split by columns over tensor ranks.
+        norm: RMS norm.
+    """
+
+    column: Any = ColumnParallelLinear
+    row: Any = RowParallelLinear
+    norm: Any = RMSNorm
+
+
+def layers_of(kernels: Kernels) -> Layers:
+    """Return the classes that `Kernels.layers` names.
+
+    Raises:
+        SettingsError: Transformer Engine cannot be imported.
+    """
+    if kernels.layers == "torch":
+        return Layers()
+    from megatron.core.extensions import transformer_engine as te
+
+    if not te.HAVE_TE:
+        raise SettingsError(
+            'optimizer.kernels = "transformer_engine" needs the modules transformer_engine and '
+            "transformer_engine.pytorch, which cannot be imported. Install `transformer-engine[pytorch]` for this "
+            'torch and CUDA, or set optimizer.kernels = "fused". `python -c "import transformer_engine.pytorch"` shows '
+            "the reason."
+        )
+    return Layers(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm)

@@ -18,9 +18,9 @@ from rl_distill.megatron.head import Asked, HeadScores, OutputLayer, head_scores
 from rl_distill.megatron.model_spec import block_spec
 from rl_distill.megatron.rank_pack import PlacedPack
 from rl_distill.objectives.chunked_head import HeadResult, chunked_head_divergence
-from rl_distill.objectives.comparison import MEASURED, WEIGHTED, Comparison
 from rl_distill.objectives.logit_divergence import LogitDivergence
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.micro_batches import MEASURED, WEIGHTED, Comparison
+from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.options import LoraOptions
 
 Head = Literal["policy", "value"]

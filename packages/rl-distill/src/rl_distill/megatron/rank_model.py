@@ -17,9 +17,10 @@ from torch import Tensor
 
 from rl_core.errors import DataError
 from rl_core.weights.broadcast import RankOffer, RankSender, SenderOptions
-from rl_distill.architecture.model_memory import RankMemory
+from rl_distill.architecture.memory import RankMemory
+from rl_distill.checkpoints.hf_folder import read_heads
 from rl_distill.learner import Objective
-from rl_distill.megatron.attention.rotary import rotary_frequencies
+from rl_distill.megatron.attention.layout import rotary_frequencies
 from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import Scored, Wanted
 from rl_distill.megatron.offload import Offloaded
@@ -30,12 +31,11 @@ from rl_distill.megatron.rank_pack import PlacedPack, Sharing, on_device, padded
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.setup import ModelPlan, build_chunks
-from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
+from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
 from rl_distill.packing import Pack, scored_tokens
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products, computing_with
-from rl_distill.schedule import learning_rate_at
-from rl_distill.teacher_heads import read_heads
+from rl_distill.stepping import learning_rate_at
 
 
 class RankModel:
@@ -142,7 +142,7 @@ class RankModel:
                 entropy = placed.spread(scores.entropy)
             measured = {name: placed.spread(of) for name, of in scores.others.items()}
             if len(placed.pack.rows):
-                micro_batch = with_measures(placed.pack.micro_batch, measured)
+                micro_batch = with_columns(placed.pack.micro_batch, measured)
                 loss, sums = objective(values, entropy if with_entropy else None, micro_batch)
                 if not loss.requires_grad:
                     raise DataError("the objective's loss has no gradient. Do not detach the logprobs.")

@@ -10,10 +10,10 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from rl_core.data import offsets_of
-from rl_distill.megatron.attention.buckets import PackedLayout, packed_layout
-from rl_distill.objectives.micro_columns import needed_column
+from rl_distill.megatron.attention.layout import PackedLayout, packed_layout
+from rl_distill.objectives.micro_batches import needed_column
 from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
-from rl_distill.objectives.vocabulary_parts import sum_over_ranks
+from rl_distill.objectives.vocabulary import sum_over_ranks
 from rl_distill.packing import Pack
 from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest
 

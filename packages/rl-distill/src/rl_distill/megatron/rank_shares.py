@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.data import Batch
-from rl_distill.learner import MetricSums
-from rl_distill.metric_sums import metric_totals
+from rl_distill.learner import MetricSums, metric_totals
 from rl_distill.packing import Pack, pack_rows, unpack_trained
 
 _HOST = torch.device("cpu")

@@ -27,20 +27,18 @@ from rl_distill.checkpoints.checkpoint import (
     state_shapes,
 )
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
-from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult
+from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult, metric_values
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_shares import RankShare, StepShare
 from rl_distill.megatron.rank_tensors import Exported
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
-from rl_distill.metric_sums import metric_values
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.packing import Rows, plan_batch
 from rl_distill.parallel_layout import check_layout, check_learner
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products
-from rl_distill.stepping import check_open, check_temperature, check_trainable, open_policy
-from rl_distill.token_checks import check_tokens
+from rl_distill.stepping import check_open, check_temperature, check_tokens, check_trainable, open_policy
 
 
 class RankedModel:

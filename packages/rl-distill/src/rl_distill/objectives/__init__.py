@@ -20,6 +20,7 @@ from rl_distill.objectives.batch_columns import (
     with_token_selection,
 )
 from rl_distill.objectives.chunked_head import chunked_head_divergence
+from rl_distill.objectives.covariance_policy_loss import TokenSelection, selects_with
 from rl_distill.objectives.distillation import (
     DistillationObjective,
     DistillationObjectiveOptions,
@@ -27,8 +28,7 @@ from rl_distill.objectives.distillation import (
     with_distillation_advantages,
 )
 from rl_distill.objectives.divergences import DivergenceOptions
-from rl_distill.objectives.kl import KL_ESTIMATORS
-from rl_distill.objectives.kl_control import AdaptiveKL
+from rl_distill.objectives.kl import KL_ESTIMATORS, AdaptiveKL
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.policy import (
     PolicyObjective,
@@ -39,15 +39,12 @@ from rl_distill.objectives.policy import (
 )
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
 from rl_distill.objectives.ragged import spread_rows
-from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, policy_loss_with_options
+from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, policy_loss_with_options, try_advantage
 from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
-from rl_distill.objectives.rewarded_rows import RewardedRows
-from rl_distill.objectives.selection import TokenSelection, selects_with
-from rl_distill.objectives.sessions import SESSION_RULES, SessionCredit, SessionRows
+from rl_distill.objectives.rewarded_rows import SESSION_RULES, RewardedRows, SessionCredit, SessionRows
 from rl_distill.objectives.teacher_tokens import TeacherTokens
-from rl_distill.objectives.try_out import try_advantage
 from rl_distill.objectives.value import value_objective
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.vocabulary import VocabularyPart
 
 __all__ = [
     "ADVANTAGES",

@@ -10,15 +10,20 @@ from rl_core.data import Batch, Column, ColumnSpec, Ragged, column_spec, declare
 from rl_core.errors import DataError
 from rl_core.record_fields import NonNegativeFloat, converts_arguments
 from rl_distill.objectives.aggregation import AGGREGATIONS, Horizon, token_weights
-from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, banded_weights, truncated_weights
+from rl_distill.objectives.batch_advantages import COMPONENT
+from rl_distill.objectives.correction import (
+    CorrectionLevel,
+    WeightCap,
+    WeightFloor,
+    banded_weights,
+    truncated_weights,
+    weight_metrics,
+)
+from rl_distill.objectives.covariance_policy_loss import TokenSelection
 from rl_distill.objectives.kl import KL_ESTIMATORS
 from rl_distill.objectives.registry import ADVANTAGES, function_with_options
 from rl_distill.objectives.rejection import Bound, rejection_mask
-from rl_distill.objectives.rewarded_rows import EXTRA_REWARDS, RewardedRows
-from rl_distill.objectives.selection import TokenSelection
-from rl_distill.objectives.sessions import SESSION_RULES
-from rl_distill.objectives.weight_metrics import weight_metrics
-from rl_distill.objectives.whitened_advantages import COMPONENT
+from rl_distill.objectives.rewarded_rows import EXTRA_REWARDS, SESSION_RULES, RewardedRows
 
 SampledLogprobs = Literal["old_logprobs", "rollout_logprobs"]
 """Column with the sampling policy's logprobs: the learner's before the update, or the engine's."""

@@ -10,7 +10,8 @@ Source: Cui et al. 2025, arXiv:2505.22617, section 4.
 """
 
 import math
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -19,8 +20,32 @@ from torch import Tensor
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import NonNegativeFloat, converts_arguments
 from rl_distill.objectives.policy_loss import ClipHigh, ClipLow, PolicyTokens, TokenLosses, clipped_surrogate
-from rl_distill.objectives.selection import selects_with
 from rl_distill.objectives.shapes import check_mask, check_tokens
+
+TokenSelection = Callable[..., Tensor]
+"""(old_logprobs [T], advantages [T], loss_mask [T], **options) of the global batch -> [T] bool."""
+
+LossT = TypeVar("LossT", bound=Callable[..., Any])
+
+
+def selects_with(select: TokenSelection) -> Callable[[LossT], LossT]:
+    """Declare the function that computes `PolicyTokens.selection` for a policy loss.
+
+    Users set the selection's keyword options together with the loss's own.
+    """
+
+    def mark(loss: LossT) -> LossT:
+        loss.selection = select  # type: ignore[attr-defined]
+        return loss
+
+    return mark
+
+
+def selection_of(loss: Callable[..., Any]) -> TokenSelection | None:
+    """Return the function that selects tokens for a policy loss; None if it has none."""
+    found: TokenSelection | None = getattr(loss, "selection", None)
+    return found
+
 
 Share = Annotated[float, Gt(0), Le(1)]
 """Share of the trained tokens."""

@@ -16,16 +16,13 @@ from torch import Tensor
 from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
 from rl_core.record_fields import PositiveFloat, converts_arguments, settings_record
-from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.metric_sums import metric_totals, metric_values
+from rl_distill.learner import MetricSums, MicroBatch, metric_totals, metric_values
 from rl_distill.objectives.batch_columns import SampledLogprobs
-from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison
+from rl_distill.objectives.correction import mismatch_sums
 from rl_distill.objectives.divergences import DivergenceKind, DivergenceOptions, Tail, clamped
-from rl_distill.objectives.kl import KLEstimator, absolute, k1, k2, straight_through
-from rl_distill.objectives.log_ratios import excess
+from rl_distill.objectives.kl import KLEstimator, absolute, excess, k1, k2, straight_through
 from rl_distill.objectives.logit_divergence import MEASURES
-from rl_distill.objectives.micro_columns import masked, needed_column
-from rl_distill.objectives.mismatch import mismatch_sums
+from rl_distill.objectives.micro_batches import LOSSES, MEASURED, WEIGHTED, Comparison, masked, needed_column
 from rl_distill.objectives.policy import PolicyObjective
 from rl_distill.objectives.teacher_tokens import check_sampled_tokens
 

@@ -17,7 +17,7 @@ from rl_distill.objectives.divergences import (
     top_k_divergence,
 )
 from rl_distill.objectives.teacher_tokens import TeacherTokens, refuse_top_k_alone
-from rl_distill.objectives.vocabulary_parts import (
+from rl_distill.objectives.vocabulary import (
     VocabularyPart,
     all_logprobs,
     likeliest,

@@ -14,13 +14,11 @@ from rl_core.errors import SettingsError
 from rl_core.record_fields import FiniteFloat, NonNegativeFloat, converts_arguments, settings_record
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.objectives.aggregation import Horizon, aggregate
-from rl_distill.objectives.correction import WeightCap, truncated_weights
+from rl_distill.objectives.correction import WeightCap, mismatch_sums, truncated_weights
 from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
-from rl_distill.objectives.micro_columns import masked, needed_column
-from rl_distill.objectives.mismatch import mismatch_sums
+from rl_distill.objectives.micro_batches import masked, needed_column
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
-from rl_distill.objectives.registry import BoundPolicyLoss, policy_loss_with_options
-from rl_distill.objectives.try_out import try_policy_loss
+from rl_distill.objectives.registry import BoundPolicyLoss, policy_loss_with_options, try_policy_loss
 
 Term = tuple[float, Tensor]
 """(factor, [T] values) of a term in the loss."""

@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from rl_core.record_fields import converts_arguments, record
-from rl_distill.objectives.log_ratios import bounded
+from rl_distill.objectives.kl import bounded
 from rl_distill.objectives.ragged import padded_offsets
 from rl_distill.objectives.shapes import (
     as_mask,

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_distill.objectives.correction import blank_masked
-from rl_distill.objectives.log_ratios import bounded, excess
+from rl_distill.objectives.kl import bounded, excess
 from rl_distill.objectives.ragged import row_counts, row_maxima, row_means, row_sums, spread_rows
 
 Bound = float | tuple[float, float]

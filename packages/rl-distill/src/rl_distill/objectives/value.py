@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_core.record_fields import converts_arguments, settings_record
 from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.objectives.micro_columns import masked, needed_column
+from rl_distill.objectives.micro_batches import masked, needed_column
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
 ValueClip = Annotated[float, Gt(0)]

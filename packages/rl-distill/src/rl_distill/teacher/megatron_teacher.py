@@ -13,8 +13,8 @@ from rl_core.errors import EngineDiedError, NotReadyError, RLError
 from rl_core.gpus import GpuUse
 from rl_core.record_fields import converts_arguments
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
+from rl_distill.megatron.learner import MegatronTeacherModel
 from rl_distill.megatron.ranks import LearnerRanks
-from rl_distill.megatron.teacher import MegatronTeacherModel
 from rl_distill.options import LearnerOptions
 from rl_distill.parallel_layout import teacher_layout
 from rl_distill.teacher.scores import TeacherRow, TeacherScores

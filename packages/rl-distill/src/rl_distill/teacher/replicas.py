@@ -9,9 +9,8 @@ import structlog
 
 from rl_core.errors import DeadlineError, EngineDiedError, NotReadyError, RLError, TeacherError
 from rl_core.gpus import GpuUse, gpu_use_of
-from rl_distill.teacher.probe import PROBE_TOKENS, probe_problem, probe_row
 from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica, TeacherTraits
-from rl_distill.teacher.scores import TeacherRow, TeacherScores
+from rl_distill.teacher.scores import PROBE_TOKENS, TeacherRow, TeacherScores, probe_problem, probe_row
 
 log = structlog.get_logger(__name__)
 

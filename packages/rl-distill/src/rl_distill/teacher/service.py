@@ -3,8 +3,10 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +17,7 @@ from rl_core.errors import (
     DeadlineError,
     EngineDiedError,
     NothingToLeaseError,
+    NotReadyError,
     OutdatedLeaseError,
     RLError,
     TeacherError,
@@ -22,14 +25,41 @@ from rl_core.errors import (
 from rl_core.gpus import GpuUse
 from rl_core.queue import Lease, TaskSpec
 from rl_core.record_fields import settings_record
+from rl_distill.daemon_thread import in_daemon_thread
 from rl_distill.teacher.aligned import TeacherAligner
-from rl_distill.teacher.leasing import lease_group
 from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.score_cache import ScoreCache
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, TeacherScores, teacher_columns
-from rl_distill.teacher.scoring import ServedTeacher
-from rl_distill.teacher.step_report import ServiceReport, Tally
+from rl_distill.teacher.scoring import ServedTeacher, ServiceReport, Tally
+
+
+async def lease_group(queue: TransferQueue, task: str, *, deadline_s: float, lease_s: float) -> Lease:
+    """Lease one group without blocking the event loop.
+
+    If this call is cancelled, its thread keeps waiting. It releases a late lease at once, so that the queue delivers
+    the group again.
+
+    Raises:
+        NothingToLeaseError: No issued group can become ready.
+        DeadlineError: No group became ready in time.
+        NotReadyError: The queue was closed.
+    """
+    lease_one = partial(queue.lease, task, groups=1, deadline_s=deadline_s, lease_s=lease_s)
+    found = in_daemon_thread(lease_one, name=f"lease for {task}")
+    try:
+        return await asyncio.wrap_future(found)
+    except BaseException:
+        found.add_done_callback(lambda ended: _release(queue, ended))
+        raise
+
+
+def _release(queue: TransferQueue, ended: Future[Lease]) -> None:
+    """Release a lease that no caller waits for, as soon as it arrives."""
+    if ended.exception() is None:
+        with suppress(NotReadyError):
+            queue.release(ended.result())
+
 
 Result = TypeVar("Result")
 

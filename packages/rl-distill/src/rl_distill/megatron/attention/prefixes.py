@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_distill.megatron.attention.buckets import HeadIndex, PackedLayout, causal_mask
+from rl_distill.megatron.attention.layout import HeadIndex, PackedLayout, causal_mask
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

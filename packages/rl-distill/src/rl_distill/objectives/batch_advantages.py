@@ -12,12 +12,86 @@ import torch
 from annotated_types import MinLen
 from torch import Tensor
 
+from rl_core.data import are_equal_rewards
 from rl_core.errors import DataError
 from rl_core.record_fields import FiniteFloat, NonNegativeFloat, UnitFloat, converts_arguments
 from rl_distill.objectives.advantages import dr_grpo_advantages, grpo_advantages
-from rl_distill.objectives.ragged import discounted_sums, spread_rows
-from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, units_of, unmasked
-from rl_distill.objectives.whitening import masked_whiten
+from rl_distill.objectives.ragged import discounted_sums, next_values, spread_rows
+from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, spread_units, units_of, unmasked
+from rl_distill.objectives.shapes import check_mask, check_tokens
+
+
+@converts_arguments
+def masked_whiten(values: Tensor, mask: Tensor, *, eps: NonNegativeFloat = 1e-8) -> Tensor:
+    """Normalize values to mean 0 and variance 1 over the tokens in the mask.
+
+    Args:
+        values: [T] float over the whole global batch; masked values are ignored.
+        mask: [T] bool.
+        eps: Added to the unbiased variance.
+
+    Returns:
+        [T] in the values' dtype, computed in float64, 0 where masked. Equal values or a single value become 0.
+
+    Raises:
+        ShapeError: The shapes or dtypes do not match.
+        SettingsError: eps is below 0.
+    """
+    check_tokens({"values": values, "mask": mask})
+    check_mask(mask)
+    kept = values[mask].double()
+    if len(kept) == 0:
+        return torch.zeros_like(values)
+    is_equal = are_equal_rewards(kept.min(), kept.max())
+    centered = kept - kept.mean()
+    variance = centered.square().sum() / max(len(kept) - 1, 1)
+    whitened = torch.where(is_equal, torch.zeros_like(kept), centered * (variance + eps).rsqrt())
+    return torch.zeros_like(values).masked_scatter(mask, whitened.to(values.dtype))
+
+
+@converts_arguments
+def gae(rows: RewardedRows, *, gamma: UnitFloat = 1.0, lam: UnitFloat = 1.0, whiten: bool = True) -> dict[str, Tensor]:
+    """Generalized advantage estimation over the trained tokens of each trajectory.
+
+    Untrained tokens are skipped: the next trained token is the next step.
+
+    Args:
+        rows: The batch with the token column `values`; values[t] is the critic's value of the state before token t.
+            Each trajectory is an episode that ends with its session's reward.
+        gamma: Discount per trained token, in [0, 1].
+        lam: GAE's lambda, in [0, 1]: 0 bootstraps from the next value, 1 uses only the rewards.
+        whiten: Whiten the advantages, but not the returns, over the batch.
+
+    Returns:
+        `advantages` and `returns` [T]. Returns are the critic's targets: advantages before whitening, plus values.
+
+    Raises:
+        SettingsError: gamma or lam is outside [0, 1].
+        DataError: `values` is missing.
+    """
+    rewards, offsets, share = episodes_of(rows)
+    values = rows.column("values")[rows.loss_mask].double()
+    errors = rewards + gamma * next_values(values, offsets) - values
+    advantages = discounted_sums(errors, offsets, discount=gamma * lam)
+    returns = advantages + values
+    if whiten:
+        advantages = masked_whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
+    return {"advantages": unmasked(advantages * share, rows), "returns": unmasked(returns, rows)}
+
+
+@converts_arguments
+def remax(rows: RewardedRows) -> dict[str, Tensor]:
+    """ReMax: the reward minus the reward of a greedy response to the same prompt.
+
+    Args:
+        rows: The batch with the row column `reward_baseline`, the reward of a greedy response to the prompt.
+
+    Raises:
+        DataError: `reward_baseline` is missing or not finite.
+    """
+    units = units_of(rows, rows.total_rewards() - rows.row_column("reward_baseline"))
+    return {"advantages": spread_units(rows, units, units.rewards)}
+
 
 COMPONENT = "reward/"
 """Prefix of the row columns `reward/NAME`, the named components of the reward."""
