@@ -22,9 +22,9 @@ from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_shares import RankShare
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.objectives import (
+    DistillationObjective,
     DistillationObjectiveOptions,
     PolicyObjectiveOptions,
-    distillation_objective,
     policy_objective,
 )
 from rl_distill.objectives.micro_batches import comparison_of
@@ -43,9 +43,9 @@ POLICY = policy_objective(PolicyObjectiveOptions(entropy_coefficient=0.01, kl_co
 
 OBJECTIVES: dict[str, Any] = {
     "policy": POLICY,
-    "distillation": distillation_objective(DistillationObjectiveOptions()),
-    "distillation and rewards": distillation_objective(DistillationObjectiveOptions(), POLICY),
-    "whole distributions": distillation_objective(DistillationObjectiveOptions(distribution="full")),
+    "distillation": DistillationObjective(DistillationObjectiveOptions()),
+    "distillation and rewards": DistillationObjective(DistillationObjectiveOptions(), POLICY),
+    "whole distributions": DistillationObjective(DistillationObjectiveOptions(distribution="full")),
     "value": lambda values, _, micro: ((values.square() * micro.columns["loss_weights"]).sum(), {}),
     # Errors that an objective can make.
     "reads a number": lambda values, _, micro: (values.sum() * float(values.sum()), {}),

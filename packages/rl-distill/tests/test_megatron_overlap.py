@@ -33,8 +33,8 @@ from rl_core.weights.transports import TensorTransport
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron import overlap
 from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
-from rl_distill.supervised import supervised_objective
 
 MakeBatch = Callable[..., Batch]
 Started = Any  # `Started` of conftest.py

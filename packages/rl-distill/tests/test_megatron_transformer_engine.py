@@ -21,9 +21,9 @@ from rl_distill.megatron import setup
 from rl_distill.megatron.kernels import Kernels, Layers, chosen_kernels, layers_of
 from rl_distill.megatron.layers import RMSNorm
 from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_learner
-from rl_distill.supervised import supervised_objective
 
 OPTIONS = LearnerOptions(learning_rate=1e-3, kernels="transformer_engine")
 IS_INSTALLED = find_spec("transformer_engine") is not None

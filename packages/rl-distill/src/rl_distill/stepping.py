@@ -5,17 +5,18 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import NotReadyError, SettingsError, ShapeError
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
+from rl_distill.checkpoints.checkpoint import PolicySource
 from rl_distill.options import LearnerOptions
 from rl_distill.prefixes import ROUTED_EXPERTS
+
+ResourceT = TypeVar("ResourceT")
 
 
 def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = False) -> PolicySource:
@@ -37,11 +38,6 @@ def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = Fal
         names = [str(name) for name in config_json.get("architectures") or []]
         config_json["architectures"] = [re.sub("For(Token|Sequence)Classification$", "ForCausalLM", n) for n in names]
     return PolicySource(config_json=config_json, config=parse_policy_config(config_json), policy_dir=policy_dir)
-
-
-def parameter_dtype(options: LearnerOptions) -> torch.dtype:
-    """Return the torch dtype of the parameters; the options must be checked."""
-    return DTYPES[options.dtype]
 
 
 def check_trainable(batch: Batch) -> None:
@@ -78,14 +74,15 @@ def check_temperature(temperature: float) -> None:
         raise SettingsError(f"temperature must be above 0; found {temperature}. The learner scores sampled tokens.")
 
 
-def check_open(is_open: bool) -> None:
-    """Check that a learner is open.
+def check_open(resource: ResourceT | None) -> ResourceT:
+    """Return what a learner computes with.
 
     Raises:
-        NotReadyError: It was closed.
+        NotReadyError: The learner was closed, so there is none.
     """
-    if not is_open:
+    if resource is None:
         raise NotReadyError("the learner was closed; create a new one.")
+    return resource
 
 
 def learning_rate_at(step: int, options: LearnerOptions) -> float:

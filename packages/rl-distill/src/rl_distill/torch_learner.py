@@ -21,6 +21,7 @@ from rl_distill.architecture.mixture_config import MixtureConfig
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.tensor_shapes import is_trained
 from rl_distill.checkpoints.checkpoint import (
+    DTYPES,
     STATE_FOLDER,
     finish_checkpoint,
     read_header,
@@ -39,7 +40,14 @@ from rl_distill.learner import (
     metric_values,
 )
 from rl_distill.objectives.logit_divergence import LogitDivergence
-from rl_distill.objectives.micro_batches import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_columns
+from rl_distill.objectives.micro_batches import (
+    LOSSES,
+    MEASURED,
+    WEIGHTED,
+    TeacherComparison,
+    comparison_of,
+    with_columns,
+)
 from rl_distill.objectives.teacher_tokens import teacher_tokens
 from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.packing import Pack, pack_batch, unpack_trained, unpack_values
@@ -50,7 +58,6 @@ from rl_distill.stepping import (
     clip_scale,
     learning_rate_at,
     open_policy,
-    parameter_dtype,
 )
 
 
@@ -67,7 +74,7 @@ class _Expert(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
 
 
-class _Experts(nn.ModuleList):
+class _SeparateExperts(nn.ModuleList):
     """The experts of a layer as separate modules; transformers fuses all of them into two parameters."""
 
     def __init__(self, mixture: MixtureConfig, hidden_size: int, std: float) -> None:
@@ -99,7 +106,7 @@ def reference_model(config_json: Mapping[str, Any], config: PolicyConfig, *, dty
     model = model_class(model_class.config_class(**config_json))
     for index, layer in enumerate(model.model.layers):
         if config.mixture is not None and config.is_mixture(index):
-            layer.mlp.experts = _Experts(config.mixture, config.hidden_size, config.initializer_range)
+            layer.mlp.experts = _SeparateExperts(config.mixture, config.hidden_size, config.initializer_range)
     model = model.to(dtype)
     for layer in config.mixture.layers if config.mixture is not None and config.mixture.sigmoid is not None else ():
         gate = model.model.layers[layer].mlp.gate
@@ -132,7 +139,7 @@ class TorchLearner:
         """
         options.check()
         self._source = open_policy(policy)
-        dtype = parameter_dtype(options)
+        dtype = DTYPES[options.dtype]
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         self._device = device or torch.device("cpu")
@@ -149,7 +156,6 @@ class TorchLearner:
         self._mains = {n: p if is_main else p.detach().float().clone() for n, p in self._parameters.items()}
         self._adam = _adamw(list(self._mains.values()), options)
         self.step = 0
-        self._is_open = True
         self._teacher_heads: list[Tensor] = []
 
     @property
@@ -164,7 +170,7 @@ class TorchLearner:
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
-        check_open(self._is_open)
+        check_open(self._model)
         packs = self._packs(batch)
         with computing_with(self._options.products), torch.no_grad():
             values = [self._score(pack, temperature)[0] for pack in packs]
@@ -184,7 +190,7 @@ class TorchLearner:
         Raises:
             ShapeError: loss_weights is missing, all zero, or nonzero outside loss_mask.
         """
-        check_open(self._is_open)
+        check_open(self._model)
         check_trainable(batch)
         step = self.step + 1
         self._model.zero_grad()
@@ -222,7 +228,7 @@ class TorchLearner:
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """Return all weights by Hugging Face name, as views that are valid until the next step."""
-        check_open(self._is_open)
+        check_open(self._model)
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @converts_arguments
@@ -251,7 +257,7 @@ class TorchLearner:
         Raises:
             CheckpointError: The checkpoint is missing, incomplete or of another model; the learner is unchanged.
         """
-        check_open(self._is_open)
+        check_open(self._model)
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
         shapes = state_shapes({name: tuple(main.shape) for name, main in self._mains.items()})
         states = {name: torch.empty(shape) for name, shape in shapes.items()}
@@ -274,7 +280,6 @@ class TorchLearner:
 
     def close(self) -> None:
         """Free the model."""
-        self._is_open = False
         self._model, self._parameters, self._mains = None, {}, {}
 
     def _packs(self, batch: Batch) -> list[Pack]:
@@ -316,10 +321,10 @@ class TorchLearner:
             SettingsError: A teacher has a smaller vocabulary than the policy.
             DataError: A file or tensor is missing or incomplete.
         """
-        dtype = parameter_dtype(self._options)
+        dtype = DTYPES[self._options.dtype]
         self._teacher_heads = read_heads(folders, self._source.config, dtype=dtype, device=self._device)
 
-    def _compared(self, pack: Pack, logits: Tensor, comparison: Comparison | None) -> MicroBatch:
+    def _compared(self, pack: Pack, logits: Tensor, comparison: TeacherComparison | None) -> MicroBatch:
         """Return the micro-batch with columns that compare the logits [T, V] with the teachers'."""
         micro = pack.micro_batch
         if comparison is None:

@@ -22,11 +22,11 @@ from rl_distill.checkpoints.hf_folder import read_heads
 from rl_distill.learner import Objective
 from rl_distill.megatron.attention.layout import rotary_frequencies
 from rl_distill.megatron.lora import base_alone, drawing_by
-from rl_distill.megatron.model import Scored, Wanted
+from rl_distill.megatron.model import OutputRequest, TokenResults
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam
 from rl_distill.megatron.overlap import gather_weights
-from rl_distill.megatron.parallel import Place, learner_device, shards_of_this_rank
+from rl_distill.megatron.parallel import RankPosition, learner_device, shards_of_this_rank
 from rl_distill.megatron.rank_pack import PlacedPack, Sharing, on_device, padded_length, place_pack, unknown_experts
 from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
 from rl_distill.megatron.rank_tensors import RankTensors, States
@@ -62,7 +62,7 @@ class RankModel:
         """
         self.plan = plan
         chosen_products(plan.options.products)
-        self.place = Place.of_this_rank()
+        self.place = RankPosition.of_this_rank()
         self.step = 0
         self._device = device or learner_device()
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
@@ -78,7 +78,7 @@ class RankModel:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
             if plan.options.offload_optimizer and self._device.type != "cpu":
                 self.keep_optimizer_on_host()
-        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam, gather=lambda: self.gather_weights())
+        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam)
         self.sender = RankSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
@@ -108,12 +108,12 @@ class RankModel:
         """
         packs = share.packs()
 
-        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[int, dict[str, Tensor]]:
+        def evaluate(index: int, placed: PlacedPack, scores: TokenResults) -> tuple[int, dict[str, Tensor]]:
             named = {"values": scores.values.float(), **scores.others}
             # Copies to pinned memory while the GPU computes the next pack.
             return index, {name: placed.spread(of).to("cpu", non_blocking=True) for name, of in named.items()}
 
-        wanted = Wanted(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
+        wanted = OutputRequest(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
         with base_alone(self._chunks) if is_base else nullcontext():
             found = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
         if self._device.type == "cuda":
@@ -135,7 +135,7 @@ class RankModel:
         """Take one optimizer step; None on ranks that do not report. A step that is not finite changes nothing."""
         gathered = Gathered()
 
-        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
+        def evaluate(index: int, placed: PlacedPack, scores: TokenResults) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
             values = placed.spread(scores.values)
             entropy = None
             if (with_entropy or with_tokens) and scores.entropy is not None:
@@ -155,7 +155,7 @@ class RankModel:
         self._zero_gradients()
         mask = "loss_mask" if "loss_mask" in share.batch else None
         comparison = comparison_of(objective)
-        wanted = Wanted(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
+        wanted = OutputRequest(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
         packs = share.packs()
         with self._dropping():
             self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
@@ -184,10 +184,8 @@ class RankModel:
         tokens.
         """
         replayed, rerouted = (_total(float(count)) for count in self._routed)
-        layers = [
-            layer for layer in range(self.plan.source.config.num_layers) if self.plan.source.config.is_mixture(layer)
-        ]
-        totals = {"router/unknown_share": unknown_experts(packs, layers)}
+        mixture = self.plan.source.config.mixture
+        totals = {"router/unknown_share": unknown_experts(packs, mixture.layers if mixture is not None else ())}
         return totals if self.place.data else {"router/rerouted_share": (rerouted, replayed), **totals}
 
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
@@ -236,7 +234,7 @@ class RankModel:
         """
         if self._offloaded is None:
             self.sender.withdraw()
-            self.gather_weights()
+            gather_weights(self._chunks)
             weights, gradients, optimizer = self.tensors.kept()
             self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
             if self._device.type != "cpu":
@@ -257,13 +255,9 @@ class RankModel:
         """Let engines fetch this rank's weights until they change; see `RankSender.offer`."""
         return self.sender.offer(self.tensors.held(), options, version=version)
 
-    def gather_weights(self) -> None:
-        """Gather all weights of the last step on every rank, for code that reads them outside a forward pass."""
-        gather_weights(self._chunks)
-
     def memory(self) -> RankMemory:
-        """Return the bytes that the model keeps on this rank; see `RankTensors.memory`."""
-        return self.tensors.memory()
+        """Return the bytes that the model keeps on this rank between calls, which `rank_memory` predicts."""
+        return RankMemory(*(sum(tensor.nbytes for tensor in tensors) for tensors in self.tensors.kept()))
 
     def load_state(self, states: States, *, step: int) -> None:
         """Continue from the state loaded into `RankTensors.empty_state`."""
@@ -285,9 +279,9 @@ class RankModel:
     def _run(
         self,
         packs: list[Pack],
-        evaluate: Callable[[int, PlacedPack, Scored], Any],
+        evaluate: Callable[[int, PlacedPack, TokenResults], Any],
         *,
-        wanted: Wanted,
+        wanted: OutputRequest,
         mask: str | None,
         with_gradients: bool,
     ) -> list[Any]:
@@ -351,7 +345,7 @@ def _call_evaluate(
     evaluate: Any,
     index: int,
     placed: PlacedPack,
-    scores: Scored,
+    scores: TokenResults,
     non_loss_data: bool = False,  # noqa: ARG001 - passed by megatron
 ) -> Any:
     return evaluate(index, placed, scores)

@@ -18,7 +18,7 @@ from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
 from rl_distill.megatron.attention.varlen import use_newest_kernels
-from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
+from rl_distill.megatron.convert import Shard, TensorBlock, blocks_of, whole_block
 from rl_distill.megatron.kernels import PolicyTransformerConfig, chosen_kernels
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.model import Head, PolicyModel
@@ -153,7 +153,7 @@ def fill_adapter(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
         block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 
-def _first_adapter(block: Block, plan: ModelPlan) -> Tensor:
+def _first_adapter(block: TensorBlock, plan: ModelPlan) -> Tensor:
     """Return a whole float32 adapter matrix: A as torch.nn.Linear's weight, from its name and the seed; B zero."""
     if block.name.endswith(LORA_B):
         return torch.zeros(block.shape)
@@ -161,7 +161,7 @@ def _first_adapter(block: Block, plan: ModelPlan) -> Tensor:
     return torch.empty(block.shape).uniform_(-bound, bound, generator=_generator(block.name, plan))
 
 
-def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> list[Block]:
+def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> list[TensorBlock]:
     """Return the blocks of a chunk's tensors, including those of a critic's head."""
     policy = {name: tensor for name, tensor in state.items() if name not in VALUE_HEAD}
     blocks = blocks_of(policy, plan.source.config, shard)

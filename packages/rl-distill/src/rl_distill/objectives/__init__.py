@@ -24,7 +24,6 @@ from rl_distill.objectives.covariance_policy_loss import TokenSelection, selects
 from rl_distill.objectives.distillation import (
     DistillationObjective,
     DistillationObjectiveOptions,
-    distillation_objective,
     with_distillation_advantages,
 )
 from rl_distill.objectives.divergences import DivergenceOptions
@@ -36,6 +35,7 @@ from rl_distill.objectives.policy import (
     bound_policy_loss,
     compute_policy_loss,
     policy_objective,
+    supervised_objective,
 )
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
 from rl_distill.objectives.ragged import spread_rows
@@ -43,7 +43,7 @@ from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, policy_los
 from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
 from rl_distill.objectives.rewarded_rows import SESSION_RULES, RewardedRows, SessionCredit, SessionRows
 from rl_distill.objectives.teacher_tokens import TeacherTokens
-from rl_distill.objectives.value import value_objective
+from rl_distill.objectives.value import ValueObjective
 from rl_distill.objectives.vocabulary import VocabularyPart
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "TeacherTokens",
     "TokenLosses",
     "TokenSelection",
+    "ValueObjective",
     "VocabularyPart",
     "aggregate",
     "bound_policy_loss",
@@ -75,7 +76,6 @@ __all__ = [
     "component_columns",
     "compute_policy_loss",
     "correction_weight_metrics",
-    "distillation_objective",
     "dr_grpo_advantages",
     "grpo_advantages",
     "mean_reference_kl",
@@ -84,8 +84,8 @@ __all__ = [
     "rejection_limits",
     "selects_with",
     "spread_rows",
+    "supervised_objective",
     "try_advantage",
-    "value_objective",
     "with_advantages",
     "with_correction_weights",
     "with_distillation_advantages",

@@ -1,8 +1,10 @@
-"""Advantages whitened over the tokens of the global batch: REINFORCE++, its baseline variant, GDPO.
+"""Advantages whitened over the tokens of the global batch, or against a baseline from outside the group.
 
-The last step subtracts a mean over the batch, so compute these advantages before the batch is split.
+GAE compares with a critic's values, ReMax with a greedy response. REINFORCE++, its baseline variant and GDPO subtract a
+mean over the batch, so compute these advantages before the batch is split.
 
-Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262; GDPO, Liu et al. 2026, arXiv:2601.05242.
+Source: GAE, Schulman et al. 2015, arXiv:1506.02438; ReMax, Li et al. 2023, arXiv:2310.10505; REINFORCE++, Hu et al.
+2025, arXiv:2501.03262; GDPO, Liu et al. 2026, arXiv:2601.05242.
 """
 
 from collections.abc import Mapping

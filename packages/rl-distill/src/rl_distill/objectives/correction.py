@@ -1,7 +1,10 @@
-"""Importance weights that correct the mismatch between the engine's and the learner's probabilities.
+"""The mismatch between the engine's and the learner's probabilities: its metrics, and weights that correct it.
+
+Metric names follow verl.
 
 Source: truncated importance sampling, Ionides 2008, doi:10.1198/106186008X320456; for an engine's mismatch,
-Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; banded masking, IcePop, Ling team 2025, arXiv:2510.18855.
+Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; banded masking, IcePop, Ling team 2025, arXiv:2510.18855;
+effective sample size, Kong 1992.
 """
 
 from typing import Annotated, Literal
@@ -26,64 +29,45 @@ WeightFloor = PositiveFloat
 """Minimum importance weight; smaller ones become 0."""
 
 
-WeightBand = tuple[WeightFloor, WeightCap]
-"""Minimum and maximum importance weight."""
-
-
 @converts_arguments
-def truncated_weights(
-    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, cap: WeightCap = 2.0
+def importance_weights(
+    log_ratio: Tensor,
+    loss_mask: Tensor,
+    offsets: Tensor,
+    *,
+    level: CorrectionLevel,
+    cap: WeightCap = 2.0,
+    floor: WeightFloor | None = None,
 ) -> Tensor:
-    """Return importance weights old / rollout, truncated from above.
+    """Return importance weights old / rollout, truncated from above or, with a floor, 0 outside a band (IcePop).
 
     Args:
         log_ratio: [T] old_logprobs - rollout_logprobs; masked values are ignored.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 row offsets.
         level: "token", or "sequence" for the product over each trajectory's trained tokens.
-        cap: Maximum weight.
+        cap: Maximum weight. Larger weights become `cap`, or 0 if `floor` is set.
+        floor: Minimum weight; smaller weights become 0. None only truncates from above.
 
     Returns:
-        [T] weights without gradient, 0 where masked.
+        [T] weights without gradient, 0 where masked. Loss weights stay unchanged, so tokens outside a band still count
+        in means.
 
     Raises:
         ShapeError: The shapes or dtypes do not match.
-        SettingsError: The level is unknown, or cap is not positive.
+        SettingsError: The level is unknown, a bound is not above 0, or floor is above cap.
     """
-    return importance_ratios(log_ratio, loss_mask, offsets, level=level).clamp(max=cap)
-
-
-@converts_arguments
-def banded_weights(
-    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel, band: WeightBand
-) -> Tensor:
-    """Return importance weights old / rollout, 0 outside a band (IcePop).
-
-    Args:
-        log_ratio: [T] old_logprobs - rollout_logprobs; masked values are ignored.
-        loss_mask: [T] bool.
-        offsets: [N + 1] int64 row offsets.
-        level: "token", or "sequence" for the product over each trajectory's trained tokens.
-        band: (minimum, maximum) weight; weights outside become 0.
-
-    Returns:
-        [T] weights without gradient, 0 where masked. Loss weights stay unchanged, so tokens outside the band still
-        count in means.
-
-    Raises:
-        ShapeError: The shapes or dtypes do not match.
-        SettingsError: The level is unknown, or the band is not 0 < floor <= cap.
-    """
-    floor, cap = band
-    if floor > cap:
-        raise SettingsError(f"band of banded_weights must be (floor, cap) with floor <= cap; found {band}.")
+    if floor is not None and floor > cap:
+        raise SettingsError(f"importance_weights needs floor <= cap; found floor = {floor}, cap = {cap}.")
     weights = importance_ratios(log_ratio, loss_mask, offsets, level=level)
+    if floor is None:
+        return weights.clamp(max=cap)
     return torch.where((weights >= floor) & (weights <= cap), weights, torch.zeros_like(weights))
 
 
 @converts_arguments
 def importance_ratios(log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, level: CorrectionLevel) -> Tensor:
-    """Return [T] unbounded importance ratios old / rollout; see `truncated_weights`."""
+    """Return [T] unbounded importance ratios old / rollout; see `importance_weights`."""
     log_ratio = blank_masked(log_ratio, loss_mask, offsets)
     if level == "sequence":
         log_ratio = spread_rows(row_sums(log_ratio, offsets), offsets, num_tokens=len(log_ratio))
@@ -178,7 +162,7 @@ def weight_metrics(
     """Return statistics of the weights of a global batch.
 
     Args:
-        weights: [T] weights from `truncated_weights` or `banded_weights`.
+        weights: [T] weights from `importance_weights`.
         log_ratio: [T] old_logprobs - rollout_logprobs; masked values are ignored.
         loss_mask: [T] bool.
         offsets: [N + 1] int64 row offsets.
@@ -202,27 +186,20 @@ def weight_metrics(
     ratio_of_rows = row_means(ratios, loss_mask, offsets)[has_tokens].double()
     ratio_of_tokens = ratios[loss_mask].double()
     low = 1.0 / cap if floor is None else floor
+    of_tokens = weights[loss_mask].double()
     metrics = {
-        **_of_tokens(weights[loss_mask].double()),
-        **_of_rows(of_rows),
-        **_outside(ratio_of_rows if level == "sequence" else ratio_of_tokens, low, cap, stem="ratio_"),
-        **_outside(ratio_of_rows, low, cap, stem="seq_"),
+        **_spread(of_tokens),
+        "eff_sample_size": _effective_share(of_tokens),
+        **{f"seq_{name}": value for name, value in _spread(of_rows, correction=1).items()},
+        "seq_max_deviation": (of_rows - 1.0).abs().max(),
     }
+    judged = ratio_of_rows if level == "sequence" else ratio_of_tokens
+    for stem, values in (("ratio_", judged), ("seq_", ratio_of_rows)):
+        metrics[f"{stem}fraction_high"] = (values > cap).double().mean()
+        metrics[f"{stem}fraction_low"] = (values < low).double().mean()
     if floor is not None:
-        is_out = (ratio_of_tokens < floor) | (ratio_of_tokens > cap)
-        metrics["oob_ratio"] = is_out.double().mean()
+        metrics["oob_ratio"] = ((ratio_of_tokens < floor) | (ratio_of_tokens > cap)).double().mean()
     return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
-
-
-def _of_tokens(weights: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of the weights [M] of trained tokens."""
-    return {**_spread(weights), "eff_sample_size": _effective_share(weights)}
-
-
-def _of_rows(weights: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of the mean weights [N] of trajectories with a trained token."""
-    spread = {f"seq_{name}": value for name, value in _spread(weights, correction=1).items()}
-    return {**spread, "seq_max_deviation": (weights - 1.0).abs().max()}
 
 
 def _effective_share(weights: Tensor) -> Tensor:
@@ -238,12 +215,4 @@ def _spread(values: Tensor, *, correction: int = 0) -> dict[str, Tensor]:
         "std": values.std(correction=correction) if has_spread else values.new_zeros(()),
         "max": values.max(),
         "min": values.min(),
-    }
-
-
-def _outside(ratios: Tensor, low: float, high: float, *, stem: str) -> dict[str, Tensor]:
-    """Return the shares of ratios [K] outside the bounds."""
-    return {
-        f"{stem}fraction_high": (ratios > high).double().mean(),
-        f"{stem}fraction_low": (ratios < low).double().mean(),
     }

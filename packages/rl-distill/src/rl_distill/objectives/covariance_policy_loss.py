@@ -43,8 +43,7 @@ def selects_with(select: TokenSelection) -> Callable[[LossT], LossT]:
 
 def selection_of(loss: Callable[..., Any]) -> TokenSelection | None:
     """Return the function that selects tokens for a policy loss; None if it has none."""
-    found: TokenSelection | None = getattr(loss, "selection", None)
-    return found
+    return getattr(loss, "selection", None)
 
 
 Share = Annotated[float, Gt(0), Le(1)]
@@ -107,8 +106,8 @@ def select_band(
     """
     if not low < high:
         raise SettingsError(f"low of select_band must be below high; found low = {low}, high = {high}.")
-    found = covariances(logprobs, advantages, loss_mask)
-    candidates = torch.nonzero(loss_mask & (found > low) & (found < high)).flatten()
+    covariance = covariances(logprobs, advantages, loss_mask)
+    candidates = torch.nonzero(loss_mask & (covariance > low) & (covariance < high)).flatten()
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
     return _marked(candidates[order[: _count(loss_mask, share)].to(candidates.device)], loss_mask)
 
@@ -129,8 +128,8 @@ def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share
     Raises:
         SettingsError: share is not in (0, 1].
     """
-    found = covariances(logprobs, advantages, loss_mask).masked_fill(~loss_mask, -torch.inf)
-    order = torch.argsort(found, descending=True, stable=True)
+    covariance = covariances(logprobs, advantages, loss_mask).masked_fill(~loss_mask, -torch.inf)
+    order = torch.argsort(covariance, descending=True, stable=True)
     count = min(_count(loss_mask, share), int(loss_mask.sum()))
     return _marked(order[:count], loss_mask)
 

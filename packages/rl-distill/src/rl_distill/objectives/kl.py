@@ -10,7 +10,10 @@ non-negative KL, and minimizes KL(policy || reference). k3 is bounded (`K3_BOUND
 the log ratio, such as -100 for a token that the policy has made e^100 times less likely than the reference. Only
 clip_grad bounds what one such token does to a step; k3 itself ignores it.
 
-Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients, Tang and Munos 2025, arXiv:2506.09477.
+The coefficient of the KL is fixed, or adapted to keep the KL at a target.
+
+Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients, Tang and Munos 2025, arXiv:2506.09477; adaptive
+coefficient, Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
 """
 
 import math
@@ -177,7 +180,7 @@ class AdaptiveKL:
         """
         if self.target is None:
             return self
-        found = state.get("coefficient")
-        if not isinstance(found, int | float) or not (math.isfinite(found) and found > 0.0):
+        coefficient = state.get("coefficient")
+        if not isinstance(coefficient, int | float) or not (math.isfinite(coefficient) and coefficient > 0.0):
             raise CheckpointError(f"the state of an adaptive KL must have a coefficient above 0; found {dict(state)}.")
-        return replace(self, coefficient=float(found))
+        return replace(self, coefficient=float(coefficient))

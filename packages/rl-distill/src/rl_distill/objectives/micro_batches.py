@@ -1,4 +1,4 @@
-"""Interface through which an objective requests a comparison with teachers and reads its results."""
+"""What objectives read of a micro-batch: its columns, and comparisons with teachers that they request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ WEIGHTED = MEASURED + "weighted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class TeacherComparison:
     """The comparison that an objective requests.
 
     Attributes:
@@ -34,7 +34,7 @@ class Comparison:
     is_alone: bool
 
 
-def comparison_of(objective: Any) -> Comparison | None:
+def comparison_of(objective: Any) -> TeacherComparison | None:
     """Return the comparison that an objective requests; None if it only needs logprobs."""
     return getattr(objective, "comparison", None)
 

@@ -1,10 +1,12 @@
-"""Policy losses on the ratio of the whole response: GSPO and GMPO.
+"""Policy losses on the ratio of the whole response (GSPO, GMPO), with a soft clip (SAPO), and with weighted logprobs.
 
-Both use the geometric mean of the tokens' ratios, which does not grow with length. Their papers weight all trajectories
-equally: aggregate with seq-mean-token-mean.
+GSPO and GMPO use the geometric mean of the tokens' ratios, which does not grow with length. Their papers, and SAPO's,
+weight all trajectories equally: aggregate with seq-mean-token-mean. GPG, CISPO and DPPO have the gradient of the
+logprob, times a weight without gradient; their value is not a surrogate of the reward.
 
 Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, section 4.3 (its token form); GMPO, Zhao et al. 2025,
-arXiv:2507.20673.
+arXiv:2507.20673; SAPO, Gao et al. 2025, arXiv:2511.20347, equations 3 to 6; GPG, Chu et al. 2025, arXiv:2504.02546;
+CISPO, MiniMax 2025, arXiv:2506.13585, section 3.1; DPPO, 2026, arXiv:2602.04879.
 """
 
 from typing import Annotated

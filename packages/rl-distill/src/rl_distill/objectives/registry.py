@@ -1,6 +1,7 @@
 """Registries of advantages and policy losses; other packages can add to them through entry points.
 
-The registries of aggregations, KL estimators, session rules and rejection criteria are in their own modules.
+The registries of aggregations, KL estimators, session rules and rejection criteria are in their own modules. A function
+is tried on a tiny batch, so that invalid options fail before a run starts.
 """
 
 import inspect

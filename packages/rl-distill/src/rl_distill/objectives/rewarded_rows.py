@@ -1,7 +1,11 @@
-"""Inputs of advantage estimators, by session or by token."""
+"""Inputs of advantage estimators, by session or by token, and the rules for sessions with several trajectories.
+
+A session rule forms *units*, the items that an advantage estimator compares within the group of a prompt, and sets the
+share of a unit's advantage that each of its trajectories gets.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -53,27 +57,22 @@ SessionRule = Callable[[SessionRows], SessionCredit]
 
 def last(rows: SessionRows) -> SessionCredit:
     """Use the last trajectory's reward; all trajectories of the session get the advantage."""
-    of_sessions = rows.rewards.new_zeros(_num_sessions(rows))
+    of_sessions = rows.rewards.new_zeros(int(rows.session.max()) + 1 if len(rows.session) else 0)
     of_sessions[rows.session[rows.is_last]] = rows.rewards[rows.is_last]
     return SessionCredit(unit=rows.session, rewards=of_sessions[rows.session], share=torch.ones_like(rows.rewards))
 
 
 def last_only(rows: SessionRows) -> SessionCredit:
     """Use the last trajectory's reward; only this trajectory gets the advantage, the others get 0."""
-    credit = last(rows)
-    return SessionCredit(unit=credit.unit, rewards=credit.rewards, share=rows.is_last.to(rows.rewards.dtype))
+    return replace(last(rows), share=rows.is_last.to(rows.rewards.dtype))
 
 
 def mean(rows: SessionRows) -> SessionCredit:
     """Use the mean of the trajectories' rewards; all trajectories of the session get the advantage."""
     counts = torch.bincount(rows.session)
     sums = rows.rewards.new_zeros(len(counts), dtype=torch.float64)
-    means = sums.index_add(0, rows.session, rows.rewards.double()) / counts
-    return SessionCredit(
-        unit=rows.session,
-        rewards=means.to(rows.rewards.dtype)[rows.session],
-        share=torch.ones_like(rows.rewards),
-    )
+    means = (sums.index_add(0, rows.session, rows.rewards.double()) / counts).to(rows.rewards.dtype)
+    return SessionCredit(unit=rows.session, rewards=means[rows.session], share=torch.ones_like(rows.rewards))
 
 
 def each(rows: SessionRows) -> SessionCredit:
@@ -87,10 +86,6 @@ SESSION_RULES: Registry[SessionRule] = Registry(
     {"last": last, "last_only": last_only, "mean": mean, "each": each},
     group="rl_distill.session_rules",
 )
-
-
-def _num_sessions(rows: SessionRows) -> int:
-    return int(rows.session.max()) + 1 if len(rows.session) else 0
 
 
 EXTRA_REWARDS = "token_rewards"
@@ -256,9 +251,9 @@ def episodes_of(rows: RewardedRows) -> tuple[Tensor, Tensor, Tensor]:
     counts = row_counts(rows.loss_mask, rows.offsets)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     num_tokens = int(offsets[-1])
-    rewards = rows.column(EXTRA_REWARDS)[rows.loss_mask].double() if EXTRA_REWARDS in rows.columns else None
-    if rewards is None:
-        rewards = torch.zeros(num_tokens, dtype=torch.float64, device=offsets.device)
+    rewards = torch.zeros(num_tokens, dtype=torch.float64, device=offsets.device)
+    if EXTRA_REWARDS in rows.columns:
+        rewards = rows.column(EXTRA_REWARDS)[rows.loss_mask].double()
     has_tokens = counts > 0
     last_token = offsets[1:][has_tokens] - 1
     rewards = rewards.index_add(0, last_token, credit.rewards[has_tokens].double())

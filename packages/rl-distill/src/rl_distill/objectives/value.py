@@ -83,15 +83,3 @@ class ValueObjective:
             "critic/vf_clipfrac": (was_clipped.sum(), count),
             "critic/vpred_mean": (predicted.detach().sum(), count),
         }
-
-
-def value_objective(*, clip: float = 0.2) -> ValueObjective:
-    """Return the critic's objective.
-
-    Args:
-        clip: Maximum distance from the old values; math.inf disables the clip.
-
-    Raises:
-        SettingsError: clip is not above 0.
-    """
-    return ValueObjective(clip=clip)

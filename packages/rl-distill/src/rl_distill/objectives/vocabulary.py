@@ -1,4 +1,4 @@
-"""Logprobs of selected tokens, all tokens or the most likely ones, from logits that may be sharded by vocabulary.
+"""Logprobs and entropy from logits that may be sharded by vocabulary: of selected, all or the most likely tokens.
 
 Every function returns the same result on every rank, except for slices of the vocabulary.
 """
@@ -160,7 +160,7 @@ class TopKLogprobs(NamedTuple):
         return grad.scatter_add_(-1, self.columns, chosen.masked_fill(~self.is_own, 0.0))
 
 
-class _TopKLogprobs(torch.autograd.Function):
+class _TopKFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, ids: Tensor, temperature: float, part: VocabularyPart
@@ -195,7 +195,7 @@ def top_k_logprobs(
         [M, K] logprobs, 0 where the id is -1, and [M] log of the probability outside; float32, or float64 for float64
         logits.
     """
-    return _TopKLogprobs.apply(logits, ids, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
+    return _TopKFunction.apply(logits, ids, temperature, part)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def take_top_k(logits: Tensor, ids: Tensor, *, part: VocabularyPart, temperature: float = 1.0) -> TopKLogprobs:

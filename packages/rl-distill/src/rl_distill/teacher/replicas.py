@@ -19,7 +19,7 @@ MakeReplica = Callable[[int], TeacherReplica]
 """Creates the replica with a given index, without starting it; called again after each death."""
 
 
-class _Place:
+class _ReplicaSlot:
     """A slot for a replica."""
 
     def __init__(self, index: int, replica: TeacherReplica) -> None:
@@ -67,7 +67,7 @@ class ReplicatedTeacher:
         self._plan = plan
         self._make = make
         self._say = say or log.info
-        self._places = [_Place(index, make(index)) for index in range(plan.num_replicas)]
+        self._places = [_ReplicaSlot(index, make(index)) for index in range(plan.num_replicas)]
         self._changed = asyncio.Condition()
         self._busy_s = 0.0
         self._traits = traits
@@ -223,7 +223,7 @@ class ReplicatedTeacher:
             )
         return scores
 
-    async def _idle(self) -> _Place:
+    async def _idle(self) -> _ReplicaSlot:
         """Return the serving replica with the fewest calls; wait until one is free or restarted."""
         async with self._changed:
             while True:
@@ -234,19 +234,19 @@ class ReplicatedTeacher:
                     return min(free, key=lambda place: place.num_calls)
                 await self._changed.wait()
 
-    def _begin(self, place: _Place) -> None:
+    def _begin(self, place: _ReplicaSlot) -> None:
         if not place.num_calls:
             place.busy_since = time.monotonic()
         place.num_calls += 1
 
-    async def _end(self, place: _Place) -> None:
+    async def _end(self, place: _ReplicaSlot) -> None:
         place.num_calls -= 1
         if not place.num_calls:
             self._busy_s += time.monotonic() - place.busy_since
         async with self._changed:
             self._changed.notify_all()
 
-    def _bury(self, place: _Place, replica: TeacherReplica, error: BaseException) -> None:
+    def _bury(self, place: _ReplicaSlot, replica: TeacherReplica, error: BaseException) -> None:
         """Record a death and start the restart; only the first of several callers has an effect."""
         if replica is not place.replica or not place.is_serving or self._is_closed:
             return
@@ -258,7 +258,7 @@ class ReplicatedTeacher:
         if not is_over:
             place.restarting = asyncio.get_running_loop().create_task(self._restart(place))
 
-    async def _restart(self, place: _Place) -> None:
+    async def _restart(self, place: _ReplicaSlot) -> None:
         """Replace a dead replica by a new one, as long as restarts remain."""
         try:
             while place.num_restarts < self._plan.restarts and not place.is_serving:
@@ -276,7 +276,7 @@ class ReplicatedTeacher:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _start(self, place: _Place) -> None:
+    async def _start(self, place: _ReplicaSlot) -> None:
         """Start a replica, and compare its scores with those of another or an earlier replica."""
         try:
             await self._within(self._plan.start_deadline_s, place.replica.start(), what=f"replica {place.index}")
@@ -290,7 +290,7 @@ class ReplicatedTeacher:
             ) from error
         place.is_serving = True
 
-    async def _wake(self, place: _Place) -> None:
+    async def _wake(self, place: _ReplicaSlot) -> None:
         try:
             what = f"replica {place.index} to wake"
             await self._within(self._plan.start_deadline_s, place.replica.wake(), what=what)
@@ -298,7 +298,7 @@ class ReplicatedTeacher:
         except (EngineDiedError, TeacherError) as error:
             self._bury(place, place.replica, error)
 
-    async def _sleep(self, place: _Place) -> None:
+    async def _sleep(self, place: _ReplicaSlot) -> None:
         if not place.replica.can_sleep:
             return
         try:
@@ -307,7 +307,7 @@ class ReplicatedTeacher:
         except EngineDiedError as error:
             self._bury(place, place.replica, error)
 
-    async def _prove(self, place: _Place, *, what: str) -> None:
+    async def _prove(self, place: _ReplicaSlot, *, what: str) -> None:
         """Let a replica score a short sequence, and compare the result with the first answer of any replica."""
         row = probe_row(place.replica.vocab_size)
         asked = f"replica {place.index} to score {PROBE_TOKENS} tokens {what}"
@@ -379,7 +379,7 @@ class ReplicatedTeacher:
         )
 
 
-def _state(place: _Place) -> str:
+def _state(place: _ReplicaSlot) -> str:
     if place.is_serving:
         return "serves"
     if place.restarting is not None:

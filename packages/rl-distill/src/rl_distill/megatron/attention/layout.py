@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_distill.architecture.policy_config import Llama3RopeScaling, PolicyConfig
-from rl_distill.megatron.attention.varlen import Block, Span, plan_blocks
+from rl_distill.megatron.attention.varlen import FlashCall, Span, plan_blocks
 from rl_distill.megatron.layers import compiled
 
 
@@ -141,7 +141,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
     experts: Tensor | None = None
     routed: Tensor | None = None
     spans: tuple[Span, ...] = ()
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[FlashCall, ...] = ()
 
 
 def causal_mask(length: int, *, repeats: int, like: Tensor) -> Tensor:
