@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import BoolArray, FloatArray, IntArray
 from rl_core.errors import DataError, ShapeError
-from rl_core.files import shown
+from rl_core.files import preview
 from rl_core.record_fields import converts_arguments
 from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
 from rl_distill.teacher.vocabulary import TOKENIZER, read_vocabulary, token_bytes
@@ -83,7 +83,7 @@ def _check_equal(student: Sequence[Piece], teacher: Sequence[Piece]) -> None:
     place = min(len(own), len(other)) if at is None else at
     raise DataError(
         f"student and teacher must have the same text to be aligned; they differ at part {place}: student "
-        f"{_shown(own, place)}, teacher {_shown(other, place)}. A tokenizer that changes the text cannot be aligned."
+        f"{_preview(own, place)}, teacher {_preview(other, place)}. A tokenizer that changes the text cannot be aligned."
     )
 
 
@@ -100,8 +100,8 @@ def _parts(pieces: Sequence[Piece]) -> list[Piece]:
     return [*parts, b"".join(text)]
 
 
-def _shown(parts: Sequence[Piece], place: int) -> str:
-    return shown(parts[place]) if place < len(parts) else "nothing"
+def _preview(parts: Sequence[Piece], place: int) -> str:
+    return preview(parts[place]) if place < len(parts) else "nothing"
 
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
