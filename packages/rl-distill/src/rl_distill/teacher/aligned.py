@@ -83,7 +83,8 @@ def _check_equal(student: Sequence[Piece], teacher: Sequence[Piece]) -> None:
     place = min(len(own), len(other)) if at is None else at
     raise DataError(
         f"student and teacher must have the same text to be aligned; they differ at part {place}: student "
-        f"{_preview(own, place)}, teacher {_preview(other, place)}. A tokenizer that changes the text cannot be aligned."
+        f"{_preview(own, place)}, teacher {_preview(other, place)}. A tokenizer that changes the text cannot be "
+        "aligned."
     )
 
 

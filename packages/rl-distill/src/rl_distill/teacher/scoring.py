@@ -111,13 +111,13 @@ class ServedTeacher:
     aligner: TeacherAligner | None = None
 
     async def scores(
-        self, rows: Sequence[TeacherRow], logprobs: Sequence[FloatArray], *, shape: ScoreShape, tally: Tally
+        self, rows: Sequence[TeacherRow], logprobs: Sequence[FloatArray] | None, *, shape: ScoreShape, tally: Tally
     ) -> list[TeacherScores]:
         """Return checked and masked scores of trajectories; fully masked trajectories are not sent to the teacher.
 
         Args:
             rows: The student's trajectories.
-            logprobs: [T] student logprobs of each trajectory; only used by an aligner.
+            logprobs: [T] student logprobs of each trajectory, for an aligner; None without an aligner.
             shape: Expected shape of the scores.
             tally: Counts the trajectories.
 
@@ -126,14 +126,14 @@ class ServedTeacher:
             EngineDiedError: The teacher's replica died.
         """
         trained = [at for at, row in enumerate(rows) if row.loss_mask.any()]
-        if self.aligner is None:
-            scores = await self._own_scores([rows[at] for at in trained], shape=shape, tally=tally)
+        own = [rows[at] for at in trained]
+        if self.aligner is None or logprobs is None:
+            scores = await self._own_scores(own, shape=shape, tally=tally)
         else:
-            scores = await self._aligned_scores(
-                self.aligner, [rows[at] for at in trained], [logprobs[at] for at in trained], shape=shape, tally=tally
-            )
-        found = dict(zip(trained, scores, strict=True))
-        return [found.get(at) or empty_scores(row, shape) for at, row in enumerate(rows)]
+            own_logprobs = [logprobs[at] for at in trained]
+            scores = await self._aligned_scores(self.aligner, own, own_logprobs, shape=shape, tally=tally)
+        of_row = dict(zip(trained, scores, strict=True))
+        return [of_row.get(at) or empty_scores(row, shape) for at, row in enumerate(rows)]
 
     async def _aligned_scores(
         self,
