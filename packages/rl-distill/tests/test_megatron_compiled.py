@@ -12,12 +12,12 @@ import torch
 from rounding import rounding_bound
 from torch import Tensor
 
+from rl_distill.megatron import layers as module
 from rl_distill.megatron import setup
 from rl_distill.megatron.attention.layout import rotated
 from rl_distill.megatron.head import HeadRequest, head_scores
 from rl_distill.megatron.kernels import Kernels
 from rl_distill.megatron.layers import can_compile, compiled, fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
-from rl_distill.megatron.layers import compiled as module
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives import supervised_objective
 from rl_distill.objectives.vocabulary import VocabularyPart

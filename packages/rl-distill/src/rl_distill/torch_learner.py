@@ -60,6 +60,8 @@ from rl_distill.stepping import (
     open_policy,
 )
 
+__all__ = ["TorchLearner"]
+
 
 class _Expert(nn.Module):
     """A gated feed-forward layer with the names of a Hugging Face folder."""
