@@ -18,8 +18,8 @@ from rl_core.data import Batch, Ragged, RowKey
 from rl_core.data.ragged import offsets_of
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.cpu import install_cpu_compatibility
+from rl_distill.megatron.rank_batches import RankShare
 from rl_distill.megatron.rank_model import RankModel
-from rl_distill.megatron.rank_shares import RankShare
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.objectives import (
     DistillationObjective,

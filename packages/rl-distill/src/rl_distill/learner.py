@@ -91,12 +91,8 @@ class StepResult:
     computed_tokens: int = 0
 
 
-class Scorer(Protocol):
-    """A model that computes logprobs of tokens."""
-
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Return float32 logprobs of the tokens of each trajectory, aligned with input_ids; 0 at the first token."""
-        ...
+class Model(Protocol):
+    """A model of a run."""
 
     def offload(self) -> int:
         """Free memory until the next call, which restores everything; return the bytes freed over all ranks."""
@@ -107,13 +103,50 @@ class Scorer(Protocol):
         ...
 
 
-class Learner(Scorer, Protocol):
-    """A policy in training. Call it from one thread at a time."""
+class Scorer(Model, Protocol):
+    """A model that computes logprobs of tokens."""
+
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """Return float32 logprobs of the tokens of each trajectory, aligned with input_ids; 0 at the first token."""
+        ...
+
+
+class Trained(Model, Protocol):
+    """A model in training. Call it from one thread at a time."""
 
     @property
     def step(self) -> int:
         """Optimizer steps taken so far."""
         ...
+
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
+        """Write a checkpoint into an empty directory.
+
+        `policy/` is a Hugging Face folder of the weights; a critic's is a token classifier with one label. `state/` has
+        float32 weights and Adam's moments in torch's distributed format, which loads under any parallel layout.
+        `learner.json` has the step and is written last. With an adapter, `adapter/` in peft's format replaces
+        `policy/`, and `state/` has no base weights.
+
+        Args:
+            directory: Created if it does not exist.
+            in_background: Return as soon as the state is copied; use the returned handle to wait for the write.
+
+        Raises:
+            CheckpointError: The directory is not empty.
+        """
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Resume from a checkpoint that `save` wrote.
+
+        Raises:
+            CheckpointError: The checkpoint is missing, incomplete or of another model.
+        """
+        ...
+
+
+class Learner(Scorer, Trained, Protocol):
+    """A policy in training."""
 
     @property
     def num_parameters(self) -> int:
@@ -154,30 +187,6 @@ class Learner(Scorer, Protocol):
         """Return names that share another's tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}."""
         ...
 
-    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
-        """Write a checkpoint into an empty directory.
-
-        `policy/` is a Hugging Face folder of the weights. `state/` has float32 weights and Adam's moments in torch's
-        distributed format, which loads under any parallel layout. `learner.json` has the step and is written last. With
-        an adapter, `adapter/` in peft's format replaces `policy/`, and `state/` has no base weights.
-
-        Args:
-            directory: Created if it does not exist.
-            in_background: Return as soon as the state is copied; use the returned handle to wait for the write.
-
-        Raises:
-            CheckpointError: The directory is not empty.
-        """
-        ...
-
-    def load(self, directory: Path) -> None:
-        """Resume from a checkpoint that `save` wrote.
-
-        Raises:
-            CheckpointError: The checkpoint is missing, incomplete or of another model.
-        """
-        ...
-
 
 class AdapterLearner(Learner, Protocol):
     """A learner that trains an adapter."""
@@ -207,13 +216,8 @@ class RankedLearner(Learner, Protocol):
         ...
 
 
-class Critic(Protocol):
-    """A critic in training. Call it from one thread at a time. Arguments and errors are those of `Learner`."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken so far."""
-        ...
+class Critic(Trained, Protocol):
+    """A critic in training. Arguments and errors are those of `Learner`."""
 
     def values(self, batch: Batch) -> Ragged:
         """Return float32 values of the state before each token of each trajectory; 0 at the first token."""
@@ -221,22 +225,6 @@ class Critic(Protocol):
 
     def train_step(self, batch: Batch, objective: ValueLoss) -> StepResult:
         """Take one optimizer step on the whole batch; see `Learner.train_step`."""
-        ...
-
-    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
-        """Write a checkpoint; `policy/` is a Hugging Face token classifier with one label. See `Learner.save`."""
-        ...
-
-    def load(self, directory: Path) -> None:
-        """Resume from a checkpoint that `save` wrote; see `Learner.load`."""
-        ...
-
-    def offload(self) -> int:
-        """Free memory until the next call; see `Learner.offload`."""
-        ...
-
-    def close(self) -> None:
-        """Free everything. Can be called twice."""
         ...
 
 

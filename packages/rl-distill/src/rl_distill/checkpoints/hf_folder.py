@@ -230,10 +230,6 @@ def _weight_files(policy_dir: Path) -> tuple[list[Path], dict[str, str]]:
     return [policy_dir / name for name in names], listed
 
 
-def _owned(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 def write_policy_folder(
     policy_dir: Path,
     config: Mapping[str, Any],
@@ -269,7 +265,7 @@ def write_policy_folder(
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
     _name_shards(policy_dir, shards)
     written = {**{name: value for name, value in config.items() if name != "torch_dtype"}, "dtype": dtype}
-    _write_json(policy_dir / "config.json", written)
+    write_json(policy_dir / "config.json", written)
     for name in COMPANION_FILES:
         if source_dir is not None and (source_dir / name).is_file():
             shutil.copyfile(source_dir / name, policy_dir / name)
@@ -286,7 +282,7 @@ def _shards(pairs: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
             yield shard
             shard, num_bytes = {}, 0
         names.add(name)
-        shard[name] = _owned(tensor)
+        shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         num_bytes += tensor.nbytes
     if not shard:
         raise DataError("there are no tensors to write; a policy has at least one.")
@@ -304,10 +300,11 @@ def _name_shards(policy_dir: Path, shards: list[tuple[Path, dict[str, int]]]) ->
         path.rename(policy_dir / file)
         weight_map.update(dict.fromkeys(sizes, file))
     total = sum(size for _, sizes in shards for size in sizes.values())
-    _write_json(policy_dir / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(policy_dir / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

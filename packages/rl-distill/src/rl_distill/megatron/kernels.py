@@ -54,24 +54,18 @@ def chosen_kernels(wanted: KernelChoice, *, device: torch.device, dtype: torch.d
             'optimizer.kernels = "transformer_engine" needs a GPU; found a CPU. Set optimizer.kernels = "auto" to use '
             "the device's kernels."
         )
-    return Kernels(
-        attention=_attention(device=device, dtype=dtype, head_dim=head_dim),
-        experts="grouped",
-        is_fused=True,
-        layers="transformer_engine" if wanted == "transformer_engine" else "torch",
-    )
-
-
-def _attention(*, device: torch.device, dtype: torch.dtype, head_dim: int) -> Literal["buckets", "varlen"]:
-    """Select flash attention if its kernels are available."""
-    if device.type != "cpu":
-        return "varlen" if has_gpu_kernels(device, dtype=dtype, head_dim=head_dim) else "buckets"
-    if not has_cpu_kernels():
+    if device.type == "cpu" and not has_cpu_kernels():
         raise SettingsError(
             'optimizer.kernels = "fused" needs a GPU, because torch has flash attention only there; found a CPU. '
             'Set optimizer.kernels = "auto" to use the kernels of the device.'
         )
-    return "varlen"
+    has_flash = device.type == "cpu" or has_gpu_kernels(device, dtype=dtype, head_dim=head_dim)
+    return Kernels(
+        attention="varlen" if has_flash else "buckets",
+        experts="grouped",
+        is_fused=True,
+        layers="transformer_engine" if wanted == "transformer_engine" else "torch",
+    )
 
 
 @dataclass

@@ -16,7 +16,7 @@ from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.convert import Shard, padded_vocab_size
 from rl_distill.megatron.head import HeadRequest, HeadScores, OutputLayer, head_scores, logits_at_once
 from rl_distill.megatron.model_spec import block_spec
-from rl_distill.megatron.rank_pack import PlacedPack
+from rl_distill.megatron.rank_batches import PlacedPack
 from rl_distill.objectives.chunked_head import HeadResult, chunked_head_divergence
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.micro_batches import MEASURED, WEIGHTED, TeacherComparison

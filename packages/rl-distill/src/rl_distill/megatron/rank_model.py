@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,17 @@ from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam
 from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import RankPosition, learner_device, shards_of_this_rank
-from rl_distill.megatron.rank_pack import PlacedPack, Sharing, on_device, padded_length, place_pack, unknown_experts
-from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
+from rl_distill.megatron.rank_batches import (
+    Gathered,
+    PlacedPack,
+    RankShare,
+    Sharing,
+    StepShare,
+    on_device,
+    padded_length,
+    place_pack,
+    unknown_experts,
+)
 from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.setup import ModelPlan, build_chunks
 from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
@@ -115,12 +123,12 @@ class RankModel:
 
         wanted = OutputRequest(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
         with base_alone(self._chunks) if is_base else nullcontext():
-            found = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
+            results = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if not self.place.answers:
             return None
-        parts = [named for _, named in sorted(found, key=lambda pair: pair[0])]
+        parts = [named for _, named in sorted(results, key=lambda pair: pair[0])]
         return {name: torch.cat([part[name] for part in parts]).numpy() for name in (parts[0] if parts else ())}
 
     def train_step(
@@ -152,7 +160,9 @@ class RankModel:
                 loss = scores.trained * 0.0
             return loss, torch.zeros((), dtype=torch.int), {}
 
-        self._zero_gradients()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._trained().zero_grad()
         mask = "loss_mask" if "loss_mask" in share.batch else None
         comparison = comparison_of(objective)
         wanted = OutputRequest(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
@@ -210,11 +220,6 @@ class RankModel:
             parallel_state.get_pipeline_model_parallel_rank(),
         )
         return drawing_by((self.plan.options.seed, self.step, *groups))
-
-    def _zero_gradients(self) -> None:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._trained().zero_grad()
 
     def _update(self, loss: float, *, learning_rate: float) -> tuple[float, bool]:
         """Apply the optimizer if loss and gradient norm are finite; return the norm and whether it was applied."""
@@ -306,13 +311,13 @@ class RankModel:
         def forward_step(source: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
             index = next(source)
             output = model(place(index), wanted=wanted)
-            return output, partial(_call_evaluate, evaluate, index, placed[index])
+            return output, lambda scores, **_: evaluate(index, placed[index], scores)
 
         sources = [iter(range(len(packs))) for _ in self._chunks]
         for chunk in self._chunks:
             chunk.train(with_gradients)
         with computing_with(self.plan.options.products), nullcontext() if with_gradients else torch.no_grad():
-            found: list[Any] = get_forward_backward_func()(
+            results: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=sources if is_virtual else sources[0],
                 model=self._chunks if is_virtual else self._chunks[0],
@@ -324,7 +329,7 @@ class RankModel:
             )
         routed = [one.layout.routed.sum(0) for one in placed.values() if one.layout.routed is not None]
         self._routed = torch.stack(routed).sum(0).tolist() if routed else [0, 0]
-        return found
+        return results
 
 
 def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:
@@ -339,16 +344,6 @@ def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:
         head_counts=None if has_flash else (heads // parallel.context, max(1, groups // parallel.context)),
         frequencies=rotary_frequencies(config),
     )
-
-
-def _call_evaluate(
-    evaluate: Any,
-    index: int,
-    placed: PlacedPack,
-    scores: TokenResults,
-    non_loss_data: bool = False,  # noqa: ARG001 - passed by megatron
-) -> Any:
-    return evaluate(index, placed, scores)
 
 
 def _total(value: float) -> float:

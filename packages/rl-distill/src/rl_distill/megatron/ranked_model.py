@@ -18,7 +18,7 @@ from rl_core.weights import WeightUpdate
 from rl_core.weights.broadcast import SenderOptions, join_offers
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes
 from rl_distill.architecture.tensor_shapes import tensor_shapes
-from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, TrainedAdapter
+from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter, fingerprint_tensors
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     finish_checkpoint,
@@ -29,7 +29,7 @@ from rl_distill.checkpoints.checkpoint import (
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult, metric_values
 from rl_distill.megatron.model import Head
-from rl_distill.megatron.rank_shares import RankShare, StepShare
+from rl_distill.megatron.rank_batches import RankShare, StepShare
 from rl_distill.megatron.rank_tensors import Exported
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
@@ -281,13 +281,13 @@ class TrainedModel(RankedModel):
         """Return the adapter that trains instead of the weights; None if the weights train."""
         if not self._lora.rank:
             return None
-        modules = tuple(adapted_modules(self._source.config, self._lora))
-        return TrainedAdapter(options=self._lora, modules=modules, base_digest=self._base_digest)
+        modules, base = tuple(adapted_modules(self._source.config, self._lora)), self._source.policy_dir
+        return TrainedAdapter(options=self._lora, modules=modules, base=base, base_digest=self._base_digest)
 
     @cached_property
     def _base_digest(self) -> str:
         """Digest of the frozen weights under the adapter."""
-        return TensorFingerprint(self._export("base", self._shapes()).items()).digest
+        return fingerprint_tensors(self._export("base", self._shapes()).items())
 
     def _finish_save(self, directory: Path, *, step: int, adapter: TrainedAdapter | None) -> None:
         """Wait for the ranks to write their files, then write the index files and finally the header."""

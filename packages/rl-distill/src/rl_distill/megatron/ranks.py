@@ -65,12 +65,11 @@ class LearnerRanks:
             self._host = RankHost(context=context, **options)  # type: ignore[arg-type]
             self.places: list[RankPosition] = [self._host.join(None)]
             return
-        spec = RoleSpec(
-            name=name,
-            factory=self.host,
-            kwargs=options,
-            environment=_environment(num_threads),
-        )
+        # Megatron overlaps a GPU's collectives with its matrix products only if kernels start in order.
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        if num_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(num_threads)
+        spec = RoleSpec(name=name, factory=self.host, kwargs=options, environment=environment)
         cluster = cluster or ClusterOptions(kind="process")
         self._group = BlockingGroup.start(cluster, spec, size=parallel.ranks, pool=pool, deadline_s=deadline_s)
         try:
@@ -177,10 +176,3 @@ def _runs_inline(parallel: ParallelOptions, cluster: ClusterOptions | None) -> b
             '"process" or "ray".'
         )
     return is_inline or (cluster is None and parallel.ranks == 1)
-
-
-def _environment(num_threads: int | None) -> dict[str, str]:
-    """Return environment variables that a rank's process needs before any import."""
-    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    # Megatron overlaps a GPU's collectives with its matrix products only if kernels start in order.
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **threads}

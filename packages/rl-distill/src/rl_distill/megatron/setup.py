@@ -126,7 +126,8 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
     """Fill a chunk's parameters from the policy's folder, or with random numbers that are the same in every layout."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if PARAMETER not in name}
     folder = plan.source.policy_dir
-    tensors = None if folder is None else PolicyTensors(folder, plan.source.config, optional=_optional(plan))
+    unused = frozenset({"lm_head.weight"}) if plan.head == "value" else frozenset()
+    tensors = None if folder is None else PolicyTensors(folder, plan.source.config, optional=unused)
     for parameter in parameters.values():
         parameter.zero_()  # rows that pad the vocabulary stay zero
     for block in chunk_blocks(parameters, plan, shard):
@@ -180,11 +181,6 @@ def random_tensor(name: str, shape: tuple[int, ...], plan: ModelPlan) -> Tensor:
 def _generator(name: str, plan: ModelPlan) -> torch.Generator:
     digest = hashlib.sha256(f"{plan.options.seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _optional(plan: ModelPlan) -> frozenset[str]:
-    """Return the tensors that a folder may lack because this model does not use them."""
-    return frozenset({"lm_head.weight"}) if plan.head == "value" else frozenset()
 
 
 def _keep(tensor: Tensor) -> Tensor:

@@ -51,47 +51,42 @@ class ServiceReport:
     teachers: Mapping[str, TeacherReport]
 
 
-@dataclass(slots=True)
 class Tally:
     """Counters of one teacher during a step."""
 
-    began: float
-    busy_s: float
-    num_restarts: int
-    num_trajectories: int = 0
-    num_tokens: int = 0
-    num_stored: int = 0
-
-    @classmethod
-    def begin(cls, teacher: ReplicatedTeacher) -> "Tally":
+    def __init__(self, teacher: ReplicatedTeacher) -> None:
         """Start counting."""
-        return cls(began=time.monotonic(), busy_s=teacher.busy_s, num_restarts=teacher.num_restarts)
+        self._teacher = teacher
+        self._reset()
+
+    def _reset(self) -> None:
+        self._began, self._busy_s, self._num_restarts = (
+            time.monotonic(),
+            self._teacher.busy_s,
+            self._teacher.num_restarts,
+        )
+        self._num_trajectories = self._num_tokens = self._num_stored = 0
 
     def count(self, rows: Sequence[TeacherRow], *, num_stored: int) -> None:
         """Count scored trajectories and cached ones."""
-        self.num_trajectories += len(rows)
-        self.num_tokens += sum(len(row.input_ids) for row in rows)
-        self.num_stored += num_stored
+        self._num_trajectories += len(rows)
+        self._num_tokens += sum(len(row.input_ids) for row in rows)
+        self._num_stored += num_stored
 
-    def take(self, teacher: ReplicatedTeacher) -> TeacherReport:
-        """Return the report since the last call, and reset the counters."""
-        report, fresh = self.end(teacher), Tally.begin(teacher)
-        self.began, self.busy_s, self.num_restarts = fresh.began, fresh.busy_s, fresh.num_restarts
-        self.num_trajectories = self.num_tokens = self.num_stored = 0
-        return report
-
-    def end(self, teacher: ReplicatedTeacher) -> TeacherReport:
-        """Return the final report."""
-        busy_s = teacher.busy_s - self.busy_s
-        elapsed_s = (time.monotonic() - self.began) * teacher.num_replicas
-        return TeacherReport(
+    def take(self) -> TeacherReport:
+        """Return the report since the start or the last call, and reset the counters."""
+        busy_s = self._teacher.busy_s - self._busy_s
+        elapsed_s = (time.monotonic() - self._began) * self._teacher.num_replicas
+        report = TeacherReport(
             score_s=busy_s,
             idle_share=min(max(1 - busy_s / elapsed_s, 0.0), 1.0) if elapsed_s > 0 else 0.0,
-            num_trajectories=self.num_trajectories,
-            num_tokens=self.num_tokens,
-            num_stored=self.num_stored,
-            num_restarts=teacher.num_restarts - self.num_restarts,
+            num_trajectories=self._num_trajectories,
+            num_tokens=self._num_tokens,
+            num_stored=self._num_stored,
+            num_restarts=self._teacher.num_restarts - self._num_restarts,
         )
+        self._reset()
+        return report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

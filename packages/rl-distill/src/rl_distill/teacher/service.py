@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -172,9 +172,7 @@ class TeacherService:
 
     def take_report(self) -> ServiceReport:
         """Return the work since the last call, or since `serve_while` started; its `waited_s` is 0."""
-        return ServiceReport(
-            waited_s=0.0, teachers={name: tally.take(self._teachers[name]) for name, tally in self._tallies.items()}
-        )
+        return ServiceReport(waited_s=0.0, teachers={name: tally.take() for name, tally in self._tallies.items()})
 
     async def gpu_use(self) -> list[GpuUse]:
         """Return the use of each GPU of all teachers since the last call, in the order of the settings."""
@@ -218,7 +216,7 @@ class TeacherService:
             DeadlineError: The remaining scores took too long after the last rollout.
         """
         self._is_over, self._num_issues = False, 0
-        self._tallies = {name: Tally.begin(teacher) for name, teacher in self._teachers.items()}
+        self._tallies = {name: Tally(teacher) for name, teacher in self._teachers.items()}
         rollouts: asyncio.Future[Result] = asyncio.ensure_future(work)
         serving = asyncio.create_task(self._serve(queue))
         both: set[asyncio.Future[Any]] = {rollouts, serving}
@@ -230,8 +228,7 @@ class TeacherService:
             ended = time.monotonic()
             await self._tell(is_over=True)
             await self._drain(serving)
-            teachers = {name: tally.end(self._teachers[name]) for name, tally in self._tallies.items()}
-            self.report = ServiceReport(waited_s=time.monotonic() - ended, teachers=teachers)
+            self.report = replace(self.take_report(), waited_s=time.monotonic() - ended)
         finally:
             for task in both:
                 task.cancel()

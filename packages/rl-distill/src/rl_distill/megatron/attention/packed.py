@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl_core.errors import ShapeError
-from rl_distill.megatron.attention.layout import PACKED_FORMAT, HeadIndex, PackedLayout, causal_mask, rotated
+from rl_distill.megatron.attention.layout import PACKED_FORMAT, PackedLayout, causal_mask, rotated
 from rl_distill.megatron.attention.prefixes import prefix_attention
 from rl_distill.megatron.attention.varlen import varlen_attention
 
@@ -161,12 +161,11 @@ class _MatmulAttention(torch.autograd.Function):
 
 def _bucket_views(buckets: Buckets, num_groups: int, *flats: Tensor) -> list[tuple[Tensor, ...]]:
     """Return for each bucket each flat tensor as [rows * groups, heads of a group * length, head_dim]."""
-    columns = []
-    for flat in flats:
-        parts = _split(flat, buckets)
-        shapes = [(rows * num_groups, -1, flat.shape[1]) for rows, _ in buckets]
-        columns.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
-    return list(zip(*columns, strict=True))
+    parts = zip(*(_split(flat, buckets) for flat in flats), strict=True)
+    return [
+        tuple(x.view(rows * num_groups, -1, x.shape[1]) for x in of_bucket)
+        for (rows, _), of_bucket in zip(buckets, parts, strict=True)
+    ]
 
 
 def _split(flat: Tensor, buckets: Buckets) -> tuple[Tensor, ...]:
@@ -264,34 +263,28 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if layout is None or layout.qkv_format != PACKED_FORMAT or layout.cos is None or layout.sin is None:
             raise ShapeError("PackedAttention needs a PackedLayout as packed_seq_params. Create it with packed_layout.")
         cos, sin = layout.cos.to(query.dtype), layout.sin.to(query.dtype)
-        num_heads = query.shape[2]
         q, k = (rotated(x, cos, sin, is_fused=self.config.kernels.is_fused).squeeze(1) for x in (query, key))
-        qkv = [self._for_own_heads(x, num_heads) for x in (q, k, value.squeeze(1))]
+        qkv = [q, k, value.squeeze(1)]
+        if self._context_group is not None:  # all tokens of this rank's heads, instead of all heads of its tokens
+            num_heads = query.shape[2]
+            qkv = [tokens_to_heads(x, num_query_heads=num_heads, group=self._context_group) for x in qkv]
         if layout.blocks:
             out = varlen_attention(qkv, layout.blocks, scale=self.scale)
         elif layout.spans:
             out = prefix_attention((qkv[0], qkv[1], qkv[2]), layout, scale=self.scale, matmul_length=_MATMUL_LENGTH)
         else:
-            out = self._attend_separately(qkv, layout)
+            indices = [layout.heads[x.shape[1]] for x in qkv]
+            buckets = [
+                _reordered(x.reshape(-1, x.shape[-1]), index.to_buckets, index.from_buckets, None)
+                for x, index in zip(qkv, indices, strict=True)
+            ]
+            flat = bucket_attention((buckets[0], buckets[1], buckets[2]), layout.buckets, scale=self.scale)
+            heads = indices[0]
+            out = _reordered(flat, heads.from_buckets, heads.to_buckets, heads.padding).view(qkv[0].shape)
         if self._context_group is not None:
             out = heads_to_tokens(out, group=self._context_group)
         return out.reshape(query.shape[0], 1, -1)
 
-    def _attend_separately(self, qkv: list[Tensor], layout: PackedLayout) -> Tensor:
-        """Return attention outputs [T, heads, head_dim] without shared prefixes."""
-        q, k, v = (_bucketed(x, layout.heads[x.shape[1]]) for x in qkv)
-        flat = bucket_attention((q, k, v), layout.buckets, scale=self.scale)
-        index = layout.heads[qkv[0].shape[1]]
-        out: Tensor = _Reorder.apply(flat, index.from_buckets, index.to_buckets, index.padding)  # type: ignore[no-untyped-call]
-        return out.view(qkv[0].shape)
 
-    def _for_own_heads(self, x: Tensor, num_query_heads: int) -> Tensor:
-        """Return all tokens of the heads that this rank computes, from all heads of this rank's tokens."""
-        if self._context_group is None:
-            return x
-        return tokens_to_heads(x, num_query_heads=num_query_heads, group=self._context_group)
-
-
-def _bucketed(x: Tensor, index: HeadIndex) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    return _Reorder.apply(rows, index.to_buckets, index.from_buckets, None)  # type: ignore[no-any-return, no-untyped-call]
+def _reordered(rows: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
+    return _Reorder.apply(rows, there, back, padding)  # type: ignore[no-any-return, no-untyped-call]
