@@ -21,6 +21,8 @@ from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
 from rl_metrics.trackers.mlflow import MlflowTracker, metric_name, mlflow_name
 from rl_metrics.trackers.tables import COLUMNS
 
+pytestmark = pytest.mark.one_python("its work is MLflow's")
+
 RUN = """
 import sys
 from pathlib import Path
