@@ -1,7 +1,7 @@
 """Whether rollouts record the experts of each token, and the learner of a mixture replays them."""
 
 from rl_core.errors import RLError
-from rl_distill import parse_policy_config, read_policy_config
+from rl_trainer_parts.learning.start_learners import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -31,7 +31,7 @@ def why_not_replayed(settings: Settings) -> str:
 
 def _mixture_shape(settings: Settings) -> tuple[int, int] | None:
     try:
-        config = parse_policy_config(read_policy_config(settings.policy.path))
+        config = model_config(settings.policy.path)
     except RLError:  # the checks report it
         return None
     return None if config.mixture is None else (config.num_layers, config.mixture.top_k)

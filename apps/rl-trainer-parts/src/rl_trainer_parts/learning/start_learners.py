@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_distill import LearnerOptions, adapter_size, parse_policy_config, read_policy_config
+from rl_distill import LearnerOptions, PolicyConfig, adapter_size, parse_policy_config, read_policy_config
 from rl_distill.learner import Learner
 from rl_distill.learners import Learners
 from rl_trainer_parts.settings.schema import Settings
@@ -71,12 +71,22 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
     )
 
 
+def model_config(folder: Path) -> PolicyConfig:
+    """The configuration of a Hugging Face folder's model.
+
+    Raises:
+        DataError: The folder has none, or one of its fields cannot be used.
+        SettingsError: The architecture is not supported.
+    """
+    return parse_policy_config(read_policy_config(folder))
+
+
 def describe_parameters(settings: Settings, num_parameters: int) -> str:
     """The policy's parameters, trained parameters and ranks, in words."""
     trained = ""
     if settings.lora.rank:
-        config = parse_policy_config(read_policy_config(settings.policy.path))
-        trained = f", trains {adapter_size(config, settings.lora):,} of an adapter"
+        size = adapter_size(model_config(settings.policy.path), settings.lora)
+        trained = f", trains {size:,} of an adapter"
     ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
     return f"{num_parameters:,} parameters{trained}{ranks}"
 

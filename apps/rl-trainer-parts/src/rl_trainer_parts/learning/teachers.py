@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_core.errors import SettingsError
-from rl_distill import parse_policy_config, read_policy_config
 from rl_distill.teacher import (
     ESTIMATORS,
     MakeReplica,
@@ -28,6 +27,7 @@ from rl_distill.teacher import (
 )
 from rl_rollout.engines import VLLMOptions, end_token_ids, max_positions
 from rl_rollout.prompts import PromptTokenizer
+from rl_trainer_parts.learning.start_learners import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -68,7 +68,7 @@ def make_teachers(
         teachers,
         TeacherRouter(chosen),
         ServiceOptions(
-            vocab_size=vocab_size(settings.policy.path),
+            vocab_size=model_config(settings.policy.path).vocab_size,
             top_k=chosen.num_top,
             with_hidden=chosen.needs_hidden,
             deadline_s=chosen.deadline_s,
@@ -199,11 +199,6 @@ def teacher_gpus(teacher: TeacherOptions) -> float:
     """GPUs per rank of a replica: as set, else one if this machine has GPUs."""
     found = teacher.resources.gpus
     return float(bool(visible_gpus())) if found is None else found
-
-
-def vocab_size(folder: Path) -> int:
-    """Vocabulary size in the model's config.json."""
-    return parse_policy_config(read_policy_config(folder)).vocab_size
 
 
 def make_aligners(settings: Settings) -> Mapping[str, TeacherAligner]:

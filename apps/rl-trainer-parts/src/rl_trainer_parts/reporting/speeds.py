@@ -5,8 +5,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from rl_core import Batch
-from rl_distill import PolicyConfig, forward_flops, parse_policy_config, read_policy_config
+from rl_distill import PolicyConfig, forward_flops
 from rl_metrics.reductions import model_flops_utilization, per_token_times
+from rl_trainer_parts.learning.start_learners import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 TRAINING_PASSES = 3
@@ -39,4 +40,4 @@ def with_speeds(settings: Settings, metrics: Mapping[str, float], batch: Batch) 
 
 @lru_cache(maxsize=4)
 def _config(folder: Path) -> PolicyConfig:
-    return parse_policy_config(read_policy_config(folder))
+    return model_config(folder)

@@ -9,12 +9,12 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import SettingsError
+from rl_core.errors import RLError, SettingsError
 from rl_core.secret_settings import redact
 from rl_trainer_parts.settings.changeable import CHANGEABLE_BY_SECTION
 from rl_trainer_parts.settings.schema import Settings
@@ -123,6 +123,14 @@ def with_value(settings: Settings, name: str) -> str:
     value = attrgetter(name)(settings)
     is_default = value == setting_fields(type(settings))[name].default
     return f"{name} = {value}{' (default)' if is_default else ''}"
+
+
+def problems_of(prefix: str, check: Callable[..., object], *values: Any, **named: Any) -> Iterator[str]:
+    """The lines of a check's error, each after a prefix, such as "lora."; none if the check passes."""
+    try:
+        check(*values, **named)
+    except RLError as error:
+        yield from (f"{prefix}{line}" for line in str(error).splitlines())
 
 
 def find_setting(name: str, kind: type[Settings] = Settings) -> SettingField | None:
