@@ -34,8 +34,8 @@ export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest
   --base FOLDER  Where the adapter's base model is now, if it has moved."""
 CHECK_MACHINE_HELP = """\
 {program} check-machine [SETTINGS.toml] [--json] [--section.name=value ...]: check whether this machine can train.
-  It checks Python, packages, GPUs, memory, shared memory, ports, Ray, disk and limits, and suggests fixes. With
-  settings, it compares them with what that run needs. Exit status: 0 no problem, 1 problems.
+  It checks Python, packages, GPUs, memory, shared memory and disk, and suggests fixes. With settings, it compares
+  them with what that run needs. Exit status: 0 no problem, 1 problems.
   --json  Print one JSON object."""
 WITH_SETTINGS = ("train", "validate")
 """Commands whose --help explains settings."""
@@ -92,7 +92,7 @@ class Program:
         from rl_trainer_parts.commands.check_machine import check_machine
 
         if not words:
-            return check_machine(None, as_json=as_json, uses_ray="roles" in self.settings().model_fields)
+            return check_machine(None, as_json=as_json)
         file = take_file(words, f"{self.name} check-machine")
         from rl_trainer_parts.settings.sources import load_settings
 
