@@ -99,55 +99,36 @@ def opened_policy(path: Path) -> Iterator[Path]:
         yield folder
 
 
-def export_policy(path: Path, target: Path, *, merges: bool = False, base: Path | None = None) -> Path:
+def export_policy(
+    path: Path, target: Path, *, merges: bool = False, base: Path | None = None, adapter_alone: bool = False
+) -> Path:
     """Write a policy, with any adapter merged into its base, to a new folder; return its source.
 
     Args:
         path: As in `find_policy`.
-        target: New Hugging Face folder.
+        target: New folder.
         merges: Refuse a policy without an adapter.
         base: Hugging Face folder of the adapter's base; None uses the one the adapter names.
+        adapter_alone: Write the adapter in peft's format, without its base.
 
     Raises:
-        SettingsError: The target is not empty, the source has no policy, or it has no adapter although a base is given
-            or a merge is required.
+        SettingsError: The target is not empty, the source has no policy, or it has no adapter although an option needs
+            one.
         DataError: The adapter or its base cannot be used.
         CheckpointError: The checkpoint is torn.
     """
     source = find_policy(path)
-    if merges:
-        _require_adapter(source, "--merge")
-    if base is not None:
-        _require_adapter(source, "--base")
-    if not is_adapter(source):
+    options = {"--merge": merges, "--base": base is not None, "--adapter": adapter_alone}
+    for option, is_used in options.items():
+        if is_used and not is_adapter(source):
+            raise SettingsError(f"{source} has no adapter, because all weights were trained. Leave out {option}.")
+    if adapter_alone or not is_adapter(source):
         _write_new(target, lambda part: shutil.copytree(source, part))
     else:
-        _write_new(target, lambda part: _merge(source, part, base=base))
+        from rl_distill.checkpoints.merged_folder import merge_adapter  # imports torch
+
+        _write_new(target, lambda part: merge_adapter(source, part, base=base))
     return source
-
-
-def export_adapter(path: Path, target: Path) -> Path:
-    """Copy an adapter in peft's format to a new folder; return its source.
-
-    Raises:
-        SettingsError: The target is not empty, or the source has no adapter.
-        CheckpointError: The checkpoint is torn.
-    """
-    source = find_policy(path)
-    _require_adapter(source, "--adapter")
-    _write_new(target, lambda part: shutil.copytree(source, part))
-    return source
-
-
-def _merge(source: Path, target: Path, *, base: Path | None) -> None:
-    from rl_distill.checkpoints.merged_folder import merge_adapter  # imports torch
-
-    merge_adapter(source, target, base=base)
-
-
-def _require_adapter(source: Path, option: str) -> None:
-    if not is_adapter(source):
-        raise SettingsError(f"{source} has no adapter, because all weights were trained. Leave out {option}.")
 
 
 def _write_new(target: Path, write: Callable[[Path], object]) -> None:
