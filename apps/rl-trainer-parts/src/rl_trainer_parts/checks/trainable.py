@@ -7,7 +7,8 @@ from pathlib import Path
 from rl_core.errors import DataError, SettingsError
 from rl_distill import LoraOptions, PolicyConfig, adapted_modules, check_layout, check_learner, check_ranks
 from rl_trainer_parts.checks.model_folder import check_policy_folder
-from rl_trainer_parts.learning.start_learners import model_config, needs_critic
+from rl_trainer_parts.learning.mixtures import model_config
+from rl_trainer_parts.learning.start_learners import needs_critic
 from rl_trainer_parts.settings.fields import problems_of
 from rl_trainer_parts.settings.schema import Settings
 

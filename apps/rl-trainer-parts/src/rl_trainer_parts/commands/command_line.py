@@ -99,7 +99,7 @@ class Program:
         policy, best = take_option(words, "--policy"), take_flag(words, "--best")
         file = take_file(words, f"{self.name} validate")
         from rl_trainer_parts.commands.policies import opened_policy
-        from rl_trainer_parts.run.best_checkpoint import best_checkpoint
+        from rl_trainer_parts.run.goal import best_checkpoint
 
         if best and policy is None:  # the best checkpoint of the run in `policy.path`, or of the settings' own run
             settings = self._load(file, words)
@@ -195,7 +195,7 @@ def export(words: list[str]) -> int:
 
     path, target = map(Path, words)
     if best:
-        from rl_trainer_parts.run.best_checkpoint import best_checkpoint
+        from rl_trainer_parts.run.goal import best_checkpoint
 
         path = best_checkpoint(path, say)
     base_folder = None if base is None else Path(base)

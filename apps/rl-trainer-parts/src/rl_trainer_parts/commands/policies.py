@@ -10,8 +10,8 @@ from typing import TypeVar
 from rl_core.errors import DataError, SettingsError
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 from rl_trainer_parts.checks.model_folder import missing_path
-from rl_trainer_parts.run.best_checkpoint import best_checkpoint
 from rl_trainer_parts.run.folder import require_format
+from rl_trainer_parts.run.goal import best_checkpoint
 from rl_trainer_parts.settings.schema import Settings
 
 ADAPTER_CONFIG = "adapter_config.json"

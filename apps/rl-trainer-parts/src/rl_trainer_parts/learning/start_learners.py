@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_distill import LearnerOptions, PolicyConfig, adapter_size, parse_policy_config, read_policy_config
+from rl_distill import LearnerOptions, adapter_size
 from rl_distill.learner import Learner
 from rl_distill.learners import Learners
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -69,16 +70,6 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         gpu_use=ranks.gpu_use,
         lora=settings.lora,
     )
-
-
-def model_config(folder: Path) -> PolicyConfig:
-    """The configuration of a Hugging Face folder's model.
-
-    Raises:
-        DataError: The folder has none, or one of its fields cannot be used.
-        SettingsError: The architecture is not supported.
-    """
-    return parse_policy_config(read_policy_config(folder))
 
 
 def describe_parameters(settings: Settings, num_parameters: int) -> str:

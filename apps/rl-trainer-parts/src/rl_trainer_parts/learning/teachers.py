@@ -27,7 +27,7 @@ from rl_distill.teacher import (
 )
 from rl_rollout.engines import VLLMOptions, end_token_ids, max_positions
 from rl_rollout.prompts import PromptTokenizer
-from rl_trainer_parts.learning.start_learners import model_config
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 

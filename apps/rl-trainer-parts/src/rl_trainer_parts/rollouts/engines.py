@@ -9,7 +9,7 @@ from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gp
 from rl_core.errors import DeadlineError, SettingsError
 from rl_distill import adapted_modules
 from rl_rollout.engines import RolloutEngine, TransformersOptions, VLLMOptions, engine_class
-from rl_trainer_parts.learning.start_learners import model_config
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 

@@ -4,6 +4,7 @@ import datetime
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,7 +18,6 @@ from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import open_lock_file, read_toml, write_durably
 from rl_core.secret_settings import redact
 from rl_distill.checkpoints import CheckpointStore
-from rl_trainer_parts.run.folder_access import WITHHELD, make_run_folder
 from rl_trainer_parts.settings.fields import ENTRY, changeable_on_resume, find_setting, leaves, plain_settings
 from rl_trainer_parts.settings.schema import ReadableBy, Settings
 
@@ -28,6 +28,10 @@ FORMAT = 2
 
 READERS = {1: "version 0.1 (commit c72489a1)"}
 """What reads each older format."""
+
+
+WITHHELD: Mapping[ReadableBy, int] = {"owner": 0o077, "group": 0o027, "everyone": 0o022}
+"""The umask for each setting."""
 
 
 class RunFolder:
@@ -62,17 +66,16 @@ class RunFolder:
             with suppress(FileExistsError):
                 self.path.parent.mkdir(parents=True)
             self._umask_before = os.umask(self._umask)
-            make_run_folder(self.path, self._umask)
+            _make_folder(self.path, self._umask)
             lock = open_lock_file(self.path / ".lock")
-        except OSError as error:
+        except (OSError, SettingsError) as error:
             self.release()
+            if isinstance(error, SettingsError):
+                raise
             raise SettingsError(
                 f"run folder {self.path} cannot be created ({error}). Choose another folder with "
                 "--run.directory=FOLDER."
             ) from None
-        except SettingsError:
-            self.release()
-            raise
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -161,6 +164,33 @@ class RunFolder:
         file = self.path / "summary.json"
         write_durably(file, (json.dumps(summary, indent=2) + "\n").encode())
         return file
+
+
+def _make_folder(path: Path, umask: int) -> None:
+    """Create a folder whose mode follows a umask, or change an existing one's mode.
+
+    Raises:
+        SettingsError: The folder belongs to another user, who could read and change its files, or keeps another mode.
+        OSError: The folder cannot be created.
+    """
+    path.mkdir(exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.geteuid() and os.geteuid() != 0:
+        raise SettingsError(
+            f"run folder {path} must belong to user {os.geteuid()}; found user {found.st_uid}, who could read and "
+            "change the run. Choose another folder with --run.directory=FOLDER or another name with --run.name=NAME."
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    wanted = (mode & ~0o777) | (0o777 & ~umask)
+    if mode == wanted:
+        return
+    path.chmod(wanted)
+    left = stat.S_IMODE(path.stat().st_mode) & umask
+    if left:
+        raise SettingsError(
+            f"run folder {path} must not have the mode bits {umask:03o}; its file system keeps {left:03o}. "
+            "Choose another folder with --run.directory=FOLDER, or accept it with --run.readable_by=everyone."
+        )
 
 
 def require_format(path: Path) -> None:

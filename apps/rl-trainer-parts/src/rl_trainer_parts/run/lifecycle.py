@@ -178,10 +178,6 @@ class RunLifecycle:
         self.console.say(f"{status} after step {state.step}{by}; continue with --resume", style="bold yellow")
         return stop.exit_status
 
-    def _report(self) -> dict[str, Path]:
-        """Path of the report."""
-        return {"report": self._folder.path / "report.html"} if self._settings.metrics.report else {}
-
     def _finished(self, state: RunState) -> int:
         """The last step is finished."""
         self.ending = "finished"
@@ -190,9 +186,12 @@ class RunLifecycle:
         file = self._folder.write_summary(summary)
         self.events.write("run_finished", **summary)
         shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
+        files = {"metrics": self._folder.path / "metrics.jsonl", "summary": file}
+        if self._settings.metrics.report:
+            files["report"] = self._folder.path / "report.html"
         self.console.summary(
             "run finished",
-            {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()},
+            {**shown, **files},
             notes={"steps_wall_s": "(time in steps; samples_per_s is num_samples divided by it)"},
         )
         return 0

@@ -16,12 +16,37 @@ from typing import Any
 
 from rl_core.errors import RLError, SettingsError
 from rl_core.secret_settings import redact
-from rl_trainer_parts.settings.changeable import CHANGEABLE_BY_SECTION
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
 
 ENTRY = "NAME"
 """Placeholder for the name of a table entry, such as a teacher's."""
+
+CHANGEABLE: dict[str, tuple[str, ...]] = {
+    "run": ("if_exists", "readable_by"),
+    "trainer": (
+        *("steps", "validate_every", "validate_first", "checkpoint_every", "keep_checkpoints"),
+        *("keep_best", "target", "target.metric", "target.value", "target.stop", "target.lower_is_better"),
+        *("stop_when_no_better", "background_checkpoints", "proof_tolerance"),
+    ),
+    "prompts": ("validation_limit", "validation_samples", "validation_temperature"),
+    "reward": ("timeout_s", "max_concurrency", "max_calls_per_s", "retries", "backoff_s", "retry_on"),
+    "rollout": (
+        *("audit_share", "rescored_share", "placement", "offload_engine", "offload_keeps_weights"),
+        *("deadline_s", "start_deadline_s"),
+    ),
+    "cluster": ("ray_address", "cpus_per_rank", "start_deadline_s", "call_deadline_s"),
+    "vllm": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "gpu_memory_utilization", "num_threads"),
+    "optimizer": ("num_threads",),
+    "lora": ("serving",),
+    **dict.fromkeys(("metrics", "health", "rollout_cache", "replicas", "weights"), ()),
+    "distillation": ("cache", "deadline_s", "start_deadline_s"),
+    "distillation.teachers.NAME": (
+        *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
+        *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
+    ),
+}
+"""Settings that may differ on resume, because they do not change what is learned; without names, a whole section."""
 
 ORIGINS = """Settings come from the command line, then environment variables (RL__TRAINER__STEPS=20), then the file.
 Relative paths start at the current folder. Exit status: 0 finished; 1 failed; 2 a mistake in settings or files;
@@ -149,10 +174,14 @@ def find_setting(name: str, kind: type[Settings] = Settings) -> SettingField | N
     return table.entry_fields(entry).get(name)
 
 
+@functools.cache
 def changeable_on_resume(kind: type[Settings]) -> frozenset[str]:
     """Names of the settings that may differ on resume."""
-    names = (f"{section}.{name}" for section, names in CHANGEABLE_BY_SECTION.items() for name in names)
-    return frozenset((*names, *kind.also_changeable_on_resume))
+    changeable = {*kind.also_changeable_on_resume}
+    for section, names in CHANGEABLE.items():
+        changeable |= {f"{section}.{name}" for name in names}
+        changeable |= {name for name in setting_fields(kind) if not names and name.startswith(f"{section}.")}
+    return frozenset(changeable)
 
 
 def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
@@ -249,20 +278,14 @@ def _section_lines(section: str, kind: type[Settings]) -> Iterator[str]:
 
 
 def _entry_lines(setting: SettingField, kind: type[Settings]) -> Iterator[str]:
-    changeable = changeable_on_resume(kind)
-    for one in (setting, *setting.entry_fields().values()):
-        yield from _explained(one, may_differ=one.name in changeable)
-
-
-def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
-    width = min(shutil.get_terminal_size().columns, 110)
-    is_required = setting.default is dataclasses.MISSING
-    default = "required" if is_required else f"default {written(setting.default)}"
-    about = "; ".join(filter(None, (setting.bound(setting.limits), default, "may differ on resume" * may_differ)))
-    words = textwrap.wrap(
-        setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
-    )
-    return [f"  --{setting.name}={describe_type(setting.annotation)}  ({about})", *words]
+    width = min(shutil.get_terminal_size().columns, 110) - 2 * len(INDENT)
+    for field in (setting, *setting.entry_fields().values()):
+        default = "required" if field.default is dataclasses.MISSING else f"default {written(field.default)}"
+        resume = "may differ on resume" if field.name in changeable_on_resume(kind) else ""
+        about = "; ".join(filter(None, (field.bound(field.limits), default, resume)))
+        yield f"  --{field.name}={describe_type(field.annotation)}  ({about})"
+        words = textwrap.wrap(field.meaning, width, break_on_hyphens=False)
+        yield from (f"{INDENT}{line}" for line in words)
 
 
 def short(value: object) -> str:
