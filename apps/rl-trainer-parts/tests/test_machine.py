@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from rl_trainer_parts.machine.readings import (
     Cuda,
     Machine,
     Space,
-    ask_cluster,
     memory_limits,
     read_machine,
 )
@@ -297,7 +295,7 @@ def test_needs_by_hand(tmp_path: Path) -> None:
     many |= {"parallel": {"ranks": 8}, "cluster": {"placement": "process"}}
     assert needs(**many).processes == needs(**many, policy={"path": tmp_path / "nowhere"}).processes == 16
     joined = needs(cluster={"placement": "ray", "ray_address": "head:6379", "gpus_per_rank": 1.0})
-    assert (joined.ray_address, joined.gpus, joined.memory, joined.processes) == ("head:6379", 0.0, 0, 0)
+    assert (joined.gpus, joined.memory, joined.processes) == (0.0, 0, 0)
     assert "ray" in joined.libraries
     gone = needs(policy={"path": tmp_path / "nowhere"})
     assert gone.model_problems[0].startswith(f"policy.path: {tmp_path / 'nowhere'} does not exist")
@@ -366,26 +364,6 @@ def test_what_the_command_prints(
     assert '"ok": false' in text if as_json else text.endswith("\n1 problem, 0 warnings\n")
 
 
-def test_a_cluster_to_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "read_machine", lambda folder: HEALTHY)
-    monkeypatch.setattr(command, "needs_of", lambda settings: replace(ANY_RUN, ray_address="head:6379"))
-    settings = build_settings({"policy": {"path": "policy"}, "prompts": {"train": "train.jsonl"}})
-    monkeypatch.setattr(command, "ask_cluster", lambda address: {"found": "2 node(s) with 16 CPUs and 8 GPUs"})
-    assert command.check_machine(settings, as_json=False) == 0
-    assert "ok       ray cluster    head:6379 has 2 node(s) with 16 CPUs and 8 GPUs" in capsys.readouterr().out
-    monkeypatch.setattr(command, "ask_cluster", lambda address: {"error": "Version mismatch"})
-    assert command.check_machine(settings, as_json=False) == 1
-    assert "problem  ray cluster    Version mismatch\n" in capsys.readouterr().out
-
-
-def test_a_cluster_that_is_not_there() -> None:
-    with socket.socket() as bound:  # bound, but not listening
-        bound.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{bound.getsockname()[1]}"
-        assert ask_cluster(address)["error"].startswith(f"nothing answers at {address} (")
-    assert ask_cluster("head")["error"].startswith("nothing answers at head (")
-
-
 def test_what_children_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readings, "QUERY", tmp_path / "query.py")
     for text, says in (
@@ -394,9 +372,9 @@ def test_what_children_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("print('noise'); print('{\"found\": \"1\"}')", {"found": "1"}),
     ):
         (tmp_path / "query.py").write_text(text)
-        assert readings._ask("gpus", deadline_s=60) == says
+        assert readings._query_gpus() == says
     (tmp_path / "query.py").write_text("import threading; threading.Event().wait()")
-    assert readings._ask("gpus", deadline_s=0.2) == {"error": "no answer within 0.2 s"}
+    assert readings._query_gpus(deadline_s=0.2) == {"error": "no answer within 0.2 s"}
 
 
 @pytest.mark.parametrize(("words", "gpus"), [([], 2.0), (["--replicas.gpus=0.5"], 0.5), (["--replicas.count=1"], 0.0)])

@@ -2,9 +2,9 @@
 
 from rl_core.terminal_text import json_text
 from rl_trainer_parts.commands.output import counted, say
-from rl_trainer_parts.machine.judging import ANY_RUN, judge_cluster, judge_machine
+from rl_trainer_parts.machine.judging import ANY_RUN, judge_machine
 from rl_trainer_parts.machine.needs import needs_of
-from rl_trainer_parts.machine.readings import ask_cluster, read_machine
+from rl_trainer_parts.machine.readings import read_machine
 from rl_trainer_parts.settings.schema import Settings
 
 WIDTH = 14
@@ -19,8 +19,6 @@ def check_machine(settings: Settings | None, *, as_json: bool) -> int:
     """
     needs = ANY_RUN if settings is None else needs_of(settings)
     checks = judge_machine(read_machine(needs.run_folder), needs)
-    if needs.ray_address is not None:
-        checks.append(judge_cluster(needs.ray_address, ask_cluster(needs.ray_address)))
     count = {state: sum(check.state == state for check in checks) for state in ("problem", "warning")}
     if as_json:
         listed = [{**check._asdict(), "advice": check.advice} for check in checks]

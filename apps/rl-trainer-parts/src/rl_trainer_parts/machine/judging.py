@@ -1,7 +1,7 @@
 """Compare a machine with the needs of any trainer or of one run, and suggest fixes."""
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
@@ -46,8 +46,6 @@ ADVICE = {
     "vllm.kv_cache_gib.",
     "shared memory": "In Docker, use --shm-size=16g or --ipc=host. In Kubernetes, mount an emptyDir with medium: "
     'Memory on /dev/shm. Or set weights.transport = "tcp".',
-    "ray cluster": "Start the cluster by `ray start --head` with the Ray and Python of this environment and the same "
-    "RAY_AUTH_TOKEN, and open its ports to this machine.",
     "disk": "Free disk space, choose another folder with --run.directory, or lower trainer.keep_checkpoints.",
 }
 
@@ -89,18 +87,6 @@ def judge_machine(machine: Machine, needs: Needs = ANY_RUN) -> list[Check]:
         _shared_memory(machine, needs),
         _disk(machine, needs),
     ]
-
-
-def judge_cluster(address: str, answer: dict[str, Any]) -> Check:
-    """The check of the Ray cluster that the settings name.
-
-    Args:
-        address: Address in the settings.
-        answer: Result of `ask_cluster`.
-    """
-    if "error" in answer:
-        return Check("ray cluster", "problem", answer["error"])
-    return Check("ray cluster", "ok", f"{address} has {answer['found']}")
 
 
 def _python(machine: Machine) -> Check:

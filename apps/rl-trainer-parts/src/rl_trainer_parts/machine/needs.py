@@ -43,7 +43,6 @@ class Needs:
         gpu_utilization: Share of a GPU's memory that the engine reserves; 0 if it reserves only what it needs.
         shares_gpu: True if engine and learner use one GPU at the same time.
         run_folder: Folder of the run.
-        ray_address: Address of the Ray cluster to join; None without one.
     """
 
     libraries: frozenset[str]
@@ -59,7 +58,6 @@ class Needs:
     gpu_utilization: float = 0.0
     shares_gpu: bool = False
     run_folder: Path = Path("runs")
-    ray_address: str | None = None
 
 
 def needs_of(settings: Settings) -> Needs:
@@ -71,13 +69,13 @@ def needs_of(settings: Settings) -> Needs:
     parts |= {teacher.engine for teacher in settings.distillation.teachers.values()}
     needed = (library for part, library in LIBRARIES.items() if part in parts)
     needs = Needs(libraries=frozenset(("torch", "transformers", *needed)), run_folder=settings.run_folder)
-    address = settings.cluster.ray_address if "ray" in parts else None
-    if address is None:
+    is_elsewhere = "ray" in parts and settings.cluster.ray_address is not None
+    if not is_elsewhere:
         needs = replace(needs, processes=_processes(settings))
     if problems := [*check_policy_folder(settings.policy.path, setting="policy.path", file=settings.file)]:
         return replace(needs, model_problems=tuple(problems))
-    if address is not None:
-        return replace(needs, ray_address=address)
+    if is_elsewhere:
+        return needs
     try:
         needs = _sizes(settings, needs)
     except (SettingsError, DataError) as error:

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +29,6 @@ EXTRAS = ("", "megatron", "ray", "torch", "transformers")
 
 QUERY = Path(__file__).with_name("query.py")
 GPU_DEADLINE_S = 180.0
-RAY_DEADLINE_S = 60.0
-ANSWER_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
 
 
@@ -121,7 +118,7 @@ def read_machine(run_folder: Path) -> Machine:
         num_cpus=shares.cpus,
         gpu_names=tuple(shares.gpus),
         driver=_driver(),
-        cuda=Cuda(**_ask("gpus", deadline_s=GPU_DEADLINE_S)) if needs_query else None,
+        cuda=Cuda(**_query_gpus()) if needs_query else None,
         memory=_memory(),
         shared_memory=_space(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None,
         disk=_space(run_folder),
@@ -154,26 +151,9 @@ def _driver() -> str | None:
     return None
 
 
-def ask_cluster(address: str) -> dict[str, Any]:
-    """Join a Ray cluster in a child process, as a run does, and leave it.
-
-    Args:
-        address: "host:port".
-
-    Returns:
-        Its nodes and resources as `found`, or why it cannot be joined as `error`.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()  # Ray would wait for minutes
-    except (OSError, ValueError) as error:
-        return {"error": f"nothing answers at {address} ({error})"}
-    return _ask("ray", address, deadline_s=RAY_DEADLINE_S)
-
-
-def _ask(*words: str, deadline_s: float) -> dict[str, Any]:
+def _query_gpus(deadline_s: float = GPU_DEADLINE_S) -> dict[str, Any]:
     """Return the JSON that query.py prints, or an error."""
-    command = [sys.executable, "-P", str(QUERY), *words]
+    command = [sys.executable, "-P", str(QUERY)]
     try:
         done = subprocess.run(  # noqa: S603 - our own file
             command, capture_output=True, text=True, errors="replace", timeout=deadline_s, check=False
@@ -182,8 +162,8 @@ def _ask(*words: str, deadline_s: float) -> dict[str, Any]:
         return {"error": f"no answer within {deadline_s:g} s"}
     if done.returncode:
         return {"error": done.stderr.strip().rpartition("\n")[2] or f"the process ended with {done.returncode}"}
-    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return found
+    answer: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return answer
 
 
 def _memory() -> Space:
