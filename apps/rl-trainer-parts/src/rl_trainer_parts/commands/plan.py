@@ -112,20 +112,14 @@ def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
     sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "data", "expert")}
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
     yield f"{INDENT}{counted(parallel.ranks, 'rank')} in {where}: {layout}"
-    gpus = gpus_per_rank(settings)
-    if cluster.cpus_per_rank or gpus:
-        yield f"{INDENT}reserved for each: {describe_shares(cluster.cpus_per_rank, gpus)}"
-        yield from _room(settings)
-
-
-def _room(settings: Settings) -> Iterator[str]:
-    """Compare the reserved resources with this machine's; only Ray knows those of a joined cluster."""
-    if settings.cluster.ray_address is not None:
-        return
-    there, ranks = machine_shares(), settings.parallel.ranks
-    room = count_room(there, settings.cluster.cpus_per_rank, gpus_per_rank(settings), at_most=ranks)
-    verdict = "" if room == ranks else f", room for {room} of {ranks} ranks, so a run here would be refused"
-    yield f"{INDENT}this machine has {describe_shares(there.cpus, len(there.gpus))}{verdict}"
+    cpus, gpus, ranks = cluster.cpus_per_rank, gpus_per_rank(settings), parallel.ranks
+    if cpus or gpus:
+        yield f"{INDENT}reserved for each: {describe_shares(cpus, gpus)}"
+    if (cpus or gpus) and cluster.ray_address is None:  # only Ray knows the resources of a joined cluster
+        machine = machine_shares()
+        room = count_room(machine, cpus, gpus, at_most=ranks)
+        verdict = "" if room == ranks else f", room for {room} of {ranks} ranks, so a run here would be refused"
+        yield f"{INDENT}this machine has {describe_shares(machine.cpus, len(machine.gpus))}{verdict}"
 
 
 def _teachers(settings: Settings) -> Iterator[str]:
@@ -144,20 +138,12 @@ def _teachers(settings: Settings) -> Iterator[str]:
         parts = [f"{chosen.route_by} {', '.join(sources)}"] if sources else []
         parts += ["all others" if sources else "all prompts"] if name == chosen.fallback else []
         yield f"{INDENT}{teacher.model}, for {' and '.join(parts)}"
-    yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {_beside(chosen)}"
+    rewards = f"beside task rewards (coefficient {chosen.coefficient:g})" if chosen.use_task_rewards else ""
+    yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {rewards or 'no task rewards'}"
     if chosen.texts is not None:
         yield f"{INDENT}from the texts in column {chosen.texts!r}, in place of rollouts"
     if chosen.cache is not None:
         yield f"{INDENT}with scores stored in {chosen.cache}"
-
-
-def _teacher_memory(settings: Settings) -> Iterator[str]:
-    """Memory of the teachers' weights."""
-    for name, teacher in settings.distillation.teachers.items():
-        config = model_config(teacher.model)
-        weights = size_text(count_parameters(config).total * BYTES[teacher.dtype])
-        cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
-        yield f"  teacher    {name}: {teacher.replicas} x {weights} weights{cache}, for {_parameters(config)}"
 
 
 def _compared(chosen: DistillationOptions) -> str:
@@ -167,10 +153,6 @@ def _compared(chosen: DistillationOptions) -> str:
         return f"{chosen.loss} of whole distributions"
     rest = {"bucket": "with a bucket for the rest", "drop": "without the rest", "renormalise": "renormalised"}
     return f"{chosen.loss} of the top {counted(chosen.top_k, 'token')}, {rest[chosen.tail]}"
-
-
-def _beside(chosen: DistillationOptions) -> str:
-    return f"beside task rewards (coefficient {chosen.coefficient:g})" if chosen.use_task_rewards else "no task rewards"
 
 
 def _adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
@@ -275,7 +257,7 @@ def _sharing(settings: Settings) -> Iterator[str]:
 
 
 def _memory(settings: Settings) -> Iterator[str]:
-    policy, algorithm = model_config(settings.policy.path), settings.algorithm
+    policy, rollout = model_config(settings.policy.path), settings.rollout
     engine = count_parameters(policy).total * BYTES[settings.vllm.dtype]
     yield f"Memory, without activations, for {_parameters(policy)}"
     yield f"  learner    {_on_ranks(settings, policy, 'policy')} (weights, gradients, optimizer)"
@@ -283,13 +265,20 @@ def _memory(settings: Settings) -> Iterator[str]:
     if needs_critic(settings):
         critic = model_config(settings.critic.path or settings.policy.path)
         yield f"  critic     {_on_ranks(settings, critic, 'critic')}, like the learner, for {_parameters(critic)}"
-    if algorithm.kl_coefficient:
+    if settings.algorithm.kl_coefficient:
         shared = "none: it shares the learner's" if settings.lora.rank else _on_ranks(settings, policy, "frozen")
         yield f"  reference  {shared} (weights)"
-    yield from _teacher_memory(settings)
+    for name, teacher in settings.distillation.teachers.items():
+        config = model_config(teacher.model)
+        weights = size_text(count_parameters(config).total * BYTES[teacher.dtype])
+        cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
+        yield f"  teacher    {name}: {teacher.replicas} x {weights} weights{cache}, for {_parameters(config)}"
     cache = f" + {settings.vllm.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
     yield f"  engine     {size_text(engine)} weights{cache if settings.rollout.engine == 'vllm' else ''}"
-    yield from _experts(settings)
+    if shape := expert_shape(settings):
+        token = EXPERT_BYTES * math.prod(shape)
+        step = rollout.prompts_per_step * rollout.group_size * longest_trajectory(settings) * token
+        yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {size_text(step)} a step"
 
 
 def _parameters(config: PolicyConfig) -> str:
@@ -315,17 +304,6 @@ def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     if is_known and not settings.lora.rank:
         kept = max(kept_activations(config, settings.parallel, learner))
         yield f"{INDENT}and {size_text(kept)} of activations on a GPU for full micro-batches"
-
-
-def _experts(settings: Settings) -> Iterator[str]:
-    """Memory of the experts that a mixture's engine records beside each token of its KV cache."""
-    shape, rollout = expert_shape(settings), settings.rollout
-    if shape is None:
-        return
-    token = EXPERT_BYTES * math.prod(shape)
-    longest = longest_trajectory(settings)
-    step = rollout.prompts_per_step * rollout.group_size * longest * token
-    yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {size_text(step)} a step"
 
 
 def _ending(trainer: TrainerSettings) -> Iterator[str]:

@@ -5,18 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from rl_core.errors import DataError, SettingsError
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 from rl_trainer_parts.checks.model_folder import missing_path
 from rl_trainer_parts.run.folder import require_format
 from rl_trainer_parts.run.goal import best_checkpoint
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.schema import SettingsT
 
 ADAPTER_CONFIG = "adapter_config.json"
-
-Chosen = TypeVar("Chosen", bound=Settings)
 
 
 def find_policy(path: Path) -> Path:
@@ -49,7 +46,7 @@ def find_policy(path: Path) -> Path:
     return path / ("policy" if has_policy else "adapter")
 
 
-def with_best_policy(settings: Chosen, say: Callable[[str], None]) -> Chosen:
+def with_best_policy(settings: SettingsT, say: Callable[[str], None]) -> SettingsT:
     """Settings that start from the best checkpoint of the run in `policy.path`.
 
     Args:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.algorithm import aggregation_notes
@@ -24,19 +24,17 @@ from rl_trainer_parts.run.folder import (
     require_free,
     require_resumable,
 )
-from rl_trainer_parts.settings.schema import Settings
-
-Chosen = TypeVar("Chosen", bound=Settings)
+from rl_trainer_parts.settings.schema import Settings, SettingsT
 
 
 def train_checked(
-    settings: Chosen,
+    settings: SettingsT,
     *,
     console: ConsoleTracker,
     resume: bool,
     dry_run: bool,
-    describe: Callable[[Chosen, PromptCounts, Sequence[str]], str],
-    launch: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
+    describe: Callable[[SettingsT, PromptCounts, Sequence[str]], str],
+    launch: Callable[[SettingsT, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
     also_refused: Iterable[str] = (),
     also_unused: Iterable[Unused] = (),
 ) -> int:

@@ -109,7 +109,9 @@ class HealthWatch:
         self._is_judged = False
         if step and (step % self._settings.every == 0 or step >= self._last_step):
             verdict = self._judge()
-            if self._may_pause(step):
+            # A resumed run has as many steps to recover.
+            has_had_time = not self._is_resumed or step >= self._first_step - 1 + self._settings.every
+            if step < self._last_step and has_had_time:
                 self._pause(verdict)
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -186,12 +188,6 @@ class HealthWatch:
             causes=list(finding.causes),
             advice=list(finding.advice),
         )
-
-    def _may_pause(self, step: int) -> bool:
-        """False at the last step, and while a resumed run still has time to recover."""
-        if step >= self._last_step or self._first_step is None:
-            return False
-        return not self._is_resumed or step >= self._first_step - 1 + self._settings.every
 
     def _pause(self, verdict: Verdict) -> None:
         pause_on = self._settings.pause_on

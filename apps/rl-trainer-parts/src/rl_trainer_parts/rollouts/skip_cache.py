@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from rl_core import Prompt
 from rl_core.data import Json
@@ -26,9 +25,7 @@ from rl_rollout.skip import (
     with_file_contents,
 )
 from rl_trainer_parts.rollouts.setup import sampling_params
-from rl_trainer_parts.settings.schema import Settings
-
-SettingsT = TypeVar("SettingsT", bound=Settings)
+from rl_trainer_parts.settings.schema import Settings, SettingsT
 
 
 class SkipCacheReplay:

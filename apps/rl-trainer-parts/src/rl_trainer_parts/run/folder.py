@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tomli_w
 
@@ -19,9 +19,7 @@ from rl_core.files import open_lock_file, read_toml, write_durably
 from rl_core.secret_settings import redact
 from rl_distill.checkpoints import CheckpointStore
 from rl_trainer_parts.settings.fields import ENTRY, changeable_on_resume, find_setting, leaves, plain_settings
-from rl_trainer_parts.settings.schema import ReadableBy, Settings
-
-Chosen = TypeVar("Chosen", bound=Settings)
+from rl_trainer_parts.settings.schema import ReadableBy, Settings, SettingsT
 
 FORMAT = 2
 """Number of the format of a run's folder: of its settings, checkpoints and records. Folders without it have 1."""
@@ -116,7 +114,7 @@ class RunFolder:
     def write_settings(self, settings: Settings) -> None:
         """Write the effective settings, with defaults and without literal secrets, and the number of their format."""
         write_durably(self.path / "format", f"{FORMAT}\n".encode())
-        write_durably(self.path / "settings.toml", tomli_w.dumps(_without_none(plain_settings(settings))).encode())
+        write_durably(self.path / "settings.toml", tomli_w.dumps(plain_settings(settings, has_none=False)).encode())
 
     def check_resume(self, settings: Settings) -> None:
         """Refuse to resume with settings that would change what the run learns.
@@ -131,8 +129,8 @@ class RunFolder:
             before = _flat(redact(read_toml(file), keep_references=False), type(settings))
         except (DataError, AttributeError) as error:
             raise SettingsError(f"{file}, written when the run started, is not readable: {error}.") from None
-        plain = redact(plain_settings(settings), keep_references=False)
-        now = _flat(_without_none(plain), type(settings))
+        plain = redact(plain_settings(settings, has_none=False), keep_references=False)
+        now = _flat(plain, type(settings))
         changeable = changeable_on_resume(type(settings))
         differing = [
             f"  {name}: the run has {before.get(name, 'none')!r}, now {now.get(name, 'none')!r}"
@@ -258,7 +256,7 @@ def require_resumable(folder: RunFolder, settings: Settings) -> None:
         )
 
 
-def choose_date(settings: Chosen, *, resume: bool) -> Chosen:
+def choose_date(settings: SettingsT, *, resume: bool) -> SettingsT:
     """Resolve `prompts.date = none`: the resumed run's date, else today."""
     if settings.prompts.date is not None:
         return settings
@@ -267,7 +265,7 @@ def choose_date(settings: Chosen, *, resume: bool) -> Chosen:
     return settings.model_copy(update={"prompts": replace(settings.prompts, date=date)})
 
 
-def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
+def choose_products(settings: SettingsT, *, resume: bool) -> SettingsT:
     """Resolve `optimizer.products = "auto"`: the resumed run's choice, else what is faster on this machine.
 
     Raises:
@@ -327,14 +325,6 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
             raise
     finally:
         folder.release()
-
-
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_none(value) if isinstance(value, Mapping) else value
-        for name, value in values.items()
-        if value is not None
-    }
 
 
 def _flat(values: Mapping[str, Any], kind: type[Settings]) -> dict[str, Any]:

@@ -58,15 +58,14 @@ class Goal:
 
     def needs_checkpoint(self, step: int) -> bool:
         """Whether this step's checkpoint must be saved because its validation is, or may become, the best."""
-        return self._settings.keep_best and step in self.kept
+        return step in self.kept
 
     @property
     def kept(self) -> frozenset[int]:
         """Steps whose checkpoints are kept beside the newest: the best one, and those being validated."""
         if not self._settings.keep_best:
             return frozenset()
-        best = self.best
-        return frozenset(self._pending) | ({best.step} if best else frozenset())
+        return frozenset(self._pending) | ({self.best.step} if self.best else frozenset())
 
     @property
     def best(self) -> Validated | None:

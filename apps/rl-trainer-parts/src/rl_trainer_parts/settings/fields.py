@@ -304,7 +304,12 @@ def written(value: object) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Settings as nested dicts of plain values that may be written and shown: literal secrets are redacted."""
-    values = redact(settings.model_dump(mode="json"))
+def plain_settings(settings: Settings, *, has_none: bool = True) -> dict[str, Any]:
+    """Settings as nested dicts of plain values that may be written and shown: literal secrets are redacted.
+
+    Args:
+        settings: The run's settings.
+        has_none: Include the settings whose value is none, which TOML cannot express.
+    """
+    values = redact(settings.model_dump(mode="json", exclude_none=not has_none))
     return {section: dict(fields) for section, fields in values.items()}

@@ -7,7 +7,7 @@ Values come from, in order of precedence: the command line (`--trainer.steps=20`
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -415,3 +415,6 @@ class Settings(BaseModel):
     def run_folder(self) -> Path:
         """The run's folder."""
         return self.run.directory / self.run.name
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
