@@ -135,7 +135,7 @@ class LearnerLink(RoleLink):
     async def check_alive(self) -> None:
         """Detect the learner's death and restart it, unless that has happened already."""
         with suppress(RoleRestartedError):
-            await self._call("look")
+            await self._call("check_alive")
 
     async def wait_saved(self) -> None:
         """See `RunLearner.wait_saved`."""
