@@ -16,8 +16,7 @@ from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.rewards import RewardInput, RewardScorer, resolve_reward
 from rl_rollout.rewards.code_peer import Broken, NotPlain, Peer, Remote, decode, encode
-from rl_rollout.rewards.code_reward import CodeReward, program_of
-from rl_rollout.rewards.code_tests import Step, read_tests, same_output
+from rl_rollout.rewards.code_reward import CodeReward, Step, program_of, read_tests, same_output
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 

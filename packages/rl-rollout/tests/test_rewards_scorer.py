@@ -8,7 +8,7 @@ import pytest
 from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
 from rl_rollout.rewards import RewardInput, RewardResult, RewardScorer, quick, resolve_reward
-from rl_rollout.rewards.threaded import CallThreads
+from rl_rollout.rewards.calls import CallThreads
 
 
 def responses(*texts):

@@ -4,18 +4,19 @@ import contextlib
 import json
 import os
 import queue
+import resource
 import select
 import signal
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any, NoReturn, cast
 
 from rl_core.data import Json
 from rl_core.errors import DataError, DeadlineError, RoleError
-from rl_rollout.rewards.call_clock import CallClock, current_clock
+from rl_rollout.rewards.calls import CallClock, current_clock
 
 START_TIMEOUT_S = 120.0
 
@@ -164,3 +165,55 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+
+
+MEMORY_BYTES = 1 << 30
+
+Prepare = Callable[[dict[str, Any]], Callable[[], dict[str, Any]]]
+"""Reads a request's row, and returns the function that checks its response. Raises if the row is invalid."""
+
+
+def main(prepare: Prepare, wrong: dict[str, Any]) -> None:
+    """Limit the memory, keep stdout for answers, and serve requests until stdin ends.
+
+    Args:
+        prepare: Reads a request's row.
+        wrong: Verdict on a response whose check raises.
+    """
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    print_line(answers, {"is_ready": True})
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
+        serve(json.loads(line), prepare, wrong, answers)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def serve(request: dict[str, Any], prepare: Prepare, wrong: dict[str, Any], answers: IO[str]) -> None:
+    """Answer one request with a line about the row and, if the row is valid, a line about the response."""
+    try:
+        judge = prepare(request)
+    except Exception as error:
+        print_line(answers, {"row_error": f"{error}"[:500]})
+        return
+    print_line(answers, {})
+    try:
+        verdict = judge()
+    except RowError as error:
+        verdict = {"row_error": f"{error}"[:500]}
+    except Exception as error:
+        verdict = {**wrong, "error": f"{type(error).__name__}: {error}"[:300]}
+    print_line(answers, verdict)
+
+
+class RowError(Exception):
+    """The check of the response showed that the row is invalid."""
+
+
+def print_line(answers: IO[str], value: dict[str, Any]) -> None:
+    """Write one JSON line and flush it."""
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()

@@ -1,18 +1,21 @@
 """Decides whether two mathematical answers are equal. Runs in a worker process, because SymPy may take forever."""
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
-from rl_rollout.rewards.math_notation import plain_math
-from rl_rollout.rewards.math_structure import (
+from rl_rollout.rewards.answers import final_answer
+from rl_rollout.rewards.check_processes import main
+from rl_rollout.rewards.math_notation import (
     UNION,
     VARIABLE,
     Group,
     group,
     interval,
+    plain_math,
     plus_and_minus,
     relation,
     split,
@@ -359,3 +362,30 @@ def _read(text: str) -> Any:
         return found
     found = found.subs({symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"})
     return found.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part)))
+
+
+MAX_CHARACTERS = 5000
+"""Maximum length of an answer. A longer one is wrong."""
+
+
+def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Read the ground truth, and return a function that compares the answer with it.
+
+    Raises:
+        ValueError: The ground truth has no expression.
+    """
+    found = final_answer(request["gold"])
+    gold = request["gold"] if found is None else found
+    check_readable(gold)
+
+    def judge() -> dict[str, Any]:
+        answer: str | None = request["answer"] if "answer" in request else final_answer(request["response"])
+        return {"is_equal": answer is not None and len(answer) <= MAX_CHARACTERS and is_equal(gold, answer)}
+
+    return judge
+
+
+if __name__ == "__main__":
+    is_equal("x + 1", "1 + x")  # loads the library and its grammar before the first deadline
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
+    main(prepare, {"is_equal": False})

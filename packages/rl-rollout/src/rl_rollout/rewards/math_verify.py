@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from rl_core.data import Json
 from rl_core.errors import DataError, DeadlineError, MissingExtraError
 from rl_rollout.rewards.answers import MAX_TAIL, boxed_answer
-from rl_rollout.rewards.call_clock import CallClock, current_clock
+from rl_rollout.rewards.calls import CallClock, current_clock
 from rl_rollout.rewards.check_processes import CheckProcesses
 from rl_rollout.rewards.math_notation import plain_math
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
@@ -16,7 +16,7 @@ from rl_rollout.rewards.quantities import quantity, same_units, same_values
 
 MAX_QUICK = 200
 """Maximum length of numbers that are compared in place, in characters."""
-WORKER = "rl_rollout.rewards.math_worker"
+WORKER = "rl_rollout.rewards.math_equality"
 
 
 class MathVerify:

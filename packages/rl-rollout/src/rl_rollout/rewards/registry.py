@@ -22,8 +22,8 @@ REWARDS: Registry[Any] = Registry(
         "http": "rl_rollout.rewards.http_reward:HttpReward",
         "json_schema": "rl_rollout.rewards.json_schema:JsonSchemaReward",
         "judge": "rl_rollout.rewards.judge:JudgeReward",
-        "length_target": "rl_rollout.rewards.length:LengthTarget",
-        "overlong": "rl_rollout.rewards.length:Overlong",
+        "length_target": "rl_rollout.rewards.rules:LengthTarget",
+        "overlong": "rl_rollout.rewards.rules:Overlong",
     },
     group="rl_rollout.rewards",
 )

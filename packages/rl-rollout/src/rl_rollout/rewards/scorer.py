@@ -15,12 +15,11 @@ import numpy as np
 
 from rl_core.data import Prompt
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_rollout.rewards.call_clock import CLOCK, CallClock
+from rl_rollout.rewards.calls import CLOCK, CallClock, CallThreads
 from rl_rollout.rewards.options import FailurePolicy
 from rl_rollout.rewards.outputs import read_output, shown_error
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
 from rl_rollout.rewards.registry import check_callable
-from rl_rollout.rewards.threaded import CallThreads
 from rl_rollout.user_errors import describe_raised, is_meant_for_us
 
 NO_LIMIT_S = 1e9

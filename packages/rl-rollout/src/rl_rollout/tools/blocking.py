@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_core.errors import ToolError
+from rl_rollout.rewards.calls import CallThreads
 from rl_rollout.rewards.outputs import shown, shown_error
-from rl_rollout.rewards.threaded import CallThreads
 
 FOREVER_S = 1e9
 MAX_RUNNING = 256

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from rl_rollout.rewards.thinking import THINKING, THOUGHT
+from rl_rollout.rewards.answers import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn
 from rl_rollout.tools.protocol import ToolCall
 
