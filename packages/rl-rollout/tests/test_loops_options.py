@@ -7,8 +7,7 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_rollout.loops import SingleTurnLoop, resolve_loop
-from rl_rollout.loops.options import read_options
-from rl_rollout.loops.registry import LOOPS
+from rl_rollout.loops.options import LOOPS, read_options
 from rl_rollout.loops.tools import ToolsLoop
 
 

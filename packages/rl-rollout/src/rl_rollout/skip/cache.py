@@ -20,9 +20,8 @@ from rl_rollout.skip.fingerprint import (
     unusable_parts,
 )
 from rl_rollout.skip.manifest import EntryKey, Manifest
-from rl_rollout.skip.options import SkipOptions
+from rl_rollout.skip.options import SkipOptions, StepSelection
 from rl_rollout.skip.rows import TOKEN_DTYPES
-from rl_rollout.skip.steps import StepSelection
 from rl_rollout.skip.store import EntryStore, EntryTooLargeError, StoredEntry
 
 log = structlog.get_logger(__name__)
