@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -133,8 +134,9 @@ VARIABLE = re.compile(
     r"(?:\([\w, ]*\)|'|\^\{-1\}\(\w\))*"
 )
 BRACKET = re.compile(r"\\[{}]|[()\[\]{}]|\\begin\{[a-z]*\}|\\end\{[a-z]*\}")
+ENCLOSED = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
 CLOSES = (")", "]", "}", "\\}")
-FLIPPED = {"<": ">", "\\leq": "\\geq"}
+FLIPPED = {"<": ">", ">": "<", "\\leq": "\\geq", "\\geq": "\\leq"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,39 +154,41 @@ class Group:
     items: tuple[str, ...]
 
 
+def outside(text: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+    """Yield the matches of a pattern outside of brackets and environments."""
+    depth = 0
+    for mark in re.finditer(f"(?P<bracket>{BRACKET.pattern})|{pattern.pattern}", text):
+        if mark["bracket"] is not None:
+            depth += _nesting(mark)
+        elif depth == 0:
+            yield mark
+
+
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
     """Split a text where a separator matches outside of brackets and environments."""
-    parts, depth, start, position = [], 0, 0, 0
-    marks = re.compile(f"(?P<bracket>{BRACKET.pattern})|(?P<separator>{separator.pattern})")
-    while match := marks.search(text, position):
-        position = match.end()
-        if match["bracket"] is not None:
-            is_closing = match["bracket"] in CLOSES or match["bracket"].startswith("\\end")
-            depth += -1 if is_closing else 1
-        elif depth == 0:
-            parts.append(text[start : match.start()])
-            start = match.end()
-    return [part.strip() for part in (*parts, text[start:])]
+    parts, start = [], 0
+    for mark in outside(text, separator):
+        parts.append(text[start : mark.start()].strip())
+        start = mark.end()
+    return [*parts, text[start:].strip()]
 
 
 def group(text: str) -> Group:
     """Return the items of a set, tuple, interval or list."""
     text = text.strip()
-    for opening in ("\\{", "(", "["):
-        for closing in ("\\}", ")", "]"):
-            if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening + closing):
-                inner = text[len(opening) : len(text) - len(closing)]
-                items = split(inner, SEPARATOR)
-                is_set = opening == "\\{" and closing == "\\}"
-                if _is_balanced(inner) and (len(items) > 1 or is_set) and (opening == "\\{") == (closing == "\\}"):
-                    return Group(opening, closing, tuple(item for item in items if item))
+    if enclosed := ENCLOSED.fullmatch(text):
+        opening, inner, closing = enclosed.groups()
+        items = split(inner, SEPARATOR)
+        is_set = opening == "\\{" and closing == "\\}"
+        if _is_balanced(inner) and (len(items) > 1 or is_set) and (opening == "\\{") == (closing == "\\}"):
+            return Group(opening, closing, tuple(item for item in items if item))
     return Group("", "", tuple(item for item in split(text, SEPARATOR) if item))
 
 
 def relation(text: str) -> tuple[list[str], list[str]]:
     """Return the sides of a chain of relations, and its relation signs, up to an approximation."""
     sides = split(text, RELATION)
-    signs = _signs(text)
+    signs = [{"\\le": "\\leq", "\\ge": "\\geq"}.get(sign[0], sign[0]) for sign in outside(text, RELATION)]
     if "\\approx" in signs:
         at = signs.index("\\approx")
         if at > 0 or not VARIABLE.fullmatch(sides[0]):
@@ -197,7 +201,7 @@ def interval(text: str) -> Group | None:
     sides, signs = relation(text)
     if len(sides) == 2 and signs[0] in ("<", ">", "\\leq", "\\geq"):
         if not VARIABLE.fullmatch(sides[0]):
-            sides, signs = sides[::-1], [_flipped(signs[0])]
+            sides, signs = sides[::-1], [FLIPPED[signs[0]]]
         if not VARIABLE.fullmatch(sides[0]) or VARIABLE.fullmatch(sides[1]):
             return None
         bracket = {"<": ")", ">": "(", "\\leq": "]", "\\geq": "["}[signs[0]]
@@ -205,41 +209,36 @@ def interval(text: str) -> Group | None:
         items = ("-\\infty", sides[1]) if is_below else (sides[1], "\\infty")
         return Group("(" if is_below else bracket, bracket if is_below else ")", items)
     if len(sides) == 3 and VARIABLE.fullmatch(sides[1]):
-        if all(sign in (">", "\\geq") for sign in signs):
-            sides, signs = sides[::-1], [_flipped(sign) for sign in signs[::-1]]
+        sides, signs = ascending(sides, signs)
         if all(sign in ("<", "\\leq") for sign in signs):
             return Group("(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]", (sides[0], sides[2]))
     return None
 
 
+def ascending(sides: list[str], signs: list[str]) -> tuple[list[str], list[str]]:
+    """Return a descending chain of relations in ascending order, and any other unchanged."""
+    if all(sign in (">", "\\geq") for sign in signs):
+        return sides[::-1], [FLIPPED[sign] for sign in signs[::-1]]
+    return sides, signs
+
+
 def plus_and_minus(items: tuple[str, ...]) -> tuple[str, ...]:
     r"""Return items with each `\pm` as two items."""
-    found: list[str] = []
+    single: list[str] = []
     for item in items:
         signs = ("+", "-") if "\\pm" in item else ("",)
-        found += [re.sub(r"^\+\s*", "", item.replace("\\pm", sign).strip()) if sign else item for sign in signs]
-    return tuple(found)
+        single += [re.sub(r"^\+\s*", "", item.replace("\\pm", sign).strip()) if sign else item for sign in signs]
+    return tuple(single)
 
 
-def _signs(text: str) -> list[str]:
-    found, depth = [], 0
-    for match in re.finditer(f"(?P<bracket>{BRACKET.pattern})|(?P<sign>{RELATION.pattern})", text):
-        if match["bracket"] is not None:
-            depth += -1 if match["bracket"] in CLOSES or match["bracket"].startswith("\\end") else 1
-        elif depth == 0:
-            found.append({"\\le": "\\leq", "\\ge": "\\geq"}.get(match["sign"], match["sign"]))
-    return found
-
-
-def _flipped(sign: str) -> str:
-    flips = FLIPPED | {after: before for before, after in FLIPPED.items()}
-    return flips[sign]
+def _nesting(bracket: re.Match[str]) -> int:
+    return -1 if bracket[0] in CLOSES or bracket[0].startswith("\\end") else 1
 
 
 def _is_balanced(text: str) -> bool:
     depth = 0
     for bracket in BRACKET.finditer(text):
-        depth += -1 if bracket[0] in CLOSES or bracket[0].startswith("\\end") else 1
+        depth += _nesting(bracket)
         if depth < 0:
             return False
     return depth == 0

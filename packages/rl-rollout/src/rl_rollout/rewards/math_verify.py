@@ -73,8 +73,8 @@ class MathVerify:
         """
         if len(gold) <= MAX_QUICK and len(answer) <= MAX_QUICK:
             first, second = quantity(plain_math(gold)), quantity(plain_math(answer))
-            if first.value is not None and second.value is not None:
-                return same_units(first, second) and same_values(first, second)
+            if (has_same_value := same_values(first, second)) is not None:
+                return same_units(first, second) and has_same_value
         return await self._compare({"gold": gold, "answer": answer})
 
     def close(self) -> None:

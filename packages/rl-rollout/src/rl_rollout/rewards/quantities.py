@@ -29,7 +29,10 @@ def exact_value(text: str) -> Fraction | None:
     if mixed := MIXED.fullmatch(text):
         sign, whole, *parts = mixed.groups()
         numerator, denominator = (int(part) for part in parts if part is not None)
-        return _signed(sign, whole=int(whole), numerator=numerator, denominator=denominator)
+        if numerator >= denominator:
+            return None
+        value = int(whole) + Fraction(numerator, denominator)
+        return -value if sign == "-" else value
     if repeating := REPEATING.fullmatch(text):
         sign, whole, fixed, period = repeating.groups()
         scale = 10 ** len(fixed)
@@ -41,12 +44,6 @@ def exact_value(text: str) -> Fraction | None:
         return None
 
 
-def _signed(sign: str, *, whole: int, numerator: int, denominator: int) -> Fraction | None:
-    if not numerator < denominator:
-        return None
-    return (whole + Fraction(numerator, denominator)) * (-1 if sign == "-" else 1)
-
-
 class _Reader:
     """Recursive descent over one text. Two numbers in a row, as in `4 10/3`, are refused."""
 
@@ -56,18 +53,19 @@ class _Reader:
         self._depth = 0
 
     def value(self) -> Fraction:
-        found = self._sum()
+        value = self._sum()
         if self._position < len(self._tokens):
             raise NotExactError
-        return found
+        return value
 
     def _next(self) -> str:
         return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
-    def _take(self, *expected: str) -> str:
+    def _take(self, *tokens: str) -> str:
+        """Take the next token if it is one of these, else return an empty text."""
         token = self._next()
-        if token not in expected:
-            raise NotExactError
+        if token not in tokens:
+            return ""
         self._position += 1
         return token
 
@@ -76,22 +74,21 @@ class _Reader:
         if self._depth > MAX_DEPTH:
             raise NotExactError
         total = self._product()
-        while self._next() in ("+", "-"):
-            total = _small(total + self._product() if self._take("+", "-") == "+" else total - self._product())
+        while sign := self._take("+", "-"):
+            term = self._product()
+            total = _small(total + term if sign == "+" else total - term)
         self._depth -= 1
         return total
 
     def _product(self) -> Fraction:
         sign = 1
-        while self._next() in ("+", "-"):
-            sign *= -1 if self._take("+", "-") == "-" else 1
+        while mark := self._take("+", "-"):
+            sign *= -1 if mark == "-" else 1
         product = self._power()
         while True:
-            if self._next() in ("*", "\\cdot"):
-                self._position += 1
+            if self._take("*", "\\cdot"):
                 product = _small(product * self._signed_power())
-            elif self._next() == "/":
-                self._position += 1
+            elif self._take("/"):
                 product = _small(product / self._signed_power())
             elif self._next() == "(":
                 product = _small(product * self._power())
@@ -99,44 +96,36 @@ class _Reader:
                 return sign * product
 
     def _signed_power(self) -> Fraction:
-        if self._next() == "-":
-            self._position += 1
-            return -self._power()
-        return self._power()
+        return -self._power() if self._take("-") else self._power()
 
     def _power(self) -> Fraction:
         base = self._atom()
-        if self._next() == "!":
-            self._position += 1
+        if self._take("!"):
             if base.denominator != 1 or not 0 <= base <= 5000:
                 raise NotExactError
             base = Fraction(math.factorial(int(base)))
-        if self._next() != "^":
+        if not self._take("^"):
             return base
-        self._position += 1
         exponent = self._signed_power()
         if exponent.denominator != 1 or abs(exponent) * max(_bits(base), 1) > MAX_BITS:
             raise NotExactError
         return base ** int(exponent)
 
     def _atom(self) -> Fraction:
-        mark = self._take(*self._openings())
-        if mark == "\\frac":
+        symbol = self._next()
+        if symbol[-1:].isdigit():
+            return Fraction(self._take(symbol))
+        if self._take("\\frac"):
             return _small(self._group("{") / self._group("{"))
-        if mark in ("(", "{"):
-            self._position -= 1
-            return self._group(mark)
-        return Fraction(mark)
-
-    def _openings(self) -> tuple[str, ...]:
-        token = self._next()
-        return ("\\frac", "(", "{", token) if token[-1:].isdigit() else ("\\frac", "(", "{")
+        return self._group("{" if symbol == "{" else "(")
 
     def _group(self, opening: str) -> Fraction:
-        self._take(opening)
-        found = self._sum()
-        self._take({"(": ")", "{": "}"}[opening])
-        return found
+        if not self._take(opening):
+            raise NotExactError
+        value = self._sum()
+        if not self._take({"(": ")", "{": "}"}[opening]):
+            raise NotExactError
+        return value
 
 
 def _bits(value: Fraction) -> int:
@@ -199,9 +188,9 @@ def quantity(text: str) -> Quantity:
     """Split a text that `plain_math` returned."""
     number, unit = text, ""
     for _ in range(8):
-        if exact_value(number) is not None or not (found := TAIL.search(number)):
+        if exact_value(number) is not None or not (tail := TAIL.search(number)):
             break
-        number, unit = number[: found.start()].strip(), unit or known_unit(found["unit"])
+        number, unit = number[: tail.start()].strip(), unit or known_unit(tail["unit"])
     is_percent = number.endswith("%")
     number = number.rstrip("% ")
     return Quantity(number=number, value=exact_value(number), is_percent=is_percent, unit=unit)
@@ -234,29 +223,29 @@ def same_units(first: Quantity, second: Quantity) -> bool:
     return not first.unit or not second.unit or first.unit == second.unit
 
 
-def same_values(gold: Quantity, answer: Quantity) -> bool:
-    """Compare two exact values. A percent sign on one side only may stand for a hundredth or for nothing."""
-    if gold.value is None or answer.value is None:
-        return False
-    if gold.is_percent == answer.is_percent:
-        return _same(gold, answer, gold.value, answer.value)
-    with_sign, other = (gold.value, answer.value) if gold.is_percent else (answer.value, gold.value)
-    return other in (with_sign, with_sign / 100)
+def same_values(gold: Quantity, answer: Quantity) -> bool | None:
+    """Compare two exact values; None if one is not exact.
 
-
-def is_rounded(text: str, value: Fraction | Decimal) -> bool:
-    """Return True if a text is a decimal number with at least MIN_PLACES places to which the value rounds."""
-    found = DECIMAL.fullmatch(text)
-    if found is None or len(found[1]) < MIN_PLACES or not text.strip("-0."):
-        return False
-    digits = len(text.lstrip("-0.").replace(".", ""))
-    half = Fraction(1, 2 * 10 ** len(found[1]))
-    return digits >= MIN_PLACES and abs(Fraction(text) - Fraction(value)) <= half
-
-
-def _same(gold: Quantity, answer: Quantity, first: Fraction, second: Fraction) -> bool:
+    A percent sign on one side only may stand for a hundredth or for nothing.
+    """
+    first, second = gold.value, answer.value
+    if first is None or second is None:
+        return None
+    if gold.is_percent != answer.is_percent:
+        with_sign, other = (first, second) if gold.is_percent else (second, first)
+        return other in (with_sign, with_sign / 100)
     if first == second:
         return True
     if DECIMAL.fullmatch(gold.number) and DECIMAL.fullmatch(answer.number):
         return False
     return is_rounded(answer.number, first) or is_rounded(gold.number, second)
+
+
+def is_rounded(text: str, value: Fraction | Decimal) -> bool:
+    """Return True if a text is a decimal number with at least MIN_PLACES places to which the value rounds."""
+    decimal = DECIMAL.fullmatch(text)
+    if decimal is None or len(decimal[1]) < MIN_PLACES or not text.strip("-0."):
+        return False
+    digits = len(text.lstrip("-0.").replace(".", ""))
+    half = Fraction(1, 2 * 10 ** len(decimal[1]))
+    return digits >= MIN_PLACES and abs(Fraction(text) - Fraction(value)) <= half
