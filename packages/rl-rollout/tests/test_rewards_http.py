@@ -212,8 +212,8 @@ def test_one_reward_serves_one_event_loop_after_another_and_many_calls_at_once(s
     [
         ({"url": "ftp://x"}, "must start with http:// or https://"),
         ({"url": "score"}, "must start with http"),
-        ({"url": "http://x", "retries": -1}, "retries of reward 'http' must be at least 0"),
-        ({"url": "http://x", "timeout_s": 0}, "timeout_s of reward 'http'"),
+        ({"url": "http://x", "retries": -1}, "retries of HttpReward.* must be a whole number of at least 0"),
+        ({"url": "http://x", "timeout_s": 0}, "timeout_s of HttpReward.* must be a finite number above 0"),
         ({"url": "http://x", "send": ["logprobs"]}, "send of reward 'http' has 'logprobs'; known: prompt_uid"),
         ({"url": "http://x", "token_env": "NO_SUCH_VARIABLE"}, "environment variable 'NO_SUCH_VARIABLE' is not set"),
         ({}, "needs the option 'url'"),

@@ -500,7 +500,9 @@ def test_an_interpreter_that_is_not_there_is_an_error():
 
 @pytest.mark.parametrize("limits", [{"wall_s": 0}, {"memory_bytes": 1000}, {"processes": -1}, {"cpu_s": float("nan")}])
 def test_impossible_limits_are_refused(limits):
-    with pytest.raises(SettingsError, match=f"sandbox limit {next(iter(limits))} must be at least"):
+    with pytest.raises(
+        SettingsError, match=f"{next(iter(limits))} of SandboxLimits.* must be a (whole )?number (of at least|above)"
+    ):
         Sandbox(SandboxOptions(limits=SandboxLimits(**limits)))
 
 

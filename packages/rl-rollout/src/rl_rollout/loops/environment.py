@@ -5,14 +5,15 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import structlog
+from annotated_types import Gt
 
 from rl_core.data import Json, Prompt, encodable
 from rl_core.errors import DataError, RolloutError, SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import PositiveInt, settings_record
 from rl_core.registry import Registry
 from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
@@ -252,22 +253,10 @@ class EnvironmentOptions:
 
     environment: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float = 60.0
-    max_observation_chars: int = 8192
+    timeout_s: Annotated[float, Gt(0)] = 60.0
+    max_observation_chars: PositiveInt = 8192
     limits: TurnLimits = field(default_factory=TurnLimits)
     turns: TurnFormat = field(default_factory=TurnFormat)
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: timeout_s or max_observation_chars is not positive.
-        """
-        if not self.timeout_s > 0 or self.max_observation_chars < 1:
-            raise SettingsError(
-                f"an environment needs timeout_s > 0 and max_observation_chars >= 1; found {self.timeout_s} and "
-                f"{self.max_observation_chars}."
-            )
 
 
 class EnvironmentLoop(SessionLoop):

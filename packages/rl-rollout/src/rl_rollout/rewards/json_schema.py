@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
 from rl_rollout.rewards.check_processes import CheckProcesses, RowError, main
 from rl_rollout.rewards.outputs import cut, shown
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
@@ -15,7 +16,7 @@ from rl_rollout.rewards.protocol import RewardInput, RewardResult
 WORKER = "rl_rollout.rewards.json_schema"
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_record
 class JsonSchemaReward:
     """1 if the response is JSON that the schema accepts, else 0; with is_fractional, partial fits get a share.
 
@@ -35,8 +36,8 @@ class JsonSchemaReward:
     schema: Mapping[str, Json] | None = None
     column: str | None = None
     is_fractional: bool = False
-    timeout_s: float = 5.0
-    num_workers: int = 2
+    timeout_s: PositiveFloat = 5.0
+    num_workers: PositiveInt = 2
     max_concurrency: int = field(init=False, repr=False)
     processes: CheckProcesses = field(init=False, repr=False)
 

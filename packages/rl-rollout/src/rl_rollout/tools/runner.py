@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt
 
 from rl_core.data import Json, encodable, encodable_json
 from rl_core.errors import DataError, SettingsError, ToolError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import PositiveInt, settings_record
 from rl_core.registry import Registry, unknown_name
 from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.tools.function import FunctionTool
@@ -107,22 +109,10 @@ class CallOptions:
         max_concurrency: Maximum number of concurrent calls, over all sessions.
     """
 
-    timeout_s: float = 30.0
-    max_result_chars: int = 8192
+    timeout_s: Annotated[float, Gt(0)] = 30.0
+    max_result_chars: PositiveInt = 8192
     on_large_result: Literal["truncate", "error"] = "truncate"
-    max_concurrency: int = 64
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: An option is invalid.
-        """
-        if not self.timeout_s > 0 or self.max_result_chars < 1 or self.max_concurrency < 1:
-            raise SettingsError(
-                "tool calls need timeout_s > 0, max_result_chars >= 1 and max_concurrency >= 1; found "
-                f"{self.timeout_s}, {self.max_result_chars} and {self.max_concurrency}."
-            )
+    max_concurrency: PositiveInt = 64
 
 
 _Attempt = tuple[object, BaseException | None]
