@@ -319,7 +319,7 @@ def test_a_program_may_call_what_a_test_hands_it_and_nothing_else():
     questions, answers = os.pipe(), os.pipe()
     peer = Peer(questions[0], answers[1], None)
     peer._keep(len)
-    os.write(questions[1], b'["ask","getattr",0,[["str","__self__"]],{}]\n["value",["none",null],[]]\n')
+    os.write(questions[1], b'["ask","getattr",0,[["str","__self__"]],{}]\n["value",["NoneType",null],[]]\n')
     assert peer.ask("name", "f") is None
     _, refused = os.read(answers[0], 1 << 16).splitlines()
     assert json.loads(refused)[:2] == ["raised", ["AttributeError", "Exception", "BaseException", "object"]]

@@ -56,7 +56,7 @@ def test_overlong_never_rises_with_length_and_stays_between_minus_one_and_zero(a
     ],
 )
 def test_impossible_overlong_options_are_refused(options):
-    with pytest.raises(SettingsError, match="(?i)overlong"):
+    with pytest.raises(SettingsError, match=r"(?i)overlong"):
         Overlong(**options)
 
 

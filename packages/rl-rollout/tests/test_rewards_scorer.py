@@ -242,7 +242,7 @@ def test_close_reaches_the_function():
 
 def test_impossible_options_are_refused():
     for options in ({"timeout_s": 0.0}, {"max_concurrency": 0}):
-        with pytest.raises(SettingsError, match=f"{next(iter(options))} of RewardScorer must be a .*; found 0"):
+        with pytest.raises(SettingsError, match=rf"{next(iter(options))} of RewardScorer must be a .*; found 0"):
             RewardScorer(length, **options)
 
 
