@@ -177,8 +177,7 @@ def test_the_start_of_a_worker_does_not_count_against_the_timeout_of_the_scorer(
         return float(processes.check({}) == {})
 
     async def in_loop(given):
-        clock = calls.current_clock()
-        return float(await asyncio.to_thread(processes.check, {}, clock=clock) == {})
+        return float(await asyncio.to_thread(processes.check, {}) == {})
 
     scorer = RewardScorer(in_loop if is_async else in_thread, timeout_s=0.1)
     given_input = RewardInput(prompt_uid="p", response_text="", response_ids=np.array([1]))

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import read_output
 from rl_rollout.rewards.protocol import AgentRun, RewardResult
 from rl_rollout.rewards.scorer import Scored, function_name
-from rl_rollout.user_errors import describe_raised, ends_the_run, is_meant_for_us
+from rl_rollout.tools.user_calls import CallTimeoutError, outcome_within
+from rl_rollout.user_errors import describe_raised, ends_the_run
 from rl_rollout.user_files import find_in
 
 AGENTS: Registry[Any] = Registry("agent", {}, group="rl_rollout.agents")
@@ -56,25 +57,19 @@ class AgentFunction:
             RolloutError: It raised.
             DataError: Its result is not a reward.
         """
-        call = asyncio.create_task(self._call(task))
-        try:
-            done, _ = await asyncio.wait({call}, timeout=self._time_limit_s)
-        finally:
-            call.cancel()  # not awaited: a function can refuse cancellation
-        yield call.result() if done else AgentOutcome(run=AgentRun(ended="wall_time"))
+        outcome = AgentOutcome(run=AgentRun(ended="wall_time"))
+        with suppress(CallTimeoutError):
+            outcome = self._outcome(*await outcome_within(self._time_limit_s, self._function(task)))
+        yield outcome
 
-    async def _call(self, task: AgentTask) -> AgentOutcome:
-        name = function_name(self._function)
+    def _outcome(self, value: Any, error: BaseException | None) -> AgentOutcome:
+        name = f"agent {function_name(self._function)!r}"
+        if error is not None:
+            raise RolloutError(describe_raised(name, error)) from error
         try:
-            given = await self._function(task)
-        except BaseException as error:
-            if is_meant_for_us(error):
-                raise
-            raise RolloutError(describe_raised(f"agent {name!r}", error)) from error
-        try:
-            return AgentOutcome(reward=None if given is None else read_output(given))
-        except DataError as error:
-            raise DataError(f"agent {name!r} returned {error}") from error
+            return AgentOutcome(reward=None if value is None else read_output(value))
+        except DataError as invalid:
+            raise DataError(f"{name} returned {invalid}") from invalid
 
 
 class RemoteAgents:

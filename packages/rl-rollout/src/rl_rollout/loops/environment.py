@@ -1,6 +1,5 @@
 """Sessions of several turns with an environment, which observes each turn and may reward it."""
 
-import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,17 +21,15 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import read_output, shown, shown_error
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.rewards.scorer import Scored
-from rl_rollout.tools.blocking import BlockingCalls
 from rl_rollout.tools.protocol import shortened
-from rl_rollout.user_errors import describe_raised, ends_the_run, is_meant_for_us
+from rl_rollout.tools.user_calls import BlockingCalls, CallTimeoutError, outcome_within
+from rl_rollout.user_errors import describe_raised, ends_the_run
 from rl_rollout.user_files import find_in
 
 log = structlog.get_logger(__name__)
 
 HURRIED_S = 1.0
 """Maximum seconds for an environment to close when the run is ending."""
-LEFT_BEHIND: set[asyncio.Task[Any]] = set()
-"""Calls that took too long and still run. References keep them from being collected."""
 
 
 class Environment(Protocol):
@@ -89,7 +86,7 @@ class Episode:
             RolloutError: It raised, timed out, or did not return a string or None. The message has the details.
         """
         started_at = time.perf_counter()
-        self._environment = await self._guarded("__init__", self._in_thread(self._make))
+        self._environment = await self._guarded("__init__", self._blocking.run(self._make, timeout_s=self._timeout_s))
         observation = await self._call("reset", prompt)
         self.other_s += time.perf_counter() - started_at
         if observation is not None and not isinstance(observation, str):
@@ -165,38 +162,11 @@ class Episode:
     async def _run(self, name: str, *arguments: Any) -> Any:
         method = getattr(self._environment, name)
         if not inspect.iscoroutinefunction(method):
-            return await self._in_thread(lambda: method(*arguments))
-        task = asyncio.create_task(_caught(method(*arguments)))
-        try:
-            await asyncio.wait({task}, timeout=self._timeout_s)
-        finally:
-            if not task.done():  # a call that refuses cancellation keeps running
-                task.cancel()
-                LEFT_BEHIND.add(task)
-                task.add_done_callback(LEFT_BEHIND.discard)
-        if not task.done():
-            raise _TookTooLongError
-        value, error = task.result()
+            return await self._blocking.run(lambda: method(*arguments), timeout_s=self._timeout_s)
+        value, error = await outcome_within(self._timeout_s, method(*arguments))
         if error is not None:
             raise error
         return value
-
-    async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        has_ended = False
-
-        def call() -> Any:
-            nonlocal has_ended
-            try:
-                return function()
-            finally:
-                has_ended = True
-
-        try:
-            return await self._blocking.run(call, timeout_s=self._timeout_s)
-        except TimeoutError as error:
-            if has_ended:  # the environment's own error
-                raise
-            raise _TookTooLongError from error
 
     async def _guarded(self, name: str, call: Awaitable[Any]) -> Any:
         """Return a call's result.
@@ -206,29 +176,12 @@ class Episode:
         """
         try:
             return await call
-        except _TookTooLongError as error:
+        except CallTimeoutError as error:
             raise RolloutError(f"the environment's {name} took longer than {self._timeout_s:g} s") from error
         except BaseException as error:
             if ends_the_run(error):
                 raise
             raise RolloutError(describe_raised(f"the environment's {name}", error)) from error
-
-
-async def _caught(call: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """Return a call's result or its exception.
-
-    A SystemExit, for example, would end the event loop as a task's error.
-    """
-    try:
-        return await call, None
-    except BaseException as error:
-        if is_meant_for_us(error):
-            raise
-        return None, error
-
-
-class _TookTooLongError(Exception):
-    """A call did not end in time. Distinct from an environment's own TimeoutError."""
 
 
 def _seen(value: Any) -> str:

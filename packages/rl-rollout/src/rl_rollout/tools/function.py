@@ -8,8 +8,8 @@ from typing import Any, overload
 
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_rollout.tools.blocking import BlockingCalls
 from rl_rollout.tools.protocol import result_text
+from rl_rollout.tools.user_calls import BlockingCalls
 
 MAX_SHOWN_FAULTS = 5
 

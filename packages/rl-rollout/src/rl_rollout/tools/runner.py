@@ -14,7 +14,7 @@ from rl_core.registry import Registry, unknown_name
 from rl_rollout.rewards.outputs import cut, shown, shown_error
 from rl_rollout.tools.function import FunctionTool
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, refuse_unfinished, shortened, tool_schema
-from rl_rollout.user_errors import is_meant_for_us
+from rl_rollout.tools.user_calls import CallTimeoutError, outcome_within
 from rl_rollout.user_files import find_in
 
 TOOLS: Registry[Any] = Registry("tool", {}, group="rl_rollout.tools")
@@ -115,10 +115,6 @@ class CallOptions:
     max_concurrency: PositiveInt = 64
 
 
-_Attempt = tuple[object, BaseException | None]
-"""Return value of a tool, and the exception that it raised."""
-
-
 class ToolRunner:
     """Calls tools. A tool's error becomes text for the model and a counted outcome."""
 
@@ -127,7 +123,6 @@ class ToolRunner:
         self._toolbox = toolbox
         self._options = options or CallOptions()
         self._slots = asyncio.Semaphore(self._options.max_concurrency)
-        self._left: set[asyncio.Task[_Attempt]] = set()
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run all calls concurrently. Results are in the order of the calls."""
@@ -144,41 +139,15 @@ class ToolRunner:
         if tool is None:
             return _failed(call, "unknown_tool", unknown_name("tool", call.name, self._toolbox.names()))
         async with self._slots:
-            return await self._call(tool, call)
-
-    async def _call(self, tool: Tool, call: ToolCall) -> ToolResult:
-        task = asyncio.create_task(_attempt(tool, call))
-        try:
-            await asyncio.wait({task}, timeout=self._options.timeout_s)
-        finally:
-            if not task.done():  # a task that refuses to be cancelled is abandoned
-                self._leave(task)
-        if not task.done():
-            return _failed(call, "timed_out", f"{call.name} did not return within {self._options.timeout_s:g} s.")
-        return self._settled(call, task)
-
-    def _settled(self, call: ToolCall, task: asyncio.Task[_Attempt]) -> ToolResult:
-        if task.cancelled():  # by code outside this class, which only cancels unfinished tasks
-            return _failed(call, "raised", f"{call.name} was cancelled.")
-        value, error = task.result()
-        if isinstance(error, asyncio.CancelledError):
-            return _failed(call, "raised", f"{call.name} was cancelled.")
-        if isinstance(error, SystemExit):
-            return _failed(call, "raised", f"{call.name} called sys.exit({shown(error.code)}).")
-        if isinstance(error, DataError):
-            return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {_words(error)}")
-        if isinstance(error, ToolError):
-            return _failed(call, "raised", _words(error))
-        if error is not None:
-            return _failed(call, "raised", f"{call.name} raised {shown_error(error)}")
+            try:
+                value, raised = await outcome_within(self._options.timeout_s, _called(tool, call))
+            except CallTimeoutError:
+                return _failed(call, "timed_out", f"{call.name} did not return within {self._options.timeout_s:g} s.")
+        if raised is not None:
+            return _raised(call, raised)
         if not isinstance(value, str):
             return _failed(call, "raised", f"{call.name} did not return text ({type(value).__name__}).")
         return self._sized(call, encodable(value))
-
-    def _leave(self, task: asyncio.Task[_Attempt]) -> None:
-        task.cancel()
-        self._left.add(task)
-        task.add_done_callback(self._left.discard)
 
     def _sized(self, call: ToolCall, text: str) -> ToolResult:
         limit = self._options.max_result_chars
@@ -190,24 +159,26 @@ class ToolRunner:
         return ToolResult(call=call, text=shortened(text, max_chars=limit), outcome="truncated")
 
 
-async def _attempt(tool: Tool, call: ToolCall) -> _Attempt:
-    """Call a tool once and return its exception. Raised in a task, SystemExit for example would end the event loop."""
-    try:
-        value: object = await tool.call(call.arguments)
-        refuse_unfinished(value)
-    except BaseException as error:
-        if is_meant_for_us(error):
-            raise
-        return None, error
-    return value, None
+async def _called(tool: Tool, call: ToolCall) -> object:
+    value: object = await tool.call(call.arguments)
+    refuse_unfinished(value)
+    return value
+
+
+def _raised(call: ToolCall, error: BaseException) -> ToolResult:
+    if isinstance(error, asyncio.CancelledError):
+        return _failed(call, "raised", f"{call.name} was cancelled.")
+    if isinstance(error, SystemExit):
+        return _failed(call, "raised", f"{call.name} called sys.exit({shown(error.code)}).")
+    message = shown_error(error).partition(": ")[2]
+    if isinstance(error, DataError):
+        return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {message}")
+    if isinstance(error, ToolError):
+        return _failed(call, "raised", message)
+    return _failed(call, "raised", f"{call.name} raised {shown_error(error)}")
 
 
 def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:
     return ToolResult(
         call=call, text=encodable(f"Error: {cut(message, max_characters=MAX_ERROR_CHARS)}"), outcome=outcome
     )
-
-
-def _words(error: Exception) -> str:
-    """Return an error's text without its type."""
-    return shown_error(error).partition(": ")[2]
