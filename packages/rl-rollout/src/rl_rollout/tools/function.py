@@ -8,68 +8,56 @@ from typing import Any, overload
 
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_rollout.rewards.outputs import shown
 from rl_rollout.tools.protocol import result_text
 from rl_rollout.tools.user_calls import BlockingCalls
 
 MAX_SHOWN_FAULTS = 5
 
 
-class Signature:
-    """The parameters of a function: their JSON schema, and the conversion of JSON arguments."""
+def read_signature(
+    function: Callable[..., Any], meanings: Mapping[str, str], *, name: str
+) -> tuple[Any, dict[str, Json]]:
+    """Return a pydantic model of a function's parameters, and its JSON schema.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Read a function's signature and docstring.
+    Args:
+        function: The function.
+        meanings: Description of each parameter.
+        name: Name of the function.
 
-        Raises:
-            SettingsError: The function has *args, **kwargs or positional-only parameters, or a parameter without a type
-                or with one that JSON cannot represent.
-            MissingExtraError: pydantic is not installed.
-        """
-        try:
-            import pydantic
-            import pydantic.json_schema
-        except ImportError as error:
-            raise MissingExtraError("@tool needs pydantic. Install rl-rollout[tools] as the README says.") from error
+    Raises:
+        SettingsError: The function has *args, **kwargs or positional-only parameters, or a parameter without a type
+            or with one that JSON cannot represent.
+        MissingExtraError: pydantic is not installed.
+    """
+    try:
+        import pydantic
+        import pydantic.json_schema
+    except ImportError as error:
+        raise MissingExtraError("@tool needs pydantic. Install rl-rollout[tools] as the README says.") from error
 
-        class Untitled(pydantic.json_schema.GenerateJsonSchema):
-            def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002 - the name is pydantic's
-                return False
+    class Untitled(pydantic.json_schema.GenerateJsonSchema):
+        def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002 - the name is pydantic's
+            return False
 
-        self.description, meanings = read_docstring(function)
-        name = getattr(function, "__name__", type(function).__name__)
-        fields: dict[str, Any] = {}
-        for index, parameter in enumerate(_parameters(function, name=name)):
-            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-            details = pydantic.Field(default, alias=parameter.name, description=meanings.get(parameter.name))
-            fields[f"argument_{index}"] = (parameter.annotation, details)  # an alias may have any name
-        try:
-            self._model: Any = pydantic.create_model(
-                name, __config__=pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False), **fields
-            )
-            schema = self._model.model_json_schema(schema_generator=Untitled)
-        except (pydantic.PydanticUserError, pydantic.PydanticSchemaGenerationError) as error:
-            raise SettingsError(
-                f"tool {name!r}: its parameters cannot be represented as JSON ({_first_line(error)}). Use str, int, "
-                "float, bool, list, dict, Literal, dataclasses, or unions of these."
-            ) from error
-        self._error: type[Exception] = pydantic.ValidationError
-        schema.pop("title", None)
-        schema.pop("description", None)  # a model's docstring, not the function's
-        self.schema: dict[str, Json] = schema
-
-    def bind(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
-        """Convert JSON arguments to Python arguments.
-
-        Raises:
-            DataError: Arguments are missing, unknown, or of another type. The message names each.
-        """
-        try:
-            bound = self._model.model_validate(dict(arguments))
-        except self._error as error:
-            faults = [_fault(problem) for problem in error.errors(include_url=False)]  # type: ignore[attr-defined]
-            more = f"; and {len(faults) - MAX_SHOWN_FAULTS} more" if len(faults) > MAX_SHOWN_FAULTS else ""
-            raise DataError("; ".join(faults[:MAX_SHOWN_FAULTS]) + more) from None
-        return {field.alias: getattr(bound, name) for name, field in self._model.model_fields.items()}
+    fields: dict[str, Any] = {}
+    for index, parameter in enumerate(_parameters(function, name=name)):
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        details = pydantic.Field(default, alias=parameter.name, description=meanings.get(parameter.name))
+        fields[f"argument_{index}"] = (parameter.annotation, details)  # an alias may have any name
+    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+    try:
+        model: Any = pydantic.create_model(name, __config__=config, **fields)
+        schema = model.model_json_schema(schema_generator=Untitled)
+    except (pydantic.PydanticUserError, pydantic.PydanticSchemaGenerationError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"tool {name!r}: its parameters cannot be represented as JSON ({reason}). Use str, int, float, bool, list, "
+            "dict, Literal, dataclasses, or unions of these."
+        ) from error
+    schema.pop("title", None)
+    schema.pop("description", None)  # a model's docstring, not the function's
+    return model, schema
 
 
 def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
@@ -116,12 +104,7 @@ def _fault(problem: Mapping[str, Any]) -> str:
         return f"{place!r} is missing"
     if problem["type"] == "extra_forbidden":
         return f"{place!r} is not an argument of this tool"
-    shown = repr(problem["input"])
-    return f"{place!r}: {problem['msg']}; found {shown if len(shown) <= 80 else shown[:77] + '...'}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    return f"{place!r}: {problem['msg']}; found {shown(problem['input'])}"
 
 
 class FunctionTool:
@@ -144,11 +127,13 @@ class FunctionTool:
         """
         if not callable(function):
             raise SettingsError(f"a tool must be a function; found {type(function).__name__}.")
+        own_name = str(getattr(function, "__name__", type(function).__name__))
+        purpose, meanings = read_docstring(function)
         self._function = function
-        self._signature = Signature(function)
-        self.name = name or str(getattr(function, "__name__", type(function).__name__))
-        self.description = description or self._signature.description
-        self.parameters: Mapping[str, Json] = self._signature.schema
+        self._model, schema = read_signature(function, meanings, name=own_name)
+        self.name = name or own_name
+        self.description = description or purpose
+        self.parameters: Mapping[str, Json] = schema
         self._is_async = inspect.iscoroutinefunction(function)
         self._blocking = BlockingCalls()
 
@@ -163,7 +148,7 @@ class FunctionTool:
             DataError: The arguments do not fit the signature.
             ToolError: Too many earlier calls still run, or the function returned something that must be awaited.
         """
-        bound = self._signature.bind(arguments)
+        bound = self._bind(arguments)
         if self._is_async:
             return result_text(await self._function(**bound))
         return result_text(await self._blocking.run(lambda: self._function(**bound)))
@@ -171,6 +156,22 @@ class FunctionTool:
     def close(self) -> None:
         """Stop the idle threads."""
         self._blocking.close()
+
+    def _bind(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+        """Convert JSON arguments to Python arguments.
+
+        Raises:
+            DataError: Arguments are missing, unknown, or of another type. The message names each.
+        """
+        import pydantic
+
+        try:
+            bound = self._model.model_validate(dict(arguments))
+        except pydantic.ValidationError as error:
+            faults = [_fault(problem) for problem in error.errors(include_url=False)]
+            more = f"; and {len(faults) - MAX_SHOWN_FAULTS} more" if len(faults) > MAX_SHOWN_FAULTS else ""
+            raise DataError("; ".join(faults[:MAX_SHOWN_FAULTS]) + more) from None
+        return {field.alias: getattr(bound, name) for name, field in self._model.model_fields.items()}
 
 
 @overload
