@@ -18,7 +18,7 @@ from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rewards.outputs import read_output, shown, shown_error
+from rl_rollout.rewards.outputs import preview, preview_error, read_output
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.rewards.scorer import Scored
 from rl_rollout.tools.protocol import shortened
@@ -150,7 +150,7 @@ class Episode:
         except DataError as error:
             raise RolloutError(f"{whose} {error}") from error
         except Exception as error:  # user-defined mappings or numbers can raise anything when read
-            raise RolloutError(f"{whose} a reward that cannot be read ({shown_error(error)})") from error
+            raise RolloutError(f"{whose} a reward that cannot be read ({preview_error(error)})") from error
 
     def _readable(self, observation: str) -> str:
         """Return an observation as the model reads it."""
@@ -185,7 +185,7 @@ class Episode:
 
 
 def _seen(value: Any) -> str:
-    return f"{shown(value)} ({type(value).__name__})"
+    return f"{preview(value)} ({type(value).__name__})"
 
 
 ENVIRONMENTS: Registry[Any] = Registry("environment", {}, group="rl_rollout.environments")

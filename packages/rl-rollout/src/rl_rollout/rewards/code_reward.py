@@ -19,7 +19,7 @@ from rl_core.data import Json, Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import PositiveInt, settings_record
 from rl_core.registry import unknown_name
-from rl_rollout.rewards.outputs import cut, shown
+from rl_rollout.rewards.outputs import cut, preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
 
@@ -70,12 +70,13 @@ def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
     if is_list and all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in tests):
         return [(_text(test["input"]), _text(test["output"])) for test in tests], []
     if not is_list or not all(isinstance(test, str) for test in tests):
-        raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
+        raise DataError(f"the ground truth of code must be {FORMS}; found {preview(ground_truth)}.")
     steps = [Step(kind="setup", source=setup)] if setup.strip() else []
     steps += [step for test in tests for step in _steps(test)]
     if not any(step.kind == "check" for step in steps):
         raise DataError(
-            f"the ground truth of code must have a test that runs, an `assert` or a call; found {shown(ground_truth)}."
+            "the ground truth of code must have a test that runs, an `assert` or a call; found "
+            f"{preview(ground_truth)}."
         )
     return [], steps
 
@@ -108,7 +109,9 @@ def _steps(source: str) -> Iterable[Step]:
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DataError(f"the ground truth's test is not Python ({error}): {shown(source)}. Repair the row.") from error
+        raise DataError(
+            f"the ground truth's test is not Python ({error}): {preview(source)}. Repair the row."
+        ) from error
     if not statements:
         raise DataError("the ground truth's test is empty. Repair the row.")
     if not any(isinstance(statement, ast.Assert) for statement in statements):
@@ -292,7 +295,7 @@ class CodeReward:
             kind, reason = results.get(number, ended)
             if kind == "not_plain" and self.checks == "outside":
                 raise DataError(
-                    f"a test passes the program {reason}, which is not plain data: {shown(step.source)}. Repair the "
+                    f"a test passes the program {reason}, which is not plain data: {preview(step.source)}. Repair the "
                     'row, or set checks = "inside", which lets programs see their tests.'
                 )
             if step.kind == "check" or (step.kind == "between" and kind != "passed"):

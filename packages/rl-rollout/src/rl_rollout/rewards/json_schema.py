@@ -10,7 +10,7 @@ from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
 from rl_rollout.rewards.check_processes import CheckProcesses, RowError, main
-from rl_rollout.rewards.outputs import cut, shown
+from rl_rollout.rewards.outputs import cut, preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
 WORKER = "rl_rollout.rewards.json_schema"
@@ -95,10 +95,12 @@ class JsonSchemaReward:
             try:
                 schema = json.loads(schema)
             except ValueError as error:
-                raise DataError(f"the schema is not JSON ({error}); found {shown(schema)}. Repair the row.") from error
+                raise DataError(
+                    f"the schema is not JSON ({error}); found {preview(schema)}. Repair the row."
+                ) from error
         if not isinstance(schema, Mapping | bool):
             where = "ground truth" if self.column is None else f"column {self.column!r}"
-            raise DataError(f"the {where} must be a JSON schema; found {shown(schema)}. Repair the row.")
+            raise DataError(f"the {where} must be a JSON schema; found {preview(schema)}. Repair the row.")
         return schema
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveInt, settings_record
-from rl_rollout.rewards.outputs import shown
+from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput, quick
 
 # A minus is a sign unless it subtracts: "5-3" ends in 3, "= -3" in -3.
@@ -134,5 +134,5 @@ class LengthTarget:
         """
         target: Any = self.tokens if self.column is None else given.columns.get(self.column)
         if not isinstance(target, int) or isinstance(target, bool) or target < 0:
-            raise DataError(f"column {self.column!r} must be a whole number of tokens; found {shown(target)}.")
+            raise DataError(f"column {self.column!r} must be a whole number of tokens; found {preview(target)}.")
         return -self.coefficient * abs(len(given.response_ids) - target)

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_rollout.rewards.outputs import shown
+from rl_rollout.rewards.outputs import preview
 from rl_rollout.tools.protocol import result_text
 from rl_rollout.tools.user_calls import BlockingCalls
 
@@ -104,7 +104,7 @@ def _fault(problem: Mapping[str, Any]) -> str:
         return f"{place!r} is missing"
     if problem["type"] == "extra_forbidden":
         return f"{place!r} is not an argument of this tool"
-    return f"{place!r}: {problem['msg']}; found {shown(problem['input'])}"
+    return f"{place!r}: {problem['msg']}; found {preview(problem['input'])}"
 
 
 class FunctionTool:

@@ -11,7 +11,7 @@ from rl_core.data import Json, encodable, encodable_json
 from rl_core.errors import DataError, SettingsError, ToolError
 from rl_core.record_fields import PositiveInt, settings_record
 from rl_core.registry import Registry, unknown_name
-from rl_rollout.rewards.outputs import cut, shown, shown_error
+from rl_rollout.rewards.outputs import cut, preview, preview_error
 from rl_rollout.tools.function import FunctionTool
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, refuse_unfinished, shortened, tool_schema
 from rl_rollout.tools.user_calls import CallTimeoutError, outcome_within
@@ -169,13 +169,13 @@ def _raised(call: ToolCall, error: BaseException) -> ToolResult:
     if isinstance(error, asyncio.CancelledError):
         return _failed(call, "raised", f"{call.name} was cancelled.")
     if isinstance(error, SystemExit):
-        return _failed(call, "raised", f"{call.name} called sys.exit({shown(error.code)}).")
-    message = shown_error(error).partition(": ")[2]
+        return _failed(call, "raised", f"{call.name} called sys.exit({preview(error.code)}).")
+    message = preview_error(error).partition(": ")[2]
     if isinstance(error, DataError):
         return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {message}")
     if isinstance(error, ToolError):
         return _failed(call, "raised", message)
-    return _failed(call, "raised", f"{call.name} raised {shown_error(error)}")
+    return _failed(call, "raised", f"{call.name} raised {preview_error(error)}")
 
 
 def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:
