@@ -299,24 +299,24 @@ class EnvironmentLoop(SessionLoop):
             observation, is_done = await episode.step(text)
             conversation.add_tools_time(episode.other_s - before_s)
             if is_done:
-                return await self._settled(conversation, episode, ended_by="done")
+                ended_by = "done"
+                break
             if generation.finish_reason == "length":
-                return await self._settled(conversation, episode, ended_by="length")
-            ended_by = "max_turns"
-            if not conversation.is_last_turn:
-                last_token = int(generation.token_ids[-1])
-                if conversation.append(turns.reply_ids([Reply(text=observation)], last_token=last_token)):
-                    continue
+                ended_by = "length"
+                break
+            if conversation.is_last_turn:
+                ended_by = "max_turns"
+                break
+            reply_ids = turns.reply_ids([Reply(text=observation)], last_token=int(generation.token_ids[-1]))
+            if not conversation.append(reply_ids):
                 ended_by = "context"
+                break
+        if ended_by in ("max_turns", "context"):
             conversation.mark_cut()
-            return await self._settled(conversation, episode, ended_by=ended_by)
-
-    async def _settled(self, conversation: Conversation, episode: Episode, *, ended_by: str) -> SessionResult:
         extras: dict[str, Json] = {"ended_by": ended_by, "num_turns": conversation.num_turns}
         if episode.earned is None:
             return await conversation.scored(extras=extras)
-        scored = Scored(result=episode.earned, reward_s=episode.reward_s)
-        return conversation.settled(scored, extras=extras)
+        return conversation.settled(Scored(result=episode.earned, reward_s=episode.reward_s), extras=extras)
 
     @property
     def _ready(self) -> Joined:

@@ -92,22 +92,23 @@ class WeightedReward:
         """Score one response. `RewardScorer` calls this instead of `__call__`, so that times exclude waits."""
         batches = await asyncio.gather(*(scorer.score([given]) for _, scorer in self._parts))
         scored = [
-            marked(one) if part.on_failure == "zero" else one
-            for (part, _), (one,) in zip(self._parts, batches, strict=True)
+            marked(outcome) if part.on_failure == "zero" else outcome
+            for (part, _), (outcome,) in zip(self._parts, batches, strict=True)
         ]
-        reward_s, num_attempts = max(one.reward_s for one in scored), max(one.num_attempts for one in scored)
+        reward_s = max(outcome.reward_s for outcome in scored)
+        num_attempts = max(outcome.num_attempts for outcome in scored)
         total, components, extras = 0.0, dict[str, float](), dict[str, Json]()
-        for (part, _), one in zip(self._parts, scored, strict=True):
-            if one.result is None:
-                failure = f"part {part.label!r} of the reward: {one.failure}"
+        for (part, _), outcome in zip(self._parts, scored, strict=True):
+            if outcome.result is None:
+                failure = f"part {part.label!r} of the reward: {outcome.failure}"
                 return Scored(failure=failure, reward_s=reward_s, num_attempts=num_attempts)
-            total += part.weight * one.result.reward
-            components[part.label] = one.result.reward
-            components |= {f"{part.label}/{name}": value for name, value in one.result.components.items()}
-            if one.result.extras:
-                extras[part.label] = dict(one.result.extras)
-            if ACCURACY in one.result.components:
-                components.setdefault(ACCURACY, one.result.components[ACCURACY])
+            total += part.weight * outcome.result.reward
+            components[part.label] = outcome.result.reward
+            components |= {f"{part.label}/{name}": value for name, value in outcome.result.components.items()}
+            if outcome.result.extras:
+                extras[part.label] = dict(outcome.result.extras)
+            if ACCURACY in outcome.result.components:
+                components.setdefault(ACCURACY, outcome.result.components[ACCURACY])
         result = RewardResult(reward=total, components=components, extras=extras)
         return Scored(result=result, reward_s=reward_s, num_attempts=num_attempts)
 

@@ -246,7 +246,7 @@ class RewardScorer:
         return self._checked(given, value, started_at=started_at)
 
     def _checked(self, given: RewardInput, value: Any, *, started_at: float) -> Scored:
-        if isinstance(value, Scored):
+        if isinstance(value, Scored):  # of WeightedReward
             if value.result is None:
                 return value
             checked = self._checked(given, value.result, started_at=started_at)
