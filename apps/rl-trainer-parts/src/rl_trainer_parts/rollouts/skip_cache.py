@@ -16,9 +16,9 @@ from rl_rollout import GroupResult, Rollout
 from rl_rollout.engines import SamplingParams
 from rl_rollout.prompts import PromptTokenizer
 from rl_rollout.skip import (
-    Circumstances,
     EntryKey,
     GroupwiseCache,
+    RolloutOrigin,
     SkipCache,
     StepRollouts,
     package_versions,
@@ -47,7 +47,7 @@ class SkipCacheReplay:
         """
         self._settings = settings
         self._cache = SkipCache(settings.rollout_cache, on_event=say)
-        self._common: Circumstances | None = None
+        self._common: RolloutOrigin | None = None
         if settings.rollout_cache.enabled:
             self._common = _common_circumstances(settings, tokenizer)
         self._report: PublishReport | None = None
@@ -78,8 +78,8 @@ class SkipCacheReplay:
         return found
 
     def _circumstances(
-        self, common: Circumstances, rollout: Rollout, sampling: SamplingParams, num_sessions: int
-    ) -> Circumstances:
+        self, common: RolloutOrigin, rollout: Rollout, sampling: SamplingParams, num_sessions: int
+    ) -> RolloutOrigin:
         if self._report is None:
             raise NotReadyError("rollouts were requested before weights were published. Publish first.")
         return replace(
@@ -146,7 +146,7 @@ def groupwise_cache(
     common = _common_circumstances(settings, tokenizer)
     policy = {"start": model_fingerprint(settings.policy.path), "origin": str(settings.policy.path.absolute())}
 
-    async def circumstances() -> Circumstances:
+    async def circumstances() -> RolloutOrigin:
         await rollout.start()  # a tool server lists its tools only while it runs
         return replace(
             common,
@@ -173,14 +173,14 @@ def drawn_by(sampling: SamplingParams) -> Json:
     return {name: value for name, value in found.items() if name != "stop" or value}  # older entries lack the field
 
 
-def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Circumstances:
+def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> RolloutOrigin:
     """The run's constants, read once at its start: later changes to files are ignored.
 
     For secrets, only names are included.
     """
     reward = redact(asdict(settings.reward), keep_references=False)
     loop_options = redact(settings.rollout.loop_options, keep_references=False)
-    return Circumstances(
+    return RolloutOrigin(
         policy=None,
         tokenizer=tokenizer.fingerprint,
         sampling=None,

@@ -63,7 +63,7 @@ class CallThreads(Generic[Given, Result]):
             call: Function that the threads call; it must not raise.
         """
         self._call = call
-        self._idle: list[SimpleQueue[_Job[Given, Result] | None]] = []
+        self._idle: list[SimpleQueue[_CallJob[Given, Result] | None]] = []
 
     async def run(self, inputs: Sequence[Given], *, timeout_s: float) -> list[Result]:
         """Call the function on each input in order, in one thread.
@@ -71,7 +71,7 @@ class CallThreads(Generic[Given, Result]):
         Returns:
             All results, or only those before the first call that took longer than timeout_s.
         """
-        job = _Job(self._call, inputs)
+        job = _CallJob(self._call, inputs)
         jobs = self._idle.pop() if self._idle else self._start()
         jobs.put(job)
         try:
@@ -89,13 +89,13 @@ class CallThreads(Generic[Given, Result]):
             self._idle.pop().put(None)
 
     @staticmethod
-    def _start() -> "SimpleQueue[_Job[Given, Result] | None]":
-        jobs: SimpleQueue[_Job[Given, Result] | None] = SimpleQueue()
+    def _start() -> "SimpleQueue[_CallJob[Given, Result] | None]":
+        jobs: SimpleQueue[_CallJob[Given, Result] | None] = SimpleQueue()
         Thread(target=_serve, args=(jobs,), name="reward", daemon=True).start()
         return jobs
 
 
-class _Job(Generic[Given, Result]):
+class _CallJob(Generic[Given, Result]):
     """Calls in order. `run` runs in the thread, `wait` on the event loop."""
 
     def __init__(self, call: Callable[[Given], Result], inputs: Sequence[Given]) -> None:
@@ -141,6 +141,6 @@ class _Job(Generic[Given, Result]):
             return remaining_s
 
 
-def _serve(jobs: "SimpleQueue[_Job[Given, Result] | None]") -> None:
+def _serve(jobs: "SimpleQueue[_CallJob[Given, Result] | None]") -> None:
     while (job := jobs.get()) is not None:
         job.run()

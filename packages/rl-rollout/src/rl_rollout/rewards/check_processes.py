@@ -36,8 +36,8 @@ class CheckProcesses:
             timeout_s: Maximum seconds of one check.
             num_processes: Maximum number of concurrent checks.
         """
-        self.workers = [_Worker(module, timeout_s) for _ in range(num_processes)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self.workers = [_CheckWorker(module, timeout_s) for _ in range(num_processes)]
+        self._idle: queue.SimpleQueue[_CheckWorker] = queue.SimpleQueue()
         for worker in self.workers:
             self._idle.put(worker)
 
@@ -68,14 +68,14 @@ class CheckProcesses:
             worker.stop()
 
 
-class _Worker:
+class _CheckWorker:
     """One process, started on demand and again after it died. Only one thread uses it at a time."""
 
     def __init__(self, module: str, timeout_s: float) -> None:
         self._module = module
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[[subprocess.Popen[bytes]], _Worker] | None = None
+        self._finalizer: weakref.finalize[[subprocess.Popen[bytes]], _CheckWorker] | None = None
         self._buffer = b""
 
     def started(self) -> "subprocess.Popen[bytes]":

@@ -36,7 +36,7 @@ Case = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TestStep:
     """Python code that runs after the program.
 
     Attributes:
@@ -48,7 +48,7 @@ class Step:
     source: str
 
 
-def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
+def read_tests(ground_truth: Json) -> tuple[list[Case], list[TestStep]]:
     """Return the tests in a ground truth, either as cases or as steps.
 
     Raises:
@@ -71,7 +71,7 @@ def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
         return [(_text(test["input"]), _text(test["output"])) for test in tests], []
     if not is_list or not all(isinstance(test, str) for test in tests):
         raise DataError(f"the ground truth of code must be {FORMS}; found {preview(ground_truth)}.")
-    steps = [Step(kind="setup", source=setup)] if setup.strip() else []
+    steps = [TestStep(kind="setup", source=setup)] if setup.strip() else []
     steps += [step for test in tests for step in _steps(test)]
     if not any(step.kind == "check" for step in steps):
         raise DataError(
@@ -104,7 +104,7 @@ def _parsed(ground_truth: Json) -> Json:
     return ground_truth
 
 
-def _steps(source: str) -> Iterable[Step]:
+def _steps(source: str) -> Iterable[TestStep]:
     """Make each `assert` a check, and the statements between them steps; text without `assert` is one step."""
     try:
         statements = ast.parse(source).body
@@ -115,11 +115,11 @@ def _steps(source: str) -> Iterable[Step]:
     if not statements:
         raise DataError("the ground truth's test is empty. Repair the row.")
     if not any(isinstance(statement, ast.Assert) for statement in statements):
-        yield Step(kind="setup" if all(map(_only_defines, statements)) else "check", source=source)
+        yield TestStep(kind="setup" if all(map(_only_defines, statements)) else "check", source=source)
         return
     for statement in statements:
         kind: StepKind = "setup" if _only_defines(statement) else "between"
-        yield Step(kind="check" if isinstance(statement, ast.Assert) else kind, source=ast.unparse(statement))
+        yield TestStep(kind="check" if isinstance(statement, ast.Assert) else kind, source=ast.unparse(statement))
 
 
 def _only_defines(statement: ast.stmt) -> bool:
@@ -278,7 +278,7 @@ class CodeReward:
                 break
         return outcomes
 
-    async def _run_steps(self, program: str, steps: Sequence[Step]) -> list[TestOutcome]:
+    async def _run_steps(self, program: str, steps: Sequence[TestStep]) -> list[TestOutcome]:
         word = secrets.token_hex(16)
         parts = (
             {"program": program, "is_inside": self.checks == "inside"},

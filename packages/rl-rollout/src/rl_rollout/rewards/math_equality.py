@@ -12,7 +12,7 @@ from rl_rollout.rewards.check_processes import main
 from rl_rollout.rewards.math_notation import (
     UNION,
     VARIABLE,
-    Group,
+    AnswerGroup,
     ascending,
     group,
     interval,
@@ -98,7 +98,7 @@ def _same_answers(gold: str, answer: str) -> bool:
     return _same_single(gold, answer)
 
 
-def _union(text: str) -> list[Group] | None:
+def _union(text: str) -> list[AnswerGroup] | None:
     """Return the intervals and sets that a text joins; None unless it has at least one interval."""
     parts = split(text, UNION)
     if len(parts) == 1:
@@ -124,7 +124,7 @@ def _in_order_of(gold: str, answer: str) -> str:
     return f"({', '.join(names)}) = ({', '.join(by_name[name] for name in names)})"
 
 
-def _same_sets(first: Group, second: Group) -> bool:
+def _same_sets(first: AnswerGroup, second: AnswerGroup) -> bool:
     if (first.opening, first.closing) != (second.opening, second.closing) or len(first.items) != len(second.items):
         return False
     if first.opening == "\\{":
@@ -132,7 +132,7 @@ def _same_sets(first: Group, second: Group) -> bool:
     return all(_same_single(one, other) for one, other in zip(first.items, second.items, strict=True))
 
 
-def _same_groups(first: Group, second: Group) -> bool:
+def _same_groups(first: AnswerGroup, second: AnswerGroup) -> bool:
     """Compare tuples in their order, sets and lists in any. A list may stand for a set, or for a tuple in its order."""
     if first.opening and second.opening:
         if first.opening != "\\{" and "\\pm" not in "".join((*first.items, *second.items)):

@@ -140,7 +140,7 @@ FLIPPED = {"<": ">", ">": "<", "\\leq": "\\geq", "\\geq": "\\leq"}
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AnswerGroup:
     r"""Items between brackets, or without brackets.
 
     Attributes:
@@ -173,7 +173,7 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
-def group(text: str) -> Group:
+def group(text: str) -> AnswerGroup:
     """Return the items of a set, tuple, interval or list."""
     text = text.strip()
     if enclosed := ENCLOSED.fullmatch(text):
@@ -181,8 +181,8 @@ def group(text: str) -> Group:
         items = split(inner, SEPARATOR)
         is_set = opening == "\\{" and closing == "\\}"
         if _is_balanced(inner) and (len(items) > 1 or is_set) and (opening == "\\{") == (closing == "\\}"):
-            return Group(opening, closing, tuple(item for item in items if item))
-    return Group("", "", tuple(item for item in split(text, SEPARATOR) if item))
+            return AnswerGroup(opening, closing, tuple(item for item in items if item))
+    return AnswerGroup("", "", tuple(item for item in split(text, SEPARATOR) if item))
 
 
 def relation(text: str) -> tuple[list[str], list[str]]:
@@ -196,7 +196,7 @@ def relation(text: str) -> tuple[list[str], list[str]]:
     return sides, ["=" if sign == "\\approx" else sign for sign in signs]
 
 
-def interval(text: str) -> Group | None:
+def interval(text: str) -> AnswerGroup | None:
     r"""Return `x > 2` as `(2, \infty)` and `1 < x \leq 3` as `(1, 3]`; None for anything else."""
     sides, signs = relation(text)
     if len(sides) == 2 and signs[0] in ("<", ">", "\\leq", "\\geq"):
@@ -207,11 +207,11 @@ def interval(text: str) -> Group | None:
         bracket = {"<": ")", ">": "(", "\\leq": "]", "\\geq": "["}[signs[0]]
         is_below = bracket in ")]"
         items = ("-\\infty", sides[1]) if is_below else (sides[1], "\\infty")
-        return Group("(" if is_below else bracket, bracket if is_below else ")", items)
+        return AnswerGroup("(" if is_below else bracket, bracket if is_below else ")", items)
     if len(sides) == 3 and VARIABLE.fullmatch(sides[1]):
         sides, signs = ascending(sides, signs)
         if all(sign in ("<", "\\leq") for sign in signs):
-            return Group("(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]", (sides[0], sides[2]))
+            return AnswerGroup("(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]", (sides[0], sides[2]))
     return None
 
 

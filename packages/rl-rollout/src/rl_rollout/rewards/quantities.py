@@ -39,12 +39,12 @@ def exact_value(text: str) -> Fraction | None:
         part = Fraction(int(fixed or 0), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
         return (int(whole or 0) + part) * (-1 if sign == "-" else 1)
     try:
-        return _Reader(text).value()
+        return _NumberReader(text).value()
     except (NotExactError, ZeroDivisionError):
         return None
 
 
-class _Reader:
+class _NumberReader:
     """Recursive descent over one text. Two numbers in a row, as in `4 10/3`, are refused."""
 
     def __init__(self, text: str) -> None:

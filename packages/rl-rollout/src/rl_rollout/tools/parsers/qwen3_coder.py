@@ -10,8 +10,8 @@ from rl_core.data import Json
 from rl_rollout.tools.parsers.markup import (
     CLOSING,
     OPENING,
-    Block,
     BodyEnd,
+    CallBlock,
     call_blocks,
     read_blocks,
     tagged_body_end,
@@ -34,10 +34,10 @@ def allowed_types(schema: object, text: str, *, root: object) -> Types:
         text: Text of the value. Listed strings count only if they equal it, or if only strings are listed.
         root: Schema in which `$ref` is resolved.
     """
-    return _Reader(text, root).read(schema)
+    return _TypeReader(text, root).read(schema)
 
 
-class _Reader:
+class _TypeReader:
     def __init__(self, text: str, root: object) -> None:
         self._text = text
         self._root = root
@@ -165,7 +165,7 @@ def _find_end(text: str, opening: str, start: int) -> BodyEnd:
     return unclosed(None, text)
 
 
-def _read(block: Block, parameters: Mapping[str, Mapping[str, Json]]) -> ToolCall:
+def _read(block: CallBlock, parameters: Mapping[str, Mapping[str, Json]]) -> ToolCall:
     if not block.is_closed or not block.opening:
         missing = FUNCTION_END if block.opening else FUNCTION
         return ToolCall(name="", fault=f"a tool call has no {missing}. Write calls as {FORM}.")
