@@ -98,8 +98,6 @@ def test_a_program_gets_its_input_and_gives_its_output(sandbox):
     done = run(sandbox, "import sys; print(sys.stdin.read()[::-1]); print('e', file=sys.stderr)", stdin=b"abc")
     assert (done.ended, done.exit_code, done.stdout, done.stderr) == ("exited", 0, b"cba\n", b"e\n")
     assert done.is_success
-    assert 0 < done.wall_s < 60
-    assert done.peak_bytes > 1 << 20
 
 
 def test_what_can_be_read_may_lie_in_the_temporary_folder(tmp_path):

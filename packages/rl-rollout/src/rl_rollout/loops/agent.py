@@ -115,7 +115,11 @@ class AgentsLoop(SessionLoop):
     def __init__(self, options: AgentOptions) -> None:
         """Store the options. Nothing runs yet."""
         self._options = options
-        self._agents = self._made_agents(options)
+        self._agents: AgentProgram | AgentFunction | RemoteAgents
+        if options.remote:
+            self._agents = RemoteAgents(options, lambda: self._gateway)
+        else:
+            self._agents = AgentFunction(options) if options.function else AgentProgram(options)
         self._gateway: Gateway | None = None
         self._ready: asyncio.Future[None] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -231,11 +235,6 @@ class AgentsLoop(SessionLoop):
             given = judged.as_input(prompt)
             (scored,) = await context.scorer.score([replace(given, agent=outcome.run)])
             return with_reward(result.trajectories, scored)
-
-    def _made_agents(self, options: AgentOptions) -> AgentProgram | AgentFunction | RemoteAgents:
-        if options.remote:
-            return RemoteAgents(options, lambda: self._gateway)
-        return AgentFunction(options) if options.function else AgentProgram(options)
 
     def _make_gateway(self, tokenizer: PromptTokenizer | None) -> Gateway:
         if tokenizer is None:

@@ -18,7 +18,7 @@ from rl_rollout.loops.conversation import Conversation, TurnLimits
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rewards.outputs import preview, preview_error, read_output
+from rl_rollout.rewards.outputs import preview_error, read_output, typed_preview
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.rewards.scorer import Scored
 from rl_rollout.tools.protocol import shortened
@@ -90,7 +90,9 @@ class Episode:
         observation = await self._call("reset", prompt)
         self.other_s += time.perf_counter() - started_at
         if observation is not None and not isinstance(observation, str):
-            raise RolloutError(f"the environment's reset returned {_seen(observation)}; expected a string or None.")
+            raise RolloutError(
+                f"the environment's reset returned {typed_preview(observation)}; expected a string or None."
+            )
         return None if observation is None else self._readable(observation)
 
     async def step(self, text: str) -> tuple[str, bool]:
@@ -104,15 +106,18 @@ class Episode:
         elapsed_s = time.perf_counter() - started_at
         if not isinstance(outcome, tuple | list) or len(outcome) != 3:
             raise RolloutError(
-                f"the environment's step returned {_seen(outcome)}; expected (observation, reward or None, is_done)."
+                f"the environment's step returned {typed_preview(outcome)}; expected (observation, reward or None, "
+                "is_done)."
             )
         observation, reward, is_done = outcome
         if not isinstance(observation, str):
             raise RolloutError(
-                f"the environment's step returned observation = {_seen(observation)}; expected a string."
+                f"the environment's step returned observation = {typed_preview(observation)}; expected a string."
             )
         if not isinstance(is_done, bool | np.bool_):
-            raise RolloutError(f"the environment's step returned is_done = {_seen(is_done)}; expected True or False.")
+            raise RolloutError(
+                f"the environment's step returned is_done = {typed_preview(is_done)}; expected True or False."
+            )
         if reward is None:
             self.other_s += elapsed_s
         else:
@@ -182,10 +187,6 @@ class Episode:
             if ends_the_run(error):
                 raise
             raise RolloutError(describe_raised(f"the environment's {name}", error)) from error
-
-
-def _seen(value: Any) -> str:
-    return f"{preview(value)} ({type(value).__name__})"
 
 
 ENVIRONMENTS: Registry[Any] = Registry("environment", {}, group="rl_rollout.environments")

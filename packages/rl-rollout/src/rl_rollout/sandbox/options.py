@@ -76,18 +76,12 @@ class ProgramRun:
         exit_code: Exit code, as in subprocess: negative for a signal. None if a limit ended it.
         stdout: Its standard output; the end of a command's.
         stderr: Its standard error, up to a size: the beginning, or the end of a command's.
-        wall_s: Seconds that it ran.
-        cpu_s: Processor seconds of all its processes that ended by themselves or were waited for.
-        peak_bytes: Maximum resident memory that was measured.
     """
 
     ended: Ended
     exit_code: int | None = None
     stdout: bytes = b""
     stderr: bytes = b""
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    peak_bytes: int = 0
 
     @property
     def is_success(self) -> bool:

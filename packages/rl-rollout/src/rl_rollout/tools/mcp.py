@@ -107,7 +107,7 @@ class McpServer:
         self._connection: _ServerConnection | None = None
         self._open: set[_ServerConnection] = set()
         self._starting: asyncio.Task[_ServerConnection] | None = None
-        self._probes: set[asyncio.Task[None]] = set()
+        self._probing: asyncio.Task[None] | None = None
         self._failures = 0
         self._not_before = 0.0
         self._reason = ""
@@ -217,16 +217,12 @@ class McpServer:
 
     def _probe(self, connection: "_ServerConnection") -> None:
         """Check in the background whether a server is alive after a call timed out."""
-        if self._probes or connection is not self._connection:
-            return
+        if connection is self._connection and (self._probing is None or self._probing.done()):
+            self._probing = asyncio.create_task(self._drop_if_dead(connection))
 
-        async def look() -> None:
-            if not await self._is_alive(connection):
-                await self._drop(connection, f"hangs{connection.last_words()}")
-
-        task = asyncio.create_task(look())
-        self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
+    async def _drop_if_dead(self, connection: "_ServerConnection") -> None:
+        if not await self._is_alive(connection):
+            await self._drop(connection, f"hangs{connection.last_words()}")
 
     async def _is_alive(self, connection: "_ServerConnection") -> bool:
         try:
@@ -253,10 +249,9 @@ class McpServer:
             log.warning("mcp_server_failed", server=self._name, reason=reason, failures_in_a_row=self._failures)
 
     async def _disconnect(self) -> None:
-        for probe in list(self._probes):
-            probe.cancel()
-        if self._starting is not None:
-            self._starting.cancel()
+        for task in (self._probing, self._starting):
+            if task is not None:
+                task.cancel()
         self._connection = None
         await asyncio.gather(*(connection.close() for connection in self._open))
         self._open.clear()
