@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from queue_conformance import QueueConformance
+from queue_conformance.calls import CallChecks
 
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError, SettingsError
@@ -106,7 +107,7 @@ def _time_puts(num_groups):
     return spent
 
 
-class TestInProcessQueueWithAJournal(QueueBackendConformance):
+class TestInProcessQueueWithAJournal(QueueBackendConformance, CallChecks):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path):
         self.folders = (tmp_path / str(number) for number in itertools.count())

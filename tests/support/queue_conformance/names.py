@@ -4,20 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from queue_conformance.tools import LOG
+from queue_conformance.tools import LOG, TRAIN_LATE
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError
 from rl_core.queue.client import TransferQueue
-from rl_core.testing.queue_checks import (
-    DEADLINE_S,
-    REFERENCE,
-    TRAIN,
-    TRAIN_LATE,
-    QueueChecks,
-    put_all,
-    refuses,
-    states_of,
-    uids_of,
-)
+from rl_core.testing.queue_checks import DEADLINE_S, REFERENCE, TRAIN, QueueChecks, put_all, refuses, states_of, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
