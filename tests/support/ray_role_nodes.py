@@ -11,7 +11,7 @@ from ray_nodes import DEADLINE_S, kill, ray, say, start_cluster  # first, becaus
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartPolicy, RoleSpec, open_cluster
 from rl_core.cluster.processes.guard import is_running
-from rl_core.cluster.ray.incarnation import dump_there, read_there
+from rl_core.cluster.ray.role_process import dump_there, read_there
 from rl_core.errors import RLError
 from rl_core.testing import wait_until
 

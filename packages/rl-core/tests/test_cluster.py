@@ -15,7 +15,7 @@ import pytest
 from rl_core.cluster import Cluster, ClusterOptions, RoleSpec, open_cluster
 from rl_core.cluster.local import LocalLauncher
 from rl_core.cluster.processes.guard import MARK_VARIABLE, Family, descendants, family_members, is_running
-from rl_core.cluster.processes.incarnation import describe_exit
+from rl_core.cluster.processes.role_process import describe_exit
 from rl_core.cluster.role_spec import load_factory
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError, SettingsError
 from rl_core.testing import wait_until

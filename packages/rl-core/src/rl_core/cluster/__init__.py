@@ -1,9 +1,9 @@
 """Roles that run in this process, in processes on this machine, or on Ray.
 
 Users configure roles with `options` and `role_spec`, and use `cluster`, `group`, `running_role` and `blocking`; `pools`
-and `shares` account for CPUs and GPUs. `incarnation` is the interface of every placement: `inline`,
-`processes.incarnation` (its child side is `child`) and `ray.incarnation` (its actor side is `actor`), started by the
-launchers in `local` and `ray.roles`. Calls use `calls`, `packing`, `frames` and `messages`. `served` runs the role's
+and `shares` account for CPUs and GPUs. `role_process` is the interface of every placement: objects in this process and
+`processes.role_process` (its child side is `child`), started by `local`, and `ray.role_process` (its actor side is
+`actor`), started by `ray.roles`. Calls use `calls`, `packing`, `frames` and `messages`. `served` runs the role's
 object, `output` handles its printed lines, `stacks`, `stack_dump` and `role_report` show its current activity, and
 `guard` ends its leftover processes.
 """

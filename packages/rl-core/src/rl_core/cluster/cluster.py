@@ -4,11 +4,11 @@ import asyncio
 from types import TracebackType
 
 from rl_core.cluster.group import RoleGroup
-from rl_core.cluster.incarnation import Launcher
 from rl_core.cluster.local import LocalLauncher
 from rl_core.cluster.options import ClusterOptions, ResourcePool
 from rl_core.cluster.pools import Slot, own_pool
 from rl_core.cluster.ray.session import import_ray
+from rl_core.cluster.role_process import Launcher
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.cluster.running_role import Role
 from rl_core.errors import DeadlineError, NotReadyError, SettingsError

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.cluster.calls import Call
-from rl_core.cluster.incarnation import Launcher
 from rl_core.cluster.pools import Slot
+from rl_core.cluster.role_process import Launcher
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.cluster.running_role import DeathCallback, Role
 from rl_core.errors import RLError, RoleDiedError, SettingsError

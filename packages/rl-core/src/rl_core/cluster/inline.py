@@ -8,17 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.cluster.calls import describe_under_way
-from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.ray.session import LOOPBACK
+from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.cluster.served import ServedRole
 from rl_core.cluster.stacks import process_stacks
 from rl_core.errors import DeadlineError, NotReadyError, RLError
 
 
-class InlineIncarnation:
+class InlineProcess:
     """A role's object in this process; it cannot die, and its synchronous methods cannot be interrupted."""
 
     def __init__(self, spec: RoleSpec, options: ClusterOptions) -> None:
@@ -30,50 +30,50 @@ class InlineIncarnation:
         self._calls: dict[asyncio.Future[Any], tuple[str, float]] = {}
 
     @classmethod
-    async def start(cls, birth: Birth, options: ClusterOptions) -> "InlineIncarnation":
+    async def start(cls, request: LaunchRequest, options: ClusterOptions) -> "InlineProcess":
         """Make the object; see `Launcher.launch`."""
-        self = cls(birth.spec, options)
-        limit = asyncio.timeout(birth.deadline_s)
+        self = cls(request.spec, options)
+        limit = asyncio.timeout(request.deadline_s)
         try:
             async with limit:
-                await self._role.make(birth.spec, replace(birth.context, address=LOOPBACK))
+                await self._role.make(request.spec, replace(request.context, address=LOOPBACK))
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 text = (
-                    f"{birth.spec} was not ready after {birth.deadline_s:g} s; {birth.spec.factory} was still "
+                    f"{request.spec} was not ready after {request.deadline_s:g} s; {request.spec.factory} was still "
                     "running. Raise the deadline."
                 )
-                raise named(DeadlineError(text), birth.spec) from None
+                raise named(DeadlineError(text), request.spec) from None
             self._sign(error)
             raise
         return self
 
     @property
     def pid(self) -> int:
-        """See `Incarnation.pid`."""
+        """See `RoleProcess.pid`."""
         return os.getpid()
 
     @property
     def is_alive(self) -> bool:
-        """See `Incarnation.is_alive`."""
+        """See `RoleProcess.is_alive`."""
         return self._because is None
 
     @property
     def last_heard(self) -> str:
-        """See `Incarnation.last_heard`."""
+        """See `RoleProcess.last_heard`."""
         return "nothing, because it runs in this process"
 
     @property
     def under_way(self) -> str:
-        """See `Incarnation.under_way`."""
+        """See `RoleProcess.under_way`."""
         return describe_under_way(list(self._calls.values()))
 
     async def stacks(self, deadline_s: float) -> str:  # noqa: ARG002 - this process answers at once
-        """See `Incarnation.stacks`; covers all threads and tasks of this process."""
+        """See `RoleProcess.stacks`; covers all threads and tasks of this process."""
         return process_stacks(asyncio.get_running_loop())
 
     async def call(self, method: str, parcel: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """See `Incarnation.call`; an abandoned call continues, as in other placements."""
+        """See `RoleProcess.call`; an abandoned call continues, as in other placements."""
         if self._because is not None:
             raise NotReadyError(f"{self._spec} {self._because}.")
         call = asyncio.ensure_future(self._role.run(method, *parcel))
@@ -95,14 +95,14 @@ class InlineIncarnation:
             raise
 
     def watch(self, callback: Callable[[RLError], None]) -> None:
-        """See `Incarnation.watch`."""
+        """See `RoleProcess.watch`."""
 
     async def close(self) -> None:
-        """See `Incarnation.close`."""
+        """See `RoleProcess.close`."""
         await self.kill("was closed; start it again before calling it")
 
     async def kill(self, because: str) -> None:
-        """See `Incarnation.kill`; this closes the object too, within the deadline for closing."""
+        """See `RoleProcess.kill`; this closes the object too, within the deadline for closing."""
         if self._because is None:
             self._because = because
             for call in self._calls:

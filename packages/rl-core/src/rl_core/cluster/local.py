@@ -3,11 +3,11 @@
 from typing import Any
 
 from rl_core.cluster.calls import Call
-from rl_core.cluster.incarnation import Birth, Incarnation
-from rl_core.cluster.inline import InlineIncarnation
+from rl_core.cluster.inline import InlineProcess
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.pools import LOCAL_POOLS
-from rl_core.cluster.processes.incarnation import ProcessIncarnation
+from rl_core.cluster.processes.role_process import ChildProcess
+from rl_core.cluster.role_process import LaunchRequest, RoleProcess
 
 
 class LocalLauncher:
@@ -29,13 +29,13 @@ class LocalLauncher:
         """See `Launcher.pack`."""
         return (call.args, dict(call.kwargs)) if self._is_inline else call.pack()
 
-    async def launch(self, birth: Birth) -> Incarnation:
+    async def launch(self, request: LaunchRequest) -> RoleProcess:
         """See `Launcher.launch`."""
         if self._is_inline:
-            return await InlineIncarnation.start(birth, self._options)
-        incarnation = ProcessIncarnation(birth, self._options)
-        await incarnation.start()
-        return incarnation
+            return await InlineProcess.start(request, self._options)
+        process = ChildProcess(request, self._options)
+        await process.start()
+        return process
 
     async def close(self) -> None:
         """See `Launcher.close`."""

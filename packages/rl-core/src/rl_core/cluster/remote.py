@@ -12,25 +12,25 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.cluster.calls import Calls, describe_call
-from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
 from rl_core.cluster.processes.guard import MARK_VARIABLE
 from rl_core.cluster.processes.stack_dump import ask_then_dump
+from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 
 
-class RemoteIncarnation(ABC):
-    """An `Incarnation` with remote calls; calls made in one turn of the event loop are sent together.
+class RemoteProcess(ABC):
+    """A `RoleProcess` with remote calls; calls made in one turn of the event loop are sent together.
 
     A subclass starts the process, sends the calls, and calls `_tell_end` after the process ends.
     """
 
-    def __init__(self, birth: Birth, options: ClusterOptions) -> None:
+    def __init__(self, request: LaunchRequest, options: ClusterOptions) -> None:
         """Initialize without a process."""
-        self._birth = birth
-        self._spec = birth.spec
+        self._request = request
+        self._spec = request.spec
         self._close_deadline_s = options.close_deadline_s
         self._mark = uuid.uuid4().hex
         self._calls = Calls(self._spec)
@@ -46,7 +46,7 @@ class RemoteIncarnation(ABC):
     async def start(self) -> None:
         """Wait for the role's object; see `Launcher.launch`."""
         spec = replace(self._spec, restart=RestartPolicy())  # its hook may not be picklable
-        limit = asyncio.timeout(self._birth.deadline_s)
+        limit = asyncio.timeout(self._request.deadline_s)
         try:
             async with limit:
                 await self._make(spec)
@@ -61,29 +61,29 @@ class RemoteIncarnation(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """See `Incarnation.pid`."""
+        """See `RoleProcess.pid`."""
 
     @property
     def is_alive(self) -> bool:
-        """See `Incarnation.is_alive`."""
+        """See `RoleProcess.is_alive`."""
         return self._because is None and not self._has_ended
 
     @property
     def last_heard(self) -> str:
-        """See `Incarnation.last_heard`."""
+        """See `RoleProcess.last_heard`."""
         return self._calls.last_heard
 
     @property
     def under_way(self) -> str:
-        """See `Incarnation.under_way`."""
+        """See `RoleProcess.under_way`."""
         return self._calls.under_way
 
     async def stacks(self, deadline_s: float) -> str:
-        """See `Incarnation.stacks`: a thread of the process answers, otherwise its signal handler."""
+        """See `RoleProcess.stacks`: a thread of the process answers, otherwise its signal handler."""
         return await ask_then_dump(self._ask_stacks, self._dump, deadline_s)
 
     async def call(self, method: str, parcel: Any) -> Any:
-        """See `Incarnation.call`."""
+        """See `RoleProcess.call`."""
         number, future = self._calls.begin(method)
         try:
             if not future.done():
@@ -95,7 +95,7 @@ class RemoteIncarnation(ABC):
             self._calls.forget(number)
 
     def watch(self, callback: Callable[[RLError], None]) -> None:
-        """See `Incarnation.watch`."""
+        """See `RoleProcess.watch`."""
         with self._lock:
             has_ended = self._has_ended
             if not has_ended:
@@ -104,7 +104,7 @@ class RemoteIncarnation(ABC):
             callback(self._death(None))
 
     async def close(self) -> None:
-        """See `Incarnation.close`."""
+        """See `RoleProcess.close`."""
         if self._because is None:
             self._because, self._is_closed = "was closed; start it again before calling it", True
         try:
@@ -116,7 +116,7 @@ class RemoteIncarnation(ABC):
             await self._end()
 
     async def kill(self, because: str) -> None:
-        """See `Incarnation.kill`."""
+        """See `RoleProcess.kill`."""
         self._because = self._because or because
         await self._end()
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_core.cluster.calls import Call, describe_call
-from rl_core.cluster.incarnation import Birth, Incarnation, Launcher
 from rl_core.cluster.messages import named
 from rl_core.cluster.pools import Slot
+from rl_core.cluster.role_process import Launcher, LaunchRequest, RoleProcess
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
 from rl_core.cluster.stacks import NOT_KNOWN
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
@@ -32,7 +32,7 @@ class RestartedRole:
     spec: RoleSpec
     incarnation: int
     launcher: Launcher
-    current: Incarnation
+    current: RoleProcess
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method; see `Role.call`."""
@@ -48,7 +48,7 @@ class Role:
         self._size = size
         self._slot = slot
         self._launcher = launcher
-        self._current: Incarnation | None = None
+        self._current: RoleProcess | None = None
         self._state: State = "starting"
         self._changed = asyncio.Event()
         self._incarnation = 0
@@ -131,7 +131,7 @@ class Role:
         """Call a method with arguments packed by the launcher."""
         began_at = time.time()
         limit = asyncio.timeout(deadline_s)
-        current: Incarnation | None = None
+        current: RoleProcess | None = None
         try:
             async with limit:
                 current = await self._serving()
@@ -225,8 +225,8 @@ class Role:
         context = RoleContext(
             name=self._spec.name, rank=self._spec.rank, size=self._size, address="", incarnation=self._incarnation
         )
-        birth = Birth(spec=self._spec, context=context, slot=self._slot, deadline_s=round(deadline_s, 1))
-        current = await self._launcher.launch(birth)
+        request = LaunchRequest(spec=self._spec, context=context, slot=self._slot, deadline_s=round(deadline_s, 1))
+        current = await self._launcher.launch(request)
         if self._state == "closed":
             await current.kill("was closed while it started")
             return
@@ -290,7 +290,7 @@ class Role:
 
     # -- inside
 
-    def _has_died(self, current: Incarnation, error: RLError) -> None:
+    def _has_died(self, current: RoleProcess, error: RLError) -> None:
         if current is not self._current or self._state == "closed":
             return
         if self.supervisor is not None:
@@ -301,7 +301,7 @@ class Role:
         for callback in list(self._callbacks):
             callback(self, error)
 
-    async def _serving(self) -> Incarnation:
+    async def _serving(self) -> RoleProcess:
         while self._state in ("starting", "restarting"):
             await self._changed.wait()
         if self._state == "closed":
@@ -318,7 +318,7 @@ class Role:
         error.__cause__ = self._ending
         return error
 
-    def _late(self, method: str, current: Incarnation | None, began_at: float, deadline_s: float) -> RLError:
+    def _late(self, method: str, current: RoleProcess | None, began_at: float, deadline_s: float) -> RLError:
         since = time.strftime("%H:%M:%S", time.localtime(began_at))
         if current is None:
             said = f"it was being restarted. {self._fate}"

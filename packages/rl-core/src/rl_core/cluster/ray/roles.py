@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.cluster.calls import Call
-from rl_core.cluster.incarnation import Birth, Incarnation
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.pools import PoolBook
 from rl_core.cluster.processes.guard import Family, descendants, start_guard
 from rl_core.cluster.ray.actor import to_wire
-from rl_core.cluster.ray.incarnation import RayIncarnation, store
 from rl_core.cluster.ray.pools import RayReserver
+from rl_core.cluster.ray.role_process import ActorProcess, store
 from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
+from rl_core.cluster.role_process import LaunchRequest, RoleProcess
 from rl_core.errors import RoleDiedError
 
 SHARED_BYTES = 100_000
@@ -56,20 +56,20 @@ class RayLauncher:
         packed = call.pack()
         return store(packed) if len(call.specs) > 1 and packed.size_bytes > SHARED_BYTES else to_wire(packed)
 
-    async def launch(self, birth: Birth) -> Incarnation:
+    async def launch(self, request: LaunchRequest) -> RoleProcess:
         """See `Launcher.launch`; retries on another node if a node is lost."""
-        ends_at = time.monotonic() + birth.deadline_s
+        ends_at = time.monotonic() + request.deadline_s
         while True:
-            incarnation = RayIncarnation(birth, self._options)
+            process = ActorProcess(request, self._options)
             try:
-                await incarnation.start()
+                await process.start()
             except RoleDiedError:
                 left_s = ends_at - time.monotonic()
-                if not incarnation.lost_its_node or left_s <= 0:
+                if not process.lost_its_node or left_s <= 0:
                     raise
-                birth = replace(birth, deadline_s=round(left_s, 1))
+                request = replace(request, deadline_s=round(left_s, 1))
             else:
-                return incarnation
+                return process
 
     async def close(self) -> None:
         """See `Launcher.close`."""

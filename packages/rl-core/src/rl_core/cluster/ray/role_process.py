@@ -14,7 +14,6 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rl_core.cluster.calls import STACKS, Call
-from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.processes.guard import Family, end_family, is_running
@@ -23,7 +22,8 @@ from rl_core.cluster.processes.packing import Packed
 from rl_core.cluster.processes.stack_dump import dump_of
 from rl_core.cluster.ray.actor import QUESTIONS, Hello, RoleActor, is_seen_here, read_printed, to_wire
 from rl_core.cluster.ray.pools import free_pools_of, ray_nodes, say_free
-from rl_core.cluster.remote import RemoteIncarnation, role_environment
+from rl_core.cluster.remote import RemoteProcess, role_environment
+from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.errors import RoleError
 from rl_core.files.file_modes import current_umask
@@ -36,19 +36,19 @@ SUSPECTED_S = 3.0
 LAST_LINES_S = 2.0
 
 
-class RayIncarnation(RemoteIncarnation):
+class ActorProcess(RemoteProcess):
     """A role whose object lives in a Ray actor."""
 
-    def __init__(self, birth: Birth, options: ClusterOptions) -> None:
+    def __init__(self, request: LaunchRequest, options: ClusterOptions) -> None:
         """Request the actor; `start` waits for the object."""
-        super().__init__(birth, options)
+        super().__init__(request, options)
         self._num_frames = 0
         self._is_suspected = False
         self._is_reported = False
         self._end_text = ""
         self._hello: Hello | None = None
         self._is_here = False
-        self._actor = make_actor(birth, options, self._mark)
+        self._actor = make_actor(request, options, self._mark)
         self._actor.lives.remote().future().add_done_callback(self._has_died)
 
     @property
@@ -58,17 +58,17 @@ class RayIncarnation(RemoteIncarnation):
 
     @property
     def pid(self) -> int:
-        """See `Incarnation.pid`."""
+        """See `RoleProcess.pid`."""
         return 0 if self._hello is None else self._hello.pid
 
     async def _make(self, spec: RoleSpec) -> None:
         self._hello = await self._ask("", self._actor.hello.remote())
         self._is_here = self._hello.node == ray.get_runtime_context().get_node_id()
-        context = replace(self._birth.context, address=self._hello.address)
+        context = replace(self._request.context, address=self._hello.address)
         await self.call("", to_wire(Call([spec], "", (spec, context), {}).pack()))
 
     async def _say_late(self) -> str:
-        late = f"{self._spec} was not ready after {self._birth.deadline_s:g} s and was ended; "
+        late = f"{self._spec} was not ready after {self._request.deadline_s:g} s and was ended; "
         if self._hello is None:
             free = await asyncio.to_thread(say_free)
             return f"{late}Ray had no resources or no process for its actor: {free}."
@@ -193,9 +193,9 @@ class RayIncarnation(RemoteIncarnation):
             return f"Its output is on {hello.address}, which does not answer: {type(error).__name__}."
 
 
-def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
+def make_actor(request: LaunchRequest, options: ClusterOptions, mark: str) -> Any:
     """Request an actor from Ray, without waiting."""
-    spec, slot = birth.spec, birth.slot
+    spec, slot = request.spec, request.slot
     log = None if options.log_directory is None else str(log_path(options.log_directory.absolute(), spec))
     wanted: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
     if slot is not None:
@@ -211,7 +211,7 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
         max_task_retries=0,
         runtime_env={"env_vars": role_environment(spec, mark)},
         **wanted,
-    ).remote(str(spec), birth.context.incarnation, mark, log, current_umask())
+    ).remote(str(spec), request.context.incarnation, mark, log, current_umask())
 
 
 def store(packed: Packed) -> Any:

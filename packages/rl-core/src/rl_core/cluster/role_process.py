@@ -11,7 +11,7 @@ from rl_core.errors import RLError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class LaunchRequest:
     """The request to start one incarnation.
 
     Attributes:
@@ -27,7 +27,7 @@ class Birth:
     deadline_s: float
 
 
-class Incarnation(Protocol):
+class RoleProcess(Protocol):
     """One run of a role from start to end; a restart creates a new incarnation."""
 
     @property
@@ -104,7 +104,7 @@ class Launcher(Protocol):
         """
         ...
 
-    async def launch(self, birth: Birth) -> Incarnation:
+    async def launch(self, request: LaunchRequest) -> RoleProcess:
         """Start an incarnation and wait for its object; a failure leaves nothing behind.
 
         Raises:
