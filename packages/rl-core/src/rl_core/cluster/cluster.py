@@ -1,7 +1,6 @@
 """Starts roles in one kind of placement, and ends them together."""
 
 import asyncio
-from types import TracebackType
 
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.local import LocalLauncher
@@ -78,9 +77,7 @@ class Cluster:
     async def __aenter__(self) -> "Cluster":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _open(self, spec: RoleSpec, deadline_s: float) -> None:

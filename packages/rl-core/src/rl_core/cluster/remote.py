@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from rl_core.cluster.calls import Calls, describe_call
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
 from rl_core.cluster.processes.guard import MARK_VARIABLE
-from rl_core.cluster.processes.stack_dump import ask_then_dump
 from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
+from rl_core.cluster.stacks import NOT_ANSWERED
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 
 
@@ -79,8 +80,28 @@ class RemoteProcess(ABC):
         return self._calls.under_way
 
     async def stacks(self, deadline_s: float) -> str:
-        """See `RoleProcess.stacks`: a thread of the process answers, otherwise its signal handler."""
-        return await ask_then_dump(self._ask_stacks, self._dump, deadline_s)
+        """See `RoleProcess.stacks`: a thread of the process answers; after half of the time, its signal handler."""
+        half_s = deadline_s / 2
+        limit = asyncio.timeout(half_s)
+        try:
+            async with limit:
+                return await self._ask_stacks()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - half_s))
+        late = (
+            f"{NOT_ANSWERED} {since}, {half_s:.1f} s: C code holds its interpreter, it is stopped, or it gets no CPU "
+            "time. Its tasks are not known."
+        )
+        limit = asyncio.timeout(half_s)
+        try:
+            async with limit:
+                return f"{late}\n{await self._dump(0.8 * half_s)}"
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return f"{late}\nSending it a signal took longer than {half_s:.1f} s."
 
     async def call(self, method: str, parcel: Any) -> Any:
         """See `RoleProcess.call`."""

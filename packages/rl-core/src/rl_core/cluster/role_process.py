@@ -76,17 +76,14 @@ class Launcher(Protocol):
 
     Attributes:
         place: Name for error messages, such as "this machine".
+        pools: The pools of this kind of placement.
         settle_s: Maximum wait, after a rank raises, for the death that caused it: peers of a killed rank raise at once,
             and its death is noticed later.
     """
 
     place: str
+    pools: PoolBook
     settle_s: float
-
-    @property
-    def pools(self) -> PoolBook:
-        """The pools of this kind of placement."""
-        ...
 
     async def open(self) -> None:
         """Prepare to start roles. Idempotent.

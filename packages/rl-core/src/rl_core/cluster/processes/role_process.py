@@ -66,8 +66,8 @@ class ChildProcess(RemoteProcess):
     async def _say_late(self) -> str:
         await self.kill("was ended because its start failed")  # makes its last lines available
         return (
-            f"{self._spec} was not ready {self._request.deadline_s:g} s after its process (pid {self.pid}) started, and "
-            f"was ended; {self._spec.factory} was still running. Raise the deadline. " + quote(self._output.tail())
+            f"{self._spec} was not ready {self._request.deadline_s:g} s after its process (pid {self.pid}) started, "
+            f"and was ended; {self._spec.factory} was still running. Raise the deadline. " + quote(self._output.tail())
         )
 
     async def _ask_stacks(self) -> str:

@@ -21,7 +21,7 @@ from rl_core.cluster.processes.output import log_path, quote
 from rl_core.cluster.processes.packing import Packed
 from rl_core.cluster.processes.stack_dump import dump_of
 from rl_core.cluster.ray.actor import QUESTIONS, Hello, RoleActor, is_seen_here, read_printed, to_wire
-from rl_core.cluster.ray.pools import free_pools_of, ray_nodes, say_free
+from rl_core.cluster.ray.pools import RayReserver, free_pools_of, ray_nodes
 from rl_core.cluster.remote import RemoteProcess, role_environment
 from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
@@ -70,7 +70,7 @@ class ActorProcess(RemoteProcess):
     async def _say_late(self) -> str:
         late = f"{self._spec} was not ready after {self._request.deadline_s:g} s and was ended; "
         if self._hello is None:
-            free = await asyncio.to_thread(say_free)
+            free = await asyncio.to_thread(RayReserver().describe_free)
             return f"{late}Ray had no resources or no process for its actor: {free}."
         output = await asyncio.to_thread(self._output)
         return (

@@ -13,10 +13,9 @@ from typing import Any
 
 from rl_core.cluster.calls import Call
 from rl_core.cluster.options import ClusterOptions
-from rl_core.cluster.pools import PoolBook
 from rl_core.cluster.processes.guard import Family, descendants, start_guard
 from rl_core.cluster.ray.actor import to_wire
-from rl_core.cluster.ray.pools import RayReserver
+from rl_core.cluster.ray.pools import RAY_POOLS
 from rl_core.cluster.ray.role_process import ActorProcess, store
 from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.cluster.role_process import LaunchRequest, RoleProcess
@@ -29,6 +28,7 @@ SHARED_BYTES = 100_000
 class RayLauncher:
     """Starts actors; starts or joins Ray for the first one, and ends the Ray that it started."""
 
+    pools = RAY_POOLS
     settle_s = 3.0  # Ray detects a lost node after 1.5 to 3 s
 
     def __init__(self, options: ClusterOptions) -> None:
@@ -37,11 +37,6 @@ class RayLauncher:
         address = options.ray.address
         self.place = "Ray on this machine" if address is None else f"the Ray cluster at {address}"
         self._opening: Future[bool] | None = None
-
-    @property
-    def pools(self) -> PoolBook:
-        """See `Launcher.pools`."""
-        return RAY_POOLS
 
     async def open(self) -> None:
         """See `Launcher.open`."""
@@ -156,6 +151,4 @@ def _leave_late(opening: "Future[bool]") -> None:
         SESSION.leave()
 
 
-RAY_POOLS = PoolBook(RayReserver())
-"""The Ray pools of this process; clusters that name the same pool share it."""
 SESSION = RaySession()
