@@ -1,13 +1,11 @@
 """Queues on disk: reopening them unchanged, and directories that cannot be opened."""
 
-import json
 import os
 import random
 import sqlite3
 import subprocess
 import sys
 
-import msgspec
 import pytest
 from queue_directory import LARGE, LATE, REFERENCE, TRAIN, crashed, entries, open_queues, put, ready, uids_of
 
@@ -16,7 +14,6 @@ from rl_core.data.records import Prompt
 from rl_core.errors import DataError, JournalError, OutdatedLeaseError
 from rl_core.queue.core import QueueCore
 from rl_core.queue.journal.database import DATABASE, SEGMENTS, SqliteJournal
-from rl_core.queue.journal.inspection import inspect_journal
 from rl_core.queue.messages import Done, Finish, Refused, as_retry
 from rl_core.testing import FakeClock, make_prompt, make_prompts, ragged_like
 
@@ -227,9 +224,9 @@ def test_a_queue_that_is_closed_twice_closes_no_file_of_others(tmp_path, opened)
 def test_another_format_is_refused(tmp_path, opened):
     opened(tmp_path).close()
     with sqlite3.connect(tmp_path / DATABASE) as connection:
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"4",))
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"2",))
     connection.close()
-    with pytest.raises(JournalError, match=r"has format 4; expected one of \(1, 2, 3\)"):
+    with pytest.raises(JournalError, match="has format 2; expected 3"):
         opened(tmp_path)
 
 
@@ -367,65 +364,3 @@ def test_a_finish_that_was_lost_on_its_way_is_done_when_it_is_repeated(tmp_path,
     queue = ready(opened(tmp_path / "q"), num_prompts=1)
     assert isinstance(queue._send(as_retry(Finish("train", ["p0"], -5)), deadline_s=1.0), Done)
     assert queue.ledger()[0].state == "done"
-
-
-# -- journals of older formats
-
-
-def as_format(directory, version, partition):
-    """Rewrite a journal in format 1, or in format 2 with a partition per record; return the number of groups."""
-    key = {} if partition is None else {"partition": partition}
-    with sqlite3.connect(directory / DATABASE) as connection:
-        records = connection.execute("SELECT number, record FROM groups").fetchall()
-        for number, record in records:
-            old = json.dumps(json.loads(record) | key).encode()
-            connection.execute("UPDATE groups SET record = ? WHERE number = ?", (old, number))
-        ((tasks,),) = connection.execute("SELECT value FROM meta WHERE key = 'tasks'").fetchall()
-        old_tasks = json.dumps([task | key for task in json.loads(tasks)]).encode()
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'tasks'", (old_tasks,))
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (str(version).encode(),))
-    connection.close()
-    return len(records)
-
-
-@pytest.mark.parametrize(("version", "partition"), [(1, None), (2, "train")])
-def test_a_journal_of_an_older_format_is_resumed(tmp_path, opened, version, partition):
-    queue = ready(opened(tmp_path, REFERENCE, LATE), num_prompts=3, large=True)
-    lease = queue.lease("reference", groups=2, deadline_s=0)
-    queue.ack(lease, {"reference_logprobs": ragged_like(lease.batch, "reference_logprobs", [-1.0, -2.0])})
-    before = entries(queue)
-    queue.close()
-    assert as_format(tmp_path, version, partition) == 3
-    report = inspect_journal(tmp_path)
-    assert (report["format_version"], report["states"]) == (version, {"settled": 3})
-    queue = opened(tmp_path, REFERENCE, LATE)
-    assert entries(queue) == before
-    assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p1"]
-    assert inspect_journal(tmp_path)["format_version"] == 3
-
-
-def test_a_journal_with_partitions_is_refused(tmp_path, opened):
-    ready(opened(tmp_path), num_prompts=1).close()
-    as_format(tmp_path, 2, "eval")
-    message = r"must be a queue without partitions; found tasks of partitions \['eval'\]\. Finish its prompts"
-    with pytest.raises(JournalError, match=message):
-        opened(tmp_path)
-    with pytest.raises(JournalError, match=message):
-        inspect_journal(tmp_path)
-
-
-def test_a_journal_that_knew_partial_groups_is_resumed(tmp_path, opened):
-    queue = ready(opened(tmp_path), num_prompts=2)
-    before = entries(queue)
-    queue.close()
-    with sqlite3.connect(tmp_path / DATABASE) as connection:  # add the former `partial_after_s`
-        meta = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
-        meta["tasks"][0]["partial_after_s"] = 60.0
-        meta["counts"]["counts"]["sessions_left_out"] = 1
-        for key in ("tasks", "counts"):
-            connection.execute("UPDATE meta SET value = ? WHERE key = ?", (json.dumps(meta[key]).encode(), key))
-    connection.close()
-    assert msgspec.convert(inspect_journal(tmp_path)["tasks"], list[type(TRAIN)]) == [TRAIN]
-    queue = opened(tmp_path)
-    assert entries(queue) == before
-    assert "sessions_left_out" not in queue.stats()

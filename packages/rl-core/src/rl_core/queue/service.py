@@ -223,7 +223,6 @@ class QueueService:
                     )
                 self._note(f"drop of prompt {request.prompt_uid!r}")
             case Extend():
-                _check_lease_s(request.lease_s)
                 value = now + request.lease_s
                 core.extend(core.current(request.lease_id, request.task), expires_at=value)
                 self._note(f"lease {request.lease_id} extended")
@@ -290,14 +289,11 @@ class QueueService:
 
     def _check(self, request: LeaseRequest | Reserve | Put) -> None:
         core = self.core
-        if not request.deadline_s >= 0:  # also refuses NaN
-            raise DataError(f"deadline_s must be at least 0; found {request.deadline_s}.")
         if isinstance(request, LeaseRequest):
             core.groups.task_of(request)
             if request.groups < 1:
                 raise DataError(f"a lease must request at least 1 group; found {request.groups}.")
             check_once(request.prompts)
-            _check_lease_s(request.lease_s)
         elif isinstance(request, Reserve) and not 0 <= request.segment_bytes <= LARGEST_SEGMENT:
             raise DataError(f"a segment must have at most {LARGEST_SEGMENT} bytes; found {request.segment_bytes}.")
 
@@ -475,11 +471,6 @@ class QueueService:
             self._written_version = self.core.policy_version
         self._answers = [(answer, refusal(error)) for answer, _ in self._answers]
         self._note(f"the journal could not be written: {error}")
-
-
-def _check_lease_s(lease_s: float) -> None:
-    if not 0 < lease_s < float("inf"):
-        raise DataError(f"lease_s must be positive and finite, in seconds; found {lease_s}.")
 
 
 def refusal(error: RLError) -> Refused:
