@@ -364,3 +364,20 @@ def test_a_finish_that_was_lost_on_its_way_is_done_when_it_is_repeated(tmp_path,
     queue = ready(opened(tmp_path / "q"), num_prompts=1)
     assert isinstance(queue._send(as_retry(Finish("train", ["p0"], -5)), deadline_s=1.0), Done)
     assert queue.ledger()[0].state == "done"
+
+
+def test_a_journal_that_knew_partial_groups_is_resumed(tmp_path, opened):
+    queue = ready(opened(tmp_path), num_prompts=2)
+    before = entries(queue)
+    queue.close()
+    with sqlite3.connect(tmp_path / DATABASE) as connection:  # add the former `partial_after_s`
+        meta = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
+        meta["tasks"][0]["partial_after_s"] = 60.0
+        meta["counts"]["counts"]["sessions_left_out"] = 1
+        for key in ("tasks", "counts"):
+            connection.execute("UPDATE meta SET value = ? WHERE key = ?", (json.dumps(meta[key]).encode(), key))
+    connection.close()
+    assert msgspec.convert(inspect_journal(tmp_path)["tasks"], list[type(TRAIN)]) == [TRAIN]
+    queue = opened(tmp_path)
+    assert entries(queue) == before
+    assert "sessions_left_out" not in queue.stats()
