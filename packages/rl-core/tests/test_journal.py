@@ -1,11 +1,13 @@
 """Queues on disk: reopening them unchanged, and directories that cannot be opened."""
 
+import json
 import os
 import random
 import sqlite3
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from queue_directory import LARGE, LATE, REFERENCE, TRAIN, crashed, entries, open_queues, put, ready, uids_of
 
@@ -14,6 +16,7 @@ from rl_core.data.records import Prompt
 from rl_core.errors import DataError, JournalError, OutdatedLeaseError
 from rl_core.queue.core import QueueCore
 from rl_core.queue.journal.database import DATABASE, SEGMENTS, SqliteJournal
+from rl_core.queue.journal.inspection import inspect_journal
 from rl_core.queue.messages import Done, Finish, Refused, as_retry
 from rl_core.testing import FakeClock, make_prompt, make_prompts, ragged_like
 
