@@ -184,9 +184,9 @@ class NameChecks(QueueChecks):
         for call in (lease, queue.finish):
             with refuses(DataError, "'p1'", "more than once"):
                 call("train", ["p1", "p0", "p1"])
-            with refuses(DataError, "list of uids", "'p0'"):
+            with refuses(ValueError, "must be a sequence, each a string", "'p0'"):
                 call("train", "p0")
-            with refuses(DataError, "list of uids"):
+            with refuses(ValueError, "must be a sequence, each a string"):
                 call("train", make_prompts(1))  # type: ignore[arg-type]
             for task in ("tarin", "generate"):
                 with refuses(DataError, f"'{task}'"):

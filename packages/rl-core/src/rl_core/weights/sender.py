@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,8 @@ MAX_WORKERS = 4096
 LOOK_S = 0.05
 """Interval of checks that an engine is still alive while its workers are missing."""
 DEFAULT_BUCKET_BYTES = 256 * 2**20
+Packed = tuple[int, Callable[[], Iterable[torch.Tensor]]]
+"""A policy version, and a function that returns its tensors."""
 
 
 @settings_record
@@ -95,7 +97,7 @@ class WeightSender:
             )
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
         self._engines: dict[str, _Engine] = {}
-        self._packed: tuple[int, Iterable[torch.Tensor]] | None = None
+        self._packed: Packed | None = None
         self._num_receivers = options.num_receivers
         self._num_sending = 0
         self._serving: dict[threading.Thread, socket.socket] = {}
@@ -111,14 +113,14 @@ class WeightSender:
             deadline_s=options.deadline_s,
         )
 
-    def offer(self, version: int, tensors: Iterable[torch.Tensor]) -> None:
+    def offer(self, version: int, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Send these tensors on request from now on.
 
         Engines that are still receiving the previous version have until the deadline to finish.
 
         Args:
             version: Policy version.
-            tensors: Iterated again for each engine, in its thread; must not change until withdrawn.
+            tensors: Returns the tensors for each engine, in its thread; they must not change until withdrawn.
 
         Raises:
             NotReadyError: The sender is closed.
@@ -149,7 +151,7 @@ class WeightSender:
             hang_up(connection)
             thread.join()
 
-    def _replace(self, packed: tuple[int, Iterable[torch.Tensor]] | None) -> None:
+    def _replace(self, packed: Packed | None) -> None:
         with self._changed:
             self._packed = None  # no new transfer begins
             if not self._changed.wait_for(lambda: not self._num_sending, self.meeting.deadline_s):
@@ -226,7 +228,7 @@ class WeightSender:
                 return  # another sender refused
             if engine.group is None:
                 engine.group = self._meet(name, engine)
-            engine.group.send(packed[1])
+            engine.group.send(packed[1]())
         finally:
             with self._changed:
                 self._num_sending -= 1
@@ -267,7 +269,7 @@ def _number(hello: Mapping[str, Any], name: str, *, most: int) -> int:
     return found
 
 
-def _refusal(request: Mapping[str, Any], packed: tuple[int, Iterable[torch.Tensor]] | None) -> str | None:
+def _refusal(request: Mapping[str, Any], packed: Packed | None) -> str | None:
     version = request.get("version")
     if packed is not None and packed[0] == version:
         return None
