@@ -61,9 +61,7 @@ def test_a_lease_that_runs_out_in_real_time_wakes_its_waiter():
 
 @pytest.mark.parametrize("capacity_rows", [0, -1])
 def test_a_queue_needs_room_for_a_row(capacity_rows):
-    with pytest.raises(
-        SettingsError, match=rf"capacity_rows .* at least 1 or None; found {capacity_rows}"
-    ):
+    with pytest.raises(SettingsError, match=rf"capacity_rows .* at least 1 or None; found {capacity_rows}"):
         InProcessQueue([TRAIN], options=QueueOptions(capacity_rows=capacity_rows))
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from rl_core.data.records import Json
 from rl_core.errors import DataError, RLError
-from rl_core.files.bounded_json import preview
-from rl_core.files.plain_files import open_plain
-from rl_core.files.user_caches import cache_folder
+from rl_core.files.locked_folders import cache_folder
+from rl_core.files.plain_files import open_plain, preview
 from rl_core.record_fields import converts_arguments
 
 MEMORY_BYTES = 1 << 31

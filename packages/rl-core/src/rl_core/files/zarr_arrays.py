@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from rl_core.data.records import Json
 from rl_core.errors import BrokenEntryError, MissingExtraError
-from rl_core.files.bounded_json import load_json, preview
-from rl_core.files.checksums import checksum
+from rl_core.files.durable import checksum
+from rl_core.files.plain_files import load_json, preview
 
 Parts = tuple[bytes | memoryview, ...]
 """Contents of a file as parts to write in order."""

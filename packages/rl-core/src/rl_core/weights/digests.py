@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 import numpy as np
 
 from rl_core.data.records import FloatArray
-from rl_core.files.checksums import checksum
+from rl_core.files.durable import checksum
 from rl_core.record_fields import record
 from rl_core.weights.word_sums import word_sums
 

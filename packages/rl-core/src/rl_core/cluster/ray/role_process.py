@@ -26,7 +26,7 @@ from rl_core.cluster.remote import RemoteProcess, role_environment
 from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.errors import RoleError
-from rl_core.files.file_modes import current_umask
+from rl_core.files.durable import current_umask
 
 MAX_WAITING = 100_000
 """Maximum number of concurrent calls in an actor."""

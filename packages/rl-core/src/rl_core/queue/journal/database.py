@@ -19,7 +19,7 @@ import msgspec
 
 from rl_core.data.records import Prompt
 from rl_core.errors import JournalError, RLError, SegmentError
-from rl_core.files.lock_files import open_lock_file
+from rl_core.files.locked_folders import open_lock_file
 from rl_core.queue.capacity import SegmentStore
 from rl_core.queue.core import QueueCore
 from rl_core.queue.group import QueuedGroup
