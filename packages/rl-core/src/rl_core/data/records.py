@@ -127,8 +127,5 @@ def are_equal_rewards(lowest: Any, highest: Any) -> Any:
         A bool, or an array or tensor of bool in the arguments' shape.
     """
     difference = highest - lowest
-    return (
-        (lowest == highest)
-        | (difference <= REWARD_NOISE)
-        | (difference <= REWARD_NOISE / 2 * (abs(lowest) + abs(highest)))
-    )
+    is_noise = difference <= REWARD_NOISE
+    return (lowest == highest) | is_noise | (difference <= REWARD_NOISE / 2 * (abs(lowest) + abs(highest)))
