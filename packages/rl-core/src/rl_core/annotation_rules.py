@@ -148,11 +148,11 @@ def _only(fits: Callable[[Any], bool]) -> Fit:
     return fit
 
 
+BOUND_WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""A bound of a number in words, by the name of its limit in annotated_types and in pydantic's errors."""
+
 BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "gt": ("above", operator.gt),
-    "ge": ("of at least", operator.ge),
-    "lt": ("below", operator.lt),
-    "le": ("at most", operator.le),
+    **{name: (words, getattr(operator, name)) for name, words in BOUND_WORDS.items()},
     "min_length": ("of length at least", lambda value, limit: len(value) >= limit),
     "max_length": ("of length at most", lambda value, limit: len(value) <= limit),
 }
@@ -170,7 +170,7 @@ def _bounded(rule: Rule | None, marks: Iterable[Any]) -> Rule | None:
         for name, limit in limits
         if abs(limit) != math.inf
     )
-    words = f"of {words}" if words.startswith("at most") else words
+    words = f"of {words}" if words.startswith("at ") else words
     expected = "a finite number" if ("lt", math.inf) in limits else rule.expected
     expected += f"{' ' if rule.exact else ', '}{words}" if words else ""
 

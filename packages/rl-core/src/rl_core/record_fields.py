@@ -23,11 +23,12 @@ from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from rl_core.annotation_rules import Axes, Rule, known_rules
+from rl_core.annotation_rules import BOUND_WORDS, Axes, Rule, known_rules
 from rl_core.errors import DataError, SettingsError, ShapeError
 from rl_core.secret_settings import redact_option
 
 __all__ = [
+    "BOUND_WORDS",
     "Axes",
     "FiniteFloat",
     "NonNegativeFloat",
