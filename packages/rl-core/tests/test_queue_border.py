@@ -139,7 +139,7 @@ def test_full_stays_full_while_a_task_could_take_what_is_ready():
     queue.close()
 
 
-@pytest.mark.parametrize("body", [b"\x92\xa3Ask\xa2\xff\xfe", b"\x91" * 100_000 + b"\x01"])
+@pytest.mark.parametrize("body", [b"\x92\xaaStateQuery\xa2\xff\xfe", b"\x91" * 100_000 + b"\x01"])
 def test_frames_that_cannot_be_read_leave_the_server_alone(body):
     queue = SharedMemoryQueue([TRAIN])
     stream, _ = queue._open(1e12)

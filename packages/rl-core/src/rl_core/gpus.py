@@ -14,6 +14,8 @@ from typing import Any
 from rl_core.errors import RLError
 from rl_core.record_fields import record
 
+__all__ = ["GpuUse", "gpu_use_of", "own_gpu_use"]
+
 BYTES_PER_GIB = 2**30
 SAMPLE_S = 1.0
 """Seconds between two samples of the utilization."""

@@ -87,21 +87,8 @@ def load_factory(path: str) -> Any:
     return found
 
 
-async def make_object(factory_path: str, kwargs: Mapping[str, Any], context: RoleContext) -> Any:
-    """Make a role's object with its factory, which may use the context.
-
-    Raises:
-        SettingsError: The factory does not exist.
-        Exception: Whatever the factory raised.
-    """
-    factory = load_factory(factory_path)
-    if "context" not in kwargs and _takes_context(factory):
-        kwargs = {**kwargs, "context": context}
-    made = factory(**kwargs)
-    return await made if inspect.isawaitable(made) else made
-
-
-def _takes_context(factory: Any) -> bool:
+def takes_context(factory: Any) -> bool:
+    """Return True if a factory has a parameter for the role's context."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):  # a class written in C

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from annotated_types import Ge
@@ -36,8 +36,6 @@ from rl_core.queue.journal.database import Recovery
 from rl_core.queue.messages import (
     GENERATE,
     Ack,
-    Ask,
-    Done,
     Drop,
     Extend,
     Fail,
@@ -54,6 +52,7 @@ from rl_core.queue.messages import (
     Reserve,
     Reserved,
     SetPolicyVersion,
+    StateQuery,
 )
 from rl_core.queue.payload import Payload
 from rl_core.queue.prompts import decode_prompt, encode_prompt
@@ -246,8 +245,7 @@ class TransferQueue(ABC):
     def extend(self, lease: AnyLease, *, lease_s: PositiveFloat) -> AnyLease:
         """Extend a lease to `lease_s` seconds from now."""
         task = lease.task if isinstance(lease, Lease) else GENERATE
-        done = self._expect(self._call(Extend(lease.lease_id, task, lease_s)), Done)
-        return replace(lease, expires_at=done.value)
+        return replace(lease, expires_at=self._call(Extend(lease.lease_id, task, lease_s)).value)
 
     def ack(self, lease: Lease, given: Mapping[str, Column] | None = None) -> None:
         """Finish a lease and add columns aligned with `lease.batch`, of any dtype that converts without loss.
@@ -343,13 +341,13 @@ class TransferQueue(ABC):
     def _unpack(self, prompt: Any) -> Prompt:
         return prompt if isinstance(prompt, Prompt) else decode_prompt(prompt)
 
-    def _ask(self, what: str) -> Any:
-        return self._expect(self._call(Ask(what)), Done).value
+    def _ask(self, what: Literal["stats", "ledger", "unsettled", "recovery", "forget_finished"]) -> Any:
+        return self._call(StateQuery(what)).value
 
     @contextlib.contextmanager
     def _leasing(self, request: LeaseRequest) -> Iterator[Leased]:
         """Lease groups or prompts for a `with` block, which releases them if it raises: no other client knows them."""
-        reply = self._expect(self._call(request, deadline_s=request.deadline_s), Leased)
+        reply: Leased = self._call(request, deadline_s=request.deadline_s)
         try:
             yield reply
         except BaseException:
@@ -375,7 +373,7 @@ class TransferQueue(ABC):
         if not self._reserves:
             return self._payload.write(prepared, None), 0
         request = msgspec.structs.replace(reserve, segment_bytes=prepared.size_bytes)
-        reserved = self._expect(self._call(request, deadline_s=reserve.deadline_s), Reserved)
+        reserved: Reserved = self._call(request, deadline_s=reserve.deadline_s)
         return self._payload.write(prepared, reserved.place), reserved.reservation
 
     def _fetch(self, leased: Leased) -> Batch | None:
@@ -405,18 +403,14 @@ class TransferQueue(ABC):
             return [read(item) for item in places.items()]
         return list(_readers().map(read, places.items()))
 
-    def _call(self, request: Request, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Reply:
+    def _call(self, request: Request, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Any:
+        """Return the reply to a request, or raise the error with which it was refused."""
         reply = self._send(request, deadline_s=deadline_s)
         if isinstance(reply, Refused):
             if reply.kind == "NotReadyError" and reply.text.startswith("reservation"):
                 raise _ReservationLostError(reply.text)
             kind = getattr(errors, reply.kind, errors.RLError)
             raise kind(reply.text)
-        return reply
-
-    def _expect(self, reply: Reply, kind: type[Any]) -> Any:
-        if not isinstance(reply, kind):
-            raise errors.RoleError(f"the queue's server answered {type(reply).__name__} instead of {kind.__name__}.")
         return reply
 
 

@@ -67,10 +67,13 @@ def pick_named(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropSta
     """Return the named groups in the given order; None while one of them is not ready.
 
     Raises:
-        DataError: A group can never become ready, or was dropped as too stale.
+        DataError: A group can never become ready, was acked by the task, or was dropped as too stale.
     """
     task = groups.tasks[request.task]
-    named = [unacked_group(groups, task, uid) for uid in request.prompts]
+    named = [groups.find_open(uid) for uid in request.prompts]
+    acked = next((group.uid for group in named if task.name in group.acked), None)
+    if acked is not None:
+        raise DataError(f"prompt {acked!r} was already acked by task {task.name!r}; a task acks each prompt once.")
     stale = [group.uid for group in named if task.is_ready(group) and drop_stale(group)]
     if stale:
         raise DataError(
@@ -108,18 +111,6 @@ def finished_groups(groups: GroupIndex, finish: Finish) -> list[QueuedGroup]:
             "released."
         )
     return named
-
-
-def unacked_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup:
-    """Return a group that a task has not acked yet.
-
-    Raises:
-        DataError: The task has acked it, or the group is unknown, done or dropped.
-    """
-    group = groups.find_open(uid)
-    if task.name in group.acked:
-        raise DataError(f"prompt {uid!r} was already acked by task {task.name!r}; a task acks each prompt once.")
-    return group
 
 
 def check_once(uids: Sequence[str]) -> None:

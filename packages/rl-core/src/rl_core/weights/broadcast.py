@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
 from rl_core.weights.digests import digest_tensors
 from rl_core.weights.offers import HeldRectangle, RankOffer, RankSender, join_offers
@@ -22,7 +20,7 @@ from rl_core.weights.receiving import (
     receive_plan,
 )
 from rl_core.weights.sender import SenderOptions, WeightSender
-from rl_core.weights.update import AdapterUpdate, Rectangle, WeightSource, WeightUpdate
+from rl_core.weights.update import AdapterUpdate, NamedTensors, Rectangle, WeightSource, WeightUpdate
 
 __all__ = [
     "BroadcastGroup",
@@ -62,12 +60,7 @@ class BroadcastTransport(WeightSender):
         super().__init__(replace(options or SenderOptions(), **others))
 
     def pack(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`; engines still loading the last update have until the deadline to finish."""
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
@@ -91,12 +84,7 @@ class DirectTransport:
         self._whole: BroadcastTransport | None = None
 
     def pack(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`."""
         if self._whole is None:

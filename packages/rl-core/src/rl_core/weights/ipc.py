@@ -18,7 +18,7 @@ from rl_core.errors import EngineError, NotReadyError, SettingsError, TransferEr
 from rl_core.files import locked_folder, require_plain
 from rl_core.weights.digests import TensorDigest, digest_tensors, to_host
 from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY
-from rl_core.weights.update import AdapterUpdate, SharedBucket, SharedBuckets, WeightUpdate
+from rl_core.weights.update import AdapterUpdate, NamedTensors, SharedBucket, SharedBuckets, WeightUpdate
 
 __all__ = ["HostMemory", "IpcTransport", "opened"]
 
@@ -140,12 +140,7 @@ class IpcTransport:
         self._is_closed = False
 
     def pack(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`.
 

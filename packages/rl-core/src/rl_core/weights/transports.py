@@ -12,7 +12,7 @@ from rl_core.errors import DiskError, NotReadyError
 from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
 from rl_core.record_fields import converts_arguments
 from rl_core.weights.digests import digest_tensors
-from rl_core.weights.update import AdapterUpdate, WeightUpdate
+from rl_core.weights.update import AdapterUpdate, NamedTensors, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +25,7 @@ class TensorTransport:
     """Passes tensors within one process without a copy."""
 
     def pack(
-        self,
-        tensors: Mapping[str, "torch.Tensor"],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`; an adapter's slot is always proved by crc32c."""
         digests = digest_tensors(tensors, kind=None if adapter is None else "crc32c")
@@ -62,12 +57,7 @@ class SharedFileTransport:
         self._close = weakref.finalize(self, stack.close)
 
     def pack(
-        self,
-        tensors: Mapping[str, "torch.Tensor"],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`."""
         if not self._folder.is_dir():

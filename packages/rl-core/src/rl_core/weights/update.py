@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 FINGERPRINT_BYTES = 16
+NamedTensors = Mapping[str, "torch.Tensor"]
+"""Tensors by Hugging Face name."""
 
 
 @record
@@ -152,7 +154,7 @@ class WeightUpdate:
 
     version: int
     digests: Mapping[str, TensorDigest]
-    tensors: Mapping[str, "torch.Tensor"] | None = None
+    tensors: NamedTensors | None = None
     file: Path | None = None
     sources: Sequence[WeightSource] = ()
     shared: SharedBuckets | None = None
@@ -284,12 +286,7 @@ class WeightTransport(Protocol):
     """Moves tensors from the learner to engines."""
 
     def pack(
-        self,
-        tensors: Mapping[str, "torch.Tensor"],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """Prepare tensors for engines; valid until the next `pack` or `close`."""
         ...

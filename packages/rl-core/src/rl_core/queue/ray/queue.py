@@ -69,8 +69,9 @@ class RayQueue(TransferQueue):
         self._is_owner = True
         self._join(actor.options(scheduling_strategy=here).remote(list(tasks), options, clock))
 
+    server_pid: int
+    """Process id of the server."""
     _is_closed: bool
-    _pid: int
 
     @classmethod
     def _of(cls, server: Any) -> "RayQueue":
@@ -82,11 +83,6 @@ class RayQueue(TransferQueue):
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         """Pickle as a connection to the same queue."""
         return RayQueue._of, (self._server,)
-
-    @property
-    def server_pid(self) -> int:
-        """Process id of the server."""
-        return self._pid
 
     def close(self) -> None:
         """Leave the queue; it ends when its owner closes it."""
@@ -107,7 +103,7 @@ class RayQueue(TransferQueue):
         self._is_closed = False
         self._client = f"pid {os.getpid()} {uuid.uuid4().hex[:8]}"
         try:
-            encoded, folder, is_bounded, self._pid = ray.get(server.hello.remote(), timeout=START_DEADLINE_S)
+            encoded, folder, is_bounded, self.server_pid = ray.get(server.hello.remote(), timeout=START_DEADLINE_S)
         except ray.exceptions.RayError as error:
             raise _start_error(error) from error
         self._has_journal = folder is not None
@@ -146,8 +142,8 @@ class RayQueue(TransferQueue):
             raise NotReadyError("the transfer queue is closed.") from error
         if not self._has_journal:
             raise RoleError(
-                f"the queue's server (pid {self._pid}) and its state are gone: the queue has no journal, or its owner "
-                f"closed it. Set QueueOptions.directory to survive crashes. Ray says: {error}"
+                f"the queue's server (pid {self.server_pid}) and its state are gone: the queue has no journal, or its "
+                f"owner closed it. Set QueueOptions.directory to survive crashes. Ray says: {error}"
             ) from error
         if time.monotonic() > ends_at:
             raise DeadlineError(f"the queue's server ended and was not restarted: {error}") from error
@@ -167,9 +163,7 @@ class RayRows:
         self._storage_node = ""
         self._scratches = Scratches()
 
-    def prepare(self, batch: Batch) -> Prepared:
-        """Plan a segment, which is inlined in its message if small."""
-        return prepare_segment(batch)
+    prepare = staticmethod(prepare_segment)
 
     def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - clients choose the place
         """Send a segment to this node's storage."""

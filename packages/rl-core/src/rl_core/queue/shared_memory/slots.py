@@ -142,9 +142,7 @@ class SlotRows:
         self._looked_at: weakref.WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def prepare(self, batch: Batch) -> Prepared:
-        """Plan a segment, which is inlined in its message if small."""
-        return prepare_segment(batch)
+    prepare = staticmethod(prepare_segment)
 
     def write(self, prepared: Prepared, place: Any) -> Any:
         """Write a segment into a slot."""
