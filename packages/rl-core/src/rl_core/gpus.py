@@ -89,7 +89,7 @@ def driver() -> Any:
 
 
 @dataclass(slots=True)
-class _Window:
+class _OpenUse:
     """What one owner has not taken yet."""
 
     allocated: int = 0
@@ -105,19 +105,19 @@ class GpuMeter:
         """Store the GPU. `watch` samples its utilization in a thread."""
         self._gpu = gpu
         self._lock = threading.Lock()
-        self._windows: dict[str, _Window] = {}
+        self._windows: dict[str, _OpenUse] = {}
 
     def take(self, owner: str) -> GpuUse:
         """Return the use since this owner's last call; its first call counts from the start of the process."""
         with self._lock:
-            window = self._windows.setdefault(owner, _Window())
+            window = self._windows.setdefault(owner, _OpenUse())
             allocated, reserved = self._gpu.take_peaks()
             for open_window in self._windows.values():
                 open_window.allocated = max(open_window.allocated, allocated)
                 open_window.reserved = max(open_window.reserved, reserved)
             if not window.num_samples:
                 self._sample()
-            self._windows[owner] = _Window()
+            self._windows[owner] = _OpenUse()
         return GpuUse(
             max_memory_allocated_gb=window.allocated / BYTES_PER_GIB,
             max_memory_reserved_gb=window.reserved / BYTES_PER_GIB,

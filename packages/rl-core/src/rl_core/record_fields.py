@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from rl_core.annotation_rules import BOUND_WORDS, Axes, Rule, known_rules
+from rl_core.annotation_rules import BOUND_WORDS, Axes, ValueRule, known_rules
 from rl_core.errors import DataError, SettingsError, ShapeError
 from rl_core.secret_settings import redact_option
 
@@ -101,7 +101,7 @@ def converts_arguments(function: FunctionT) -> FunctionT:
     rules = cache(lambda: known_rules(function, names))
     who = function.__qualname__.split(".")[-2] if function.__name__ == "__init__" else function.__name__
 
-    def fitted(name: str, value: Any, rule: Rule | None) -> Any:
+    def fitted(name: str, value: Any, rule: ValueRule | None) -> Any:
         if rule is None or type(value) in rule.exact:
             return value
         return _fitted(name, value, rule, who=who, error=DataError if name in positions else SettingsError)
@@ -135,7 +135,7 @@ def fit_options(function: Callable[..., Any], options: Mapping[str, Any], *, own
     return fitting
 
 
-def _fitted(name: str, value: Any, rule: Rule, *, who: str, error: type[Exception]) -> Any:
+def _fitted(name: str, value: Any, rule: ValueRule, *, who: str, error: type[Exception]) -> Any:
     try:
         return rule.fit(value)
     except Exception as reason:
@@ -154,7 +154,7 @@ class _Rules:
         )
         self._arrays: Any = attrgetter(*(name for name, _ in self.arrays)) if len(self.arrays) > 1 else None
         self._are_alike = len({axes for _, axes in self.arrays}) == 1
-        self._to_look_at: dict[tuple[type, ...], list[tuple[int, str, Rule]]] = {}
+        self._to_look_at: dict[tuple[type, ...], list[tuple[int, str, ValueRule]]] = {}
 
     def changes(self, made: Any, error: type[Exception]) -> list[tuple[str, Any]]:
         """Return the fields whose converted value differs from the given one."""

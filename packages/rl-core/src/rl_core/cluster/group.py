@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_core.cluster.calls import Call
+from rl_core.cluster.calls import RoleCall
 from rl_core.cluster.pools import Slot
 from rl_core.cluster.role_process import Launcher
 from rl_core.cluster.role_spec import RoleSpec
@@ -115,7 +115,7 @@ class RoleGroup:
         Raises:
             Exception: See `Role.call`.
         """
-        parcel = self._launcher.pack(Call([role.spec for role in self._roles], method, args, kwargs))
+        parcel = self._launcher.pack(RoleCall([role.spec for role in self._roles], method, args, kwargs))
         return await self._together([role.send(method, parcel, deadline_s=deadline_s) for role in self._roles])
 
     async def call_each(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rl_core.cluster.calls import Call, describe_under_way
+from rl_core.cluster.calls import RoleCall, describe_under_way
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.pools import LOCAL_POOLS
@@ -146,7 +146,7 @@ class LocalLauncher:
     async def open(self) -> None:
         """See `Launcher.open`."""
 
-    def pack(self, call: Call) -> Any:
+    def pack(self, call: RoleCall) -> Any:
         """See `Launcher.pack`."""
         return (call.args, dict(call.kwargs)) if self._is_inline else call.pack()
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl_core.cluster.calls import Call
+from rl_core.cluster.calls import RoleCall
 from rl_core.cluster.pools import PoolBook, Slot
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
 from rl_core.errors import RLError
@@ -93,7 +93,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def pack(self, call: Call) -> Any:
+    def pack(self, call: RoleCall) -> Any:
         """Pack a call for sending to its roles.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.cluster.calls import Call, describe_call
+from rl_core.cluster.calls import RoleCall, describe_call
 from rl_core.cluster.messages import named
 from rl_core.cluster.pools import Slot
 from rl_core.cluster.role_process import Launcher, LaunchRequest, RoleProcess
@@ -36,7 +36,7 @@ class RestartedRole:
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method; see `Role.call`."""
-        return await self.current.call(method, self.launcher.pack(Call([self.spec], method, args, kwargs)))
+        return await self.current.call(method, self.launcher.pack(RoleCall([self.spec], method, args, kwargs)))
 
 
 class Role:
@@ -109,7 +109,7 @@ class Role:
             RoleError: An argument or the result cannot be pickled.
             Exception: Whatever the method raised, with the remote traceback as a note and attributes `role` and `rank`.
         """
-        parcel = self._launcher.pack(Call([self.spec], method, args, kwargs))
+        parcel = self._launcher.pack(RoleCall([self.spec], method, args, kwargs))
         return await self.send(method, parcel, deadline_s=deadline_s)
 
     async def send(self, method: str, parcel: Any, *, deadline_s: float | None) -> Any:

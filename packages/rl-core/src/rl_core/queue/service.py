@@ -45,7 +45,7 @@ LARGEST_SEGMENT = 1 << 40
 Answer = Callable[[Reply], None]
 
 
-class _Waiting(NamedTuple):
+class _WaitingRequest(NamedTuple):
     """A waiting request."""
 
     request: LeaseRequest | Reserve | Put
@@ -104,8 +104,8 @@ class QueueService:
             raise
         self._capacity = Capacity(store, reservation_s=reservation_s)
         self._is_pinning = is_pinning
-        self._leases: list[_Waiting] = []
-        self._puts: list[_Waiting] = []
+        self._leases: list[_WaitingRequest] = []
+        self._puts: list[_WaitingRequest] = []
         self._answers: list[tuple[Answer, Reply]] = []
         self._waited_s = {"put": 0.0, "lease": 0.0}
         self._event: tuple[str, float] = ("nothing yet", time.time())
@@ -309,10 +309,10 @@ class QueueService:
 
     def _wait(self, request: LeaseRequest | Reserve | Put, client: str, answer: Answer, blocked: Blocked) -> None:
         now = time.monotonic()
-        waiting = _Waiting(request, client, answer, now, now + request.deadline_s, self._turn, blocked)
+        waiting = _WaitingRequest(request, client, answer, now, now + request.deadline_s, self._turn, blocked)
         (self._leases if isinstance(request, LeaseRequest) else self._puts).append(waiting)
 
-    def _retry(self, queue: list[_Waiting], kind: str) -> bool:
+    def _retry(self, queue: list[_WaitingRequest], kind: str) -> bool:
         """Retry waiting requests, first come first served; return True if any was answered."""
         done, num_changes = [], self.core.num_changes
         for waiting in queue:
@@ -396,7 +396,7 @@ class QueueService:
                 )
                 self._answers.append((waiting.answer, refusal(DeadlineError(text))))
 
-    def _waited(self, kind: str, waiting: _Waiting) -> None:
+    def _waited(self, kind: str, waiting: _WaitingRequest) -> None:
         if waiting.turn < self._turn:
             self.num_waited += 1
             self._waited_s[kind] += time.monotonic() - waiting.since

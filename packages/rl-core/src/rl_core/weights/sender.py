@@ -19,7 +19,14 @@ import torch
 from rl_core.errors import NotReadyError, RLError, SettingsError, TransferError
 from rl_core.record_fields import settings_record
 from rl_core.weights.broadcast_group import SENDER, BroadcastGroup
-from rl_core.weights.secret_sockets import SECRET_BYTES, Listener, hang_up, is_readable, receive_message, send_message
+from rl_core.weights.secret_sockets import (
+    SECRET_BYTES,
+    SecretListener,
+    hang_up,
+    is_readable,
+    receive_message,
+    send_message,
+)
 from rl_core.weights.update import Broadcast
 
 log = logging.getLogger(__name__)
@@ -103,7 +110,7 @@ class WeightSender:
         self._serving: dict[threading.Thread, socket.socket] = {}
         self._changed = threading.Condition()
         self._is_closed = False
-        self._listener = Listener(options.host, secret, self._serve)
+        self._listener = SecretListener(options.host, secret, self._serve)
         self.meeting = Broadcast(
             backend=options.backend,
             host=options.host,

@@ -15,7 +15,7 @@ import traceback
 
 from rl_core.cluster.messages import RemoteError
 from rl_core.cluster.processes.frames import Numbered, receive_frame, send_frame
-from rl_core.cluster.processes.guard import Family, start_guard
+from rl_core.cluster.processes.guard import ProcessFamily, start_guard
 from rl_core.cluster.processes.output import log_header
 from rl_core.cluster.processes.packing import Packed, pack
 from rl_core.cluster.processes.stack_dump import register_dump
@@ -96,7 +96,7 @@ def main() -> None:
     if stat.S_ISREG(os.fstat(1).st_mode):
         sys.stderr.write(log_header(role, int(incarnation)))
     if sys.platform == "linux":
-        start_guard(Family(mark, os.getpid()), [os.getpid(), int(parent_pid)])
+        start_guard(ProcessFamily(mark, os.getpid()), [os.getpid(), int(parent_pid)])
     if os.getppid() != int(parent_pid):
         os._exit(1)
 

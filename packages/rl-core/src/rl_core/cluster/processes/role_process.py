@@ -18,10 +18,10 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from rl_core.cluster.calls import STACKS, Call
+from rl_core.cluster.calls import STACKS, RoleCall
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.processes.frames import QUESTION, Numbered, receive_frame, send_frame, socket_pair
-from rl_core.cluster.processes.guard import Family, end_family
+from rl_core.cluster.processes.guard import ProcessFamily, end_family
 from rl_core.cluster.processes.output import FileOutput, PrefixedOutput, quote
 from rl_core.cluster.processes.stack_dump import dump_of
 from rl_core.cluster.ray.session import LOOPBACK
@@ -61,7 +61,7 @@ class ChildProcess(RemoteProcess):
 
     async def _make(self, spec: RoleSpec) -> None:
         context = replace(self._request.context, address=LOOPBACK)
-        await self.call("", Call([spec], "", (spec, context), {}).pack())
+        await self.call("", RoleCall([spec], "", (spec, context), {}).pack())
 
     async def _say_late(self) -> str:
         await self.kill("was ended because its start failed")  # makes its last lines available
@@ -108,7 +108,7 @@ class ChildProcess(RemoteProcess):
         """Fail pending calls once the process ends, even if its children keep the socket open."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self._has_exited = True
-        end_family(Family(self._mark, self.pid))
+        end_family(ProcessFamily(self._mark, self.pid))
         with self._lock:
             self._is_reaped = True
             self._process.wait()

@@ -13,14 +13,14 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.calls import STACKS, Call
+from rl_core.cluster.calls import STACKS, RoleCall
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions
-from rl_core.cluster.processes.guard import Family, end_family, is_running
+from rl_core.cluster.processes.guard import ProcessFamily, end_family, is_running
 from rl_core.cluster.processes.output import log_path, quote
 from rl_core.cluster.processes.packing import Packed
 from rl_core.cluster.processes.stack_dump import dump_of
-from rl_core.cluster.ray.actor import QUESTIONS, Hello, RoleActor, is_seen_here, read_printed, to_wire
+from rl_core.cluster.ray.actor import QUESTIONS, ActorHello, RoleActor, is_seen_here, read_printed, to_wire
 from rl_core.cluster.ray.pools import RayReserver, free_pools_of, ray_nodes
 from rl_core.cluster.remote import RemoteProcess, role_environment
 from rl_core.cluster.role_process import LaunchRequest
@@ -46,7 +46,7 @@ class ActorProcess(RemoteProcess):
         self._is_suspected = False
         self._is_reported = False
         self._end_text = ""
-        self._hello: Hello | None = None
+        self._hello: ActorHello | None = None
         self._is_here = False
         self._actor = make_actor(request, options, self._mark)
         self._actor.lives.remote().future().add_done_callback(self._has_died)
@@ -65,7 +65,7 @@ class ActorProcess(RemoteProcess):
         self._hello = await self._ask("", self._actor.hello.remote())
         self._is_here = self._hello.node == ray.get_runtime_context().get_node_id()
         context = replace(self._request.context, address=self._hello.address)
-        await self.call("", to_wire(Call([spec], "", (spec, context), {}).pack()))
+        await self.call("", to_wire(RoleCall([spec], "", (spec, context), {}).pack()))
 
     async def _say_late(self) -> str:
         late = f"{self._spec} was not ready after {self._request.deadline_s:g} s and was ended; "
@@ -157,7 +157,7 @@ class ActorProcess(RemoteProcess):
         ends_at = time.monotonic() + GONE_S
         while is_running(self.pid) and time.monotonic() < ends_at:
             time.sleep(0.01)
-        end_family(Family(self._mark))
+        end_family(ProcessFamily(self._mark))
 
     def _has_died(self, lived: "Future[Any]") -> None:
         """Handle the death that Ray reports; runs in one of Ray's threads and must not block."""
@@ -219,7 +219,7 @@ def store(packed: Packed) -> Any:
     return ray.put(to_wire(packed))
 
 
-def read_there(hello: Hello, deadline_s: float) -> str:
+def read_there(hello: ActorHello, deadline_s: float) -> str:
     """Read an actor's last lines on its node.
 
     Raises:
@@ -230,7 +230,7 @@ def read_there(hello: Hello, deadline_s: float) -> str:
     return str(ray.get(reading, timeout=deadline_s))
 
 
-def dump_there(hello: Hello, mark: str, deadline_s: float) -> str:
+def dump_there(hello: ActorHello, mark: str, deadline_s: float) -> str:
     """Return an actor's stacks, dumped by a signal from its node, or the reason why they are missing."""
     there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
     remote: Any = ray.remote

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from rl_core.cluster.calls import Call
+from rl_core.cluster.calls import RoleCall
 from rl_core.cluster.options import ClusterOptions
-from rl_core.cluster.processes.guard import Family, descendants, start_guard
+from rl_core.cluster.processes.guard import ProcessFamily, descendants, start_guard
 from rl_core.cluster.ray.actor import to_wire
 from rl_core.cluster.ray.pools import RAY_POOLS
 from rl_core.cluster.ray.role_process import ActorProcess, store
@@ -46,7 +46,7 @@ class RayLauncher:
             threading.Thread(target=self._open, args=(self._opening,), name="start ray", daemon=True).start()
         await asyncio.wrap_future(self._opening)
 
-    def pack(self, call: Call) -> Any:
+    def pack(self, call: RoleCall) -> Any:
         """See `Launcher.pack`."""
         packed = call.pack()
         return store(packed) if len(call.specs) > 1 and packed.size_bytes > SHARED_BYTES else to_wire(packed)
@@ -142,7 +142,7 @@ def start_guarded_ray(options: RayOptions) -> int | None:
     start_ray(options)
     if options.address is not None or sys.platform != "linux":
         return None
-    return start_guard(Family(uuid.uuid4().hex, known=descendants(os.getpid()) - before), [os.getpid()])
+    return start_guard(ProcessFamily(uuid.uuid4().hex, known=descendants(os.getpid()) - before), [os.getpid()])
 
 
 def _leave_late(opening: "Future[bool]") -> None:

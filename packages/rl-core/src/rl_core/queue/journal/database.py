@@ -26,8 +26,8 @@ from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.records import (
     UNREADABLE,
-    Counts,
-    GroupRecord,
+    JournaledGroup,
+    QueueCounts,
     read_journal,
     read_meta,
 )
@@ -115,7 +115,7 @@ class SqliteJournal:
         Raises:
             JournalError: The disk is full or failed.
         """
-        counts = Counts(core.policy_version, dict(core.drops), dict(core.counts))
+        counts = QueueCounts(core.policy_version, dict(core.drops), dict(core.counts))
         with translated(self._directory), self._transaction() as cursor:
             # Forgotten uids may be issued again.
             cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])
@@ -187,7 +187,7 @@ class SqliteJournal:
 
     def _row(self, group: QueuedGroup) -> tuple[int, str, str, bytes, bytes]:
         prompt = encode_prompt(group.prompt) if isinstance(group.prompt, Prompt) else group.prompt
-        record = GroupRecord(
+        record = JournaledGroup(
             num_sessions=group.num_sessions,
             issued_at=group.issued_at + time.time() - self._clock(),
             attempt=group.attempt,

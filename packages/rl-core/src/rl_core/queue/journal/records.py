@@ -23,7 +23,7 @@ Lease = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
 """A lease number; negative for groups finished without a lease."""
 
 
-class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class JournaledGroup(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A group's record besides its uid, state and prompt; times are Unix seconds."""
 
     num_sessions: Annotated[int, msgspec.Meta(ge=1, le=MAX_SESSIONS)]
@@ -37,7 +37,7 @@ class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     acked: dict[str, Lease]
 
 
-class Counts(msgspec.Struct, forbid_unknown_fields=True):
+class QueueCounts(msgspec.Struct, forbid_unknown_fields=True):
     """Counters of the whole queue."""
 
     policy_version: Version
@@ -57,7 +57,7 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, bytes]:
     return found
 
 
-def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], Counts]:
+def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], QueueCounts]:
     """Read the groups in issue order, the places of segments, and the counts.
 
     Raises:
@@ -68,7 +68,7 @@ def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dic
         rows = connection.execute("SELECT number, place FROM segments")
         places = {checked_number(number): msgspec.msgpack.decode(place) for number, place in rows}
         meta = read_meta(connection)
-        counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
+        counts = msgspec.json.decode(meta["counts"], type=QueueCounts) if "counts" in meta else QueueCounts(0, {}, {})
     except UNREADABLE as error:
         raise JournalError(f"the journal has an unreadable record: {error}.") from error
     total = sum(group.num_sessions for group in groups)
@@ -100,7 +100,7 @@ def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) ->
     named = msgspec.json.decode(prompt, type=_NamedPrompt).uid if prompt else uid
     if named != uid:
         raise ValueError(f"the row of prompt {uid!r} has the prompt {named!r}; one of the two was altered")
-    found = msgspec.json.decode(record, type=GroupRecord)
+    found = msgspec.json.decode(record, type=JournaledGroup)
     group = QueuedGroup(
         uid=msgspec.convert(uid, str),
         order=checked_number(number),

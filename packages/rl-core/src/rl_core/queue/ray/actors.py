@@ -79,7 +79,7 @@ class Storage:
         return str(ray.get_runtime_context().get_node_id())
 
 
-class QueueServer:
+class QueueActor:
     """One queue's state; its methods wait without blocking other calls."""
 
     def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions, clock: Callable[[], float]) -> None:

@@ -61,11 +61,11 @@ class RayQueue(TransferQueue):
         ray = start_ray()
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from rl_core.queue.ray.actors import MAX_WAITING, QueueServer
+        from rl_core.queue.ray.actors import MAX_WAITING, QueueActor
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         restarts = 0 if options.directory is None else -1
-        actor = ray.remote(num_cpus=0, max_concurrency=MAX_WAITING, max_restarts=restarts)(QueueServer)
+        actor = ray.remote(num_cpus=0, max_concurrency=MAX_WAITING, max_restarts=restarts)(QueueActor)
         self._is_owner = True
         self._join(actor.options(scheduling_strategy=here).remote(list(tasks), options, clock))
 

@@ -33,7 +33,7 @@ MAX_CAPACITY = 1 << 62
 
 OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
-Place = list[Any]
+SlotPlace = list[Any]
 """Name and capacity of a slot."""
 
 
@@ -60,7 +60,7 @@ class SlotPool:
         self._token = secrets.token_hex(4)  # names are never reused: clients may have old slots mapped
         self._number = 0
 
-    def allocate(self, size_bytes: int, client: str) -> Place:
+    def allocate(self, size_bytes: int, client: str) -> SlotPlace:
         """Allocate a slot for a segment, preferably one that this client used last and has mapped.
 
         Raises:
@@ -166,7 +166,7 @@ class SlotRows:
         weakref.finalize(memory, self._unpin, number).atexit = False
         return batch
 
-    def _mapped(self, place: Place) -> NDArray[np.uint8]:
+    def _mapped(self, place: SlotPlace) -> NDArray[np.uint8]:
         with self._lock:
             found = self._maps.get(place[0])
             if found is None:
@@ -184,7 +184,7 @@ def is_slot(place: Any) -> bool:
     return False
 
 
-def map_slot(folder: Path, place: Place) -> NDArray[np.uint8]:
+def map_slot(folder: Path, place: SlotPlace) -> NDArray[np.uint8]:
     """Map a slot.
 
     Raises:
