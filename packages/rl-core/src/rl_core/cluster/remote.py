@@ -25,7 +25,7 @@ from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 class RemoteProcess(ABC):
     """A `RoleProcess` with remote calls; calls made in one turn of the event loop are sent together.
 
-    A subclass starts the process, sends the calls, and calls `_tell_end` after the process ends.
+    A subclass starts the process, sends the calls, and calls `_report_end` after the process ends.
     """
 
     def __init__(self, request: LaunchRequest, options: ClusterOptions) -> None:
@@ -53,7 +53,7 @@ class RemoteProcess(ABC):
                 await self._make(spec)
         except BaseException as error:
             is_late = isinstance(error, TimeoutError) and limit.expired()
-            text = await self._say_late() if is_late else ""
+            text = await self._describe_delay() if is_late else ""
             await self.kill("was ended because its start failed")
             if is_late:
                 raise named(DeadlineError(text), spec) from None
@@ -148,7 +148,7 @@ class RemoteProcess(ABC):
         """Make the object, by a call with an empty name."""
 
     @abstractmethod
-    async def _say_late(self) -> str:
+    async def _describe_delay(self) -> str:
         """Explain why it was not ready in time; may end the process to find out."""
 
     @abstractmethod
@@ -179,7 +179,7 @@ class RemoteProcess(ABC):
         calls, self._outgoing = self._outgoing, []
         self._send(calls)
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         """Report the end, first to watchers, then to pending calls."""
         with self._lock:
             self._has_ended = True

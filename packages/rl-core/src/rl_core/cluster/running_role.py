@@ -283,10 +283,10 @@ class Role:
     def _late(self, method: str, current: RoleProcess | None, began_at: float, deadline_s: float) -> RLError:
         since = time.strftime("%H:%M:%S", time.localtime(began_at))
         if current is None:
-            said = f"it was being restarted. {self._fate}"
+            news = f"it was being restarted. {self._fate}"
         else:
-            said = f"its last message was {current.last_heard}. It continues; its answer is dropped."
-        text = f"{self.spec} did not answer {describe_call(method)} within {deadline_s:g} s (called at {since}); {said}"
+            news = f"its last message was {current.last_heard}. It continues; its answer is dropped."
+        text = f"{self.spec} did not answer {describe_call(method)} within {deadline_s:g} s (called at {since}); {news}"
         return named(DeadlineError(text), self.spec)
 
     def _set(self, state: State) -> None:

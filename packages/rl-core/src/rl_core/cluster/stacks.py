@@ -211,5 +211,5 @@ def _merged(found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _several(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    listed = ", ".join(names[:3])
+    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"

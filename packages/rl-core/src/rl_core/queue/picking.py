@@ -134,8 +134,8 @@ def describe_named(groups: GroupIndex, request: LeaseRequest) -> str:
 
 def listed(items: list[str], *, quoted: bool = True) -> str:
     """Return the first items as text, with the number of the others."""
-    shown = ", ".join(repr(item) if quoted else item for item in items[:LARGEST_LIST])
-    return shown + (f" and {len(items) - LARGEST_LIST} more" if len(items) > LARGEST_LIST else "")
+    preview = ", ".join(repr(item) if quoted else item for item in items[:LARGEST_LIST])
+    return preview + (f" and {len(items) - LARGEST_LIST} more" if len(items) > LARGEST_LIST else "")
 
 
 def _why_not_ready(task: TaskGroups, group: QueuedGroup) -> str:

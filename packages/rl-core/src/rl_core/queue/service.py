@@ -171,13 +171,13 @@ class QueueService:
         ends = [waiting.ends_at for waiting in (*self._leases, *self._puts)]
         return min(until_expiry_s, *(end - time.monotonic() for end in ends), LONGEST_PAUSE_S * 60)
 
-    def withdraw(self, answer: Answer, unheard: int | None) -> None:
+    def withdraw(self, answer: Answer, undelivered: int | None) -> None:
         """Remove requests whose client no longer listens, and take back undelivered leases."""
         self._leases = [waiting for waiting in self._leases if waiting.answer != answer]
         self._puts = [waiting for waiting in self._puts if waiting.answer != answer]
-        if unheard is not None and unheard in self.core.leases:
-            self.core.end_lease(unheard, "was released because its consumer disconnected")
-            self._note(f"lease {unheard} was not delivered")
+        if undelivered is not None and undelivered in self.core.leases:
+            self.core.end_lease(undelivered, "was released because its consumer disconnected")
+            self._note(f"lease {undelivered} was not delivered")
 
     def disconnect(self, client: str) -> None:
         """Release everything that an ended client had leased or reserved, and drop its requests."""

@@ -162,19 +162,19 @@ class WeightSources:
         sources = {source.meeting: source for source in update.sources}
         for meeting in [known for known in self._links if known not in sources]:
             self._links.pop(meeting).close()
-        asked: list[_SenderLink] = []
+        requested: list[_SenderLink] = []
         try:
             for meeting, source in sources.items():
                 link = self._links.setdefault(meeting, _SenderLink(meeting, num_workers=self._num_workers))
                 link.ask(update.version, sender=source.sender)
-                asked.append(link)
+                requested.append(link)
         except (TransferError, DeadlineError):
-            for link in asked:
+            for link in requested:
                 with suppress(TransferError):
                     link.go_on(goes_on=False)
             raise
         try:
-            for link in asked:
+            for link in requested:
                 link.go_on()
         except TransferError:
             self.close()  # the other senders must not wait for the workers

@@ -32,7 +32,7 @@ from rl_core.weights.update import Broadcast
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 4096
-LOOK_S = 0.05
+POLL_S = 0.05
 """Interval of checks that an engine is still alive while its workers are missing."""
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 Packed = tuple[int, Callable[[], Iterable[torch.Tensor]]]
@@ -246,7 +246,7 @@ class WeightSender:
         ends_at = time.monotonic() + self.meeting.deadline_s
         with self._changed:
             while not engine.is_whole and time.monotonic() < ends_at and not is_readable(engine.connection):
-                self._changed.wait(LOOK_S)  # disconnection is not signalled
+                self._changed.wait(POLL_S)  # disconnection is not signalled
             if not engine.is_whole:
                 raise TransferError(
                     f"{len(engine.workers)} of {engine.num_workers} workers of engine {name} connected before it "

@@ -58,7 +58,7 @@ class RoleServer:
                 loop.call_soon_threadsafe(self._begin, calls)
             for number, packed in messages:
                 if not packed.body:  # a request for stacks, answered here because the loop may be blocked
-                    self._say_stacks(number, loop)
+                    self._send_stacks(number, loop)
 
     def _begin(self, messages: list[Numbered]) -> None:
         """Begin calls in one turn of the event loop."""
@@ -73,7 +73,7 @@ class RoleServer:
             return  # the parent tells its callers that the role was closed
         self._send(number, answer)
 
-    def _say_stacks(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+    def _send_stacks(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         try:
             answer = pack((True, process_stacks(loop)))
         except Exception as error:  # for example, unreadable source code; the reader continues

@@ -23,8 +23,8 @@ MARK_VARIABLE = "RL_ROLE_MARKS"
 MARK_LENGTH = 32
 LIMIT_S = 10.0
 PAUSE_S = 0.02
-NUM_LOOKS = 2
-LOOK_S = 0.5
+NUM_SCANS = 2
+POLL_S = 0.5
 
 
 class ProcessFamily(NamedTuple):
@@ -82,7 +82,7 @@ def end_family(family: ProcessFamily) -> None:
     """
     ends_at = time.monotonic() + LIMIT_S
     num_empty = 0
-    while num_empty < NUM_LOOKS:  # a process that just started has no environment yet
+    while num_empty < NUM_SCANS:  # a process that just started has no environment yet
         found = [pid for pid in family_members(family) if pid != os.getpid()]
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -166,13 +166,13 @@ def watch(pids: Sequence[int]) -> Callable[[], object]:
         except (AttributeError, OSError) as error:
             if isinstance(error, ProcessLookupError):
                 raise
-            return lambda: _wait_by_looking(pids)  # before Linux 5.3
+            return lambda: _poll(pids)  # before Linux 5.3
     return poll.poll
 
 
-def _wait_by_looking(pids: Sequence[int]) -> None:
+def _poll(pids: Sequence[int]) -> None:
     while all(is_running(pid) for pid in pids):
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def main() -> None:

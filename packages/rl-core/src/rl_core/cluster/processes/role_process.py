@@ -63,7 +63,7 @@ class ChildProcess(RemoteProcess):
         context = replace(self._request.context, address=LOOPBACK)
         await self.call("", RoleCall([spec], "", (spec, context), {}).pack())
 
-    async def _say_late(self) -> str:
+    async def _describe_delay(self) -> str:
         await self.kill("was ended because its start failed")  # makes its last lines available
         return (
             f"{self._spec} was not ready {self._request.deadline_s:g} s after its process (pid {self.pid}) started, "
@@ -119,7 +119,7 @@ class ChildProcess(RemoteProcess):
         self._reader.join()
         self._writer.join()
         self._connection.close()
-        self._tell_end()
+        self._report_end()
 
     def _describe_end(self) -> tuple[str, str]:
         how = f"the process of {self._spec} (pid {self.pid}) {describe_exit(self._process.returncode)}"

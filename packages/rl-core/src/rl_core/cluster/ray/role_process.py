@@ -67,7 +67,7 @@ class ActorProcess(RemoteProcess):
         context = replace(self._request.context, address=self._hello.address)
         await self.call("", to_wire(RoleCall([spec], "", (spec, context), {}).pack()))
 
-    async def _say_late(self) -> str:
+    async def _describe_delay(self) -> str:
         late = f"{self._spec} was not ready after {self._request.deadline_s:g} s and was ended; "
         if self._hello is None:
             free = await asyncio.to_thread(RayReserver().describe_free)
@@ -172,7 +172,7 @@ class ActorProcess(RemoteProcess):
         free_pools_of(self._mark)
         output = "" if self._because is not None else self._output()
         self._end_text = f"{output} Ray says: {_shorten(error)}"
-        self._tell_end()
+        self._report_end()
 
     def _describe_end(self) -> tuple[str, str]:
         where = "" if self._hello is None else f" (pid {self._hello.pid} on {self._hello.address})"

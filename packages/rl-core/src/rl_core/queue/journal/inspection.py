@@ -143,13 +143,13 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _task(task: Mapping[str, Any]) -> str:
-    said = [f"{printable(task['name'])}: needs {_names(task['needs'])}"]
+    parts = [f"{printable(task['name'])}: needs {_names(task['needs'])}"]
     if task["gives"]:
-        said.append(f"gives {_names(task['gives'])}")
-    said.append(f"order {task['order']}")
+        parts.append(f"gives {_names(task['gives'])}")
+    parts.append(f"order {task['order']}")
     if task["max_staleness"] is not None:
-        said.append(f"max_staleness {task['max_staleness']}")
-    return "; ".join(said)
+        parts.append(f"max_staleness {task['max_staleness']}")
+    return "; ".join(parts)
 
 
 def _row(prompt: Mapping[str, Any]) -> tuple[str, ...]:

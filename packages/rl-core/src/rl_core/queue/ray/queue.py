@@ -121,11 +121,11 @@ class RayQueue(TransferQueue):
         while True:
             if self._is_closed:
                 raise NotReadyError("the transfer queue is closed.")
-            asked = self._server.request.remote(self._client, msgspec.msgpack.encode(request), references)
+            pending = self._server.request.remote(self._client, msgspec.msgpack.encode(request), references)
             try:
-                body, named = ray.get(asked, timeout=max(ends_at - time.monotonic(), 0.001))
+                body, named = ray.get(pending, timeout=max(ends_at - time.monotonic(), 0.001))
             except ray.exceptions.GetTimeoutError as error:
-                ray.cancel(asked)
+                ray.cancel(pending)
                 raise DeadlineError(
                     f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's server, which is "
                     "running but did not answer."
@@ -265,6 +265,6 @@ def _start_error(error: Exception) -> RLError:
     text = str(error)
     for kind in (JournalError, errors.SettingsError):
         if kind.__name__ in text:
-            said = text.rpartition(f"{kind.__name__}: ")[2].strip()
-            return kind(said.splitlines()[0] if said else text)
+            message = text.rpartition(f"{kind.__name__}: ")[2].strip()
+            return kind(message.splitlines()[0] if message else text)
     return RoleError(f"the queue's server could not be started: {text}")

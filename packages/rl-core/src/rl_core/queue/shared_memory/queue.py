@@ -146,9 +146,9 @@ class SharedMemoryQueue(TransferQueue):
                 return self._open(ends_at)
             except OSError as error:
                 if not self._folder.is_dir() or time.monotonic() > ends_at:
-                    said = error.strerror or error
+                    reason = error.strerror or error
                     raise RoleError(
-                        f"no queue answers at {self._folder}: {said}. Check that its owner is still running."
+                        f"no queue answers at {self._folder}: {reason}. Check that its owner is still running."
                     ) from error
                 time.sleep(RECONNECT_PAUSE_S)
 
@@ -324,15 +324,15 @@ class _ServerProcess:
             ours.sendall(self._config)
             with ours.makefile("rb") as stream:
                 line = stream.readline()
-            word, said = msgspec.json.decode(line) if line else ("RoleError", "it ended before it was ready.")
+            status, detail = msgspec.json.decode(line) if line else ("RoleError", "it ended before it was ready.")
         except (OSError, ValueError) as error:
-            word, said = "RoleError", f"it was not ready after {START_DEADLINE_S:g} s: {error}"
-        if word != "ready":
+            status, detail = "RoleError", f"it was not ready after {START_DEADLINE_S:g} s: {error}"
+        if status != "ready":
             ours.close()
             process.kill()
             process.wait()
-            kind = getattr(errors, word, RoleError)
-            raise kind(said if kind is not RoleError else f"the queue's server could not be started: {said}")
+            kind = getattr(errors, status, RoleError)
+            raise kind(detail if kind is not RoleError else f"the queue's server could not be started: {detail}")
         return process, ours
 
     def _watch(self) -> None:

@@ -50,11 +50,11 @@ class _ClientConnection:
         self.unsent: list[bytes] = []
         self.is_open = True
         self.is_behind = False
-        self.unheard: int | None = None
+        self.undelivered: int | None = None
 
     def reply(self, reply: Reply) -> None:
         """Queue an answer for the next turn of the loop."""
-        self.unheard = reply.lease_id if isinstance(reply, Leased) else None
+        self.undelivered = reply.lease_id if isinstance(reply, Leased) else None
         self.unsent.append(encode_frame(reply))
         self._answered(self)
 
@@ -191,7 +191,7 @@ class QueueServer:
         del received[:place]
 
     def _take(self, connection: _ClientConnection, message: Any) -> None:
-        connection.unheard = None  # a client sends the next request only after receiving the answer
+        connection.undelivered = None  # a client sends the next request only after receiving the answer
         if isinstance(message, Hello) and connection.client is None:
             connection.client = message.client
             self._clients[message.client] = self._clients.get(message.client, 0) + 1
@@ -231,7 +231,7 @@ class QueueServer:
         self._selector.unregister(connection.stream)
         del self._connections[connection.stream]
         connection.stream.close()
-        self.service.withdraw(connection.reply, connection.unheard)
+        self.service.withdraw(connection.reply, connection.undelivered)
         client = connection.client
         if client is not None:
             self._clients[client] -= 1

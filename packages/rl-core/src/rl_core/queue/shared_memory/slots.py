@@ -139,7 +139,7 @@ class SlotRows:
         self._folder = folder
         self._unpin = unpin
         self._maps: dict[str, NDArray[np.uint8]] = {}
-        self._looked_at: weakref.WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = weakref.WeakValueDictionary()
+        self._views: weakref.WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
     prepare = staticmethod(prepare_segment)
@@ -152,7 +152,7 @@ class SlotRows:
         """Read a segment as views of its slot, which does not change while any view exists."""
         if not isinstance(place, list):
             return decode_segment(place)
-        known = self._looked_at.get((number, place[0]))
+        known = self._views.get((number, place[0]))
         if known is not None:
             self._unpin(number)  # the view already has a pin
             return decode_segment(known, is_verified=True)
@@ -162,7 +162,7 @@ class SlotRows:
         except BaseException:
             self._unpin(number)
             raise
-        self._looked_at[number, place[0]] = memory
+        self._views[number, place[0]] = memory
         weakref.finalize(memory, self._unpin, number).atexit = False
         return batch
 
