@@ -244,13 +244,10 @@ def _describe_shortage(reserver: Reserver, entry: _Entry, specs: Sequence[RoleSp
     if entry.slots is None:
         whole_pool = f"pool {pool.name!r}: {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each"
         return f"{wanted}{whole_pool}; {reserver.describe_free()}. Release resources or request less."
-    cpus, gpus = (sum(values) for values in zip(*(_free_of(slot) for slot in entry.slots), strict=True))
+    cpus = sum(slot.free_cpus for slot in entry.slots)
+    gpus = sum(sum(slot.free_gpus.values()) for slot in entry.slots)
     return (
         f"{wanted}{describe_shares(*_part(pool, specs[0]))} each from pool {pool.name!r}, which has {pool.size} slots "
         f"of {describe_shares(pool.cpus, pool.gpus)}, with {describe_shares(cpus, gpus)} free in total. Close a role "
         "that uses the pool, or request a fraction of a slot."
     )
-
-
-def _free_of(slot: Shares) -> tuple[float, float]:
-    return slot.free_cpus, sum(slot.free_gpus.values())

@@ -99,11 +99,7 @@ def main() -> None:
         start_guard(ProcessFamily(mark, os.getpid()), [os.getpid(), int(parent_pid)])
     if os.getppid() != int(parent_pid):
         os._exit(1)
-
-    async def serve() -> None:
-        await RoleServer(socket.socket(fileno=int(fd))).serve()
-
-    asyncio.run(serve())
+    asyncio.run(RoleServer(socket.socket(fileno=int(fd))).serve())
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ class SharedMemoryQueue(TransferQueue):
         self._idle: list[socket.socket] = []
         self._unpinned: deque[int] = deque()
         self._owner_pid = os.getpid()
-        self._client = _client_name()
+        program = Path(sys.argv[0] or sys.executable).name
+        self._client = f"pid {os.getpid()} ({program}) {uuid.uuid4().hex[:8]}"
         self._is_closed = False
         self.server_pid = 0
         stream, hello = self._open_first(time.monotonic() + GRACE_S)
@@ -376,7 +377,3 @@ def receive(stream: socket.socket, ends_at: float) -> Reply:
         return reply
     except msgspec.MsgspecError as error:
         raise ConnectionError(f"an answer cannot be decoded: {error}") from error
-
-
-def _client_name() -> str:
-    return f"pid {os.getpid()} ({Path(sys.argv[0] or sys.executable).name}) {uuid.uuid4().hex[:8]}"
