@@ -126,8 +126,8 @@ class RankedModel:
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
         shares, rows = self._shares(batch.only({"input_ids", ROUTED_EXPERTS} & batch.names))
-        found = self._call_shares("score", shares, temperature=temperature, is_base=is_base)
-        tokens = _in_batch_order(batch, rows, found)
+        scores = self._call_shares("score", shares, temperature=temperature, is_base=is_base)
+        tokens = in_batch_order(batch, rows, scores)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
 
     def _train(self, batch: Batch, objective: Objective, *, temperature: float = 1.0, **wanted: bool) -> StepResult:
@@ -146,7 +146,7 @@ class RankedModel:
             metrics=metric_values(part.metrics for part in parts),
             is_applied=first.is_applied,
             broken_rows=tuple(sorted(broken)),
-            tokens=_in_batch_order(batch, rows, [part.tokens for part in parts]),
+            tokens=in_batch_order(batch, rows, [part.tokens for part in parts]),
             computed_tokens=sum(part.computed_tokens for part in parts),
         )
 
@@ -183,15 +183,18 @@ class RankedModel:
         return tensor_shapes(self._source.config)
 
 
-def _in_batch_order(
-    batch: Batch, rows: Sequence[Rows], found: Sequence[Mapping[str, NDArray[np.float32]]]
+def in_batch_order(
+    batch: Batch, rows: Sequence[Rows], shares: Sequence[Mapping[str, NDArray[Any]]]
 ) -> dict[str, Ragged]:
-    """Merge the shares' float32 token values into the batch's row order, by name; empty if there are none."""
+    """Merge the shares' token values into the batch's row order, by name; empty if there are none."""
     ids = batch.ragged("input_ids")
-    out = {name: np.zeros(len(ids.values), dtype=np.float32) for of_rank in found for name in of_rank}
-    for of_rank, named in zip(rows, found, strict=True):
+    out: dict[str, NDArray[Any]] = {}
+    for of_rank, named in zip(rows, shares, strict=True):
+        places = token_positions(ids.offsets[of_rank], ids.lengths[of_rank])
         for name, values in named.items():
-            out[name][token_positions(ids.offsets[of_rank], ids.lengths[of_rank])] = values
+            if name not in out:
+                out[name] = np.zeros((len(ids.values), *values.shape[1:]), dtype=values.dtype)
+            out[name][places] = values
     return {name: Ragged(values, ids.offsets) for name, values in out.items()}
 
 
