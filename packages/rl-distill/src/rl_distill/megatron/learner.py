@@ -50,7 +50,8 @@ class MegatronLearner(TrainedModel):
             name: Name of the model on its ranks; None uses `kind`.
             lora: Adapter that trains instead of the weights; rank 0 trains all weights.
         """
-        super().__init__(policy, options, ranks=ranks, name=name, lora=lora)
+        self._lora = lora
+        super().__init__(policy, options, ranks=ranks, name=name)
         digest = None if lora.path is None or not lora.rank else AdapterFolder(lora.path).base_digest
         if digest is not None and digest[0] == options.dtype and digest[1] != self._base_digest:
             self.close()  # digests of another dtype cannot be compared

@@ -52,6 +52,7 @@ class RankedModel:
     head: ClassVar[Head] = "policy"
     trains: ClassVar[bool] = True
     replays: ClassVar[bool] = False
+    _lora = LoraOptions()
 
     def __init__(
         self,
@@ -60,7 +61,6 @@ class RankedModel:
         *,
         ranks: LearnerRanks | None = None,
         name: str | None = None,
-        lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
     ) -> None:
         """Build the model on every rank.
 
@@ -69,7 +69,6 @@ class RankedModel:
             options: Learner options.
             ranks: Ranks that hold the model; None to use this process alone.
             name: Name of the model on its ranks; None uses `kind`.
-            lora: Adapter that trains instead of a policy's weights; rank 0 trains all weights.
 
         Raises:
             SettingsError: The architecture, a setting or the layout is not supported.
@@ -77,13 +76,13 @@ class RankedModel:
             MissingExtraError: megatron-core is not installed.
         """
         options.check()
+        lora = self._lora
         self._source = open_policy(policy, is_critic=self.head == "value")
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
         if self.trains:
             check_learner(options, parallel, self._source.config, lora=lora)
         adapted_modules(self._source.config, lora)
-        self._lora = lora
         self._name = name or self.kind
         self._owns_ranks = ranks is None
         self._open_ranks: LearnerRanks | None = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
