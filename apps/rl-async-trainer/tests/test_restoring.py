@@ -11,7 +11,7 @@ from rl_async_trainer.schedule.restoring import PromptPlaces, restore_places, re
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.errors import RolloutError
 from rl_core.testing import make_prompts, make_trajectory
-from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.prompts.source import PromptSupply
 from rl_rollout.rollouter.group_events import refusal
 from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer_parts.rollouts.setup import TRAIN

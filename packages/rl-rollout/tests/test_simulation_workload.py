@@ -40,8 +40,8 @@ def test_there_are_examples() -> None:
     ("old", "new", "message"),
     [
         ("groups = 8", "groups = 9", "batch.groups must be a multiple of batch.mini_batch_groups; found 9 and 2"),
-        ("groups = 8", 'groups = "8"', "batch: groups must be an integer; found '8' (str)"),
-        ("groups = 8", "groups = true", "batch: groups must be an integer; found True (bool)"),
+        ("groups = 8", 'groups = "8"', "groups of the workload: batch must be a whole number; found '8' (str)"),
+        ("groups = 8", "groups = true", "groups of the workload: batch must be a whole number; found True (bool)"),
         ("gpus = 2", "gpu = 2", "unknown option of the workload: engine 'gpu'. Did you mean 'gpus'?"),
         ("gpus = 2", "", "engine needs the option 'gpus'"),
         ("gpus = 2", "gpus = 0", "gpus of EngineCosts must be a whole number of at least 1; found 0"),
@@ -51,8 +51,12 @@ def test_there_are_examples() -> None:
             "of LearnerCosts must be a finite num",
         ),
         ("[[1, 0.01], [16, 0.025]]", "[[16, 0.01], [1, 0.025]]", "engine.decode must be pairs"),
-        ("[[1, 0.01], [16, 0.025]]", "[1, 0.01]", "engine: decode[0] must be a list; found 1 (int)"),
-        ("[[1, 0.01], [16, 0.025]]", "[[1, 0.01, 2]]", "engine: decode[0] must be a list of 2; found [1, 0.01, 2]"),
+        (
+            "[[1, 0.01], [16, 0.025]]",
+            "[1, 0.01]",
+            "a tuple, each a tuple, a number, a number; found [1, 0.01] (list), with int at 0",
+        ),
+        ("[[1, 0.01], [16, 0.025]]", "[[1, 0.01, 2]]", "decode of the workload: engine must be a tuple, each a tuple"),
         ("maximum = 800", "maximum = 800\nmedian = 5", "either median and sigma, or quantiles"),
         ("[[0, 10], [0.5, 100.5], [1, 1000]]", "[[0, 10], [0.5, 5]]", "lengths.quantiles must be pairs"),
         (
@@ -66,7 +70,7 @@ def test_there_are_examples() -> None:
             "efficiency_per_doubling of LearnerCosts",
         ),
         ("[engine]", "[engine", "is not TOML"),
-        ("[[1, 0.01], [16, 0.025]]", f"[[1, {'9' * 400}]]", "a number that fits into a float"),
+        ("[[1, 0.01], [16, 0.025]]", f"[[1, {'9' * 400}]]", "with int too large to convert to float"),
         ("[engine]", "engine = 3\n[engines]", "engine"),
     ],
 )
