@@ -40,15 +40,23 @@ def test_there_are_examples() -> None:
     ("old", "new", "message"),
     [
         ("groups = 8", "groups = 9", "batch.groups must be a multiple of batch.mini_batch_groups; found 9 and 2"),
-        ("groups = 8", 'groups = "8"', "groups of the workload: batch must be a whole number; found '8' (str)"),
-        ("groups = 8", "groups = true", "groups of the workload: batch must be a whole number; found True (bool)"),
+        (
+            "groups = 8",
+            'groups = "8"',
+            "groups of the workload: batch must be a whole number of at least 1; found '8' (str)",
+        ),
+        (
+            "groups = 8",
+            "groups = true",
+            "groups of the workload: batch must be a whole number of at least 1; found True (bool)",
+        ),
         ("gpus = 2", "gpu = 2", "unknown option of the workload: engine 'gpu'. Did you mean 'gpus'?"),
         ("gpus = 2", "", "engine needs the option 'gpus'"),
-        ("gpus = 2", "gpus = 0", "gpus of EngineCosts must be a whole number of at least 1; found 0"),
+        ("gpus = 2", "gpus = 0", "gpus of the workload: engine must be a whole number of at least 1; found 0"),
         (
             "update_gpu_s_per_token = 1e-3",
             "update_gpu_s_per_token = 0.0",
-            "of LearnerCosts must be a finite num",
+            "learner must be a finite number above 0; found 0.0",
         ),
         ("[[1, 0.01], [16, 0.025]]", "[[16, 0.01], [1, 0.025]]", "engine.decode must be pairs"),
         (
@@ -62,12 +70,12 @@ def test_there_are_examples() -> None:
         (
             "maximum = 800",
             "maximum = 800\ngroup_correlation = 1.5",
-            "group_correlation of Lengths",
+            "lengths must be a number of at least 0 and at most 1; found 1.5",
         ),
         (
             "[learner]",
             "[learner]\nefficiency_per_doubling = 0",
-            "efficiency_per_doubling of LearnerCosts",
+            "learner must be a number above 0 and at most 1; found 0",
         ),
         ("[engine]", "[engine", "is not TOML"),
         ("[[1, 0.01], [16, 0.025]]", f"[[1, {'9' * 400}]]", "with int too large to convert to float"),
