@@ -13,7 +13,7 @@ from rl_metrics.doctor.facts import Facts, facts_of
 from rl_metrics.doctor.hang import describe_report, diagnose_hang
 from rl_metrics.doctor.mismatch_by_metrics import diagnose_metrics
 from rl_metrics.doctor.other_findings import add_health
-from rl_metrics.hang.report import HangReport
+from rl_metrics.hang import HangReport
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.run_files.rollout_log import RolloutLog
 from rl_metrics.run_files.run_record import open_run

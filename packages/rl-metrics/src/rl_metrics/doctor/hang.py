@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from rl_core.cluster import RoleReport
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, NoFinding
 from rl_metrics.doctor.run_end import diagnose_end
-from rl_metrics.hang.report import HANG_FILE, HangReport
-from rl_metrics.hang.stack_frames import innermost_frames
+from rl_metrics.hang import HANG_FILE, HangReport, innermost_frames
 from rl_metrics.health.finding import Evidence
 from rl_metrics.run_files.events import BEGUN
 from rl_metrics.run_files.json_lines import number_or_none

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_metrics.comparison.trends import mann_kendall_z, theil_sen
+from rl_metrics.comparison.intervals import mann_kendall_z, theil_sen
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, NoFinding
 from rl_metrics.doctor.token_pairs import Floats, Ints
 from rl_metrics.health.finding import Evidence

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.comparison.trends import mann_kendall_z, theil_sen
+from rl_metrics.comparison.intervals import mann_kendall_z, theil_sen
 from rl_metrics.health.running import Floats, median_errors, ratio, running, running_median
 
 Limits = Mapping[str, float]

@@ -15,7 +15,7 @@ from rl_metrics.health.rules import Cause, Condition, Rule, with_thresholds
 from rl_metrics.health.target_verdict import judge_target
 from rl_metrics.run_files.events import BEGUN
 from rl_metrics.run_files.history import History
-from rl_metrics.targets.target import TargetOptions
+from rl_metrics.targets import TargetOptions
 
 WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
 MAX_ERROR_CHARS = 300

@@ -17,7 +17,7 @@ from rl_metrics.health.common_rules import (
 from rl_metrics.health.families import REWARDED
 from rl_metrics.health.finding import TargetVerdict
 from rl_metrics.health.rules import Cause, Condition, Rule, Threshold, condition
-from rl_metrics.targets.target import TargetOptions
+from rl_metrics.targets import TargetOptions
 
 NO_GAIN = "{metric} is at best {value}, {window} validations ago it was at best {before} ({below} is good enough)"
 ACCURACY = "val-core/*/acc/mean@#"

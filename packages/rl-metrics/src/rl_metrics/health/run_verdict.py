@@ -17,7 +17,7 @@ from rl_metrics.health.rules import Rule, require_rules, with_thresholds, withou
 from rl_metrics.run_files.events import BEGUN, ENDED
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.run_files.run_record import RunRecord
-from rl_metrics.targets.target import target_of
+from rl_metrics.targets import target_of
 
 log = structlog.get_logger(__name__)
 

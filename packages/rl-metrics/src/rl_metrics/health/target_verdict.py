@@ -2,7 +2,7 @@
 
 from rl_metrics.health.finding import TargetVerdict
 from rl_metrics.run_files.history import History
-from rl_metrics.targets.target import TargetOptions, best_of, validations_of
+from rl_metrics.targets import TargetOptions, best_of, validations_of
 
 
 def judge_target(history: History, target: TargetOptions) -> TargetVerdict | None:

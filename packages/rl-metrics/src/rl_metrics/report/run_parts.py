@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_core.errors import DataError
 from rl_metrics.doctor.hang import went_on
-from rl_metrics.hang.stack_frames import innermost_frames
+from rl_metrics.hang import innermost_frames
 from rl_metrics.health import Verdict
 from rl_metrics.health.families import family_of
 from rl_metrics.health.run_verdict import judge_run

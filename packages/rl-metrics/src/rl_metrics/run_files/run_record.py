@@ -17,7 +17,7 @@ import structlog
 from rl_core.errors import DataError
 from rl_core.files import parse_toml
 from rl_core.record_fields import converts_arguments
-from rl_metrics.hang.report import HANG_FILE, HangReport, read_hang_report
+from rl_metrics.hang import HANG_FILE, HangReport, read_hang_report
 from rl_metrics.run_files.events import BEGUN, ENDED, IMPORTED, read_events
 from rl_metrics.run_files.history import History, read_history
 from rl_metrics.run_files.json_lines import number_or_nan, parse_line, read_json_lines
