@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError
 from rl_metrics.commands.parts import Verbs, opened_run, say, say_json
-from rl_metrics.health.families import family_of
 from rl_metrics.health.finding import SEVERITY_RANKS, SIDE_TITLES, Finding, Status, Verdict
-from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.judging import judge_run
+from rl_metrics.health.rules import family_of
 from rl_metrics.health.stability import StabilityRow, stability
 
 SICK = 1

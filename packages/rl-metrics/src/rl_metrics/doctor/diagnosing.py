@@ -7,7 +7,7 @@ from rl_metrics.doctor.hang import diagnose_hang
 from rl_metrics.doctor.memory_growth import diagnose_memory
 from rl_metrics.doctor.mismatch import diagnose_mismatch
 from rl_metrics.doctor.other_findings import add_health
-from rl_metrics.health.run_verdict import without_measuring
+from rl_metrics.health.judging import without_measuring
 from rl_metrics.run_files.run_record import RunRecord
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, Kind, NoFinding
 from rl_metrics.health.finding import Evidence, Finding, Verdict
-from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.judging import judge_run
 from rl_metrics.run_files.run_record import RunRecord
 
 COVERED: dict[Kind, tuple[str, ...]] = {

@@ -17,8 +17,8 @@ from rl_metrics.definitions.entries import (
     STEP_KL,
 )
 from rl_metrics.health.common_rules import LOSS, REFERENCE_KL
-from rl_metrics.health.families import GRADIENT_ALONE, Family
 from rl_metrics.health.finding import Check, Verdict
+from rl_metrics.health.rules import GRADIENT_ALONE, Family
 from rl_metrics.run_files.history import History
 from rl_metrics.run_files.json_lines import number_or_none
 

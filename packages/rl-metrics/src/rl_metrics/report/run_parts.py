@@ -14,8 +14,8 @@ from rl_core.errors import DataError
 from rl_metrics.doctor.hang import went_on
 from rl_metrics.hang import innermost_frames
 from rl_metrics.health import Verdict
-from rl_metrics.health.families import family_of
-from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.judging import judge_run
+from rl_metrics.health.rules import family_of
 from rl_metrics.health.stability import stability
 from rl_metrics.report.curves import Columns, meaning_of, thin
 from rl_metrics.run_files.json_lines import number_or_none
