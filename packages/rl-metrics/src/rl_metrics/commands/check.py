@@ -107,9 +107,10 @@ def _stability_lines(rows: Sequence[StabilityRow]) -> Iterator[str]:
     cells = [("", "metric", "mean", "healthy", "newest", "healthy", "source of the range")]
     for row in rows:
         mark = "?" if row.mark == "unknown" else row.mark
-        told = row.to_json()
-        ranges = (told["healthy_mean"] or "-", told["healthy_last"] or "-", told["source"] or "-")
-        cells.append((mark, row.metric, f"{row.mean:.4g}", ranges[0], f"{row.last:.4g}", ranges[1], ranges[2]))
+        healthy = (row.healthy_mean or "-", row.healthy_last or "-")
+        cells.append(
+            (mark, row.metric, f"{row.mean:.4g}", healthy[0], f"{row.last:.4g}", healthy[1], row.source or "-")
+        )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -1,16 +1,6 @@
 """Health rules and verdicts for training runs."""
 
-from rl_metrics.health.finding import (
-    SEVERITY_RANKS,
-    Check,
-    Evidence,
-    Finding,
-    Severity,
-    Side,
-    Status,
-    TargetVerdict,
-    Verdict,
-)
+from rl_metrics.health.finding import SEVERITY_RANKS, Finding, Severity, Verdict
 from rl_metrics.health.growing import GrowingHistory
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.judging import judge, judge_run
@@ -30,17 +20,12 @@ __all__ = [
     "GUIDE",
     "SEVERITY_RANKS",
     "Cause",
-    "Check",
     "Condition",
-    "Evidence",
     "Family",
     "Finding",
     "GrowingHistory",
     "Rule",
     "Severity",
-    "Side",
-    "Status",
-    "TargetVerdict",
     "Threshold",
     "Verdict",
     "judge",

@@ -118,9 +118,9 @@ def judge_target(history: History, target: TargetOptions) -> TargetVerdict | Non
         value=target.value,
         lower_is_better=target.lower_is_better,
         is_reached=reached is not None,
-        reached_at_step=reached and reached.step,
-        best=best and best.value,
-        best_step=best and best.step,
+        reached_at_step=None if reached is None else reached.step,
+        best=None if best is None else best.value,
+        best_step=None if best is None else best.step,
         text=f"target {target.label} {'<=' if target.lower_is_better else '>='} {target.value:.4g}: {text}",
     )
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from rl_core.errors import DataError
-from rl_metrics.doctor.hang import went_on
+from rl_metrics.doctor.hang import has_continued
 from rl_metrics.hang import innermost_frames
 from rl_metrics.health import Verdict
 from rl_metrics.health.judging import judge_run
@@ -189,7 +189,7 @@ def describe_hang(run: RunRecord) -> dict[str, Any] | None:
     described: dict[str, Any] = msgspec.to_builtins(report)
     for role in described["roles"]:
         role |= {"counts": list(role["counts"].items()), "where": innermost_frames(role["stack"])}
-    return described | {"summary": report.summary, "queue": list(report.queue.items()), "is_over": went_on(run)}
+    return described | {"summary": report.summary, "queue": list(report.queue.items()), "is_over": has_continued(run)}
 
 
 def _is_plain(value: Any) -> bool:
