@@ -152,6 +152,20 @@ def test_a_mixture_is_suspected_unless_the_learner_replays_its_experts(tmp_path,
     assert bool(facts_of(open_run(tmp_path)).suspects) is not replays
 
 
+@pytest.mark.parametrize(
+    ("canary", "dtype", "failed"),
+    [
+        (0.2, "bfloat16", ()),
+        (0.5, "bfloat16", ("weights/canary_max_diff reached 0.5 nats; up to 0.3 is normal",)),
+        (0.2, "float32", ("weights/canary_max_diff reached 0.2 nats; up to 0.001 is normal",)),
+    ],
+)
+def test_a_canary_that_differs_is_a_failed_proof(tmp_path, canary, dtype, failed):
+    metrics(tmp_path, [{"weights/canary_max_diff": value} for value in (0.0, canary)])
+    (tmp_path / "settings.toml").write_text(f"[vllm]\ndtype = '{dtype}'\n[optimizer]\ndtype = 'float32'\n")
+    assert facts_of(open_run(tmp_path)).failed_proofs == failed
+
+
 def metrics(tmp_path, rows):
     write_lines(tmp_path / "metrics.jsonl", [{"step": step, "time": step, **row} for step, row in enumerate(rows, 1)])
     return open_run(tmp_path).history
