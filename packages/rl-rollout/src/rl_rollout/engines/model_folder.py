@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import EngineError, RLError
-from rl_core.files import read_json_object, read_safetensors_header, shown
+from rl_core.files import preview, read_json_object, read_safetensors_header
 from rl_core.record_fields import converts_arguments
 
 MAX_SIZES = {
@@ -60,12 +60,12 @@ def check_config(file: Path, *, error: type[RLError]) -> None:
         for name, most in MAX_SIZES.items():
             found = part.get(name)
             if found is not None and (type(found) is not int or not 0 <= found <= most):
-                raise error(f"{file} must have {name} from 0 to {most}; found {shown(found)}.")
+                raise error(f"{file} must have {name} from 0 to {most}; found {preview(found)}.")
         for name in KERNELS:
             if "/" in str(part.get(name)):
                 raise error(
                     f"{file} must have {name} without a repository, whose code would be downloaded and run; found "
-                    f"{shown(part[name])}. Remove it."
+                    f"{preview(part[name])}. Remove it."
                 )
 
 
@@ -98,7 +98,7 @@ def model_end_tokens(model_dir: Path) -> tuple[int, ...]:
         if found is not None:
             several = found if isinstance(found, list) else [found]
             if any(type(token) is not int for token in several):
-                raise EngineError(f"{file} must have integers as eos_token_id; found {shown(found)}.")
+                raise EngineError(f"{file} must have integers as eos_token_id; found {preview(found)}.")
             return tuple(several)
     return ()
 

@@ -4,7 +4,7 @@ import traceback
 
 import structlog
 
-from rl_rollout.rewards.outputs import cut, shown_error
+from rl_rollout.rewards.outputs import cut, preview_error
 
 log = structlog.get_logger(__name__)
 
@@ -34,4 +34,4 @@ class FaultLog:
         if place not in self._known:
             self._known.add(place)
             about["stack"] = cut("".join(traceback.format_exception(error)), max_characters=MAX_TRACEBACK_CHARS)
-        log.error(event, error=shown_error(error), **about)
+        log.error(event, error=preview_error(error), **about)
