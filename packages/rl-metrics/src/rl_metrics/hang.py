@@ -17,6 +17,8 @@ from rl_core.errors import DataError
 from rl_core.files import read_plain, write_durably
 from rl_core.record_fields import converts_arguments, record
 
+__all__ = ["HANG_FILE", "HangReport", "describe_trouble", "write_hang_report"]
+
 HANG_FILE = "hang.json"
 MAX_ROLES = 1_000
 MAX_ITEMS = 100
@@ -88,7 +90,7 @@ def write_hang_report(path: Path, report: HangReport) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    report = bounded(report)
+    report = _bounded(report)
     content = {"summary": report.summary, **msgspec.to_builtins(report)}
     write_durably(path, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
 
@@ -100,14 +102,14 @@ def read_hang_report(path: Path) -> HangReport:
         DataError: The file is missing, too large, or not such a report.
     """
     try:
-        return bounded(msgspec.json.decode(read_plain(path, max_bytes=MAX_FILE_BYTES), type=HangReport))
+        return _bounded(msgspec.json.decode(read_plain(path, max_bytes=MAX_FILE_BYTES), type=HangReport))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
             f"{path} must be a hang report of the asynchronous trainer (format rl-hang-2); {error}."
         ) from None
 
 
-def bounded(report: HangReport) -> HangReport:
+def _bounded(report: HangReport) -> HangReport:
     """Return the report with bounded sizes, and only numbers and characters that JSON can encode."""
     roles = report.roles[:MAX_ROLES]
     max_stack = min(MAX_STACK, MAX_STACKS // max(len(roles), 1))

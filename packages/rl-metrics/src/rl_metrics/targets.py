@@ -14,6 +14,17 @@ from rl_metrics.run_files.history import History
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.validation.summary import HEADLINE, headline
 
+__all__ = [
+    "EXACT",
+    "TargetOptions",
+    "Validated",
+    "best_of",
+    "best_to_keep",
+    "num_since_best",
+    "target_of",
+    "validations_of",
+]
+
 SECTIONS = ("val-core/", "val-aux/")
 MAIN = "validation (mean of val-core/*/mean@N)"
 EXACT = "validation/is_exact"
