@@ -11,7 +11,8 @@ from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
 from rl_metrics.trackers.protocol import Tracker
-from rl_metrics.validation.summary import ValidationResponses, summarize_validation
+from rl_metrics.validation.responses import ValidationResponses
+from rl_metrics.validation.summary import summarize_validation
 
 __all__ = [
     "DEFINITIONS",

@@ -72,13 +72,7 @@ ENTRIES: tuple[_Entry, ...] = (
         ("kl_loss_high", "reference_kl_high"),
     ),
     ("gradient norm", ("actor/grad_norm",), entries.GRAD_NORM_MEAN, entries.GRAD_NORM, ("grad_norm",)),
-    (
-        "mean advantage",
-        ("critic/advantages/mean",),
-        entries.ADVANTAGES_MEAN,
-        entries.ADVANTAGES_MEAN,
-        ("policy_loss",),
-    ),
+    ("mean advantage", ("critic/advantages/mean",), entries.ADVANTAGES_MEAN, entries.ADVANTAGES_MEAN, ("policy_loss",)),
 )
 """Label, alternative metrics, healthy ranges of the mean and of the newest value, and the rules that judge them."""
 
