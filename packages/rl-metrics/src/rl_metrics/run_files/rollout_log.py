@@ -168,7 +168,7 @@ class _Row(msgspec.Struct, frozen=True):
     policy_version: int = 0
     tokens: tuple[str, ...] = ()
     mask: tuple[int, ...] | None = None
-    columns: dict[str, tuple[float | None, ...]] = {}
+    columns: dict[str, tuple[int | float | None, ...]] = {}
 
 
 PLAIN_FIELDS = sorted({*_Row.__struct_fields__} - {"reward", "components", "timings", "mask", "columns"})
