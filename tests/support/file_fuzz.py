@@ -60,7 +60,7 @@ def workload_toml(folder: Path) -> Format:
 
 def hang_report(folder: Path) -> Format:
     """hang.json."""
-    from rl_metrics.hang.report import read_hang_report
+    from rl_metrics.hang import read_hang_report
 
     return _of_run(folder, "hang.json", lambda _: read_hang_report(folder / "hang.json"), HANG)
 

@@ -37,7 +37,7 @@ CONSTRUCTED = (
     "rl_distill.teacher.protocol:TeacherPlan",
     "rl_distill.teacher.score_cache:ScoreKind",
     "rl_distill.teacher.service:ServiceOptions",
-    "rl_metrics.reductions.memory:MemoryWatch",
+    "rl_metrics.reductions.hardware:MemoryWatch",
     "rl_rollout.rewards.scorer:RewardScorer",
     "rl_rollout.rollouter.rollouter:RollouterOptions",
     "rl_rollout.schedule:ScheduleOptions",

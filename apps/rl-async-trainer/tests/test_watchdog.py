@@ -12,7 +12,7 @@ import pytest
 from rl_async_trainer.liveness import watchdog
 from rl_async_trainer.liveness.watchdog import Watchdog
 from rl_core.testing import FakeClock, wait_until
-from rl_metrics.hang.report import HANG_FILE, HangReport, read_hang_report
+from rl_metrics.hang import HANG_FILE, HangReport, read_hang_report
 
 FAR_S = 60.0
 
