@@ -89,5 +89,5 @@ def test_a_session_that_left_nothing_is_written_down_too() -> None:
 
 def test_nothing_is_told_where_none_failed() -> None:
     found = among(scored(ZERO))
-    found.tell(lambda *_, **__: pytest.fail("failures_line"), during="training")
+    found.tell(lambda *_, **__: pytest.fail("there are no failures"), during="training")
     assert found.drafts(SettingsOf(), step=1) == []  # type: ignore[arg-type]
