@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import RLError, SettingsError
+from rl_core.record_fields import BOUND_WORDS
 from rl_core.secret_settings import redact
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
@@ -59,9 +60,6 @@ INDENT = " " * 8
 WORDS = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
 """Types in a user's words."""
 
-BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-"""A bound in words, by its name in annotations and in pydantic's errors."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingField:
@@ -72,7 +70,7 @@ class SettingField:
         annotation: Type.
         default: Default value, or dataclasses.MISSING.
         meaning: Description in the section's docstring.
-        limits: Bounds by their name in `BOUNDS`.
+        limits: Bounds by their name in `BOUND_WORDS`.
     """
 
     name: str
@@ -120,12 +118,14 @@ class SettingField:
         """Bounds in words, such as "above 0 and at most 1" or "finite"; other keys have no words."""
         if "min_length" in limits:
             return f"of length {limits['min_length']} or more"
-        known = {key: limit for key, limit in limits.items() if key in BOUNDS and limit != -math.inf}
+        known = {key: limit for key, limit in limits.items() if key in BOUND_WORDS and limit != -math.inf}
         if "gt" in known and int in self._options:
             known = {"ge": known.pop("gt") + 1} | known
         if known.keys() == {"ge", "le"}:
             return f"from {short(known['ge'])} to {short(known['le'])}"
-        words = (f"{BOUNDS[key]} {short(limit)}" if limit != math.inf else "finite" for key, limit in known.items())
+        words = (
+            f"{BOUND_WORDS[key]} {short(limit)}" if limit != math.inf else "finite" for key, limit in known.items()
+        )
         return " and ".join(words)
 
     def refusal(self, found: object, where: str, hint: str = "") -> str:
@@ -205,7 +205,7 @@ def _limits(annotation: Any) -> dict[str, float]:
     """The bounds in an annotation, such as `Annotated[int, Field(ge=1)]`, which may be optional."""
     marks = [mark for part in (annotation, *typing.get_args(annotation)) for mark in getattr(part, "__metadata__", ())]
     single = [one for mark in marks for one in getattr(mark, "metadata", (mark,))]
-    return {key: getattr(one, key) for one in single for key in BOUNDS if hasattr(one, key)}
+    return {key: getattr(one, key) for one in single for key in BOUND_WORDS if hasattr(one, key)}
 
 
 def attribute_meanings(kind: type) -> dict[str, str]:

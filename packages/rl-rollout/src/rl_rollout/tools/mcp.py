@@ -325,7 +325,7 @@ class _Connection:
             finally:
                 self.last_words()
                 if IS_LINUX and self._options.command:
-                    guard.end_family(guard.Family(self._mark))
+                    guard.end_family(guard.ProcessFamily(self._mark))
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
