@@ -215,7 +215,7 @@ def _checked(kind: type[RecordT], error: type[Exception]) -> type[RecordT]:
 
 
 def _names_of(kind: Any) -> Sequence[str]:
-    return kind._fields if issubclass(kind, tuple) else [one.name for one in fields(kind)]
+    return kind._fields if issubclass(kind, tuple) else [one.name for one in fields(kind) if one.init]
 
 
 def _who(made: Any, *, until: str) -> str:

@@ -16,9 +16,9 @@ from rl_rollout import GroupResult, Rollout
 from rl_rollout.engines import SamplingParams
 from rl_rollout.prompts import PromptTokenizer
 from rl_rollout.skip import (
-    Circumstances,
     EntryKey,
     GroupwiseCache,
+    RolloutOrigin,
     SkipCache,
     StepRollouts,
     package_versions,
@@ -45,7 +45,7 @@ class SkipCacheReplay:
         """
         self._settings = settings
         self._cache = SkipCache(settings.rollout_cache, on_event=say)
-        self._common: Circumstances | None = None
+        self._common: RolloutOrigin | None = None
         if settings.rollout_cache.enabled:
             self._common = _common_circumstances(settings, tokenizer)
         self._report: PublishReport | None = None
@@ -147,8 +147,8 @@ def groupwise_cache(
 
 
 async def _circumstances(
-    common: Circumstances, rollout: Rollout, sampling: SamplingParams, *, engine: str
-) -> Circumstances:
+    common: RolloutOrigin, rollout: Rollout, sampling: SamplingParams, *, engine: str
+) -> RolloutOrigin:
     """Add sampling, tools and engine; a tool server lists its tools only while it runs."""
     await rollout.start()
     versions = {**common.versions, "engine": engine}
@@ -161,14 +161,14 @@ def drawn_by(sampling: SamplingParams) -> Json:
     return {name: value for name, value in found.items() if name != "stop" or value}  # older entries lack the field
 
 
-def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Circumstances:
+def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> RolloutOrigin:
     """The run's constants, read once at its start: later changes to files are ignored.
 
     For secrets, only names are included.
     """
     reward = redact(asdict(settings.reward), keep_references=False)
     loop_options = redact(settings.rollout.loop_options, keep_references=False)
-    return Circumstances(
+    return RolloutOrigin(
         policy=None,
         tokenizer=tokenizer.fingerprint,
         sampling=None,
