@@ -14,10 +14,10 @@ from rl_rollout import PromptTokenizer, SamplingParams
 from rl_rollout.gateway import journal
 from rl_rollout.gateway.apis.chat_completions import read_chat_request
 from rl_rollout.gateway.apis.responses import read_responses_request
-from rl_rollout.gateway.prefixes import Prefixes
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.replies import ReplyReader
 from rl_rollout.gateway.sampling import decide
+from rl_rollout.gateway.tree import Prefixes
 from rl_rollout.loops.turns import ChatTurns
 
 USER = {"role": "user", "content": "1+2?"}

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rl_rollout.engines.registry import known_engines
+from rl_rollout.engines.options import known_engines
 
 LONGEST = 1 << 40
 

@@ -26,7 +26,7 @@ NUMBERS: Mapping[str, tuple[type, float, float]] = {
 
 
 @record
-class Wishes:
+class RequestedSampling:
     """Sampling parameters that a client asks for.
 
     Attributes:
@@ -47,13 +47,13 @@ class Wishes:
     structure_field: str = "response_format"
     without_effect: tuple[str, ...] = ()
 
-    def ignoring(self, name: str) -> "Wishes":
+    def ignoring(self, name: str) -> "RequestedSampling":
         """Return the wishes with one more field that the gateway ignores."""
         return replace(self, without_effect=(*self.without_effect, name))
 
 
 def decide(
-    wishes: Wishes, own: SamplingParams, *, decided_by: DecidedBy, room: int
+    wishes: RequestedSampling, own: SamplingParams, *, decided_by: DecidedBy, room: int
 ) -> tuple[SamplingParams, dict[str, str]]:
     """Return a turn's sampling parameters, and the changes to the client's fields, such as "0.2->1.0" or "ignored".
 
@@ -82,7 +82,7 @@ def decide(
     return replace(own, **chosen), overridden
 
 
-def read_wishes(
+def read_sampling(
     body: Mapping[str, Json],
     *,
     max_tokens: str,
@@ -90,7 +90,7 @@ def read_wishes(
     without_effect: tuple[str, ...],
     schema: Json = None,
     schema_field: str = "response_format",
-) -> Wishes:
+) -> RequestedSampling:
     """Read the sampling parameters of a request.
 
     Args:
@@ -116,7 +116,7 @@ def read_wishes(
     ends = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
     if not isinstance(ends, list) or len(ends) > 1024 or not all(_is_int(one) and one >= 0 for one in ends):
         raise refused_field("stop_token_ids", ends, "a list of token ids")
-    return Wishes(
+    return RequestedSampling(
         max_tokens=body.get(max_tokens),
         stop_token_ids=tuple(ends),
         drawing={name: body[name] for name in DRAWING if body.get(name) is not None},

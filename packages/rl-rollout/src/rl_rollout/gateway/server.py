@@ -13,11 +13,11 @@ from rl_core.data import Json
 from rl_core.errors import MissingExtraError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import SamplingParams
-from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.journal import Journal
-from rl_rollout.gateway.means import GatewayEngine
-from rl_rollout.gateway.offers import Offers
+from rl_rollout.gateway.owner import Offers
 from rl_rollout.gateway.refusals import RefusalKind, RefusedError
+from rl_rollout.gateway.request_limits import GatewayEngine
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.protocol import SessionResult
@@ -37,9 +37,9 @@ try:
     from rl_rollout.gateway.apis.responses import Responses, with_items
     from rl_rollout.gateway.apis.streams import WireApi, events
     from rl_rollout.gateway.listening import Listener
-    from rl_rollout.gateway.metrics import metrics_text
     from rl_rollout.gateway.owner import OwnerRoutes
-    from rl_rollout.gateway.requests import Api, BodyReader, Handler, InWordsOf, error_body, secret_of, unless_gone
+    from rl_rollout.gateway.requests import Api, BodyReader, ErrorsInFormat, Handler, error_body, secret_of, unless_gone
+    from rl_rollout.gateway.service import metrics_text
 except ImportError as error:
     raise MissingExtraError(
         "the gateway needs Starlette, uvicorn, openai and anthropic. Install rl-rollout[gateway] as the README says."
@@ -236,7 +236,7 @@ class Gateway:
         ]
         return Starlette(
             routes=[
-                *(Route(path, InWordsOf(api, handler), methods=[method]) for method, path, api, handler in agents),
+                *(Route(path, ErrorsInFormat(api, handler), methods=[method]) for method, path, api, handler in agents),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 *OwnerRoutes(self, self._on_finished, self._bodies).routes(),
@@ -337,7 +337,7 @@ async def _no_route(request: Request, error: HTTPException) -> Response:
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
-def _with_headers(ask: Ask, request: Request) -> Ask:
+def _with_headers(ask: AgentRequest, request: Request) -> AgentRequest:
     """Return the request with the values from its headers."""
     retries = request.headers.get("x-stainless-retry-count", "0")
     changes: dict[str, Any] = {
@@ -354,7 +354,7 @@ def _override_header(overridden: Mapping[str, str]) -> dict[str, str]:
     return {OVERRIDDEN: ", ".join(f"{name}={change}" for name, change in overridden.items())}
 
 
-def _stream(events: AsyncIterator[str], live: Live) -> Response:
+def _stream(events: AsyncIterator[str], live: StreamedAnswer) -> Response:
     """Return a response of events. The answer is cancelled when the response ends for any reason."""
 
     async def end() -> None:

@@ -15,23 +15,22 @@ from rl_core.data import Json
 from rl_core.errors import EngineDiedError, RLError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
-from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.encoding import ConversationEncoder
-from rl_rollout.gateway.faults import FaultLog
-from rl_rollout.gateway.means import (
+from rl_rollout.gateway.placing import PlacedRequest, Placer
+from rl_rollout.gateway.refusals import TOO_LONG, FaultLog, RefusedError
+from rl_rollout.gateway.replies import ReplyReader
+from rl_rollout.gateway.request_limits import (
     GatewayEngine,
     check_asked,
     check_entries,
     check_length,
     check_structures,
+    limited,
     too_long,
-    within_means,
 )
-from rl_rollout.gateway.placing import PlacedRequest, Placer
-from rl_rollout.gateway.refusals import TOO_LONG, RefusedError
-from rl_rollout.gateway.replies import ReplyReader
 from rl_rollout.gateway.sampling import DecidedBy, decide
-from rl_rollout.gateway.sessions import Session
+from rl_rollout.gateway.sessions import Session, Sessions
 from rl_rollout.gateway.tree import Place, Sample, digest_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools.parsers import VLLM, parser_for
@@ -149,7 +148,7 @@ class PolicyService:
         if self.options.structures == "enforce":
             check_structures(self.engine)
 
-    async def begin(self, session: Session, ask: Ask) -> Live:
+    async def begin(self, session: Session, ask: AgentRequest) -> StreamedAnswer:
         """Start a streamed answer. Cancel its `answer` to abort it.
 
         Returns after the first text, or after FIRST_TOKEN_S: SDKs do not retry a stream that fails once it has begun.
@@ -157,7 +156,7 @@ class PolicyService:
         Raises:
             RefusedError: The request cannot be served; the message has the reason.
         """
-        live = Live()
+        live = StreamedAnswer()
         live.answer = asyncio.ensure_future(self.answer(session, ask, live))
         live.answer.add_done_callback(lambda _: live.news.set())
         try:
@@ -172,7 +171,7 @@ class PolicyService:
             live.begin(answer.name, answer.num_prompt_tokens, answer.overridden)
         return live
 
-    async def answer(self, session: Session, ask: Ask, live: Live | None = None) -> Answer:
+    async def answer(self, session: Session, ask: AgentRequest, live: StreamedAnswer | None = None) -> Answer:
         """Sample a turn. A cancelled request is aborted in the engine, and its tokens do not train.
 
         Raises:
@@ -211,7 +210,7 @@ class PolicyService:
             self._count(session, "turns")
             raise
 
-    async def num_input_tokens(self, session: Session, ask: Ask) -> int:
+    async def num_input_tokens(self, session: Session, ask: AgentRequest) -> int:
         """Return the number of tokens of a conversation, without sampling or storing anything.
 
         Raises:
@@ -220,7 +219,7 @@ class PolicyService:
         check_length(ask, self.engine.traits)
         return await self._placer.num_tokens(session, ask)
 
-    async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
+    async def _answer(self, session: Session, ask: AgentRequest, live: StreamedAnswer | None) -> Answer:
         request = await self._placed(session, ask)
         with session.admit() as (number, name):
             ask, request.number = request.ask, number
@@ -260,7 +259,7 @@ class PolicyService:
                 on_delivered=None if session.log is None else session.log.delivered,
             )
 
-    async def _placed(self, session: Session, ask: Ask) -> PlacedRequest:
+    async def _placed(self, session: Session, ask: AgentRequest) -> PlacedRequest:
         """Encode and place a request. One that is too long counts as a turn, so that an agent cannot repeat it forever.
 
         Raises:
@@ -269,7 +268,7 @@ class PolicyService:
         session.check_may_ask()
         traits = self.engine.traits
         try:
-            ask = within_means(ask, traits, enforces=self.options.enforces_structures)
+            ask = limited(ask, traits, enforces=self.options.enforces_structures)
             request = await self._placer.placed(session, ask)
             if len(request.input_ids) >= traits.max_model_len:
                 raise too_long(f"{len(request.input_ids)} tokens", traits)
@@ -360,7 +359,7 @@ class PolicyService:
         session.tree.add(sample, request.digests)
         return sample
 
-    def _count_place(self, session: Session, place: Place, ask: Ask) -> None:
+    def _count_place(self, session: Session, place: Place, ask: AgentRequest) -> None:
         if ask.retry_count:
             self._count(session, "retries")
         if place.turn is not None:
@@ -391,7 +390,7 @@ class PolicyService:
         return float(np.quantile(self.overheads_ms, quantile)) if self.overheads_ms else float("nan")
 
 
-def _first_difference(session: Session, place: Place, ask: Ask) -> str:
+def _first_difference(session: Session, place: Place, ask: AgentRequest) -> str:
     """Return why a conversation is a new root: the role of its first new message, or one of the reasons below."""
     if session.tree.is_empty:
         return "first"
@@ -402,3 +401,17 @@ def _first_difference(session: Session, place: Place, ask: Ask) -> str:
     if place.num_known < len(ask.messages):
         return ask.messages[place.num_known].role
     return "shorter"  # a prefix of an earlier conversation
+
+
+def metrics_text(service: PolicyService, sessions: Sessions) -> str:
+    """Return the metrics in Prometheus text format 0.0.4."""
+    lines = ["# TYPE rl_gateway_sessions gauge", f"rl_gateway_sessions {len(sessions)}"]
+    lines += ["# TYPE rl_gateway_requests_running gauge"]
+    lines += [f"rl_gateway_requests_running {sum(len(session.running) for session in sessions)}"]
+    lines += ["# TYPE rl_gateway_events_total counter"]
+    for name, number in sorted(service.counts.items()):
+        lines.append(f'rl_gateway_events_total{{event="{re.sub("[^a-z_]", "", name)}"}} {number}')
+    lines += ["# TYPE rl_gateway_turn_overhead_ms summary"]
+    for quantile in (0.5, 0.99):
+        lines.append(f'rl_gateway_turn_overhead_ms{{quantile="{quantile}"}} {service.overhead_ms(quantile):.3f}')
+    return "\n".join(lines) + "\n"

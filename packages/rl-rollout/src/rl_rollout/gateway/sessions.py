@@ -16,7 +16,7 @@ from rl_core.data import Json, Trajectory
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import SamplingParams
-from rl_rollout.gateway.asks import Answer
+from rl_rollout.gateway.agent_requests import Answer
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.tree import Sample, SessionTree
 from rl_rollout.loops.protocol import SessionResult

@@ -17,10 +17,9 @@ from rl_core.errors import EngineError, SettingsError
 from rl_core.files import read_plain
 from rl_core.queue import SharedMemoryQueue
 from rl_core.terminal_text import write_out
-from rl_rollout.engines.options import TransformersOptions, VLLMOptions
+from rl_rollout.engines.options import TransformersOptions, VLLMOptions, engine_class
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, RolloutEngine, SamplingParams
-from rl_rollout.engines.registry import engine_class
 from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.exports import QueueFeed
 from rl_rollout.gateway.refusals import RefusedError

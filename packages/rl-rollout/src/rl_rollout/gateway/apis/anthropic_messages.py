@@ -7,6 +7,7 @@ from typing import Any
 from anthropic.types import Message
 
 from rl_core.data import Json
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.apis.reading import (
     as_list,
     as_object,
@@ -18,10 +19,9 @@ from rl_rollout.gateway.apis.reading import (
     text_field,
     text_of,
 )
-from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_rollout.gateway.sampling import read_wishes
+from rl_rollout.gateway.sampling import read_sampling
 from rl_rollout.gateway.tree import Sample
 
 READ = (
@@ -38,7 +38,7 @@ SIGNATURE = "rl-rollout"
 """Signature of thinking blocks. Clients return it, and it is never checked."""
 
 
-def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True) -> Ask:
+def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True) -> AgentRequest:
     """Parse a Messages request.
 
     Args:
@@ -68,12 +68,12 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
     is_serial = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
     tools = read_tools(body, lambda tool: tool.get("type") in ("custom", None) and tool, A_TOOL, schema="input_schema")
     may_call, must_call = read_choice(choice, tools, CHOICES)
-    return Ask(
+    return AgentRequest(
         messages=tuple(messages),
         tools=tools,
         may_call=may_call,
         must_call=must_call,
-        wishes=read_wishes(
+        wishes=read_sampling(
             body,
             max_tokens="max_tokens",
             stop="stop_sequences",
@@ -108,7 +108,7 @@ class AnthropicMessages:
             exclude_unset=True  # unset fields would be null, which clients with strict types refuse
         )
 
-    def begin(self, live: Live) -> Iterable[str]:
+    def begin(self, live: StreamedAnswer) -> Iterable[str]:
         """Yield the events at the start of a stream."""
         usage = {"input_tokens": live.num_prompt_tokens, "output_tokens": 0}
         message = self._message(live.name, usage, content=[], stop_reason=None, stop_sequence=None)

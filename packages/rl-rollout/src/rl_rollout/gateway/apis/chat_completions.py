@@ -10,6 +10,7 @@ from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rl_core.data import Json
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.apis.reading import (
     as_list,
     asks_for_usage,
@@ -20,10 +21,9 @@ from rl_rollout.gateway.apis.reading import (
     refuse_prefill,
     text_of,
 )
-from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_rollout.gateway.sampling import read_wishes
+from rl_rollout.gateway.sampling import read_sampling
 from rl_rollout.gateway.tree import Sample
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -40,7 +40,7 @@ A_TOOL = 'an object with type "function" and a function that has a name'
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
-def read_chat_request(body: Mapping[str, Json]) -> Ask:
+def read_chat_request(body: Mapping[str, Json]) -> AgentRequest:
     """Parse a Chat Completions request.
 
     Raises:
@@ -54,12 +54,12 @@ def read_chat_request(body: Mapping[str, Json]) -> Ask:
     schema = read_schema(body.get("response_format"), "response_format", "json_schema")
     tools = read_tools(body, lambda tool: tool.get("type") == "function" and tool.get("function"), A_TOOL)
     may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
-    return Ask(
+    return AgentRequest(
         messages=messages,
         tools=tools,
         may_call=may_call,
         must_call=must_call,
-        wishes=read_wishes(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=schema),
+        wishes=read_sampling(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=schema),
         num_choices=body.get("n") or 1,
     )
 
@@ -103,7 +103,7 @@ class ChatCompletions(OpenAIApi):
         whole = ChatCompletion.model_validate({**head, "choices": choices, "usage": usage(answer)})
         return whole.model_dump_json(exclude_unset=True)
 
-    def begin(self, live: Live) -> Iterable[str]:
+    def begin(self, live: StreamedAnswer) -> Iterable[str]:
         """Yield the events at the start of a stream."""
         self._head |= {"id": f"chatcmpl-{live.name}", "object": "chat.completion.chunk"}
         for index in range(self.ask.num_choices):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from openai.types.responses import Response
 
 from rl_core.data import Json
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.apis.chat_completions import OpenAIApi, read_function, read_message
 from rl_rollout.gateway.apis.reading import (
     as_list,
@@ -18,10 +19,9 @@ from rl_rollout.gateway.apis.reading import (
     refuse_prefill,
     text_of,
 )
-from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_rollout.gateway.sampling import read_wishes
+from rl_rollout.gateway.sampling import read_sampling
 from rl_rollout.gateway.sessions import Session
 
 READ = (
@@ -67,7 +67,7 @@ KINDS = {
 }
 
 
-def read_responses_request(body: Mapping[str, Json]) -> Ask:
+def read_responses_request(body: Mapping[str, Json]) -> AgentRequest:
     """Parse a Responses request.
 
     Raises:
@@ -87,7 +87,7 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
     refuse_prefill(messages, "input")
     if instructions := text_of(body.get("instructions"), "instructions"):
         messages.insert(0, ChatMessage(role="system", content=instructions))
-    wishes = read_wishes(
+    wishes = read_sampling(
         body,
         max_tokens="max_output_tokens",
         stop="stop",
@@ -95,7 +95,7 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
         schema=read_schema(text.get("format"), "text.format"),
         schema_field="text.format",
     )
-    return Ask(messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, wishes=wishes)
+    return AgentRequest(messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, wishes=wishes)
 
 
 def with_items(body: dict[str, Json], session: Session) -> dict[str, Json]:
@@ -154,7 +154,7 @@ class Responses(OpenAIApi):
         """Return the answer as JSON."""
         return json.dumps(self._response(answer))
 
-    def begin(self, live: Live) -> Iterable[str]:
+    def begin(self, live: StreamedAnswer) -> Iterable[str]:
         """Yield the events at the start of a stream."""
         self._name = live.name
         begun = {**self._head, **self._echo, "id": f"resp_{live.name}", "status": "in_progress", "output": []}

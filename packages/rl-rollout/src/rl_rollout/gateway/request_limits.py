@@ -9,7 +9,7 @@ from rl_core.data import Json
 from rl_core.errors import EngineError, RolloutError, SettingsError
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, Structure
 from rl_rollout.engines.requests import check_request
-from rl_rollout.gateway.asks import Ask
+from rl_rollout.gateway.agent_requests import AgentRequest
 from rl_rollout.gateway.refusals import TOO_LONG, RefusedError
 
 MAX_CHARS_PER_TOKEN = 32
@@ -58,7 +58,7 @@ def check_structures(engine: GatewayEngine) -> None:
         )
 
 
-def within_means(ask: Ask, traits: EngineTraits, *, enforces: bool) -> Ask:
+def limited(ask: AgentRequest, traits: EngineTraits, *, enforces: bool) -> AgentRequest:
     """Return the request with a forced call as a structure.
 
     If the engine cannot force a call, or nothing is enforced, the model decides and "tool_choice" has no effect. The
@@ -91,7 +91,7 @@ def within_means(ask: Ask, traits: EngineTraits, *, enforces: bool) -> Ask:
     return ask if wishes is ask.wishes else replace(ask, must_call=None, wishes=wishes)
 
 
-def check_length(ask: Ask, traits: EngineTraits) -> None:
+def check_length(ask: AgentRequest, traits: EngineTraits) -> None:
     """Check the number of characters before encoding, which takes seconds for long texts.
 
     Raises:

@@ -13,12 +13,12 @@ from rl_core.record_fields import record
 from rl_rollout.engines.protocol import NewTokens
 from rl_rollout.gateway.messages import ChatMessage, context_digests
 from rl_rollout.gateway.replies import NOTHING_SAID, ReplyForm, ReplyStream, unsaid
-from rl_rollout.gateway.sampling import Wishes
+from rl_rollout.gateway.sampling import RequestedSampling
 from rl_rollout.gateway.tree import Sample, digest_of
 
 
 @record
-class Ask:
+class AgentRequest:
     """A request of an agent, from any API.
 
     Attributes:
@@ -39,7 +39,7 @@ class Ask:
     prompt: str | Sequence[int] | None = None
     may_call: bool = True
     must_call: Json = None
-    wishes: Wishes = Wishes()
+    wishes: RequestedSampling = RequestedSampling()
     num_choices: int = 1
     trains: bool = True
     idempotency_key: str | None = None
@@ -110,7 +110,7 @@ class Answer:
             self.on_delivered(self.samples)
 
 
-class Live:
+class StreamedAnswer:
     """An answer in progress.
 
     Attributes:
