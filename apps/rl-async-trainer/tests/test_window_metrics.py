@@ -9,7 +9,7 @@ from rl_core import Prompt
 from rl_core.data import Timings
 from rl_core.testing import make_trajectory
 from rl_rollout import GroupResult, SessionResult
-from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.loops import with_reward
 from rl_rollout.rewards import RewardResult
 from rl_rollout.rewards.scorer import Scored

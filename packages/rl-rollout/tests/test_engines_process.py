@@ -19,7 +19,7 @@ from rl_core.weights.ipc import HostMemory, IpcTransport, opened
 from rl_core.weights.transports import SharedFileTransport
 from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
-from rl_rollout.engines.process import EngineCalls, EnginePlacement, ProcessEngine
+from rl_rollout.engines.process import EngineClient, EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.streaming import stream
@@ -240,7 +240,7 @@ def test_weights_do_not_wait_for_a_process_that_is_started_again(tied_model_dir:
     async def go() -> None:
         asked = asyncio.Event()
 
-        async def give(calls: EngineCalls) -> None:
+        async def give(calls: EngineClient) -> None:
             await asked.wait()
             taken.append((await calls.update_weights(transport.pack(tensors, version=2, tied=TIED_HEAD))).version)
 

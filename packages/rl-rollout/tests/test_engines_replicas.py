@@ -24,7 +24,8 @@ from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams, TokenScores
-from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
+from rl_rollout.engines.publishing import publish_to
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.scripted import DEFAULT_TRAITS, ScriptedEngine, honest_receipt
 from rl_rollout.testing import EngineConformance, generate
 from rl_rollout.testing.engine_calls import PROMPT

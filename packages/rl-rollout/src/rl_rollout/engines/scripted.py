@@ -10,12 +10,11 @@ import numpy as np
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate, tensor_checksum
-from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
+from rl_rollout.engines.publishing import Gate
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 from rl_rollout.engines.response_text import Decode, ResponseText
-from rl_rollout.engines.rest import Rest
-from rl_rollout.engines.stepper import Sample
+from rl_rollout.engines.stepper import Sample, SleepState
 
 Script = (
     Mapping[tuple[int, ...], Sequence[Sequence[int]]]
@@ -73,7 +72,7 @@ class ScriptedEngine:
         self._receive = receive or honest_receipt
         self._version = 0
         self._waiting: dict[asyncio.Future[None], str | None] = {}
-        self._rest = Rest()
+        self._rest = SleepState()
         self._is_started = False
         self._is_closed = False
 

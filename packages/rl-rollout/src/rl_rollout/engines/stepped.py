@@ -20,12 +20,11 @@ from rl_core.data import IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
-from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure
+from rl_rollout.engines.publishing import Gate
 from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
 from rl_rollout.engines.response_text import Decode, ResponseText
-from rl_rollout.engines.rest import Rest
-from rl_rollout.engines.stepper import Sample, Stepper
+from rl_rollout.engines.stepper import Sample, SleepState, Stepper
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +75,7 @@ class SteppedEngine:
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._is_closed = False
-        self._rest = Rest()
+        self._rest = SleepState()
 
     @property
     def traits(self) -> EngineTraits:

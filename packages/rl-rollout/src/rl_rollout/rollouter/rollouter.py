@@ -14,10 +14,10 @@ from rl_core.data import IntArray, Prompt
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError
 from rl_core.record_fields import settings_record
 from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate, retry_proof
-from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
+from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.rollout import GroupResult, Rollout
 from rl_rollout.rollouter.group_events import (
     Dispatch,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.data import Trajectory
-from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.rollout import GroupResult
 
 

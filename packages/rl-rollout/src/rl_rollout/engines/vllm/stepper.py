@@ -25,7 +25,6 @@ from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGon
 from rl_core.gpus import GpuUse
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 from rl_core.weights.broadcast import WeightSources, receive_plan
-from rl_rollout.engines.first_weights import check_first_weights, folder_probes
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, Structure
@@ -38,7 +37,13 @@ from rl_rollout.engines.vllm.live_weights import join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
 from rl_rollout.engines.vllm.update import expected_probes, join_arrived, replacement, update_shapes, workers_source
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
-from rl_rollout.engines.weight_checks import check_adapter, check_update, tensor_shapes
+from rl_rollout.engines.weight_checks import (
+    check_adapter,
+    check_first_weights,
+    check_update,
+    folder_probes,
+    tensor_shapes,
+)
 
 log = structlog.get_logger(__name__)
 

@@ -22,8 +22,7 @@ from rl_core.data import ExpertArray
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors
 from rl_core.weights.broadcast import JoinedSource, ReceivePlan
-from rl_rollout.engines.vllm.adapter_products import multiply_at_once
-from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
+from rl_rollout.engines.vllm.adapter_slot import AdapterSlot, multiply_at_once
 from rl_rollout.engines.vllm.broadcast import receive_all, receive_tensors
 from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
