@@ -48,37 +48,37 @@ class RequestedSampling:
     without_effect: tuple[str, ...] = ()
 
     def ignoring(self, name: str) -> "RequestedSampling":
-        """Return the wishes with one more field that the gateway ignores."""
+        """Return the parameters with one more field that the gateway ignores."""
         return replace(self, without_effect=(*self.without_effect, name))
 
 
 def decide(
-    wishes: RequestedSampling, own: SamplingParams, *, decided_by: DecidedBy, room: int
+    requested: RequestedSampling, own: SamplingParams, *, decided_by: DecidedBy, room: int
 ) -> tuple[SamplingParams, dict[str, str]]:
     """Return a turn's sampling parameters, and the changes to the client's fields, such as "0.2->1.0" or "ignored".
 
     Training needs the run's distribution: with "run", the client decides only lengths, stops and structure.
 
     Args:
-        wishes: The client's parameters.
+        requested: The client's parameters.
         own: The run's parameters, or the gateway's defaults.
         decided_by: Whether the run or the client decides on the fields of `DRAWING`.
         room: Number of tokens left in the model's context.
     """
     chosen: dict[str, Any] = {}
-    overridden = dict.fromkeys(wishes.without_effect, "ignored")
-    for name, wish in wishes.drawing.items():
+    overridden = dict.fromkeys(requested.without_effect, "ignored")
+    for name, wish in requested.drawing.items():
         if decided_by == "client":
             chosen[name] = wish % MAX_SEED if name == "seed" else wish  # engines accept no others
         elif getattr(own, name) != wish:
             overridden[name] = f"{wish}->{getattr(own, name)}"
     longest = min(own.max_tokens, room)
-    if wishes.max_tokens is not None and wishes.max_tokens > longest:
-        overridden["max_tokens"] = f"{wishes.max_tokens}->{longest}"
-    max_tokens = longest if wishes.max_tokens is None else min(wishes.max_tokens, longest)
-    stops = tuple(dict.fromkeys((*own.stop, *wishes.stop)))
-    ends = tuple(dict.fromkeys((*own.stop_token_ids, *wishes.stop_token_ids)))
-    chosen |= {"max_tokens": max_tokens, "stop": stops, "stop_token_ids": ends, "structure": wishes.structure}
+    if requested.max_tokens is not None and requested.max_tokens > longest:
+        overridden["max_tokens"] = f"{requested.max_tokens}->{longest}"
+    max_tokens = longest if requested.max_tokens is None else min(requested.max_tokens, longest)
+    stops = tuple(dict.fromkeys((*own.stop, *requested.stop)))
+    ends = tuple(dict.fromkeys((*own.stop_token_ids, *requested.stop_token_ids)))
+    chosen |= {"max_tokens": max_tokens, "stop": stops, "stop_token_ids": ends, "structure": requested.structure}
     return replace(own, **chosen), overridden
 
 

@@ -12,23 +12,16 @@ import numpy as np
 import structlog
 
 from rl_core.data import Json
-from rl_core.errors import EngineDiedError, RLError, SettingsError
+from rl_core.errors import EngineDiedError, EngineError, RLError, RolloutError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
+from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.encoding import ConversationEncoder
 from rl_rollout.gateway.placing import PlacedRequest, Placer
 from rl_rollout.gateway.refusals import TOO_LONG, FaultLog, RefusedError
 from rl_rollout.gateway.replies import ReplyReader
-from rl_rollout.gateway.request_limits import (
-    GatewayEngine,
-    check_asked,
-    check_entries,
-    check_length,
-    check_structures,
-    limited,
-    too_long,
-)
+from rl_rollout.gateway.request_limits import GatewayEngine, check_entries, check_length, limited, too_long
 from rl_rollout.gateway.sampling import DecidedBy, decide
 from rl_rollout.gateway.sessions import Session, Sessions
 from rl_rollout.gateway.tree import Place, Sample, digest_of
@@ -39,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 KEPT_OVERHEADS = 4096
+MAX_KEPT_ANSWERS = 16
 FIRST_TOKEN_S = 5.0
 """Maximum time in seconds that a stream waits for its first token before it begins."""
 OF_THIS_MACHINE = re.compile(r"\n|Traceback|(?<!\w)/\w+/")
@@ -145,8 +139,15 @@ class PolicyService:
         Raises:
             SettingsError: Structures must be enforced, and the engine has none.
         """
-        if self.options.structures == "enforce":
-            check_structures(self.engine)
+        try:
+            traits = self.engine.traits
+        except RolloutError:  # an agent loop's engines come with its sessions, whose requests are refused by name
+            return
+        if self.options.structures == "enforce" and "json_schema" not in traits.structures:
+            raise SettingsError(
+                f'structures = "enforce" needs an engine with structures, such as vllm; {traits.name} has none. Use '
+                'structures = "ignore".'
+            )
 
     async def begin(self, session: Session, ask: AgentRequest) -> StreamedAnswer:
         """Start a streamed answer. Cancel its `answer` to abort it.
@@ -189,7 +190,9 @@ class PolicyService:
                     raise
                 session.answers.pop(key, None)  # the earlier request was cancelled, not this one
         task = asyncio.ensure_future(self._answer(session, ask, live))
-        session.keep_answer(key, task)
+        session.answers[key] = task
+        while len(session.answers) > MAX_KEPT_ANSWERS:
+            session.answers.pop(next(iter(session.answers)))
         try:
             return await asyncio.shield(task)
         except BaseException:
@@ -223,9 +226,10 @@ class PolicyService:
         request = await self._placed(session, ask)
         with session.admit() as (number, name):
             ask, request.number = request.ask, number
+            tools = ask.tools if ask.may_call else ()
             room = self.engine.traits.max_model_len - len(request.input_ids)
             own = session.sampling(number)
-            sampling, overridden = decide(ask.wishes, own, decided_by=self.options.decided_by, room=room)
+            sampling, overridden = decide(ask.sampling, own, decided_by=self.options.decided_by, room=room)
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._stop_token_ids)))
             engine_request = GenerateRequest(
                 input_ids=request.input_ids,
@@ -234,16 +238,17 @@ class PolicyService:
                 request_id=name,
                 on_tokens=None if live is None else live.feed,
             )
-            check_asked(engine_request, self.engine.traits)
+            try:
+                check_request(engine_request, self.engine.traits)
+            except EngineError as error:
+                raise RefusedError(str(error)) from error
             self._accept(request)
             self._report(session, overridden)
             request.is_own = all(getattr(sampling, name) == getattr(own, name) for name in DISTRIBUTION)
             if live is not None:
-                new_ids, tools = request.turn.new_ids, ask.tools if ask.may_call else ()
-                streams = self._reader.streams(
-                    ask.num_choices, after=new_ids, tools=tools, stop=sampling.stop, form=ask.form
+                live.streams = self._reader.streams(
+                    ask.num_choices, after=request.turn.new_ids, tools=tools, stop=sampling.stop, form=ask.form
                 )
-                live.read_along(streams)
                 live.begin(name.replace("/", "-"), len(request.input_ids), overridden)
             generations, engine_s = await self._generate(request, engine_request)
             samples = [self._keep(request, generation, engine_s) for generation in generations]
@@ -282,7 +287,17 @@ class PolicyService:
         """Count an accepted request and open its turn. No other request has been accepted since it was placed."""
         session, place, turn = request.session, request.place, request.turn
         self._count(session, "turns")
-        self._count_place(session, place, request.ask)
+        if request.ask.retry_count:
+            self._count(session, "retries")
+        if place.turn is not None:
+            self._count(session, "repeated")
+        elif place.is_fork:
+            self._count(session, "forks")
+        elif place.after is None:
+            reason = _first_difference(session, place, request.ask)
+            self._count(session, f"roots_{reason}")
+            if reason != "first":
+                log.info("gateway_new_root", session=session.session_id, differs=reason, message_index=place.num_known)
         request.turn = session.tree.open_turn(place, request.digests, turn.new_ids, asked_by=turn.asked_by)
 
     async def _generate(self, request: PlacedRequest, asked: GenerateRequest) -> tuple[list[Generation], float]:
@@ -337,7 +352,7 @@ class PolicyService:
         kept = generation.token_ids
         if self.options.reasoning == "drop" and ask.form == "chat":
             kept = self._reader.without_reasoning(kept, after=after)
-        is_probe = not ask.trains or ask.wishes.max_tokens == 1 or ask.wishes.structure is not None
+        is_probe = not ask.trains or ask.sampling.max_tokens == 1 or ask.sampling.structure is not None
         sample = Sample(
             turn=request.turn,
             message=message,
@@ -358,19 +373,6 @@ class PolicyService:
             session.log.said(sample, request.digests[request.place.num_known :])
         session.tree.add(sample, request.digests)
         return sample
-
-    def _count_place(self, session: Session, place: Place, ask: AgentRequest) -> None:
-        if ask.retry_count:
-            self._count(session, "retries")
-        if place.turn is not None:
-            self._count(session, "repeated")
-        elif place.is_fork:
-            self._count(session, "forks")
-        elif place.after is None:
-            reason = _first_difference(session, place, ask)
-            self._count(session, f"roots_{reason}")
-            if reason != "first":
-                log.info("gateway_new_root", session=session.session_id, differs=reason, message_index=place.num_known)
 
     def _report(self, session: Session, overridden: Mapping[str, str]) -> None:
         """Count overridden fields, and log each field once."""

@@ -73,7 +73,7 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
         tools=tools,
         may_call=may_call,
         must_call=must_call,
-        wishes=read_sampling(
+        sampling=read_sampling(
             body,
             max_tokens="max_tokens",
             stop="stop_sequences",

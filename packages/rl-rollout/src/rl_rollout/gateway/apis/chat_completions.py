@@ -59,7 +59,7 @@ def read_chat_request(body: Mapping[str, Json]) -> AgentRequest:
         tools=tools,
         may_call=may_call,
         must_call=must_call,
-        wishes=read_sampling(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=schema),
+        sampling=read_sampling(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=schema),
         num_choices=body.get("n") or 1,
     )
 

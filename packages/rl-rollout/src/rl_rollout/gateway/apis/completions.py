@@ -37,7 +37,7 @@ class Completions(OpenAIApi):
             raise refused_field("logprobs", body["logprobs"], "0: only logprobs of sampled tokens are available")
         self.ask = AgentRequest(
             prompt=_prompt(body.get("prompt")),
-            wishes=read_sampling(body, max_tokens="max_tokens", stop="stop", without_effect=WITHOUT_EFFECT),
+            sampling=read_sampling(body, max_tokens="max_tokens", stop="stop", without_effect=WITHOUT_EFFECT),
             num_choices=body.get("n") or 1,
         )
         self._with_usage, self._with_logprobs = asks_for_usage(body), body.get("logprobs") is not None

@@ -87,7 +87,7 @@ def read_responses_request(body: Mapping[str, Json]) -> AgentRequest:
     refuse_prefill(messages, "input")
     if instructions := text_of(body.get("instructions"), "instructions"):
         messages.insert(0, ChatMessage(role="system", content=instructions))
-    wishes = read_sampling(
+    sampling = read_sampling(
         body,
         max_tokens="max_output_tokens",
         stop="stop",
@@ -95,7 +95,9 @@ def read_responses_request(body: Mapping[str, Json]) -> AgentRequest:
         schema=read_schema(text.get("format"), "text.format"),
         schema_field="text.format",
     )
-    return AgentRequest(messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, wishes=wishes)
+    return AgentRequest(
+        messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, sampling=requested
+    )
 
 
 def with_items(body: dict[str, Json], session: Session) -> dict[str, Json]:
