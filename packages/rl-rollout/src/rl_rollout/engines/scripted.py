@@ -72,7 +72,7 @@ class ScriptedEngine:
         self._receive = receive or honest_receipt
         self._version = 0
         self._waiting: dict[asyncio.Future[None], str | None] = {}
-        self._rest = SleepState()
+        self._sleep_state = SleepState()
         self._is_started = False
         self._is_closed = False
 
@@ -93,7 +93,7 @@ class ScriptedEngine:
 
     async def _generate(self, request: GenerateRequest) -> list[Generation]:
         check_request(request, self.traits)
-        self._rest.check()
+        self._sleep_state.check()
         self.requests.append(request)
         return list(await asyncio.gather(*(self._respond(request, index) for index in range(request.num_samples))))
 
@@ -108,15 +108,15 @@ class ScriptedEngine:
         check_top_k(top_k, self.traits)
         for sequence in sequences:
             check_sequence(sequence, self.traits)
-        self._rest.check()
+        self._sleep_state.check()
         return [_spread(sequence, self._score(sequence), top_k, self._traits.vocab_size) for sequence in sequences]
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`."""
         self.traits  # noqa: B018 - raises unless started
-        self._rest.check(update)
+        self._sleep_state.check(update)
         receipt = self._receive(update)
-        self._rest.lacks_weights = False
+        self._sleep_state.lacks_weights = False
         self.updates.append(update)
         self._version = update.version
         return receipt
@@ -132,11 +132,11 @@ class ScriptedEngine:
         """See `RolloutEngine.sleep`."""
         if not self.traits.can_sleep or self._waiting:
             raise EngineError(f"{self.traits.name} cannot sleep, or has {len(self._waiting)} samples running.")
-        self._rest.begin(level)
+        self._sleep_state.begin(level)
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
-        self._rest.is_asleep = False
+        self._sleep_state.is_asleep = False
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""

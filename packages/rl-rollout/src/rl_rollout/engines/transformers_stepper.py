@@ -73,7 +73,7 @@ class TransformersStepper:
         self._seeds = np.random.default_rng(options.seed)
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
-        self._dropped: DroppedWeights | None = None
+        self._dropped: list[tuple[torch.nn.Parameter, torch.Size]] = []
         self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
         self._arrival = WeightArrival(self._device)
         self._served = self._served_base = _Served(0)
@@ -154,16 +154,17 @@ class TransformersStepper:
         if level == 1:
             self._model.to("cpu")
         else:
-            self._dropped = DroppedWeights(self._model)
+            self._dropped = [(parameter, parameter.shape) for parameter in self._model.parameters()]
+            for parameter, _ in self._dropped:
+                parameter.data = parameter.new_empty(0)
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """See `Stepper.wake`. Dropped weights are NaN until an update restores them."""
-        if self._dropped is not None:
-            self._dropped.restore()
-            self._dropped = None
-        else:
-            self._model.to(self._device)
+        """See `Stepper.wake`. Dropped weights are NaN, so that a missing update cannot go unnoticed."""
+        for parameter, shape in self._dropped:
+            parameter.data = parameter.new_full(shape, torch.nan)
+        self._dropped = []
+        self._model.to(self._device)
 
     def prepare(self, structure: Structure) -> None:
         """See `Stepper.prepare`. Its traits list no structures."""
@@ -237,21 +238,6 @@ class TransformersStepper:
                 sample.finish_reason = "stop"
             elif len(sample.token_ids) == sampling.max_tokens:
                 sample.finish_reason = "length"
-
-
-class DroppedWeights:
-    """A model's parameters without their memory. Ties stay."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Free the memory."""
-        self._parameters = [(parameter, parameter.shape) for parameter in model.parameters()]
-        for parameter, _ in self._parameters:
-            parameter.data = parameter.new_empty(0)
-
-    def restore(self) -> None:
-        """Allocate the memory again, filled with NaN, so that a missing update cannot go unnoticed."""
-        for parameter, shape in self._parameters:
-            parameter.data = parameter.new_full(shape, torch.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,15 +14,18 @@ from safetensors.torch import load_file
 
 from rl_core.data import FloatArray
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError, WeightsGoneError
-from rl_core.files import read_json_object, read_safetensors_header, require_plain
+from rl_core.files import locked_folder, read_json_object, read_safetensors_header, require_plain
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
+    FOLDER_PREFIX,
     LORA_A,
     LORA_B,
     PEFT_PREFIX,
+    SHARED_MEMORY,
     ProofTolerances,
     WeightUpdate,
     probe_tensor,
+    write_safetensors,
 )
 from rl_core.weights.broadcast import SourceGroups, WeightSources, receive_plan
 from rl_rollout.engines.protocol import EngineTraits
@@ -68,6 +71,41 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
             f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
             "engine has loaded it."
         ) from error
+
+
+def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
+    """Return an empty tensor with the shape of each tensor in the update.
+
+    Raises:
+        EngineError: The update has no tensors.
+        WeightsGoneError: Its file is missing or truncated.
+    """
+    if update.is_sent:
+        return announced_tensors(update)
+    if update.tensors is not None:
+        return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
+    with update_file(update) as file, safe_open(file, framework="pt") as tensors:
+        return {
+            name: torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+            for name in tensors.keys()  # noqa: SIM118 - not a mapping
+        }
+
+
+@contextmanager
+def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[Mapping[str, torch.Tensor] | Path | None]:
+    """Return the tensors or the file from which workers read an update.
+
+    Args:
+        update: An update with tensors or a file.
+        is_shared: Whether the workers are other processes. This process's tensors are then written to shared memory.
+    """
+    if update.tensors is None or not is_shared:
+        yield update.file if update.tensors is None else update.tensors
+        return
+    with locked_folder(SHARED_MEMORY, FOLDER_PREFIX, mode=0o700) as folder:
+        file = folder / "weights.safetensors"
+        write_safetensors({name: one.detach().contiguous().cpu() for name, one in update.tensors.items()}, file)
+        yield file
 
 
 def tensor_shapes(model_dir: Path) -> Shapes:

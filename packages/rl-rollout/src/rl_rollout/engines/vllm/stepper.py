@@ -23,7 +23,11 @@ from vllm.v1.outputs import LogprobsTensors
 from rl_core.data import FinishReason as OurFinishReason
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
 from rl_core.gpus import GpuUse
-from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
+from rl_core.weights import (
+    TokenScores,
+    WeightReceipt,
+    WeightUpdate,
+)
 from rl_core.weights.broadcast import WeightSources, receive_plan
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
@@ -33,9 +37,8 @@ from rl_rollout.engines.vllm.adapters import PublishedAdapter
 from rl_rollout.engines.vllm.engine_arguments import engine_arguments
 from rl_rollout.engines.vllm.environment import kept_process_group, unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
-from rl_rollout.engines.vllm.live_weights import join_parts
+from rl_rollout.engines.vllm.live_weights import join_arrived, join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
-from rl_rollout.engines.vllm.update import expected_probes, join_arrived, replacement, update_shapes, workers_source
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
 from rl_rollout.engines.weight_checks import (
     check_adapter,
@@ -43,6 +46,8 @@ from rl_rollout.engines.weight_checks import (
     check_update,
     folder_probes,
     tensor_shapes,
+    update_shapes,
+    workers_source,
 )
 
 log = structlog.get_logger(__name__)
@@ -140,12 +145,8 @@ class VLLMStepper:
         outputs, is_executed = self._core.step_fn()
         self._core.post_step(is_executed)
         self._watch_progress(is_executed)
-        for client_outputs in (outputs or {}).values():
-            for output in client_outputs.outputs:
-                sample = self._take(output)
-                if sample is not None:
-                    finished.append(sample)
-        return finished
+        taken = [self._take(output) for of_client in (outputs or {}).values() for output in of_client.outputs]
+        return [*finished, *(sample for sample in taken if sample is not None)]
 
     def remove(self, samples: Sequence[Sample]) -> None:
         """See `Stepper.remove`."""
@@ -170,21 +171,22 @@ class VLLMStepper:
         running = list(self._running.values())
         self._adapter.replaced(update, running)
         parts = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
+        sent = {name: digest.probe for name, digest in update.served.items()}
+        sent |= {name: sent[source] for name, source in update.tied.items() if source in sent}
+        changed = [problem for rank in self._core.collective_rpc("changed_buffers") for problem in rank]
         return WeightReceipt(
             version=update.version,
-            arrived=join_arrived(ranks, update),
-            live=join_parts(parts, expected_probes(update)),
-            problems=(*self._adapter.problems(running), *self._changed_buffers()),
+            arrived=join_arrived(ranks, {name: digest.checksum for name, digest in update.digests.items()}),
+            live=join_parts(parts, sent),
+            problems=(*self._adapter.problems(running), *changed),
         )
-
-    def _changed_buffers(self) -> list[str]:
-        """Describe buffers that a sleep changed and no update restores."""
-        ranks: list[list[str]] = self._core.collective_rpc("changed_buffers")
-        return [problem for rank in ranks for problem in rank]
 
     def _replace_weights(self, update: WeightUpdate) -> list[dict[str, str]]:
         """Replace the weights. Return the checksums of the tensors as they arrived at each rank."""
-        what, details = replacement(update)
+        what, details = "adapter", list[Any]([update.version])
+        if update.adapter is None:
+            kinds = {name: digest.kind for name, digest in update.digests.items()}
+            what, details = "all_weights", [list(update.tied), kinds]
         arrived: list[dict[str, str]]
         if not update.is_sent:
             with workers_source(update, is_shared=self._num_ranks > 1) as source:
@@ -203,7 +205,7 @@ class VLLMStepper:
 
     def gpu_use(self) -> list[GpuUse]:
         """Return the use of each rank's GPU since the last call; empty on CPUs."""
-        return [one for of_rank in self._core.collective_rpc("gpu_use") for one in of_rank]
+        return [use for rank in self._core.collective_rpc("gpu_use") for use in rank]
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """See `Stepper.sleep`. Weights move to the host or are dropped, and the KV cache is freed."""
@@ -403,7 +405,7 @@ def _require_room() -> None:
 
 
 def _scores(output: EngineCoreOutput, top_k: int) -> TokenScores:
-    found = output.new_prompt_logprobs_tensors
-    if found is None:  # a sequence of one token
-        found = LogprobsTensors.empty_cpu(0, top_k + 1)
-    return TokenScores.after_first(found.logprob_token_ids.numpy(), found.logprobs.numpy())
+    scores = output.new_prompt_logprobs_tensors
+    if scores is None:  # a sequence of one token
+        scores = LogprobsTensors.empty_cpu(0, top_k + 1)
+    return TokenScores.after_first(scores.logprob_token_ids.numpy(), scores.logprobs.numpy())

@@ -96,7 +96,7 @@ def read_responses_request(body: Mapping[str, Json]) -> AgentRequest:
         schema_field="text.format",
     )
     return AgentRequest(
-        messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, sampling=requested
+        messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, sampling=sampling
     )
 
 
