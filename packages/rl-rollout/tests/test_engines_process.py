@@ -25,9 +25,8 @@ from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.streaming import stream
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import AdapterConformance, EngineConformance, generate, refuses
-from rl_rollout.testing.adapter_checks import SEQUENCE
-from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged, perturbed
+from rl_rollout.testing.reference_model import PROMPT, TIED_HEAD, canary_of, make_adapter, merged, perturbed
+from rl_rollout.testing.update_checks import SEQUENCE
 
 
 def hosted(name: str, model_dir: Path, options: Any) -> ProcessEngine:

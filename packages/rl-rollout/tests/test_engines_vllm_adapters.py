@@ -20,9 +20,8 @@ from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing import AdapterConformance
-from rl_rollout.testing.adapter_checks import SEQUENCE
-from rl_rollout.testing.engine_calls import refuses, short_request
-from rl_rollout.testing.reference_model import TIED_HEAD, merged, token_logprobs
+from rl_rollout.testing.reference_model import TIED_HEAD, merged, refuses, short_request, token_logprobs
+from rl_rollout.testing.update_checks import SEQUENCE
 
 pytest.importorskip("vllm")
 
