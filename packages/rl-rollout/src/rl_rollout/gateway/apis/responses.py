@@ -13,10 +13,9 @@ from rl_rollout.gateway.apis.chat_completions import OpenAIApi, read_function, r
 from rl_rollout.gateway.apis.reading import (
     as_list,
     check_fields,
-    read_choice,
+    read_conversation,
     read_schema,
     read_tools,
-    refuse_prefill,
     text_of,
 )
 from rl_rollout.gateway.messages import Call, ChatMessage
@@ -81,22 +80,18 @@ def read_responses_request(body: Mapping[str, Json]) -> AgentRequest:
         )
     check_fields(body, (*READ, *WITHOUT_EFFECT))
     text = body.get("text") or {}
-    tools = read_tools({"tools": _flat(body.get("tools"))}, _function, A_TOOL)
-    may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
-    messages = _messages(body.get("input"))
-    refuse_prefill(messages, "input")
-    if instructions := text_of(body.get("instructions"), "instructions"):
-        messages.insert(0, ChatMessage(role="system", content=instructions))
-    sampling = read_sampling(
-        body,
-        max_tokens="max_output_tokens",
-        stop="stop",
-        without_effect=WITHOUT_EFFECT,
-        schema=read_schema(text.get("format"), "text.format"),
-        schema_field="text.format",
-    )
-    return AgentRequest(
-        messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, sampling=sampling
+    tools = read_tools(_flat(body.get("tools")), lambda tool: tool.get("type") == "function" and tool, A_TOOL)
+    schema = read_schema(text.get("format"), "text.format")
+    fields = {"max_tokens": "max_output_tokens", "stop": "stop", "schema_field": "text.format"}
+    sampling = read_sampling(body, without_effect=WITHOUT_EFFECT, schema=schema, **fields)
+    return read_conversation(
+        _messages(body.get("input")),
+        where="input",
+        system=text_of(body.get("instructions"), "instructions"),
+        choice=body.get("tool_choice"),
+        tools=tools,
+        kinds=CHOICES,
+        sampling=sampling,
     )
 
 
@@ -276,10 +271,6 @@ def _call(call: Call, namespaces: Mapping[str, str]) -> dict[str, Json]:
 
 def _is_reference(item: Json) -> bool:
     return isinstance(item, dict) and (item.get("type") == "item_reference" or [*item] == ["id"])
-
-
-def _function(tool: dict[str, Any]) -> Json:
-    return tool.get("type") == "function" and tool
 
 
 def _flat(tools: Json) -> list[Any]:
