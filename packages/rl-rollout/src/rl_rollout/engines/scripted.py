@@ -12,7 +12,7 @@ from rl_core.errors import EngineError, NotReadyError
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate, tensor_checksum
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
 from rl_rollout.engines.publishing import Gate
-from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
+from rl_rollout.engines.requests import check_request, check_scoring
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.engines.stepper import Sample, SleepState
 
@@ -105,9 +105,7 @@ class ScriptedEngine:
         with_experts: bool = False,  # noqa: ARG002 - the protocol's argument
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`. Other tokens share the rest of the mass evenly. It reports no experts."""
-        check_top_k(top_k, self.traits)
-        for sequence in sequences:
-            check_sequence(sequence, self.traits)
+        check_scoring(sequences, top_k, self.traits)
         self._sleep_state.check()
         return [_spread(sequence, self._score(sequence), top_k, self._traits.vocab_size) for sequence in sequences]
 

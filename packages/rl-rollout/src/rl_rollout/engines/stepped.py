@@ -22,7 +22,7 @@ from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure
 from rl_rollout.engines.publishing import Gate
-from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
+from rl_rollout.engines.requests import check_request, check_scoring
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.engines.stepper import Sample, SleepState, Stepper
 
@@ -130,10 +130,7 @@ class SteppedEngine:
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
-        traits = self._able().traits
-        check_top_k(top_k, traits)
-        for sequence in sequences:
-            check_sequence(sequence, traits)
+        check_scoring(sequences, top_k, self._able().traits)
         samples = [
             Sample(input_ids=sequence.tolist(), sampling=None, top_k=top_k, with_experts=with_experts)
             for sequence in sequences

@@ -29,7 +29,7 @@ from rl_rollout.engines.publishing import DRAIN_DEADLINE_S
 from rl_rollout.engines.replicas.replica import EngineLoad, Published, Replica
 from rl_rollout.engines.replicas.replica_set import MAX_DEATHS, ReplicaSet, or_first_error
 from rl_rollout.engines.replicas.weights import joined_report
-from rl_rollout.engines.requests import aborted_generations, check_sequence, check_top_k
+from rl_rollout.engines.requests import aborted_generations, check_scoring
 from rl_rollout.engines.waiting import AbortedError, RoutedRequest, Turn
 
 log = structlog.get_logger(__name__)
@@ -193,9 +193,7 @@ class ReplicatedEngine:
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`. Spreads the sequences over the replicas by load alone."""
-        check_top_k(top_k, self.traits)
-        for sequence in sequences:
-            check_sequence(sequence, self.traits)
+        check_scoring(sequences, top_k, self.traits)
 
         async def score_one(sequence: IntArray) -> TokenScores:
             scores = await self._replicas.ask_one(
