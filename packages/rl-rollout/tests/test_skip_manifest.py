@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import BrokenEntryError
-from rl_core.files.bounded_json import count_values, load_json, shown, shown_path
+from rl_core.files.bounded_json import count_values, load_json, preview, preview_path
 from rl_rollout.skip import EntryKey
 from rl_rollout.skip.manifest import ArraySpec, Counts, FileSpec, Manifest, decode_manifest, encode_manifest
 
@@ -126,7 +126,7 @@ def test_no_document_has_more_values_than_are_counted(value):
 
 
 def test_what_is_shown_is_short_and_can_be_printed():
-    assert shown("a\x1b[2J\udcff") == r"'a\x1b[2J\udcff'"
-    assert len(shown("x" * 10**6)) == 80
-    assert shown_path("a/b") == "a/b"
-    assert shown_path("a\n\udcff").isprintable()
+    assert preview("a\x1b[2J\udcff") == r"'a\x1b[2J\udcff'"
+    assert len(preview("x" * 10**6)) == 80
+    assert preview_path("a/b") == "a/b"
+    assert preview_path("a\n\udcff").isprintable()

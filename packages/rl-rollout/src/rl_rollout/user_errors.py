@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data import encodable
-from rl_rollout.rewards.outputs import shown_error
+from rl_rollout.rewards.outputs import preview_error
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<frozen "})
 """Folders of installed code, which users did not write."""
@@ -27,7 +27,7 @@ def describe_raised(what: str, error: BaseException) -> str:
     every = list(traceback.extract_tb(error.__traceback__))
     frames = [frame for frame in every if not frame.filename.startswith(LIBRARIES)] or every
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    return encodable(f"{what} raised {shown_error(error)}{place}")
+    return encodable(f"{what} raised {preview_error(error)}{place}")
 
 
 def is_meant_for_us(error: BaseException) -> bool:

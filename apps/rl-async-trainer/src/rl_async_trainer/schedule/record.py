@@ -22,7 +22,7 @@ from typing import Any
 
 from rl_core.data import Json
 from rl_core.errors import DataError
-from rl_core.files import shown
+from rl_core.files import preview
 from rl_metrics.run_files import JsonLinesWriter, read_json_lines
 
 FILE = "record.jsonl"
@@ -93,7 +93,7 @@ def read_history(folder: Path) -> History:
         try:
             _apply(history, line)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise DataError(f"{file} has an invalid line: {shown(line)} ({error!r}).") from None
+            raise DataError(f"{file} has an invalid line: {preview(line)} ({error!r}).") from None
     return history
 
 

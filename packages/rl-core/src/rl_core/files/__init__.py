@@ -1,6 +1,6 @@
 """Files: durable writes, checksums, zarr arrays, and bounded reads of untrusted files."""
 
-from rl_core.files.bounded_json import count_values, load_json, load_json_as, shown, shown_path
+from rl_core.files.bounded_json import count_values, load_json, load_json_as, preview, preview_path
 from rl_core.files.checksums import checksum
 from rl_core.files.durable import sync_file, sync_folder, write_durably
 from rl_core.files.file_modes import current_umask
@@ -37,6 +37,8 @@ __all__ = [
     "open_lock_file",
     "open_plain",
     "parse_toml",
+    "preview",
+    "preview_path",
     "read_json",
     "read_json_object",
     "read_plain",
@@ -45,8 +47,6 @@ __all__ = [
     "remove_unlocked_folders",
     "require_plain",
     "run_trial",
-    "shown",
-    "shown_path",
     "sync_file",
     "sync_folder",
     "temporary_folder",

@@ -44,12 +44,12 @@ def count_values(raw: bytes) -> int:
     return 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
-def shown(value: object, *, most: int = 80) -> str:
+def preview(value: object, *, most: int = 80) -> str:
     """Return a value for a message: printable characters only, cut to a maximum length."""
     text = ascii(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def shown_path(path: str) -> str:
+def preview_path(path: str) -> str:
     """Return a path for a message, with escapes for unprintable characters."""
-    return path if path.isprintable() and len(path) <= 4096 else shown(path)
+    return path if path.isprintable() and len(path) <= 4096 else preview(path)

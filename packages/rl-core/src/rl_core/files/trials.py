@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rl_core.data.records import Json
 from rl_core.errors import DataError, RLError
-from rl_core.files.bounded_json import shown
+from rl_core.files.bounded_json import preview
 from rl_core.files.plain_files import open_plain
 from rl_core.files.user_caches import cache_folder
 from rl_core.record_fields import converts_arguments
@@ -107,7 +107,7 @@ def _problem(script: Path, request: Mapping[str, Json], *, cpu_s: int) -> str | 
         return f"{said or 'reading it'} crashed the trial process with {signal.Signals(-done.returncode).name}"
     if done.returncode:
         said = f"{said or 'reading it'} failed: " + done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return None if said == PASSED else shown(said.rstrip("."), most=400)[1:-1]
+    return None if said == PASSED else preview(said.rstrip("."), most=400)[1:-1]
 
 
 def _digest(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rl_core.data.records import Json
 from rl_core.errors import BrokenEntryError, MissingExtraError
-from rl_core.files.bounded_json import load_json, shown
+from rl_core.files.bounded_json import load_json, preview
 from rl_core.files.checksums import checksum
 
 Parts = tuple[bytes | memoryview, ...]
@@ -226,7 +226,7 @@ def check_metadata(content: bytes, spec: ArraySpec, *, path: str) -> None:
         raise BrokenEntryError(where, f"it must be an object with {', '.join(sorted(expected))}")
     for name, value in expected.items():
         if not _is_same(found[name], value):
-            raise BrokenEntryError(where, f"{name} must be {json.dumps(value)}; found {shown(found[name])}")
+            raise BrokenEntryError(where, f"{name} must be {json.dumps(value)}; found {preview(found[name])}")
 
 
 def _is_same(found: Json, expected: Json) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rl_core.errors import DataError, SettingsError
-from rl_core.files import shown
+from rl_core.files import preview
 from rl_core.record_fields import settings_record
 
 ExpertChoice = Literal["softmax", "sigmoid"]
@@ -109,7 +109,7 @@ def _mixture_layers(config: Mapping[str, Any], *, is_sigmoid: bool) -> tuple[int
     if is_sigmoid:
         first = config.get("first_k_dense_replace", 1)
         if type(first) is not int or first < 0:
-            raise DataError(f"config.json must have first_k_dense_replace >= 0; found {shown(first)}.")
+            raise DataError(f"config.json must have first_k_dense_replace >= 0; found {preview(first)}.")
         return tuple(range(first, num_layers))
     every = count(config, "decoder_sparse_step") if config.get("decoder_sparse_step") else 1
     dense = set(config.get("mlp_only_layers") or ())
@@ -143,10 +143,10 @@ def count(config: Mapping[str, Any], name: str) -> int:
     value = config[name]
     most = MAX_COUNTS.get(name, MAX_COUNT)
     if type(value) is not int:
-        raise TypeError(f"{name} must be a whole number; found {shown(value)}")
+        raise TypeError(f"{name} must be a whole number; found {preview(value)}")
     if not 1 <= value <= most:
         bound = ">= 1" if value < 1 else f"<= {most}"
-        raise DataError(f"config.json must have {name} {bound}; found {shown(value)}.")
+        raise DataError(f"config.json must have {name} {bound}; found {preview(value)}.")
     return value
 
 

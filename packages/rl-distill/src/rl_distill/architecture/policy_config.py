@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError, RLError, SettingsError
-from rl_core.files import read_json_object, shown
+from rl_core.files import preview, read_json_object
 from rl_core.record_fields import converts_arguments, settings_record
 from rl_distill.architecture.mixture_config import ExpertChoice, MixtureConfig, count, finite, read_mixture
 
@@ -186,7 +186,7 @@ def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
     architecture = named[0] if isinstance(named, list) and named else named or "(none)"
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         is_name = isinstance(architecture, str) and architecture.isprintable() and len(architecture) <= 80
-        found = architecture if is_name else shown(architecture)
+        found = architecture if is_name else preview(architecture)
         raise SettingsError(f"architecture {found} is not supported. Supported: {', '.join(SUPPORTED_ARCHITECTURES)}.")
     try:
         _refuse_unsupported(config, FAMILIES[architecture])
@@ -240,7 +240,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(rope, Mapping | None) or any(isinstance(value, Mapping) for value in (rope or {}).values()):
             raise DataError(
                 f"config.json must have one object of numbers and strings as {name}, for all layers; found "
-                f"{shown(rope)}."
+                f"{preview(rope)}."
             )
         if rope:
             return rope
@@ -260,7 +260,7 @@ def _positive(name: str, value: Any) -> float:
     """
     number = finite(value)
     if number <= 0 or isinstance(value, bool):
-        raise DataError(f"config.json must have {name} above 0; found {shown(value)}.")
+        raise DataError(f"config.json must have {name} above 0; found {preview(value)}.")
     return number
 
 
@@ -291,7 +291,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> LinearRopeScaling | Llama3RopeScal
         )
     if kind != "default":
         raise SettingsError(
-            f"rope_type {shown(kind)} is not supported by the learners. Supported: default, linear, llama3. "
+            f"rope_type {preview(kind)} is not supported by the learners. Supported: default, linear, llama3. "
             "To train on lengths that do not need scaling, remove it from config.json."
         )
     return None
@@ -309,4 +309,4 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     }
     for name, (found, wanted) in expected.items():
         if found != wanted:
-            raise SettingsError(f"{name} must be {wanted!r} for the learners; config.json has {shown(found)}.")
+            raise SettingsError(f"{name} must be {wanted!r} for the learners; config.json has {preview(found)}.")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import DataError
-from rl_core.files import shown, temporary_folder
+from rl_core.files import preview, temporary_folder
 from rl_core.record_fields import converts_arguments
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
@@ -41,7 +41,7 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
         if shapes.get(f"{module}.weight") != shape:
             found = shapes.get(f"{module}.weight")
             raise DataError(
-                f"{adapter_dir} adapts {shown(module, most=200)} of shape {list(shape)}; the base model {folder} "
+                f"{adapter_dir} adapts {preview(module, most=200)} of shape {list(shape)}; the base model {folder} "
                 f"{'has no such matrix' if found is None else f'has shape {list(found)}'}. Name the adapter's own base."
             )
     tensors = PolicyTensors(folder, config)
@@ -85,8 +85,8 @@ def check_adapter(folder: Path, options: LoraOptions, modules: Mapping[str, Shap
 def _named_base(adapter: AdapterFolder) -> Path:
     if adapter.base is None or not Path(adapter.base).is_dir():
         raise DataError(
-            f"{adapter.folder} names {shown(adapter.base, most=200)} as its base model, which is not a folder on this "
-            "machine. Pass the folder of that model as `base` (`export --base FOLDER`)."
+            f"{adapter.folder} names {preview(adapter.base, most=200)} as its base model, which is not a folder on "
+            "this machine. Pass the folder of that model as `base` (`export --base FOLDER`)."
         )
     return Path(adapter.base)
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rl_core.errors import DataError
-from rl_core.files import StoredTensor, current_umask, read_json_object, read_safetensors_header, shown
+from rl_core.files import StoredTensor, current_umask, preview, read_json_object, read_safetensors_header
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, write_safetensors
 from rl_distill.architecture.tensor_shapes import Shape
 from rl_distill.checkpoints.hf_folder import STORED_DTYPES
@@ -165,7 +165,7 @@ def adapter_differences(
     for how, modules in (("also adapts", more), ("does not adapt", less)):
         if modules:
             rest = f" and {len(modules) - 1} others" if len(modules) > 1 else ""
-            differences.append(f"it {how} {shown(modules[0], most=120)}{rest}")
+            differences.append(f"it {how} {preview(modules[0], most=120)}{rest}")
     return differences
 
 
@@ -248,16 +248,16 @@ def _target_names(modules: Iterable[str], matrices: Iterable[str]) -> list[str]:
 def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
     """Refuse an adapter that is not LoRA, or does more than add `B @ A`."""
     if config.get("peft_type") != "LORA":
-        raise DataError(f"{file} must have peft_type LORA; found {shown(config.get('peft_type'))}. {_OTHER_REMEDY}")
+        raise DataError(f"{file} must have peft_type LORA; found {preview(config.get('peft_type'))}. {_OTHER_REMEDY}")
     for name, value in config.items():
         is_empty = value in (None, False, {}, [], "none")
         if name not in _UNDERSTOOD | _WITHOUT_EFFECT and not is_empty:
             remedy = _REMEDIES.get(name, _OTHER_REMEDY)
-            raise DataError(f"{file} has {shown(name)} = {shown(value)}, which is not supported. {remedy}")
+            raise DataError(f"{file} has {preview(name)} = {preview(value)}, which is not supported. {remedy}")
     start = config.get("init_lora_weights")
     if not isinstance(start, bool | str | None) or start not in _PLAIN_STARTS:
         raise DataError(
-            f"{file} has init_lora_weights = {shown(start)}, which also modified the base model. Convert it with "
+            f"{file} has init_lora_weights = {preview(start)}, which also modified the base model. Convert it with "
             "peft's save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
     rank, alpha, dropout, rslora = (
@@ -268,7 +268,7 @@ def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
     if not is_possible or type(dropout) not in (int, float) or not 0 <= dropout < 1:
         raise DataError(
             f"{file} must have r >= 1, lora_alpha above 0 and below {MAX_ALPHA:g}, lora_dropout below 1 and use_rslora "
-            f"true or false; found {shown(rank)}, {shown(alpha)}, {shown(dropout)} and {shown(rslora)}."
+            f"true or false; found {preview(rank)}, {preview(alpha)}, {preview(dropout)} and {preview(rslora)}."
         )
 
 
@@ -285,7 +285,7 @@ def _module(file: Path, tensor: str) -> str:
         if tensor.startswith(PEFT_PREFIX) and tensor.endswith(kind):
             return tensor.removeprefix(PEFT_PREFIX).removesuffix(kind)
     raise DataError(
-        f"{file} has a tensor {shown(tensor, most=200)}, which is not an A or B of a matrix; expected names like "
+        f"{file} has a tensor {preview(tensor, most=200)}, which is not an A or B of a matrix; expected names like "
         f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj{LORA_A}. {_OTHER_REMEDY}"
     )
 
@@ -296,18 +296,20 @@ def _matrix(file: Path, module: str, stored: Mapping[str, StoredTensor], *, rank
     for kind, axis in ((LORA_A, 0), (LORA_B, 1)):
         tensor = PEFT_PREFIX + module + kind
         if tensor not in stored:
-            raise DataError(f"{file} has no tensor {shown(tensor, most=200)}; an adapter has both A and B of a matrix.")
+            raise DataError(
+                f"{file} has no tensor {preview(tensor, most=200)}; an adapter has both A and B of a matrix."
+            )
         found = stored[tensor]
         if len(found.shape) != 2 or found.shape[axis] != rank or 0 in found.shape:
             wanted = f"[{rank}, in]" if axis == 0 else f"[out, {rank}]"
             raise DataError(
-                f"{file}: tensor {shown(tensor, most=200)} must have shape {wanted}, since r is {rank} in "
+                f"{file}: tensor {preview(tensor, most=200)} must have shape {wanted}, since r is {rank} in "
                 f"{CONFIG_FILE}; found {list(found.shape)}."
             )
         if found.dtype not in STORED_DTYPES:
             raise DataError(
-                f"{file}: tensor {shown(tensor, most=200)} must be stored as one of {', '.join(STORED_DTYPES)}; found "
-                f"{found.dtype}."
+                f"{file}: tensor {preview(tensor, most=200)} must be stored as one of {', '.join(STORED_DTYPES)}; "
+                f"found {found.dtype}."
             )
         sizes.append(found.shape[1 - axis])
     inputs, outputs = sizes
@@ -320,15 +322,15 @@ def _check_targets(file: Path, config: Mapping[str, Any], modules: Mapping[str, 
     if targets is None or isinstance(targets, str):
         return
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise DataError(f"{file} must have a list of names or a pattern as target_modules; found {shown(targets)}.")
+        raise DataError(f"{file} must have a list of names or a pattern as target_modules; found {preview(targets)}.")
     named = set(targets)
     met = {end for module in modules for end in _ends(module) if end in named}
     unnamed = next((module for module in modules if named.isdisjoint(_ends(module))), None)
     missing = min(named - met, default=None)
     if unnamed is not None:
-        raise DataError(f"{file} does not list {shown(unnamed)} in target_modules, but {WEIGHTS_FILE} has it.")
+        raise DataError(f"{file} does not list {preview(unnamed)} in target_modules, but {WEIGHTS_FILE} has it.")
     if missing is not None and not config.get("exclude_modules"):
-        raise DataError(f"{file} lists {shown(missing)} in target_modules, but {WEIGHTS_FILE} has no such matrix.")
+        raise DataError(f"{file} lists {preview(missing)} in target_modules, but {WEIGHTS_FILE} has no such matrix.")
 
 
 def _ends(module: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import CheckpointError, DeadlineError, SettingsError
-from rl_core.files import shown, sync_file, sync_folder, write_durably
+from rl_core.files import preview, sync_file, sync_folder, write_durably
 from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.plain_files import file_crc32c, read_json_object
@@ -275,7 +275,7 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
         raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}.") from None
     if found != MANIFEST_FORMAT:
         raise _OtherFormatError(
-            f"checkpoint {folder} has a manifest of format {shown(found)}; this release reads {MANIFEST_FORMAT}. Use "
+            f"checkpoint {folder} has a manifest of format {preview(found)}; this release reads {MANIFEST_FORMAT}. Use "
             "the release that wrote it."
         )
     if STATE_FILE not in files:

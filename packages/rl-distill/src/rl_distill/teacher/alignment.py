@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.errors import DataError
-from rl_core.files import shown
+from rl_core.files import preview
 
 Piece: TypeAlias = bytes | str
 """Content of a token: bytes of text, or the role of a special token, e.g. "end"."""
@@ -90,4 +90,4 @@ def _parts(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _shown(parts: Sequence[Piece], place: int) -> str:
-    return shown(parts[place]) if place < len(parts) else "nothing"
+    return preview(parts[place]) if place < len(parts) else "nothing"

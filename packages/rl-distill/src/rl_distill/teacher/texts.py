@@ -8,7 +8,7 @@ import numpy as np
 
 from rl_core.data import NO_VERSION, Prompt, Trajectory
 from rl_core.errors import DataError, SettingsError
-from rl_core.files import shown
+from rl_core.files import preview
 from rl_core.record_fields import settings_record
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
@@ -71,7 +71,7 @@ def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, 
             if options.overlong == "drop":
                 continue
             raise DataError(
-                f"prompt {prompt.uid!r}, column {options.column!r}: the text {shown(text, most=60)} has "
+                f"prompt {prompt.uid!r}, column {options.column!r}: the text {preview(text, most=60)} has "
                 f"{len(response)} tokens, more than rollout.max_response_tokens = {options.max_response_tokens}. "
                 'Raise it, or set prompts.overlong = "drop".'
             )
@@ -116,7 +116,7 @@ def _texts_of(prompt: Prompt, column: str) -> Sequence[str]:
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
         raise DataError(
             f"prompt {prompt.uid!r}, column {column!r} must be a string, or a list of at least one; found "
-            f"{shown(value, most=60)}."
+            f"{preview(value, most=60)}."
         )
     if "" in texts:
         raise DataError(f"prompt {prompt.uid!r}, column {column!r} has an empty text. Remove it.")

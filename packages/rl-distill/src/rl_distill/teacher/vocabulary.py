@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from rl_core.data import Json
 from rl_core.errors import SettingsError
-from rl_core.files import read_json, shown
+from rl_core.files import preview, read_json
 from rl_core.record_fields import converts_arguments
 from rl_distill.teacher.tokenizer_rules import text_rules
 
@@ -196,7 +196,7 @@ def _different_rules(student: Mapping[str, Json], teacher: Mapping[str, Json]) -
             where = f"at number {place}: student {_item(own, place)}, teacher {_item(other, place)}"
             yield f"the {name} differ ({len(own)} and {len(other)}; {where})"
         else:
-            yield f"the {name} differs (student {shown(own, most=100)}, teacher {shown(other, most=100)})"
+            yield f"the {name} differs (student {preview(own, most=100)}, teacher {preview(other, most=100)})"
 
 
 def _item(items: Sequence[object], place: int) -> str:
@@ -204,7 +204,7 @@ def _item(items: Sequence[object], place: int) -> str:
 
 
 def _token(token: str | None) -> str:
-    return "none" if token is None else shown(token, most=40)
+    return "none" if token is None else preview(token, most=40)
 
 
 def _listed(few: Sequence[str], total: int) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import EngineError, RLError
-from rl_core.files import read_json_object, read_safetensors_header, shown
+from rl_core.files import read_json_object, read_safetensors_header
 from rl_core.record_fields import converts_arguments
 
 _HEADS_AND_EXPERTS = (
@@ -50,12 +50,12 @@ def check_config(file: Path, *, error: type[RLError]) -> None:
         for name, most in MAX_SIZES.items():
             size = part.get(name)
             if size is not None and (type(size) is not int or not 0 <= size <= most):
-                raise error(f"{file} must have {name} from 0 to {most}; found {shown(size)}.")
+                raise error(f"{file} must have {name} from 0 to {most}; found {preview(size)}.")
         for name in KERNELS:
             if "/" in str(part.get(name)):
                 raise error(
                     f"{file} must have {name} without a repository, whose code would be downloaded and run; found "
-                    f"{shown(part[name])}. Remove it."
+                    f"{preview(part[name])}. Remove it."
                 )
 
 
@@ -87,7 +87,7 @@ def model_end_tokens(model_dir: Path) -> tuple[int, ...]:
         if tokens is not None:
             tokens = tokens if isinstance(tokens, list) else [tokens]
             if any(type(token) is not int for token in tokens):
-                raise EngineError(f"{model_dir / name} must have integers as eos_token_id; found {shown(tokens)}.")
+                raise EngineError(f"{model_dir / name} must have integers as eos_token_id; found {preview(tokens)}.")
             return tuple(tokens)
     return ()
 

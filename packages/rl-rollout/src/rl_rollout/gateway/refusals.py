@@ -8,7 +8,7 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import RLError
-from rl_rollout.rewards.outputs import cut, shown_error
+from rl_rollout.rewards.outputs import cut, preview_error
 
 RefusalKind = Literal[
     "invalid_request_error",
@@ -113,4 +113,4 @@ class FaultLog:
         if place not in self._known:
             self._known.add(place)
             about["stack"] = cut("".join(traceback.format_exception(error)), max_characters=MAX_TRACEBACK_CHARS)
-        log.error(event, error=shown_error(error), **about)
+        log.error(event, error=preview_error(error), **about)

@@ -19,7 +19,7 @@ from rl_rollout.gateway.agent_requests import Answer
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.tree import Sample, SessionTree
 from rl_rollout.loops.protocol import SessionResult
-from rl_rollout.rewards.outputs import shown_error
+from rl_rollout.rewards.outputs import preview_error
 
 MAX_KEPT_OVERHEADS = 64
 
@@ -177,7 +177,7 @@ class Session:
 
     def note_own_fault(self, error: Exception) -> None:
         """Record a fault of the gateway, which fails the session even if a retry succeeds."""
-        self.note_fault(b"", f"the gateway failed: {shown_error(error)}")
+        self.note_fault(b"", f"the gateway failed: {preview_error(error)}")
         with suppress(RefusedError):  # if this cannot be stored, the session has failed too
             self.keep()
 

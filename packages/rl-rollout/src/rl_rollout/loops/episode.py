@@ -11,7 +11,7 @@ import structlog
 
 from rl_core.data import Prompt, encodable
 from rl_core.errors import DataError, RolloutError
-from rl_rollout.rewards.outputs import read_output, shown, shown_error
+from rl_rollout.rewards.outputs import preview, preview_error, read_output
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.tools.blocking import BlockingCalls
 from rl_rollout.tools.results import shortened
@@ -143,7 +143,7 @@ class Episode:
         except DataError as error:
             raise RolloutError(f"{whose} {error}") from error
         except Exception as error:  # user-defined mappings or numbers can raise anything when read
-            raise RolloutError(f"{whose} a reward that cannot be read ({shown_error(error)})") from error
+            raise RolloutError(f"{whose} a reward that cannot be read ({preview_error(error)})") from error
 
     def _readable(self, observation: str) -> str:
         """Return an observation as the model reads it."""
@@ -222,4 +222,4 @@ class _TookTooLongError(Exception):
 
 
 def _seen(value: Any) -> str:
-    return f"{shown(value)} ({type(value).__name__})"
+    return f"{preview(value)} ({type(value).__name__})"

@@ -9,7 +9,7 @@ import numpy as np
 from rl_core.data import ExpertArray, Prompt, Trajectory, encodable
 from rl_core.errors import DataError
 from rl_rollout.loops.protocol import SessionResult, loop_name
-from rl_rollout.rewards.outputs import read_extras, read_output, shown, shown_error
+from rl_rollout.rewards.outputs import preview, preview_error, read_extras, read_output
 from rl_rollout.rewards.protocol import RewardResult
 
 
@@ -60,7 +60,7 @@ def _checked(given: Any, *, name: str, prompt: Prompt, index: int) -> SessionRes
     except DataError as error:
         failure = f"{name} returned {error}"
     except Exception as error:  # user-defined numbers or mappings can raise anything when read
-        failure = f"{name} returned a session that cannot be read ({shown_error(error)})"
+        failure = f"{name} returned a session that cannot be read ({preview_error(error)})"
     kept = (
         tuple(replace(trajectory, reward=None) for trajectory in given.trajectories)
         if isinstance(given, SessionResult)
@@ -111,4 +111,4 @@ def _read_trajectory(trajectory: Trajectory) -> Trajectory:
 
 
 def _seen(value: Any) -> str:
-    return f"{shown(value)} ({type(value).__name__})"
+    return f"{preview(value)} ({type(value).__name__})"

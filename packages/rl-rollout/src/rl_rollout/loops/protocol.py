@@ -12,7 +12,7 @@ from rl_core.errors import RLError, RolloutError
 from rl_core.record_fields import Axes, record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rewards.outputs import shown_error
+from rl_rollout.rewards.outputs import preview_error
 from rl_rollout.rewards.protocol import RewardInput
 from rl_rollout.rewards.scorer import RewardScorer, reward_input
 from rl_rollout.rewards.thinking import opens_thinking
@@ -152,7 +152,7 @@ def describe_failure(loop: object, error: BaseException) -> str:
     if isinstance(error, RolloutError):
         return encodable(str(error))
     if isinstance(error, RLError):
-        return shown_error(error)
+        return preview_error(error)
     return describe_raised(loop_name(loop), error)
 
 

@@ -23,7 +23,7 @@ from rl_rollout.loops.agent import SessionEngines
 from rl_rollout.loops.outcomes import join_experts
 from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rewards.outputs import shown_error
+from rl_rollout.rewards.outputs import preview_error
 
 MAX_BODY_BYTES = 256 << 20
 MAX_SESSIONS = 1 << 20
@@ -314,7 +314,7 @@ def _refused(what: str, given: Any) -> Iterator[None]:
 
 def _refusal(what: str, error: BaseException, given: Any) -> SettingsError:
     problems = getattr(error, "errors", None)  # pydantic's errors have this method
-    reason = "; ".join(map(_problem, problems())) if callable(problems) else shown_error(error)
+    reason = "; ".join(map(_problem, problems())) if callable(problems) else preview_error(error)
     return SettingsError(f"verifiers rejected the {what}: {hide(reason, given)}")
 
 

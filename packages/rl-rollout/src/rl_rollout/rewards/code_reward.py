@@ -17,7 +17,7 @@ from rl_core.data import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_core.registry import nearest_name
 from rl_rollout.rewards.code_tests import Case, Step, read_tests, same_output
-from rl_rollout.rewards.outputs import cut, shown
+from rl_rollout.rewards.outputs import cut, preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
 
@@ -200,8 +200,8 @@ class CodeReward:
             kind, said = found.get(number, ended)
             if kind == "not_plain" and self.checks == "outside":
                 raise DataError(
-                    f"a test passes the program {said}, which is not plain data: {shown(step.source)}. Repair the row, "
-                    'or set checks = "inside", which lets programs see their tests.'
+                    f"a test passes the program {said}, which is not plain data: {preview(step.source)}. Repair the "
+                    'row, or set checks = "inside", which lets programs see their tests.'
                 )
             if step.kind == "check" or (step.kind == "between" and kind != "passed"):
                 timed_out = kind == "ended" and is_timed_out(run)

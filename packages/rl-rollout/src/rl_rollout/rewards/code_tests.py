@@ -8,7 +8,7 @@ from typing import Literal
 
 from rl_core.data import Json
 from rl_core.errors import DataError
-from rl_rollout.rewards.outputs import shown
+from rl_rollout.rewards.outputs import preview
 
 FORMS = (
     'a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, a text or a list of texts with '
@@ -54,16 +54,17 @@ def read_tests(ground_truth: Json) -> tuple[list[Case], list[Step]]:
         setup, found = found.get("setup") or "", _parsed(found["tests"])
     tests = [found] if isinstance(found, str) else found
     if not isinstance(tests, list) or not tests or not isinstance(setup, str):
-        raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
+        raise DataError(f"the ground truth of code must be {FORMS}; found {preview(ground_truth)}.")
     if all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in tests):
         return [(_text(test["input"]), _text(test["output"])) for test in tests], []
     if not all(isinstance(test, str) for test in tests):
-        raise DataError(f"the ground truth of code must be {FORMS}; found {shown(ground_truth)}.")
+        raise DataError(f"the ground truth of code must be {FORMS}; found {preview(ground_truth)}.")
     steps = [Step(kind="setup", source=setup)] if setup.strip() else []
     steps += [step for test in tests for step in _steps(test)]
     if not any(step.kind == "check" for step in steps):
         raise DataError(
-            f"the ground truth of code must have a test that runs, an `assert` or a call; found {shown(ground_truth)}."
+            f"the ground truth of code must have a test that runs, an `assert` or a call; found "
+            f"{preview(ground_truth)}."
         )
     return [], steps
 
@@ -97,7 +98,9 @@ def _steps(source: str) -> Iterable[Step]:
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DataError(f"the ground truth's test is not Python ({error}): {shown(source)}. Repair the row.") from error
+        raise DataError(
+            f"the ground truth's test is not Python ({error}): {preview(source)}. Repair the row."
+        ) from error
     if not statements:
         raise DataError("the ground truth's test is empty. Repair the row.")
     if not any(isinstance(statement, ast.Assert) for statement in statements):

@@ -14,7 +14,7 @@ import numpy as np
 from rl_core.data import Json, Prompt
 from rl_core.errors import DataError, DeadlineError, MissingExtraError, RLError, SettingsError
 from rl_core.secret_settings import check_headers, hide, redact_option
-from rl_rollout.rewards.outputs import cut, shown, shown_error
+from rl_rollout.rewards.outputs import cut, preview, preview_error
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
 SENT = tuple(one.name for one in fields(RewardInput))
@@ -131,7 +131,7 @@ class HttpReward:
         if isinstance(error, TimeoutError | httpx.TimeoutException):
             return DeadlineError(f"reward service {self._shown} did not answer within {self.timeout_s:g} s; {tried}.")
         return RewardServiceError(
-            f"reward service {self._shown} cannot be reached ({self._hide(shown_error(error))}); {tried}."
+            f"reward service {self._shown} cannot be reached ({self._hide(preview_error(error))}); {tried}."
         )
 
     def _read(self, status: int, body: bytes) -> RewardResult:
@@ -155,7 +155,7 @@ class HttpReward:
             return RewardResult(reward=answer)
         if "reward" not in answer:
             raise DataError(
-                f"reward service {self._shown} answered without 'reward'; it has {shown(sorted(answer))}. "
+                f"reward service {self._shown} answered without 'reward'; it has {preview(sorted(answer))}. "
                 'Answer with a number, or as in {"reward": 1.0, "components": {"acc": 1.0}}.'
             )
         components, extras = answer.get("components") or {}, answer.get("extras") or {}

@@ -8,7 +8,7 @@ from rl_core.data import Json
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.rewards.check_processes import CheckProcesses
 from rl_rollout.rewards.json_worker import WRONG, libraries, validator_of
-from rl_rollout.rewards.outputs import shown
+from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
 WORKER = "rl_rollout.rewards.json_worker"
@@ -93,8 +93,10 @@ class JsonSchemaReward:
             try:
                 schema = json.loads(schema)
             except ValueError as error:
-                raise DataError(f"the schema is not JSON ({error}); found {shown(schema)}. Repair the row.") from error
+                raise DataError(
+                    f"the schema is not JSON ({error}); found {preview(schema)}. Repair the row."
+                ) from error
         if not isinstance(schema, Mapping | bool):
             where = "ground truth" if self.column is None else f"column {self.column!r}"
-            raise DataError(f"the {where} must be a JSON schema; found {shown(schema)}. Repair the row.")
+            raise DataError(f"the {where} must be a JSON schema; found {preview(schema)}. Repair the row.")
         return schema

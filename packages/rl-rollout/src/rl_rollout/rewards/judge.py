@@ -12,7 +12,7 @@ from rl_core.errors import RolloutError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rewards.outputs import shown
+from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.scorer import reward_input
 
@@ -111,10 +111,10 @@ class JudgeReward:
         if not isinstance(self.model, JudgeModel):
             raise SettingsError(
                 "model of reward 'judge' must be a JudgeModel, which the program passes: "
-                f"build_scorer(options, parts={{'model': JudgeModel(...)}}); found {shown(self.model)}."
+                f"build_scorer(options, parts={{'model': JudgeModel(...)}}); found {preview(self.model)}."
             )
         if "{response}" not in self.template:
-            raise SettingsError(f"template of reward 'judge' must have {{response}}; found {shown(self.template)}.")
+            raise SettingsError(f"template of reward 'judge' must have {{response}}; found {preview(self.template)}.")
         if not -math.inf < self.low < self.high < math.inf:
             raise SettingsError(f"reward 'judge' needs finite low < high; found {self.low!r} and {self.high!r}.")
         if self.max_tokens < 1 or self.max_response_characters < 1:
@@ -156,7 +156,7 @@ class JudgeReward:
         if generation.finish_reason == "length" and not self.accept_cut:
             raise NoScoreError(
                 f"the judge's answer was cut at max_tokens = {self.max_tokens}; raise it, or set accept_cut = true "
-                f"to read cut answers. The answer ends: {shown(answer[-200:], max_characters=220)}."
+                f"to read cut answers. The answer ends: {preview(answer[-200:], max_characters=220)}."
             )
         score = self.score_in(answer)
         reward = (score - self.low) / (self.high - self.low)
@@ -195,7 +195,8 @@ class JudgeReward:
             matches = list(pattern.finditer(answer))
         if not matches:
             raise NoScoreError(
-                f"the judge's answer has no score (parse = {self.parse!r}): {shown(answer[-200:], max_characters=220)}."
+                f"the judge's answer has no score (parse = {self.parse!r}): "
+                f"{preview(answer[-200:], max_characters=220)}."
             )
         found = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
         if self.parse == "yes_no":
@@ -203,7 +204,7 @@ class JudgeReward:
         try:
             score = float(found)
         except (TypeError, ValueError) as error:
-            raise NoScoreError(f"the judge's answer has the score {shown(found)}, which is not a number.") from error
+            raise NoScoreError(f"the judge's answer has the score {preview(found)}, which is not a number.") from error
         if not self.low <= score <= self.high:
             raise NoScoreError(f"the judge's score must be from {self.low:g} to {self.high:g}; found {score:g}.")
         return score

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from rl_core.errors import DataError, SettingsError
-from rl_rollout.rewards.outputs import shown
+from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput
 
 
@@ -82,7 +82,7 @@ class LengthTarget:
         """
         target: Any = self._tokens if self._column is None else given.columns.get(self._column)
         if not _is_whole(target):
-            raise DataError(f"column {self._column!r} must be a whole number of tokens; found {shown(target)}.")
+            raise DataError(f"column {self._column!r} must be a whole number of tokens; found {preview(target)}.")
         return -self._coefficient * abs(len(given.response_ids) - int(target))
 
 

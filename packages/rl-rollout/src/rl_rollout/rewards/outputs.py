@@ -29,7 +29,7 @@ def read_output(value: Any) -> RewardResult:
     """
     if isinstance(value, Mapping):
         if "reward" not in value:
-            raise DataError(f"a mapping without 'reward'; it has {shown(sorted(map(str, value)))}. {_rename(value)}")
+            raise DataError(f"a mapping without 'reward'; it has {preview(sorted(map(str, value)))}. {_rename(value)}")
         components = {name: part for name, part in value.items() if name != "reward"}
         value = RewardResult(reward=value["reward"], components=components)
     elif not isinstance(value, RewardResult):
@@ -41,7 +41,7 @@ def read_output(value: Any) -> RewardResult:
     return RewardResult(reward=_finite(value.reward, name="reward"), components=components, extras=extras)
 
 
-def shown(value: Any, *, max_characters: int = 80) -> str:
+def preview(value: Any, *, max_characters: int = 80) -> str:
     """Return the repr of a value, cut to a length, even if the value's own repr raises."""
     if isinstance(value, int) and value.bit_length() > 4000:  # Python refuses to print so many digits
         return f"an integer of {value.bit_length()} bits"
@@ -51,7 +51,7 @@ def shown(value: Any, *, max_characters: int = 80) -> str:
         return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
 
 
-def shown_error(error: BaseException) -> str:
+def preview_error(error: BaseException) -> str:
     """Return an error's type and text, cut to a length, even if the error's own str raises."""
     try:
         text = cut(str(error), max_characters=MAX_TEXT)
@@ -72,11 +72,11 @@ def read_extras(extras: Any, *, max_bytes: int | None = None) -> dict[str, Json]
         DataError: The extras are not a JSON mapping, or larger than max_bytes.
     """
     if not isinstance(extras, Mapping):
-        raise DataError(f"extras = {shown(extras)} ({type(extras).__name__}); expected a mapping.")
+        raise DataError(f"extras = {preview(extras)} ({type(extras).__name__}); expected a mapping.")
     try:
         text = json.dumps(dict(extras), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"extras that are not JSON ({shown_error(error)}).") from error
+        raise DataError(f"extras that are not JSON ({preview_error(error)}).") from error
     if max_bytes is not None and len(text) > max_bytes:
         raise DataError(f"extras of {len(text)} bytes as JSON; expected at most {max_bytes}.")
     try:
@@ -108,7 +108,7 @@ def _finite(value: Any, *, name: str) -> float:
     hints["str"] = " Return numbers as `float(...)`, and text in `RewardResult(extras=...)`."
     hint = hints.get(type(value).__name__, "")
     raise DataError(
-        f"{cut(name, max_characters=80)} = {shown(value)} ({type(value).__name__}); expected a finite number.{hint}"
+        f"{cut(name, max_characters=80)} = {preview(value)} ({type(value).__name__}); expected a finite number.{hint}"
     )
 
 

@@ -17,7 +17,7 @@ from rl_core.data import Prompt
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_rollout.rewards.call_clock import CLOCK, CallClock
 from rl_rollout.rewards.options import FailurePolicy
-from rl_rollout.rewards.outputs import read_output, shown_error
+from rl_rollout.rewards.outputs import preview_error, read_output
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
 from rl_rollout.rewards.registry import check_callable
 from rl_rollout.rewards.threaded import CallThreads
@@ -264,7 +264,7 @@ class RewardScorer:
             failure = f"{self._about(given)} returned {error}"
         except Exception as error:  # reading a user's own mapping or number can raise anything
             failure = (
-                f"{self._about(given)} returned a {type(value).__name__} that cannot be read ({shown_error(error)})"
+                f"{self._about(given)} returned a {type(value).__name__} that cannot be read ({preview_error(error)})"
             )
         return Scored(failure=failure, reward_s=reward_s, failure_names=("bad_value",))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.files import make_locked_folder, shown_path, sync_folder
+from rl_core.files import make_locked_folder, preview_path, sync_folder
 from rl_rollout.skip.manifest import MANIFEST, TOKEN_BYTES, EntryKey
 
 MAX_DEPTH = 4
@@ -260,7 +260,7 @@ class LocalFiles:
         with os.scandir(descriptor) as items:
             for item in items:
                 path = f"{stem}{item.name}"
-                where = f"{self._path}/{shown_path(path)}"
+                where = f"{self._path}/{preview_path(path)}"
                 if len(found) >= MAX_FILES or depth >= MAX_DEPTH:
                     raise BrokenEntryError(
                         where, f"an entry has at most {MAX_FILES} files, nested at most {MAX_DEPTH} deep"

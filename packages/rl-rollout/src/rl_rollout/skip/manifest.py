@@ -10,7 +10,7 @@ import msgspec
 
 from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError, DataError
-from rl_core.files import count_values, load_json, shown
+from rl_core.files import count_values, load_json, preview
 from rl_core.files.zarr_arrays import ArraySpec, FileSpec
 
 FORMAT = "rl-rollout skip cache entry"
@@ -45,7 +45,7 @@ class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if KEY_NAME.fullmatch(self.name) is None:
             raise DataError(
                 "an entry's key needs a kind of at most 31 lowercase letters and underscores, a step from 0 to "
-                f"10**12 - 1, and a part from 0 to 10**6 - 1; found {shown((self.kind, self.step, self.part))}."
+                f"10**12 - 1, and a part from 0 to 10**6 - 1; found {preview((self.kind, self.step, self.part))}."
             )
 
     @property
@@ -146,10 +146,10 @@ def decode_manifest(raw: bytes, *, path: str) -> Manifest:
         if set(document) != {"sha256", "manifest"} or document["sha256"] != _sha256(content):
             raise BrokenEntryError(path, "its checksum does not match its content")
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-            found = shown(content.get("format") if isinstance(content, Mapping) else content)
+            found = preview(content.get("format") if isinstance(content, Mapping) else content)
             raise BrokenEntryError(path, f"its format must be {FORMAT!r}; found {found}")
         if content.get("format_version") != FORMAT_VERSION:
-            found = shown(content.get("format_version"))
+            found = preview(content.get("format_version"))
             raise BrokenEntryError(path, f"it must have format_version {FORMAT_VERSION}; found {found}")
         return msgspec.convert(content, Manifest)
     except (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError) as error:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import NO_VERSION, ExpertArray, FinishReason, Json, Prompt, Timings, Trajectory, offsets_of
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.files import count_values, load_json_as, shown
+from rl_core.files import count_values, load_json_as, preview
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.manifest import Counts
@@ -375,7 +375,7 @@ def _decode_records(raw: NDArray[np.uint8], *, path: str) -> list[_GroupRecord]:
             for row in session.trajectories:
                 if row.finish_reason not in known:
                     raise BrokenEntryError(
-                        path, f"finish_reason must be one of {known}; found {shown(row.finish_reason)}"
+                        path, f"finish_reason must be one of {known}; found {preview(row.finish_reason)}"
                     )
     return records
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
-from rl_core.files import shown, shown_path
+from rl_core.files import preview, preview_path
 from rl_core.files.zarr_arrays import METADATA, ArraySpec, check_sizes, decode_array, encode_array, plan_array
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder, EntryWriter, open_folder
@@ -255,7 +255,7 @@ class EntryStore:
             raise BrokenEntryError(where, f"it has {size} bytes; expected at most {MAX_MANIFEST_BYTES}")
         manifest = decode_manifest(bytes(files.read(MANIFEST, size)), path=where)
         if manifest.key != key:
-            raise BrokenEntryError(where, f"it belongs to {shown(manifest.key.name)}")
+            raise BrokenEntryError(where, f"it belongs to {preview(manifest.key.name)}")
         self._check(manifest, sizes, path=path)
         return manifest
 
@@ -263,13 +263,15 @@ class EntryStore:
         """Check names, dtypes and sizes of the arrays and their files before reading any of them."""
         if ARRAYS_FOLDER.fullmatch(manifest.arrays_folder) is None:
             raise BrokenEntryError(
-                path, f"its arrays are in {shown(manifest.arrays_folder)}; expected arrays-<16 digits>"
+                path, f"its arrays are in {preview(manifest.arrays_folder)}; expected arrays-<16 digits>"
             )
         total = 0
         for name, spec in manifest.arrays.items():
             if name not in DTYPES or spec.dtype != DTYPES[name]:
                 known = ", ".join(f"{known} ({dtype})" for known, dtype in DTYPES.items())
-                raise BrokenEntryError(path, f"it has the array {shown(name)} of {shown(spec.dtype)}; known: {known}")
+                raise BrokenEntryError(
+                    path, f"it has the array {preview(name)} of {preview(spec.dtype)}; known: {known}"
+                )
             total += spec.shape[0] * np.dtype(spec.dtype).itemsize
             if total > self._max_entry_bytes:
                 raise BrokenEntryError(path, f"its arrays need {total} bytes; the limit is {self._max_entry_bytes}")
@@ -280,7 +282,7 @@ class EntryStore:
         for file in sorted(expected.keys() | found.keys()):
             if expected.get(file) != found.get(file):
                 raise BrokenEntryError(
-                    f"{path}/{shown_path(file)}",
+                    f"{path}/{preview_path(file)}",
                     f"it must {_shown_size(expected.get(file))}; it {_shown_size(found.get(file), is_found=True)}",
                 )
 

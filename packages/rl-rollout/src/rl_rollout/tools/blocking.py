@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_core.errors import ToolError
-from rl_rollout.rewards.outputs import shown, shown_error
+from rl_rollout.rewards.outputs import preview, preview_error
 from rl_rollout.rewards.threaded import CallThreads
 
 FOREVER_S = 1e9
@@ -53,11 +53,11 @@ class BlockingCalls:
         try:
             return function(), None
         except SystemExit as error:
-            return None, RuntimeError(f"it called sys.exit({shown(error.code)})")
+            return None, RuntimeError(f"it called sys.exit({preview(error.code)})")
         except Exception as error:
             return None, error
         except BaseException as error:  # nothing interrupts or cancels this thread, so the function raised it
-            return None, RuntimeError(f"it raised {shown_error(error)}")
+            return None, RuntimeError(f"it raised {preview_error(error)}")
         finally:
             with self._lock:
                 self._num_running -= 1

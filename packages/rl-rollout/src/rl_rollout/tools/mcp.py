@@ -21,7 +21,7 @@ from rl_core.data import Json
 from rl_core.errors import MissingExtraError, SettingsError, ToolError
 from rl_core.registry import unknown_name
 from rl_core.secret_settings import hide
-from rl_rollout.rewards.outputs import shown_error
+from rl_rollout.rewards.outputs import preview_error
 from rl_rollout.tools import server_process
 from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.non_protocol_output import TELL, drop_tracebacks
@@ -396,4 +396,4 @@ def _leaf(error: BaseException) -> str:
     """Describe the first error of a group in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return shown_error(error)
+    return preview_error(error)

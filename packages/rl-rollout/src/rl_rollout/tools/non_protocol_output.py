@@ -5,12 +5,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from rl_rollout.rewards.outputs import shown
+from rl_rollout.rewards.outputs import preview
 
 TELL: ContextVar[Callable[[str], None] | None] = ContextVar("tell_of_garbage", default=None)
 """Function that receives each such line, shortened. It is set per connection, and inherited by the library's tasks."""
 
-MAX_SHOWN = 80
+MAX_PREVIEW = 80
 
 
 def is_message(record: logging.LogRecord) -> bool:
@@ -20,7 +20,7 @@ def is_message(record: logging.LogRecord) -> bool:
     if tell is None or record.funcName != "_parse_line" or not isinstance(error, ValueError):
         return True
     errors: list[Any] = getattr(error, "errors", list)()  # as pydantic has
-    tell(shown(errors[0]["input"] if errors else str(error), max_characters=MAX_SHOWN))
+    tell(preview(errors[0]["input"] if errors else str(error), max_characters=MAX_PREVIEW))
     return False
 
 

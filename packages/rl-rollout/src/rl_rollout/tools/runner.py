@@ -9,7 +9,7 @@ from rl_core.data import encodable, encodable_json
 from rl_core.errors import DataError, SettingsError, ToolError
 from rl_core.record_fields import settings_record
 from rl_core.registry import unknown_name
-from rl_rollout.rewards.outputs import cut, shown, shown_error
+from rl_rollout.rewards.outputs import cut, preview, preview_error
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
 from rl_rollout.tools.results import refuse_unfinished, shortened
 from rl_rollout.tools.toolbox import ToolBox
@@ -96,13 +96,13 @@ class ToolRunner:
         if isinstance(error, asyncio.CancelledError):
             return _failed(call, "raised", f"{call.name} was cancelled.")
         if isinstance(error, SystemExit):
-            return _failed(call, "raised", f"{call.name} called sys.exit({shown(error.code)}).")
+            return _failed(call, "raised", f"{call.name} called sys.exit({preview(error.code)}).")
         if isinstance(error, DataError):
             return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {_words(error)}")
         if isinstance(error, ToolError):
             return _failed(call, "raised", _words(error))
         if error is not None:
-            return _failed(call, "raised", f"{call.name} raised {shown_error(error)}")
+            return _failed(call, "raised", f"{call.name} raised {preview_error(error)}")
         if not isinstance(value, str):
             return _failed(call, "raised", f"{call.name} did not return text ({type(value).__name__}).")
         return self._sized(call, encodable(value))
@@ -142,4 +142,4 @@ def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:
 
 def _words(error: Exception) -> str:
     """Return an error's text without its type."""
-    return shown_error(error).partition(": ")[2]
+    return preview_error(error).partition(": ")[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import JournalError
-from rl_core.files import require_plain, shown
+from rl_core.files import preview, require_plain
 
 DATABASE = "queue.sqlite3"
 SEGMENTS = "segments"
@@ -49,11 +49,11 @@ def refuse_altered(connection: sqlite3.Connection, directory: Path) -> None:
     """
     differing = schema_of(connection) ^ model_schema()
     if differing:
-        named = shown(sorted({str(name) for _, name, _, sql in differing if sql is not None}), most=200)
+        named = preview(sorted({str(name) for _, name, _, sql in differing if sql is not None}), most=200)
         raise JournalError(f"the queue in {directory} is damaged: {named} in {DATABASE} differ from the schema.")
     (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
-        raise JournalError(f"the queue in {directory} is damaged: {shown(found, most=200)}.")
+        raise JournalError(f"the queue in {directory} is damaged: {preview(found, most=200)}.")
 
 
 def schema_of(connection: sqlite3.Connection) -> set[tuple[Any, ...]]:

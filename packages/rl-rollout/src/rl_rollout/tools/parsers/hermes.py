@@ -14,7 +14,7 @@ from rl_rollout.tools.parsers.markup import (
     read_blocks,
     tagged_body_end,
 )
-from rl_rollout.tools.parsers.protocol import ParsedTurn, call_with, read_arguments, shown
+from rl_rollout.tools.parsers.protocol import ParsedTurn, call_with, preview, read_arguments
 from rl_rollout.tools.protocol import ToolCall
 
 FORM = f'{OPENING}{{"name": "...", "arguments": {{...}}}}{CLOSING}'
@@ -81,14 +81,16 @@ def _read(block: Block) -> ToolCall:
     try:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return _faulty(f"a tool call is not JSON ({error}): {shown(body.strip())}.")
+        return _faulty(f"a tool call is not JSON ({error}): {preview(body.strip())}.")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return _faulty(f"a tool call has no name: {shown(body.strip())}.")
+        return _faulty(f"a tool call has no name: {preview(body.strip())}.")
     name = call["name"]
     key = next((key for key in ARGUMENTS if key in call), None)
     if key is None:
         if call.keys() - BESIDE:
-            return ToolCall(name=name, fault=f"the call of {name} has no arguments: {shown(body)}. Write it as {FORM}.")
+            return ToolCall(
+                name=name, fault=f"the call of {name} has no arguments: {preview(body)}. Write it as {FORM}."
+            )
         return ToolCall(name=name)
     arguments = call[key]
     if isinstance(arguments, str):  # some models write the arguments as a JSON string

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from rl_core.data import Json
 from rl_rollout.rewards.outputs import cut
-from rl_rollout.rewards.outputs import shown as shown_value
+from rl_rollout.rewards.outputs import preview as preview_value
 from rl_rollout.tools.protocol import ToolCall
 
-MAX_SHOWN = 120
+MAX_PREVIEW = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +58,19 @@ def read_arguments(text: str, *, name: str) -> ToolCall:
     try:
         arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError) as error:
-        return ToolCall(name=name, fault=f"the arguments of {name} are not JSON ({error}): {shown(text)}")
+        return ToolCall(name=name, fault=f"the arguments of {name} are not JSON ({error}): {preview(text)}")
     return call_with(arguments, name=name)
 
 
 def call_with(arguments: Json, *, name: str) -> ToolCall:
     """Return a call of a tool from parsed arguments."""
     if not isinstance(arguments, dict):
-        return ToolCall(name=name, fault=f"the arguments of {name} must be a JSON object; found {shown(arguments)}.")
+        return ToolCall(name=name, fault=f"the arguments of {name} must be a JSON object; found {preview(arguments)}.")
     return ToolCall(name=name, arguments=arguments)
 
 
-def shown(value: object) -> str:
+def preview(value: object) -> str:
     """Return a value as text that is short enough for a message."""
     if isinstance(value, str):
-        return cut(value, max_characters=MAX_SHOWN)
-    return shown_value(value, max_characters=MAX_SHOWN)
+        return cut(value, max_characters=MAX_PREVIEW)
+    return preview_value(value, max_characters=MAX_PREVIEW)
