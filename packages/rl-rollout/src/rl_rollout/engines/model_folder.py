@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import EngineError, RLError
-from rl_core.files import read_json_object, read_safetensors_header
+from rl_core.files import preview, read_json_object, read_safetensors_header
 from rl_core.record_fields import converts_arguments
 
 _HEADS_AND_EXPERTS = (
