@@ -26,7 +26,7 @@ from rl_rollout.engines.protocol import Generation, SamplingParams
 from rl_rollout.gateway.messages import ChatMessage, MessageRole
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.sessions import Session, SessionLimits
-from rl_rollout.gateway.tree import Place, Sample, Turn
+from rl_rollout.gateway.tree import Sample, TreePosition, Turn
 
 log = structlog.get_logger(__name__)
 
@@ -313,7 +313,7 @@ def _take(session: Session, record: Any) -> None:
 def _sample(session: Session, said: _Said) -> Sample:
     after = None if said.after is None else session.tree.samples[said.after]
     key = said.key or said.digests[-1]
-    place = Place(after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False, key=key)
+    place = TreePosition(after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False, key=key)
     turn: Turn = session.tree.open_turn(place, said.digests, np.asarray(said.new_ids, np.int32), asked_by=said.asked_by)
     kept = said.generation.token_ids if said.kept_ids is None else said.kept_ids
     fields = {name: getattr(said, name) for name in _OF_SAMPLE}

@@ -22,6 +22,8 @@ from rl_rollout.loops.options import read_options
 from rl_rollout.loops.protocol import SessionResult
 
 CLAIM_WAIT_S, MAX_CLAIM_WAIT_S = 30.0, 600.0
+OF_SESSION = ("session_index", "metadata", "counts", "reward", "failure", "is_finished")
+ARRAYS = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -41,11 +43,6 @@ class Offer:
     ends_at: float
     is_claimed: bool = False
     is_finished: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds until the deadline."""
-        return self.ends_at - time.monotonic()
 
 
 class Offers:
@@ -135,12 +132,10 @@ class OwnerRoutes:
 
     def routes(self) -> list[Route]:
         """Return all routes."""
+        posts = {"": self._open, "/claim": self._claim, "/{id}/reward": self._reward, "/{id}/finish": self._finish}
         return [
-            Route("/sessions", ErrorsInFormat("openai", self._open), methods=["POST"]),
-            Route("/sessions/claim", ErrorsInFormat("openai", self._claim), methods=["POST"]),
+            *(Route(f"/sessions{at}", ErrorsInFormat("openai", post), methods=["POST"]) for at, post in posts.items()),
             Route("/sessions/{id}", ErrorsInFormat("openai", self._show), methods=["GET"]),
-            Route("/sessions/{id}/reward", ErrorsInFormat("openai", self._reward), methods=["POST"]),
-            Route("/sessions/{id}/finish", ErrorsInFormat("openai", self._finish), methods=["POST"]),
         ]
 
     async def _open(self, request: Request) -> Response:
@@ -178,18 +173,18 @@ class OwnerRoutes:
                 offer = await unless_gone(request, self._gateway.offers.claim())
         except TimeoutError:
             return Response(status_code=204)
-        session = offer.session
+        session, seconds_left = offer.session, offer.ends_at - time.monotonic()
         opened = {"id": session.session_id, "key": session.key, "base_url": str(request.base_url).rstrip("/")}
-        return JSONResponse({**opened, **offer.shown, "seconds_left": offer.seconds_left})
+        return JSONResponse({**opened, **offer.shown, "seconds_left": seconds_left})
 
     async def _show(self, request: Request) -> Response:
-        return JSONResponse(_shown(self._session(request)))
+        return JSONResponse(_as_json(self._session(request)))
 
     async def _reward(self, request: Request) -> Response:
         body = await self._body(request, "reward", "components")
         session = self._gateway.sessions.by_id(request.path_params["id"])
         session.set_reward(body.get("reward"), body.get("components"))  # type: ignore[arg-type]  # checked there
-        return JSONResponse(_shown(session))
+        return JSONResponse(_as_json(session))
 
     async def _finish(self, request: Request) -> Response:
         body = await self._body(request, "reward", "components", "failure")
@@ -202,14 +197,14 @@ class OwnerRoutes:
             if body.get("failure"):
                 session.failure = str(body["failure"])
             if self._gateway.offers.finish(session):
-                return JSONResponse(_shown(session))
+                return JSONResponse(_as_json(session))
             if session.reward is None and session.failure is None:
                 raise RefusedError("finish needs a reward, or a failure that says why there is none.", param="reward")
             result = await self._gateway.finish(session)
             if self._on_finished is not None:
                 self._on_finished(session, result)
         rows = [] if result.failure else [_row(row) for row in result.trajectories]
-        return JSONResponse({**_shown(session), "failure": result.failure, "trajectories": rows})
+        return JSONResponse({**_as_json(session), "failure": result.failure, "trajectories": rows})
 
     def _session(self, request: Request) -> Session:
         self._admit(request)
@@ -241,27 +236,11 @@ def _limits(given: Json) -> SessionLimits:
         raise RefusedError(str(error), param="limits") from error
 
 
-def _shown(session: Session) -> dict[str, Json]:
-    return {
-        "id": session.session_id,
-        "group": session.prompt_uid,
-        "session_index": session.session_index,
-        "metadata": dict(session.metadata),
-        "counts": dict(session.counts),
-        "reward": session.reward,
-        "failure": session.failure,
-        "is_finished": session.is_finished,
-    }
+def _as_json(session: Session) -> dict[str, Json]:
+    named = {"id": session.session_id, "group": session.prompt_uid}
+    return {**named, **{name: getattr(session, name) for name in OF_SESSION}}
 
 
 def _row(row: Trajectory) -> dict[str, Json]:
-    return {
-        "output_index": row.output_index,
-        "parent": row.parent,
-        "input_ids": row.input_ids.tolist(),
-        "loss_mask": row.loss_mask.tolist(),
-        "rollout_logprobs": row.rollout_logprobs.tolist(),
-        "policy_versions": row.policy_versions.tolist(),
-        "finish_reason": row.finish_reason,
-        "reward": row.reward,
-    }
+    arrays = {name: getattr(row, name).tolist() for name in ARRAYS}
+    return {**arrays, **{name: getattr(row, name) for name in ("output_index", "parent", "finish_reason", "reward")}}

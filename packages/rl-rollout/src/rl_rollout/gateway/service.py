@@ -24,7 +24,7 @@ from rl_rollout.gateway.replies import ReplyReader
 from rl_rollout.gateway.request_limits import GatewayEngine, check_entries, check_length, limited, too_long
 from rl_rollout.gateway.sampling import DecidedBy, decide
 from rl_rollout.gateway.sessions import Session, Sessions
-from rl_rollout.gateway.tree import Place, Sample, digest_of
+from rl_rollout.gateway.tree import Sample, TreePosition, digest_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools.parsers import VLLM, parser_for
 
@@ -392,7 +392,7 @@ class PolicyService:
         return float(np.quantile(self.overheads_ms, quantile)) if self.overheads_ms else float("nan")
 
 
-def _first_difference(session: Session, place: Place, ask: AgentRequest) -> str:
+def _first_difference(session: Session, place: TreePosition, ask: AgentRequest) -> str:
     """Return why a conversation is a new root: the role of its first new message, or one of the reasons below."""
     if session.tree.is_empty:
         return "first"

@@ -14,6 +14,7 @@ from typing import Protocol
 from rl_core.data import Json, Trajectory
 from rl_core.errors import DataError
 from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
+from rl_rollout.audit import audit_session
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.agent_requests import Answer
 from rl_rollout.gateway.refusals import RefusedError
@@ -218,7 +219,7 @@ class Session:
             if self.counts["other_sampling"]:
                 failure += ': its client decided on the sampling. Set decided_by = "run" (--decided-by run)'
         try:
-            self.tree.audit(rows)
+            audit_session(rows, self.tree.spans())
         except DataError as error:
             failure = f"the audit rejected the session: {error}"
         if failure is not None:
