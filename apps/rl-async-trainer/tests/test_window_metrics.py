@@ -13,7 +13,7 @@ from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.loops import with_reward
 from rl_rollout.rewards import RewardResult
 from rl_rollout.rewards.scorer import Scored
-from rl_rollout.rollouter.window import RolloutWindow
+from rl_rollout.rollouter.rollouter import RolloutWindow
 from rl_trainer_parts.reporting.step_metrics import slowest_session
 
 RESTARTS = "fully_async/restarts/engines"

@@ -7,8 +7,8 @@ from typing import Any, cast
 import numpy as np
 
 from rl_core.data import NO_VERSION, BoolArray, ExpertArray, FloatArray, IntArray, Trajectory
-from rl_core.errors import DataError, SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.errors import DataError
+from rl_core.record_fields import UnitFloat, settings_record
 from rl_core.weights import BFLOAT16_TOLERANCES
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 
@@ -29,20 +29,10 @@ class AuditOptions:
         seed: Seed of the choice.
     """
 
-    share: float = 1.0
-    rescored_share: float = 0.02
+    share: UnitFloat = 1.0
+    rescored_share: UnitFloat = 0.02
     rescored_tolerance: float = BFLOAT16_TOLERANCES.canary
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the shares.
-
-        Raises:
-            SettingsError: A share is not from 0 to 1.
-        """
-        for name in ("share", "rescored_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise SettingsError(f"audit {name} must be from 0 to 1; found {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
