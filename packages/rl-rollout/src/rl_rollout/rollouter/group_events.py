@@ -6,7 +6,7 @@ from rl_core import Batch, TransferQueue
 from rl_core.data import Prompt, Trajectory
 from rl_core.queue import LedgerEntry
 from rl_core.record_fields import record
-from rl_rollout.filters import resolve_filter
+from rl_rollout.refill import resolve_filter
 from rl_rollout.rollout import GroupResult
 
 REFUSED = "refused by "
