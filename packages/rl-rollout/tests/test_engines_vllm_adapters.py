@@ -182,7 +182,7 @@ def test_faults_of_prompt_sharing_and_of_waiting_requests_are_named(
         """Switch to the new adapter in the scheduler, and to none in the worker."""
         follow(adapter, running)
         lost = {vllm_request.request_id: None for _, vllm_request in running}
-        served.core.collective_rpc("follow_adapter", args=(lost,))
+        served.core.collective_rpc("with_adapter", args=("follow", lost))
 
     async def update_midway(follow: Any) -> tuple[str, ...]:
         engine, core = served.engine, served.core

@@ -3,8 +3,7 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -101,14 +100,14 @@ class VLLMStepper:
         self._watch = self._take_workers()
         try:
             self._prove_first_weights(model_dir, options.dtype)
+            self._core.collective_rpc("score_in_pieces")
+            if self._is_cpu:
+                self._core.collective_rpc("draw_by_seed_and_position")
+            self._adapter = PublishedAdapter(self._core, self._shapes, can_serve=options.max_lora_rank > 0)
+            self._experts = self._capture_experts(options)
         except Exception:
             self.close()
             raise
-        self._core.collective_rpc("score_in_pieces")
-        if self._is_cpu:
-            self._core.collective_rpc("draw_by_seed_and_position")
-        self._adapter = PublishedAdapter(self._core, self._shapes, can_serve=options.max_lora_rank > 0)
-        self._experts = self._capture_experts(options)
         model_config = self._engine.model_config
         device = current_platform.device_type
         self._traits = EngineTraits(
@@ -235,12 +234,14 @@ class VLLMStepper:
 
     def _start_engine(self, model_dir: Path, options: VLLMOptions) -> LLMEngine:
         num_threads = options.num_threads or torch.get_num_threads()
-        with (
-            unchanged_process(num_threads),
-            worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu),
-            self._shut_down_on_error(),
-        ):
-            return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
+        environment = worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu)
+        with unchanged_process(num_threads), environment:
+            try:
+                return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
+            except Exception:
+                with kept_process_group(is_kept=not self._owns_process_group):
+                    cleanup_dist_env_and_memory()
+                raise
 
     def _prove_first_weights(self, model_dir: Path, dtype: str) -> None:
         """Compare the live layers with the folder that vLLM loaded."""
@@ -264,28 +265,15 @@ class VLLMStepper:
         config = self._engine.model_config
         if not (options.capture_experts and config.is_moe):
             return None
-        try:
-            if not (self._is_cpu or options.enforce_eager):
-                raise EngineError(
-                    "vLLM's CUDA graphs do not report their experts. Set enforce_eager = true, or capture_experts = "
-                    "false: training then chooses experts again."
-                )
-            self._core.collective_rpc("capture_experts")
-            shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
-            ask = partial(self._core.collective_rpc, "captured_experts")
-            return ExpertRows(self._core.scheduler, lambda rows: ask(args=(rows,))[0], shape)
-        except Exception:
-            self.close()
-            raise
-
-    @contextmanager
-    def _shut_down_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            with kept_process_group(is_kept=not self._owns_process_group):
-                cleanup_dist_env_and_memory()
-            raise
+        if not (self._is_cpu or options.enforce_eager):
+            raise EngineError(
+                "vLLM's CUDA graphs do not report their experts. Set enforce_eager = true, or capture_experts = "
+                "false: training then chooses experts again."
+            )
+        self._core.collective_rpc("capture_experts")
+        shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
+        ask = partial(self._core.collective_rpc, "captured_experts")
+        return ExpertRows(self._core.scheduler, lambda rows: ask(args=(rows,))[0], shape)
 
     def _without_adapter(self) -> list[Sample]:
         """End samples whose adapter is missing. Otherwise, vLLM would fail the step for all samples."""

@@ -102,13 +102,9 @@ class WorkerExtension:
         """Same as `replace_adapter`, for tensors from the network."""
         return self._slot.replace(receive_tensors(self, sources, plan), plan.version)
 
-    def follow_adapter(self, loras: Mapping[str, Any]) -> None:
-        """See `AdapterSlot.follow`."""
-        self._slot.follow(loras)
-
-    def adapter_absence(self, version: int | None) -> str | None:
-        """See `AdapterSlot.absence`."""
-        return self._slot.absence(version)
+    def with_adapter(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker's `AdapterSlot`."""
+        return getattr(self._slot, method)(*args)
 
     @torch.inference_mode()
     def adapter_problems(self, version: int | None, expected: Mapping[str, str | None]) -> list[str]:
