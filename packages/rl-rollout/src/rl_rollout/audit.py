@@ -193,7 +193,11 @@ def audit_experts(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
     is_sampled = trajectory.loss_mask[1 : num_rows + 1]  # where only the request that sampled the next token decides
     for _ in range(2):  # again for rows that no such request reported
         for experts, span in told:
-            _check_shape(trajectory, given, experts)
+            if given.shape[1:] != experts.shape[1:]:
+                raise DataError(
+                    f"{_name(trajectory)}: routed_experts has {list(given.shape[1:])} (layers, top_k) per token; the "
+                    f"engine reported {list(experts.shape[1:])}."
+                )
             known, sampled = _told(trajectory, span, num_rows)
             rows = np.flatnonzero(np.where(is_sampled, sampled, known) & ~is_right)
             first = rows[(expected[rows] < 0).all(axis=(1, 2))]
@@ -215,14 +219,6 @@ def _own_first(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> Sequence
     """Order the spans so that the trajectory's own span comes first, if each session made one request."""
     first = trajectory.session_index % len(spans) if spans else 0
     return (*spans[first:], *spans[:first])
-
-
-def _check_shape(trajectory: Trajectory, given: ExpertArray, experts: ExpertArray) -> None:
-    if given.shape[1:] != experts.shape[1:]:
-        raise DataError(
-            f"{_name(trajectory)}: routed_experts has {list(given.shape[1:])} (layers, top_k) per token; the engine "
-            f"reported {list(experts.shape[1:])}."
-        )
 
 
 def _told(trajectory: Trajectory, span: SampledSpan, num_rows: int) -> tuple[BoolArray, BoolArray]:

@@ -125,8 +125,8 @@ class Gateway:
         self.sessions = Sessions()
         self.owner_key = self.options.owner_key or f"rl-owner-{secrets.token_urlsafe(KEY_BYTES)}"
         self.url = ""
-        self._sampling = sampling
-        for session in self.journal.restore(self._drawn) if self.journal else ():
+        self._sampling = lambda _turn: sampling
+        for session in self.journal.restore(self._sampling) if self.journal else ():
             self.sessions.adopt(session)
         self._on_finished = on_finished
         self._bodies = BodyReader(max_bytes=self.options.max_body_bytes, timeout_s=self.options.client_timeout_s)
@@ -198,7 +198,7 @@ class Gateway:
             prompt_uid=prompt_uid,
             session_index=session_index,
             limits=limits or SessionLimits(),
-            sampling=sampling or self._drawn,
+            sampling=sampling or self._sampling,
             metadata=dict(metadata or {}),
         )
         if self.journal is not None:
@@ -220,9 +220,6 @@ class Gateway:
         if result.failure is not None and result.failure.startswith("the audit"):
             self.service.counts["audit_failures"] += 1
         return result
-
-    def _drawn(self, _turn: int) -> SamplingParams:
-        return self._sampling
 
     def application(self) -> Starlette:
         """Return the ASGI application, for use with another server."""
@@ -341,9 +338,8 @@ def _with_headers(ask: AgentRequest, request: Request) -> AgentRequest:
 
 
 def _override_header(overridden: Mapping[str, str]) -> dict[str, str]:
-    if not overridden:
-        return {}
-    return {OVERRIDDEN: ", ".join(f"{name}={change}" for name, change in overridden.items())}
+    changes = ", ".join(f"{name}={change}" for name, change in overridden.items())
+    return {OVERRIDDEN: changes} if changes else {}
 
 
 def _stream(events: AsyncIterator[str], live: StreamedAnswer) -> Response:

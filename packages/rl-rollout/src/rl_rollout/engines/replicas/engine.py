@@ -104,7 +104,9 @@ class ReplicatedEngine:
 
     async def stacks(self, *, deadline_s: float) -> dict[int, str]:
         """Return the stacks of each replica's process, responding or not. Replicas in this process are omitted."""
-        return await self._replicas.stacks(deadline_s=deadline_s)
+        engines = {one.index: one.engine for one in self._replicas.members if isinstance(one.engine, ProcessEngine)}
+        stacks = await asyncio.gather(*(engine.stacks(deadline_s=deadline_s) for engine in engines.values()))
+        return dict(zip(engines, stacks, strict=True))
 
     async def start(self) -> None:
         """Start all replicas at once. If one fails, close all."""
@@ -142,7 +144,7 @@ class ReplicatedEngine:
             await engine.close()
             raise
         replica.begin()
-        self._replicas.changed()
+        self._replicas.changes.announce()
         log.info("engine_added", replica=replica.index)
         return replica.index
 
@@ -166,7 +168,7 @@ class ReplicatedEngine:
             await self._emptied(replica, deadline_s)
         except BaseException:
             replica.is_leaving = False
-            self._replicas.changed()
+            self._replicas.changes.announce()
             raise
         async with replica.updating:
             load = replica.load

@@ -12,7 +12,6 @@ import structlog
 
 from rl_core.data import IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError
-from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.replicas.replica import Replica
 from rl_rollout.engines.replicas.weights import ReplicaWeights
@@ -30,6 +29,7 @@ class ReplicaSet:
 
     Attributes:
         weights: The weights that all of them must serve.
+        changes: Announces when a replica starts or stops accepting requests.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -41,10 +41,10 @@ class ReplicaSet:
         self._clock = clock
         self._members: dict[int, Replica] = {}
         self._router = Router(0)
-        self._changes = Changes()
+        self.changes = Changes()
         self._requests: set[RoutedRequest] = set()
         self._is_closed = False
-        self.weights = ReplicaWeights(self._changes)
+        self.weights = ReplicaWeights(self.changes)
 
     def enter(self, engine: RolloutEngine, *, is_joining: bool) -> Replica:
         """Add a replica.
@@ -54,31 +54,21 @@ class ReplicaSet:
         """
         self._require_open()
         index = self._router.add()
-        replica = Replica(index, engine, changes=self._changes, clock=self._clock, is_joining=is_joining)
+        replica = Replica(index, engine, changes=self.changes, clock=self._clock, is_joining=is_joining)
         self._members[replica.index] = replica
         return replica
-
-    async def stacks(self, *, deadline_s: float) -> dict[int, str]:
-        """See `ReplicatedEngine.stacks`."""
-        engines = {index: one.engine for index, one in self._members.items() if isinstance(one.engine, ProcessEngine)}
-        stacks = await asyncio.gather(*(engine.stacks(deadline_s=deadline_s) for engine in engines.values()))
-        return dict(zip(engines, stacks, strict=True))
 
     def leave(self, replica: Replica) -> None:
         """Remove a replica."""
         replica.is_gone = True
         del self._members[replica.index]
         self._router.forget(replica.index)
-        self._changes.announce()
+        self.changes.announce()
 
     def close(self) -> None:
         """Close the set. Requests stop waiting."""
         self._is_closed = True
-        self._changes.announce()
-
-    def changed(self) -> None:
-        """Record that a replica starts or stops accepting requests."""
-        self._changes.announce()
+        self.changes.announce()
 
     def get(self, index: int) -> Replica:
         """Return the replica with this index.
@@ -190,7 +180,7 @@ class ReplicaSet:
         if not replica.note_death(error, incarnation):
             return
         self._router.forget(replica.index)
-        self._changes.announce()
+        self.changes.announce()
         log.warning("engine_died", replica=replica.index, state=replica.state, error=str(error))
 
     def nobody_left(self) -> EngineDiedError:
@@ -203,7 +193,7 @@ class ReplicaSet:
 
     async def _choose(self, input_ids: IntArray) -> Replica:
         while not (able := self._askable()):
-            await self._changes.next()
+            await self.changes.next()
         return self._members[self._router.choose(input_ids, among=[replica.index for replica in able])]
 
     def _askable(self) -> list[Replica]:
