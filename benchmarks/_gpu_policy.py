@@ -16,9 +16,8 @@ from _learner_workload import Rows
 from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
 from rl_core.weights import SHARED_MEMORY
 from rl_distill import kept_activations
-from rl_distill.architecture.flops import forward_flops
 from rl_distill.architecture.policy_config import parse_policy_config
-from rl_distill.architecture.tensor_shapes import count_parameters, tensor_shapes
+from rl_distill.architecture.tensor_shapes import count_parameters, forward_flops, tensor_shapes
 from rl_distill.options import LearnerOptions, ParallelOptions
 
 TRAINED_BYTES = 20

@@ -18,9 +18,9 @@ from torch.nn import Module
 
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.learners import chosen_products
+from rl_distill.megatron.experts import Experts
 from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
-from rl_distill.megatron.layers.swiglu import SwiGLU
-from rl_distill.megatron.mixtures.experts import Experts
+from rl_distill.megatron.layers import SwiGLU
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.products import computing_with, has_onednn
 

@@ -150,8 +150,7 @@ def warm_up(workload: str, part: Path, problems: list[Problem], begin: Path) -> 
 
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.objectives import with_loss_weights
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective, with_loss_weights
 
     steps = WARM_UP_STEPS[workload]
     options = LearnerOptions(

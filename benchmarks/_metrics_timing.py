@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import rl_distill.megatron.rank_shares as rank_shares
+import rl_distill.megatron.rank_batches as rank_batches
 import rl_sync_trainer.evaluation as sync_evaluation
 import rl_sync_trainer.loop as sync_loop
 import rl_sync_trainer.stages as sync_stages
@@ -36,7 +36,7 @@ ENTRIES: tuple[tuple[Any, str], ...] = (
     (sync_loop, "write_rollouts"),
     (sync_stages, "record_rollouts"),
     (flow, "rollout_extras"),
-    (rank_shares, "unpack_trained"),
+    (rank_batches, "unpack_trained"),
     (sync_evaluation, "answers_of"),
     (sync_evaluation, "summarize_answers"),
     (sync_evaluation, "draw_samples"),

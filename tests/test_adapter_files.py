@@ -18,8 +18,8 @@ from rl_distill.checkpoints.merged_folder import merge_adapter
 from rl_distill.checkpoints.peft_folder import AdapterFolder, read_adapter, write_adapter
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LoraOptions
-from rl_distill.supervised import supervised_objective
 
 IDS = torch.arange(3, 27)[None]
 SIZES = {

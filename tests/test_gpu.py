@@ -81,7 +81,7 @@ def gpu_batch(*, seed: int = 0) -> Batch:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 3e-2)])
 def test_steps_on_the_gpu_are_the_reference_learners(dtype: str, tolerance: float, tmp_path: Path) -> None:
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective
     from rl_distill.torch_learner import TorchLearner
 
     run = make_tiny_run(tmp_path)
@@ -97,7 +97,7 @@ def test_steps_on_the_gpu_are_the_reference_learners(dtype: str, tolerance: floa
 
 def test_an_offloaded_learner_leaves_the_gpu_and_comes_back(tmp_path: Path) -> None:
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective
 
     run = make_tiny_run(tmp_path)
     learner, other = (MegatronLearner(run.folder / "policy", LearnerOptions(learning_rate=1e-3)) for _ in range(2))
@@ -128,7 +128,7 @@ def forest_batch(*, seed: int = 0) -> Batch:
 
 def test_flash_attention_over_a_forest_is_that_of_rows_in_buckets(tmp_path: Path) -> None:
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective
 
     run = make_tiny_run(tmp_path)
     options = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=400, dtype="bfloat16")
@@ -149,7 +149,7 @@ def test_flash_attention_over_a_forest_is_that_of_rows_in_buckets(tmp_path: Path
 def warm_up(policy: Path, options: LearnerOptions) -> None:
     """Take a step and free the learner, so that cuBLAS and compiled code already hold the memory that they keep."""
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective
 
     learner = MegatronLearner(policy, options)
     learner.train_step(gpu_batch(), supervised_objective)
@@ -161,7 +161,7 @@ def test_an_optimizer_on_the_host_leaves_the_gpu_between_steps(
     dtype: str, num_bytes: int, tolerance: float, tmp_path: Path
 ) -> None:
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective
 
     run = make_tiny_run(tmp_path)
     losses, allocated = [], []
@@ -186,7 +186,7 @@ def test_an_optimizer_on_the_host_leaves_the_gpu_between_steps(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parts_that_are_computed_again_on_the_gpu_learn_the_same_and_keep_less(dtype: str, tmp_path: Path) -> None:
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective
 
     run = make_tiny_run(tmp_path)
     losses, peaks = [], []
@@ -215,8 +215,8 @@ def test_two_gpus_overlap_their_sums_and_gathers(tmp_path: Path) -> None:
     from rl_core.cluster import ClusterOptions, ResourcePool
     from rl_distill.megatron.learner import MegatronLearner
     from rl_distill.megatron.ranks import LearnerRanks
+    from rl_distill.objectives import supervised_objective
     from rl_distill.options import ParallelOptions
-    from rl_distill.supervised import supervised_objective
 
     run = make_tiny_run(tmp_path)
     plain = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=40, clip_grad=0.0)
@@ -242,8 +242,8 @@ def test_two_gpus_are_one(tmp_path: Path) -> None:
     from rl_core.cluster import ClusterOptions, ResourcePool
     from rl_distill.megatron.learner import MegatronLearner
     from rl_distill.megatron.ranks import LearnerRanks
+    from rl_distill.objectives import supervised_objective
     from rl_distill.options import ParallelOptions
-    from rl_distill.supervised import supervised_objective
 
     run = make_tiny_run(tmp_path)
     alone = MegatronLearner(run.folder / "policy", LearnerOptions(learning_rate=1e-3))
@@ -267,9 +267,8 @@ def test_two_gpus_are_one(tmp_path: Path) -> None:
 def test_distillation_on_the_gpu_is_the_reference_learners(
     loss: str, distribution: str, dtype: str, tolerance: float, tmp_path: Path
 ) -> None:
-    from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.megatron.teacher import MegatronTeacherModel
-    from rl_distill.objectives.distillation import DistillationObjectiveOptions, distillation_objective
+    from rl_distill.megatron.learner import MegatronLearner, MegatronTeacherModel
+    from rl_distill.objectives.distillation import DistillationObjective, DistillationObjectiveOptions
     from rl_distill.torch_learner import TorchLearner
 
     run, teacher = make_tiny_run(tmp_path), tmp_path / "teacher"
@@ -289,7 +288,7 @@ def test_distillation_on_the_gpu_is_the_reference_learners(
             "teacher_index": Ragged(index, ids.offsets),
         }
     )
-    objective = distillation_objective(DistillationObjectiveOptions(loss=loss, distribution=distribution))
+    objective = DistillationObjective(DistillationObjectiveOptions(loss=loss, distribution=distribution))
     ours = MegatronLearner(run.folder / "policy", options)
     reference = TorchLearner(run.folder / "policy", options, device=torch.device("cuda"))
     for learner in (ours, reference):

@@ -24,7 +24,7 @@ from rl_core.weights import PEFT_PREFIX
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.supervised import supervised_objective
+from rl_distill.objectives import supervised_objective
 
 RANK, ALPHA, BETAS, LEARNING_RATE = 4, 6.0, (0.9, 0.95), 1e-2
 OPTIONS = LearnerOptions(

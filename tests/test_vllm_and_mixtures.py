@@ -31,7 +31,7 @@ from rl_core.weights import (
 from rl_core.weights.broadcast import BroadcastTransport
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.supervised import supervised_objective
+from rl_distill.objectives import supervised_objective
 from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing.reference_model import (

@@ -18,7 +18,7 @@ from rl_core.weights import Canary, ProofTolerances, PublishReport, TensorTransp
 from rl_distill.learner import LearnerOptions
 from rl_distill.learners import Learners
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.supervised import supervised_objective
+from rl_distill.objectives import supervised_objective
 from rl_metrics.reductions import Recorder
 from rl_rollout.engines import GenerateRequest, ReplicatedEngine, SamplingParams, publish_to
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions

@@ -30,7 +30,7 @@ from rl_core.weights.ipc import HostMemory, IpcTransport
 from rl_distill.learner import LearnerOptions
 from rl_distill.learners import Learners
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.supervised import supervised_objective
+from rl_distill.objectives import supervised_objective
 from rl_rollout.engines import RolloutEngine
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions

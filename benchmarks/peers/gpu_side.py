@@ -34,7 +34,7 @@ from _learner_protocol import peak_bytes, timed_step
 from _learner_workload import Rows
 from _protocol import private_stdout, write
 
-from rl_distill.megatron.layers.compiled import can_compile
+from rl_distill.megatron.layers import can_compile
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 from cpu_kernels import install_cpu_kernels

@@ -17,7 +17,7 @@ from _learner_workload import OPTIMIZER, Preset, Rows
 from rl_core.data import Batch, Ragged, RowKey
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.supervised import supervised_objective
+from rl_distill.objectives import supervised_objective
 
 
 class Ours:

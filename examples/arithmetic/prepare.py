@@ -180,7 +180,7 @@ def warm_up(part: Path, problems: list[task.Problem], seed: int, example: Prepar
     """Train on demonstrations with supervised learning, and write the policy's folder."""
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective
 
     options = LearnerOptions(
         learning_rate=example.learning_rate,

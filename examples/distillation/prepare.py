@@ -119,8 +119,7 @@ def teach(untrained: Path, checkpoint: Path, lesson: Lesson, problems: list[Any]
     """Train with supervised learning, and write a checkpoint of the learner."""
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.objectives import with_loss_weights
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective, with_loss_weights
 
     options = LearnerOptions(
         learning_rate=lesson.learning_rate,

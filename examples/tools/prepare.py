@@ -138,8 +138,7 @@ def warm_up(part: Path, problems: list[task.Problem]) -> None:
     from rl_core import Batch
     from rl_distill.learner import LearnerOptions
     from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.objectives import with_loss_weights
-    from rl_distill.supervised import supervised_objective
+    from rl_distill.objectives import supervised_objective, with_loss_weights
 
     options = LearnerOptions(
         learning_rate=4e-3,

@@ -12,6 +12,7 @@ from rl_core import Batch, InProcessQueue, Prompt, TaskSpec, Trajectory
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import EngineDiedError
 from rl_distill.teacher.options import DistillationOptions, TeacherOptions
+from rl_distill.teacher.protocol import TeacherTraits
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 from rl_distill.teacher.service import teacher_task
 
@@ -54,6 +55,10 @@ class FakeReplica:
     scored: list[RowKey] = field(default_factory=list)
     num_calls: int = 0
     is_dead: bool = False
+
+    @property
+    def traits(self) -> TeacherTraits:
+        return TeacherTraits(vocab_size=self.vocab_size, hidden_size=self.hidden_size, max_tokens=self.max_tokens)
 
     async def start(self) -> None:
         self.events.append("start")

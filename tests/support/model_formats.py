@@ -89,8 +89,8 @@ def adapter_header(folder: Path) -> Format:
     from rl_distill.options import LoraOptions
 
     config = parse_policy_config(CONFIG)
-    adapter = TrainedAdapter(options=LoraOptions(rank=2), modules=(MODULE,), base_digest="0" * 32)
-    header = {**LEARNER, "config_digest": config.digest, "adapter": adapter.record(folder)}
+    adapter = TrainedAdapter(options=LoraOptions(rank=2), modules=(MODULE,), base=folder, base_digest="0" * 32)
+    header = {**LEARNER, "config_digest": config.digest, "adapter": adapter.record()}
     file = written(folder / "learner.json", header)
     return Format(file, lambda: read_header(folder, config=config, dtype="float32", adapter=adapter))
 

@@ -1,13 +1,32 @@
 """Read the data in a report's page, as a browser does."""
 
 import base64
+import gzip
 import json
+import struct
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from rl_metrics.report.packing import unpack
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_metrics.report.packing import DTYPES
+
+
+def unpack(packed: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Return header and columns of packed bytes."""
+    content = gzip.decompress(packed)
+    (length,) = struct.unpack_from("<I", content)
+    described = json.loads(content[4 : 4 + length])
+    start, columns = 4 + length, {}
+    for place in described["columns"]:
+        dtype, count = DTYPES[place["kind"]], place["count"]
+        planes = np.frombuffer(content, np.uint8, count * dtype.itemsize, start).reshape(dtype.itemsize, count)
+        columns[place["name"]] = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
+        start += count * dtype.itemsize
+    return described["header"], columns
 
 
 class _Scripts(HTMLParser):

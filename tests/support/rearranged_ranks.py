@@ -2,20 +2,26 @@
 
 from megatron.core import parallel_state
 
+from rl_distill.megatron import rank_tensors
 from rl_distill.megatron.host import RankHost
-from rl_distill.megatron.parallel import Place, initialize_groups
+from rl_distill.megatron.parallel import RankPosition, initialize_groups
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import ParallelOptions
 
 
 class RearrangedHost(RankHost):
-    def rearrange(self, parallel: ParallelOptions) -> Place:
+    def rearrange(self, parallel: ParallelOptions) -> RankPosition:
         """Free every model and create the process groups of another layout with the same number of ranks."""
         self.close()
         self._parallel = parallel
         parallel_state.destroy_model_parallel()
         initialize_groups(parallel, seed=self._seed)
-        return Place.of_this_rank()
+        return RankPosition.of_this_rank()
+
+    def read_stale(self, name: str) -> None:
+        """Let readers of a model's weights see those that were not gathered after the last step."""
+        stale, gather = self._loaded(name)._chunks, rank_tensors.gather_weights
+        rank_tensors.gather_weights = lambda chunks: None if chunks is stale else gather(chunks)
 
 
 class RearrangedRanks(LearnerRanks):

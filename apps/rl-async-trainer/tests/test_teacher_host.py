@@ -13,7 +13,7 @@ from rl_async_trainer.roles.teachers import TeacherHost
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import InProcessQueue, TaskSpec
 from rl_core.gpus import GpuUse
-from rl_distill.teacher.step_report import ServiceReport, TeacherReport
+from rl_distill.teacher.scoring import ServiceReport, TeacherReport
 
 SPEED = "perf/teacher_tokens_per_s"
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rl_metrics.health import Verdict
 from rl_metrics.run_files.events import EventLog, read_events
 from rl_metrics.trackers.console import ConsoleTracker
-from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker
+from rl_metrics.trackers.tracker import Fanout
 from rl_trainer_parts.reporting.health import FILE, HealthWatch, watch_health
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.metrics import HealthSettings

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from rl_core.errors import CheckpointError, SettingsError
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.architecture.tensor_shapes import tensor_shapes
-from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, TrainedAdapter
+from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter, fingerprint_tensors
 from rl_distill.checkpoints.hf_folder import write_policy_folder
 from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_distill.checkpoints.pending_save import PendingSave
@@ -92,14 +92,15 @@ def adapter_run(tmp_path: Path) -> Path:
     trained = TrainedAdapter(
         options=LoraOptions(rank=2, alpha=4),
         modules=(module,),
-        base_digest=TensorFingerprint(weights.items()).digest,
+        base=base,
+        base_digest=fingerprint_tensors(weights.items()),
     )
 
     def write_learner(folder: Path) -> PendingSave:
         tensors = {f"{module}.lora_A.weight": torch.ones(2, 8), f"{module}.lora_B.weight": torch.ones(8, 2)}
         said = {"base": base, "base_digest": ("float32", trained.base_digest)}
         write_adapter(folder / "adapter", tensors, options=trained.options, matrices=shapes, **said)
-        header = {"options": {"dtype": "float32"}, "adapter": trained.record(base)}
+        header = {"options": {"dtype": "float32"}, "adapter": trained.record()}
         (folder / "learner.json").write_text(json.dumps(header))
         return PendingSave()
 

@@ -15,8 +15,8 @@ from rl_core.data.row_keys import RowKey
 from rl_distill.checkpoints.store import CheckpointStore
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LoraOptions
-from rl_distill.supervised import supervised_objective
 
 EVERY = 6
 

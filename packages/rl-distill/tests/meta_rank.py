@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_distill.megatron import rank_model, setup
-from rl_distill.megatron.layers.norm import _RMSNormFunction
+from rl_distill.megatron.layers import _RMSNormFunction
 from rl_distill.megatron.parallel import initialize_groups
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.setup import ModelPlan, fill_weights

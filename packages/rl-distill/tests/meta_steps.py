@@ -18,16 +18,16 @@ from rl_core.data import Batch, Ragged, RowKey
 from rl_core.data.ragged import offsets_of
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.cpu import install_cpu_compatibility
+from rl_distill.megatron.rank_batches import RankShare
 from rl_distill.megatron.rank_model import RankModel
-from rl_distill.megatron.rank_shares import RankShare
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.objectives import (
+    DistillationObjective,
     DistillationObjectiveOptions,
     PolicyObjectiveOptions,
-    distillation_objective,
     policy_objective,
 )
-from rl_distill.objectives.comparison import comparison_of
+from rl_distill.objectives.micro_batches import comparison_of
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.stepping import open_policy
@@ -43,9 +43,9 @@ POLICY = policy_objective(PolicyObjectiveOptions(entropy_coefficient=0.01, kl_co
 
 OBJECTIVES: dict[str, Any] = {
     "policy": POLICY,
-    "distillation": distillation_objective(DistillationObjectiveOptions()),
-    "distillation and rewards": distillation_objective(DistillationObjectiveOptions(), POLICY),
-    "whole distributions": distillation_objective(DistillationObjectiveOptions(distribution="full")),
+    "distillation": DistillationObjective(DistillationObjectiveOptions()),
+    "distillation and rewards": DistillationObjective(DistillationObjectiveOptions(), POLICY),
+    "whole distributions": DistillationObjective(DistillationObjectiveOptions(distribution="full")),
     "value": lambda values, _, micro: ((values.square() * micro.columns["loss_weights"]).sum(), {}),
     # Errors that an objective can make.
     "reads a number": lambda values, _, micro: (values.sum() * float(values.sum()), {}),

@@ -25,8 +25,8 @@ from rl_distill.checkpoints.merged_folder import merge_adapter
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LoraOptions, ParallelOptions
-from rl_distill.supervised import supervised_objective
 from rl_distill.torch_learner import TorchLearner
 
 KILLER = Path(__file__).parent / "adapter_killer.py"

@@ -23,8 +23,8 @@ from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
 from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import ParallelOptions
-from rl_distill.supervised import supervised_objective
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]

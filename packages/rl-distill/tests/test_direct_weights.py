@@ -14,8 +14,8 @@ from rl_core.errors import TransferError
 from rl_core.weights.broadcast import DirectTransport, SenderOptions
 from rl_distill.learners import Learners
 from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
-from rl_distill.supervised import supervised_objective
 
 MakeBatch = Callable[..., Batch]
 Started = Any  # `Started` of conftest.py

@@ -18,12 +18,10 @@ from rl_core.weights import LORA_A, PEFT_PREFIX
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.learner import LearnerOptions, StepResult
 from rl_distill.megatron import head
-from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.megatron.teacher import MegatronTeacherModel
+from rl_distill.megatron.learner import MegatronLearner, MegatronTeacherModel
 from rl_distill.objectives.distillation import (
     DistillationObjective,
     DistillationObjectiveOptions,
-    distillation_objective,
     distillation_sums,
     with_distillation_advantages,
 )
@@ -90,7 +88,7 @@ def taught(batch: Batch, teachers: list[Path], *, top_k: int = 5, temperature: f
 
 
 def objective(name: str, *, has_tasks: bool) -> DistillationObjective:
-    return distillation_objective(LOSSES[name], TASKS if has_tasks else None)
+    return DistillationObjective(LOSSES[name], TASKS if has_tasks else None)
 
 
 def teachers_of(name: str, big: Path, student: Path) -> list[Path]:
@@ -242,7 +240,7 @@ def test_a_student_that_is_its_teacher_learns_nothing(name: str, tied_policy: Pa
     options = replace(LOSSES[name], teachers=("itself",))
     batch = taught(make_batch(LENGTHS), [tied_policy], temperature=options.temperature)
     for learner in (MegatronLearner(tied_policy, OPTIONS), TorchLearner(tied_policy, OPTIONS)):
-        found = step_of(learner, batch, distillation_objective(options), [tied_policy])
+        found = step_of(learner, batch, DistillationObjective(options), [tied_policy])
         assert abs(found.loss) < 1e-6
         assert found.grad_norm < 1e-5 / options.temperature**2  # float32 rounds the logprobs
         if "actor/distillation/agreement" in found.metrics:
@@ -271,7 +269,7 @@ def test_the_top_of_the_whole_vocabulary_is_the_whole_distribution(
         results = []
         for distribution in ("top_k", "full"):
             learner = MegatronLearner(tied_policy, OPTIONS, name=f"{loss}-{distribution}")
-            wanted = distillation_objective(DistillationObjectiveOptions(loss=loss, distribution=distribution))
+            wanted = DistillationObjective(DistillationObjectiveOptions(loss=loss, distribution=distribution))
             results.append(step_of(learner, batch, wanted, [teacher]))
         assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
         assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
@@ -308,7 +306,7 @@ def test_measures_of_each_teacher_make_up_those_of_all(tied_policy: Path, big_te
 def test_clamps_that_bite_are_counted(tied_policy: Path, big_teacher: Path, make_batch: Any) -> None:
     batch = taught(make_batch(LENGTHS), [big_teacher])
     clamp = DistillationObjectiveOptions(loss="forward_kl", max_loss=1e-4)
-    found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, distillation_objective(clamp))
+    found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, DistillationObjective(clamp))
     assert found.metrics["actor/distillation/clamped_fraction"] > 0.9
     assert found.metrics["actor/distillation/loss"] <= 1e-4
 

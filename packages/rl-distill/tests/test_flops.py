@@ -2,10 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from rl_distill.architecture.flops import forward_flops
 from rl_distill.architecture.mixture_config import MixtureConfig
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.architecture.tensor_shapes import tensor_shapes
+from rl_distill.architecture.tensor_shapes import forward_flops, tensor_shapes
 
 SMALL = PolicyConfig(
     num_layers=2,

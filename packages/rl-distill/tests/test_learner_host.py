@@ -35,9 +35,9 @@ def test_a_dead_rank_that_nobody_calls_is_detected_by_a_look(ends: bool, error: 
     async def work() -> None:
         options = LearnerHostOptions(ends_with_ranks=ends)
         host = LearnerHost(nothing, [], checkpoints=tmp_path, keep=1, options=options)
-        host.learners = Learners(policy=nothing, reference=None, critic=None, close=lambda: None, look=look)
+        host.learners = Learners(policy=nothing, reference=None, critic=None, close=lambda: None, check_alive=look)
         with pytest.raises(error, match=r"learner\[1\] was killed"):
-            await host.look()
+            await host.check_alive()
         await host.close()
 
     asyncio.run(work())

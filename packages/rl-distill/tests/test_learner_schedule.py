@@ -3,7 +3,7 @@
 import pytest
 
 from rl_distill.options import LearnerOptions
-from rl_distill.schedule import learning_rate_at
+from rl_distill.stepping import learning_rate_at
 
 
 def test_rate_is_constant_without_schedule():

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import rl_distill.megatron.attention.buckets as layout_module
+import rl_distill.megatron.attention.layout as layout_module
 import rl_distill.megatron.attention.packed as attention
 from rl_core.data.ragged import offsets_of
 from rl_core.errors import ShapeError
-from rl_distill.megatron.attention.buckets import packed_layout, plan_buckets
+from rl_distill.megatron.attention.layout import packed_layout, plan_buckets
 from rl_distill.megatron.kernels import PLAIN
 
 HEADS, GROUPS, HEAD_DIM, BASE = 4, 2, 8, 1e4

@@ -12,17 +12,16 @@ import torch
 from rounding import rounding_bound
 from torch import Tensor
 
+from rl_distill.megatron import layers as module
 from rl_distill.megatron import setup
-from rl_distill.megatron.attention.rotary import rotated
-from rl_distill.megatron.head import Asked, head_scores
+from rl_distill.megatron.attention.layout import rotated
+from rl_distill.megatron.head import HeadRequest, head_scores
 from rl_distill.megatron.kernels import Kernels
-from rl_distill.megatron.layers import compiled as module
-from rl_distill.megatron.layers.compiled import can_compile, compiled
-from rl_distill.megatron.layers.swiglu import fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
+from rl_distill.megatron.layers import can_compile, compiled, fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives import supervised_objective
+from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.options import LearnerOptions
-from rl_distill.supervised import supervised_objective
 
 SIZES = (5, 1, 9)
 """Tokens of consecutive packs."""
@@ -98,9 +97,9 @@ def head(num_tokens: int, *, is_fused: bool, **to: Any) -> list[Tensor]:
     targets = torch.randint(0, 10, (num_tokens,), generator=draw).to(leaves[0].device)
     out = []
     for temperature in (1.0, 0.7):
-        asked = Asked(part=VocabularyPart(10), temperature=temperature, is_fused=is_fused, chunk_logits=4 * 11)
+        request = HeadRequest(part=VocabularyPart(10), temperature=temperature, is_fused=is_fused, chunk_logits=4 * 11)
         for share in (0.0, 0.1):
-            logprobs, entropy = head_scores(*leaves, targets=targets, asked=asked)[:2]
+            logprobs, entropy = head_scores(*leaves, targets=targets, request=request)[:2]
             loss = logprobs.sum() if not share else (logprobs + share * entropy).sum()
             out += [logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)]
     return out

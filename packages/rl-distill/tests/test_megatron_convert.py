@@ -12,7 +12,7 @@ from rl_core.errors import ShapeError
 from rl_distill.architecture.mixture_config import MixtureConfig, SigmoidRouting
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.tensor_shapes import tensor_shapes
-from rl_distill.megatron.convert import Block, Shard, blocks_of, padded_vocab_size
+from rl_distill.megatron.convert import Shard, TensorBlock, blocks_of, padded_vocab_size
 from rl_distill.options import ParallelOptions
 
 Tensors = dict[str, torch.Tensor]
@@ -119,7 +119,7 @@ def chunks_of(config: PolicyConfig, parallel: ParallelOptions) -> Iterator[tuple
                 yield shard, rank < parallel.tensor, rank < expert_tensor * parallel.expert
 
 
-def rectangle(block: Block) -> tuple[slice, ...]:
+def rectangle(block: TensorBlock) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(block.offsets, block.sizes, strict=True))
 
 
@@ -278,25 +278,6 @@ def test_blocks_work_on_whatever_has_the_shapes_of_parameters():
         block.write(torch.ones(block.sizes))
 
     assert all(bool((tensor == 1).all()) for tensor in moments.values())
-
-
-@pytest.mark.parametrize(
-    ("config", "sizes", "message"),
-    [
-        (config_of(), {"tensor_size": 8}, "num_key_value_heads = 4 must be divisible by the tensor-parallel size"),
-        (config_of(ffn_hidden_size=6), {"tensor_size": 4}, "intermediate_size = 6"),
-        (mixture_config(), {"expert_size": 3}, "num_experts = 4 must be divisible by the expert-parallel size"),
-        (mixture_config(), {"expert_tensor_size": 16}, "moe_intermediate_size = 8"),
-        (
-            config_of(mixture=replace(GLM, shared_ffn_hidden_size=6)),
-            {"tensor_size": 4},
-            r"n_shared_experts \* moe_intermediate_size = 6",
-        ),
-    ],
-)
-def test_what_cannot_be_split_is_refused(config: PolicyConfig, sizes: dict[str, int], message: str):
-    with pytest.raises(ShapeError, match=message):
-        blocks_of({}, config, Shard(layers=range(4), **sizes))
 
 
 def test_unknown_names_and_wrong_shapes_are_refused():

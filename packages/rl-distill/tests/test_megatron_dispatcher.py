@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
-from rl_distill.megatron.attention.buckets import PackedLayout
+from rl_distill.megatron.attention.layout import PackedLayout
 from rl_distill.megatron.kernels import Kernels
-from rl_distill.megatron.mixtures.dispatcher import LocalDispatcher
-from rl_distill.megatron.mixtures.mixture import dispatch_locally
+from rl_distill.megatron.mixture import LocalDispatcher, dispatch_locally
 from rl_distill.megatron.model_spec import PolicyLayer, block_spec, transformer_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")

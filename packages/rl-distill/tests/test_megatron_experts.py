@@ -23,15 +23,15 @@ import rl_distill.products as products
 from rl_core.data import Batch
 from rl_core.errors import SettingsError, ShapeError
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.megatron.experts import Experts
 from rl_distill.megatron.kernels import Kernels, PolicyTransformerConfig
-from rl_distill.megatron.layers.swiglu import SwiGLU
+from rl_distill.megatron.layers import SwiGLU
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.megatron.mixtures.experts import Experts
 from rl_distill.megatron.model_spec import transformer_config
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LearnerOptions, ParallelOptions
 from rl_distill.parallel_layout import check_layout
 from rl_distill.products import computing_with, has_onednn
-from rl_distill.supervised import supervised_objective
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

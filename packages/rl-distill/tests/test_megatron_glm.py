@@ -16,7 +16,7 @@ from rl_distill.checkpoints.checkpoint import STATE_FOLDER, state_shapes
 from rl_distill.checkpoints.torch_dist import TensorFolder
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
-from rl_distill.supervised import supervised_objective
+from rl_distill.objectives import supervised_objective
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_distill.megatron.head import Asked, OutputLayer, head_scores
+from rl_distill.megatron.head import HeadRequest, OutputLayer, head_scores
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives.divergences import DivergenceOptions
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.teacher_tokens import TeacherTokens
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.options import LearnerOptions
 
 NUM_TOKENS, NUM_CHANNELS, NUM_ROWS = 13, 6, 24
@@ -52,10 +52,10 @@ def learned(
 @pytest.mark.parametrize("num_at_once", [1, 5, NUM_TOKENS, 2 * NUM_TOKENS])
 def test_chunks_of_any_size_are_the_whole(num_at_once: int, temperature: float, with_entropy: bool, arrays: Any):
     hidden, weight, targets, grads = arrays
-    asked = Asked(part=VocabularyPart(VOCAB), temperature=temperature, chunk_logits=num_at_once * NUM_ROWS)
+    request = HeadRequest(part=VocabularyPart(VOCAB), temperature=temperature, chunk_logits=num_at_once * NUM_ROWS)
 
     found = learned(
-        lambda h, w: head_scores(h, w, targets=targets, asked=asked)[:2],
+        lambda h, w: head_scores(h, w, targets=targets, request=request)[:2],
         hidden,
         weight,
         grads,
@@ -70,10 +70,10 @@ def test_chunks_of_any_size_are_the_whole(num_at_once: int, temperature: float, 
 
 def test_gradients_are_those_of_finite_differences(arrays: Any):
     hidden, weight, targets, _ = arrays
-    asked = Asked(part=VocabularyPart(VOCAB), temperature=0.8, chunk_logits=2 * NUM_ROWS)
+    request = HeadRequest(part=VocabularyPart(VOCAB), temperature=0.8, chunk_logits=2 * NUM_ROWS)
     leaves = tuple(value.double().requires_grad_() for value in (hidden[:3], weight))
 
-    assert torch.autograd.gradcheck(lambda h, w: head_scores(h, w, targets=targets[:3], asked=asked)[:2], leaves)
+    assert torch.autograd.gradcheck(lambda h, w: head_scores(h, w, targets=targets[:3], request=request)[:2], leaves)
 
 
 def test_a_likely_target_keeps_its_gradient_in_bfloat16():
@@ -81,7 +81,7 @@ def test_a_likely_target_keeps_its_gradient_in_bfloat16():
     hidden, weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([[11.0], [0.0]], dtype=torch.bfloat16)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
 
-    logprobs = head_scores(*leaves, targets=torch.tensor([0]), asked=Asked(part=VocabularyPart(2))).logprobs
+    logprobs = head_scores(*leaves, targets=torch.tensor([0]), request=HeadRequest(part=VocabularyPart(2))).logprobs
     _, found = torch.autograd.grad(logprobs.sum(), leaves)
 
     missing = torch.tensor(-11.0).sigmoid()
@@ -90,9 +90,9 @@ def test_a_likely_target_keeps_its_gradient_in_bfloat16():
 
 def test_bfloat16_is_near_float32(arrays: Any):
     hidden, weight, targets, grads = (value.bfloat16() if value.is_floating_point() else value for value in arrays)
-    asked = Asked(part=VocabularyPart(VOCAB), chunk_logits=5 * NUM_ROWS)
+    request = HeadRequest(part=VocabularyPart(VOCAB), chunk_logits=5 * NUM_ROWS)
 
-    found = learned(lambda h, w: head_scores(h, w, targets=targets, asked=asked)[:2], hidden, weight, grads.float())
+    found = learned(lambda h, w: head_scores(h, w, targets=targets, request=request)[:2], hidden, weight, grads.float())
     expected = learned(lambda h, w: whole(h, w, targets, 1.0), hidden.float(), weight.float(), grads.float())
 
     assert [value.dtype for value in found] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
@@ -103,13 +103,13 @@ def test_bfloat16_is_near_float32(arrays: Any):
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_megatrons_buffer_gets_the_gradient(is_tied: bool, arrays: Any):
     hidden, weight, targets, grads = arrays
-    asked = Asked(part=VocabularyPart(VOCAB), chunk_logits=5 * NUM_ROWS)
+    request = HeadRequest(part=VocabularyPart(VOCAB), chunk_logits=5 * NUM_ROWS)
     parameter: Any = torch.nn.Parameter(weight.clone())
     parameter.main_grad, parameter.zero_out_wgrad = torch.ones_like(weight), is_tied
     parameter.grad_added_to_main_grad = False
 
     for _ in range(2):  # two micro-batches
-        logprobs, entropy = head_scores(hidden, parameter, targets=targets, asked=asked)[:2]
+        logprobs, entropy = head_scores(hidden, parameter, targets=targets, request=request)[:2]
         ((grads[0] * logprobs).sum() + (grads[1] * entropy).sum()).backward()
     expected = learned(lambda h, w: whole(h, w, targets, 1.0), hidden, weight, grads)[3]
 
@@ -128,9 +128,11 @@ def test_likeliest_tokens_and_teachers_come_with_it(num_at_once: int, arrays: An
         (torch.rand(NUM_TOKENS, 3) - 3.0).sort(-1, descending=True).values,
     )
     divergence = LogitDivergence(options=DivergenceOptions(kind="forward_kl"), part=part)
-    asked = Asked(part=part, temperature=0.7, top_k=3, divergence=divergence, chunk_logits=num_at_once * NUM_ROWS)
+    request = HeadRequest(
+        part=part, temperature=0.7, top_k=3, divergence=divergence, chunk_logits=num_at_once * NUM_ROWS
+    )
     leaves = [value.clone().requires_grad_() for value in (hidden, weight)]
-    scores = head_scores(*leaves, targets=targets, asked=asked, teacher=teacher)
+    scores = head_scores(*leaves, targets=targets, request=request, teacher=teacher)
     assert scores.comparison is not None
     assert scores.top_logprobs is not None
     assert scores.top_ids is not None
@@ -151,7 +153,7 @@ def test_likeliest_tokens_and_teachers_come_with_it(num_at_once: int, arrays: An
 def test_no_token_at_all_has_a_gradient_of_zeros(arrays: Any):
     _, weight, targets, _ = arrays
     leaves = torch.zeros(0, NUM_CHANNELS, requires_grad=True), weight.requires_grad_()
-    scores = head_scores(*leaves, targets=targets[:0], asked=Asked(part=VocabularyPart(VOCAB), top_k=2))
+    scores = head_scores(*leaves, targets=targets[:0], request=HeadRequest(part=VocabularyPart(VOCAB), top_k=2))
 
     of_hidden, of_weight = torch.autograd.grad(scores.logprobs.sum() + scores.entropy.sum(), leaves)
 
@@ -179,9 +181,9 @@ class _Largest(TorchDispatchMode):
 def test_no_array_of_all_logits_is_made():
     num_tokens, channels, vocab, at_once = 64, 2, 50, 8
     leaves = torch.randn(num_tokens, channels, requires_grad=True), torch.randn(vocab, channels, requires_grad=True)
-    asked = Asked(part=VocabularyPart(vocab), top_k=2, chunk_logits=at_once * vocab)
+    request = HeadRequest(part=VocabularyPart(vocab), top_k=2, chunk_logits=at_once * vocab)
     with _Largest() as largest:
-        scores = head_scores(*leaves, targets=torch.zeros(num_tokens, dtype=torch.int64), asked=asked)
+        scores = head_scores(*leaves, targets=torch.zeros(num_tokens, dtype=torch.int64), request=request)
         (scores.logprobs.sum() + scores.entropy.sum()).backward()
     assert largest.num_elements == at_once * vocab
 

@@ -8,10 +8,8 @@ import torch.nn.functional as F
 from rounding import BFLOAT16, rounding_bound
 
 from rl_distill.megatron.kernels import Kernels
-from rl_distill.megatron.layers.norm import RMSNorm
-from rl_distill.megatron.layers.swiglu import SwiGLU
-from rl_distill.objectives.vocabulary import vocabulary_logprobs
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.megatron.layers import RMSNorm, SwiGLU
+from rl_distill.objectives.vocabulary import VocabularyPart, vocabulary_logprobs
 
 
 def config_of(dtype: torch.dtype = torch.float32, *, is_fused: bool = False) -> types.SimpleNamespace:

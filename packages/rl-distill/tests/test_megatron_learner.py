@@ -16,7 +16,7 @@ from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron import head
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.supervised import supervised_objective
+from rl_distill.objectives import supervised_objective
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from rl_distill.architecture.activation_memory import kept_activations
-from rl_distill.architecture.model_memory import rank_memory
+from rl_distill.architecture.memory import kept_activations, rank_memory
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.checkpoint import critic_shapes

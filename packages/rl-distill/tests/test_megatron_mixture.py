@@ -15,10 +15,9 @@ from rounding import BFLOAT16, rounding_bound
 from rl_core.data.ragged import offsets_of
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.checkpoints.hf_folder import PolicyTensors
-from rl_distill.megatron.attention.buckets import PackedLayout, packed_layout
-from rl_distill.megatron.attention.rotary import rotary_frequencies
+from rl_distill.megatron.attention.layout import PackedLayout, packed_layout, rotary_frequencies
 from rl_distill.megatron.convert import Shard, blocks_of
-from rl_distill.megatron.mixtures.mixture import SigmoidScores, route
+from rl_distill.megatron.mixture import SigmoidScores, route
 from rl_distill.megatron.model_spec import PolicyLayer, block_spec, transformer_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")

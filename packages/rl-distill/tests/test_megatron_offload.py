@@ -13,8 +13,8 @@ from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LearnerOptions, ParallelOptions
-from rl_distill.supervised import supervised_objective
 
 STEPS = 3
 OPTIONS = LearnerOptions(learning_rate=1e-2, weight_decay=0.1, micro_batch_tokens=64, num_threads=1)

@@ -33,8 +33,8 @@ from rl_core.weights.transports import TensorTransport
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron import overlap
 from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
-from rl_distill.supervised import supervised_objective
 
 MakeBatch = Callable[..., Batch]
 Started = Any  # `Started` of conftest.py
@@ -159,7 +159,7 @@ def test_the_proof_finds_weights_that_were_exported_before_they_were_gathered(
         MegatronLearner(tied_policy, options, ranks=ranks, name=name)
         for name, options in (("plain", PLAIN), ("overlapping", GATHERS), ("stale", GATHERS))
     )
-    ranks.call_all("run", "stale", "__setattr__", ("gather_weights", bool), {})  # readers do not gather weights
+    ranks.call_all("read_stale", "stale")
     for _ in range(3):
         losses = [x.train_step(batch, supervised_objective).loss for x in (plain, learner, stale)]
         assert losses == losses[:1] * 3

@@ -19,7 +19,7 @@ from rounding import rounding_bound
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.weights.broadcast import SenderOptions
-from rl_distill.architecture.model_memory import rank_memory
+from rl_distill.architecture.memory import rank_memory
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.convert import Shard

@@ -16,8 +16,8 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import SettingsError
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LearnerOptions, LoraOptions
-from rl_distill.supervised import supervised_objective
 
 MakeBatch = Callable[..., Batch]
 LENGTHS = (14, 9, 22, 5, 17)

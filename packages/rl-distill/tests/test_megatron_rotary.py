@@ -10,8 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_distill.architecture.policy_config import parse_policy_config
-from rl_distill.megatron.attention.buckets import rotary_tables
-from rl_distill.megatron.attention.rotary import rotary_frequencies
+from rl_distill.megatron.attention.layout import rotary_frequencies, rotary_tables
 
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 1e6},

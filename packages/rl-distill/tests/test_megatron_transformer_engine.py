@@ -18,13 +18,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from rl_core.errors import SettingsError
 from rl_distill.megatron import setup
-from rl_distill.megatron.kernels import Kernels, chosen_kernels
-from rl_distill.megatron.layers.classes import Layers, layers_of
-from rl_distill.megatron.layers.norm import RMSNorm
+from rl_distill.megatron.kernels import Kernels, Layers, chosen_kernels, layers_of
+from rl_distill.megatron.layers import RMSNorm
 from rl_distill.megatron.learner import MegatronLearner
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_learner
-from rl_distill.supervised import supervised_objective
 
 OPTIONS = LearnerOptions(learning_rate=1e-3, kernels="transformer_engine")
 IS_INSTALLED = find_spec("transformer_engine") is not None

@@ -22,14 +22,12 @@ from rl_core.data.ragged import offsets_of
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.hf_folder import STORED_DTYPES, PolicyTensors
-from rl_distill.megatron.attention.buckets import PackedLayout, packed_layout
-from rl_distill.megatron.attention.rotary import rotary_frequencies
+from rl_distill.megatron.attention.layout import PackedLayout, packed_layout, rotary_frequencies
 from rl_distill.megatron.convert import Shard, blocks_of, padded_vocab_size
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.kernels import Kernels
 from rl_distill.megatron.model_spec import block_spec, transformer_config
-from rl_distill.objectives.vocabulary import vocabulary_logprobs
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.vocabulary import VocabularyPart, vocabulary_logprobs
 from rl_distill.options import ParallelOptions
 
 LENGTHS = [13, 3, 8]

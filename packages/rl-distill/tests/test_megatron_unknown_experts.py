@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl_core.data import Batch, Ragged, RowKey
-from rl_distill.megatron.rank_pack import unknown_experts
+from rl_distill.megatron.rank_batches import unknown_experts
 from rl_distill.packing import pack_rows
 
 KNOWN, NONE = [[-1, -1], [0, 1]], [[-1, -1], [-1, -1]]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_distill.metric_sums import metric_totals, metric_values
+from rl_distill.learner import metric_totals, metric_values
 
 VALUES = st.lists(st.integers(-1000, 1000), min_size=1, max_size=30)
 

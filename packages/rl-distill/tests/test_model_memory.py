@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl_distill.architecture.activation_memory import kept_activations
+from rl_distill.architecture.memory import kept_activations, rank_memory
 from rl_distill.architecture.mixture_config import MixtureConfig
-from rl_distill.architecture.model_memory import rank_memory
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.tensor_shapes import count_parameters
 from rl_distill.options import LearnerOptions, ParallelOptions

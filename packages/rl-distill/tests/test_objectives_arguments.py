@@ -49,7 +49,7 @@ def test_advantages_of_lists_and_arrays_are_those_of_tensors(estimate):
     ("rewards", "group", "said"),
     [
         ([[1.0], [0.0]], [0, 0], r"^rewards must have shape \[N\]; found \[2, 1\]\. Pass one value per traj"),
-        ([1.0, 0.0, 0.0, 0.0], [0, 0], r"^group must have shape \[N\] like rewards; found \[2\] and \[4\]"),
+        ([1.0, 0.0, 0.0, 0.0], [0, 0], r"^group must have shape \[N\] like rewards, \[4\]; found \[2\]"),
         ("ab", [0, 0], r"^rewards of \w+ must be a Tensor; found 'ab' \(str\)"),
         (None, [0, 0], "must be a Tensor; found None"),
         ([1.0, [2.0]], [0, 0], "must be a Tensor"),

@@ -3,8 +3,8 @@ import torch
 
 from rl_core.errors import DataError, SettingsError
 from rl_distill.objectives import RewardedRows
-from rl_distill.objectives.baseline_advantages import gae, remax
-from rl_distill.objectives.sessions import SESSION_RULES
+from rl_distill.objectives.batch_advantages import gae, remax
+from rl_distill.objectives.rewarded_rows import SESSION_RULES
 
 
 def rows_of(rewards, *, lengths, session=None, loss_mask=None, columns=None, row_columns=None, rule="last"):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError, NotReadyError, SettingsError, ShapeError
 from rl_distill.learner import MicroBatch
-from rl_distill.objectives import DistillationObjectiveOptions, distillation_objective
+from rl_distill.objectives import DistillationObjective, DistillationObjectiveOptions
 from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
-from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
+from rl_distill.objectives.vocabulary import VocabularyPart, likeliest
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
 FILES = sorted(GOLDEN_DIR.glob("*.npz"))
@@ -431,7 +431,7 @@ def test_columns_of_a_batch_need_the_sampled_token_first() -> None:
     assert len(teacher_tokens(micro())) == 6
     with pytest.raises(DataError, match=r"must be the sampled token, followed by the K most likely ones"):
         teacher_tokens(micro(**alone))
-    k1 = distillation_objective(DistillationObjectiveOptions(loss="k1"))
+    k1 = DistillationObjective(DistillationObjectiveOptions(loss="k1"))
     k1(torch.full((6,), -1.0), None, micro())
     with pytest.raises(DataError, match=r"must be the sampled token, followed by the K most likely ones"):
         k1(torch.full((6,), -1.0), None, micro(**alone))

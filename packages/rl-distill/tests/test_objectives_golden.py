@@ -23,16 +23,15 @@ from rl_distill.objectives import (
     POLICY_LOSSES,
     PolicyTokens,
     RewardedRows,
+    ValueObjective,
     grpo_advantages,
-    value_objective,
 )
 from rl_distill.objectives.aggregation import token_weights
-from rl_distill.objectives.correction import truncated_weights
-from rl_distill.objectives.mismatch import mismatch_sums
+from rl_distill.objectives.batch_advantages import masked_whiten
+from rl_distill.objectives.correction import importance_weights, mismatch_sums
 from rl_distill.objectives.registry import function_with_options
 from rl_distill.objectives.rejection import rejection_mask
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
-from rl_distill.objectives.whitening import masked_whiten
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
 IS_OWN = "GOLDEN_DIR" not in os.environ
@@ -180,7 +179,7 @@ def check_value_loss(golden, name):
     }
     ids = torch.zeros(len(golden.loss_mask), dtype=torch.int64)
     micro = MicroBatch(input_ids=ids, position_ids=ids, offsets=golden.offsets, columns=columns)
-    found, sums = value_objective(clip=0.2)(golden.tokens("values") + 0.3, micro)
+    found, sums = ValueObjective(clip=0.2)(golden.tokens("values") + 0.3, micro)
     expect(found, golden.expected(name))
     expect(sums["critic/vf_loss"][0] / sums["critic/vf_loss"][1], golden.expected(name))
 
@@ -197,7 +196,7 @@ def check_whitened(golden, name):
 
 def check_truncated_weights(golden, name):
     level = name.removeprefix("correction/tis/")
-    found = truncated_weights(golden.log_ratio(), golden.loss_mask, golden.offsets, level=level, cap=2.0)
+    found = importance_weights(golden.log_ratio(), golden.loss_mask, golden.offsets, level=level, cap=2.0)
     expect(found, golden.expected(name))
 
 

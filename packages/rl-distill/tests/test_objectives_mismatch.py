@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rl_distill.objectives.mismatch import mismatch_sums
+from rl_distill.objectives.correction import mismatch_sums
 
 LOG = math.log
 # Rows: one masked and two trained tokens, one trained token, and a row without trained tokens.

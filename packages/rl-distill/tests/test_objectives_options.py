@@ -11,9 +11,8 @@ from rl_core.annotation_rules import rule_of
 from rl_core.errors import SettingsError
 from rl_core.record_fields import fit_options
 from rl_distill.objectives import ADVANTAGES, POLICY_LOSSES, PolicyTokens, policy_loss_with_options
-from rl_distill.objectives.covariance_policy_loss import select_band
+from rl_distill.objectives.covariance_policy_loss import select_band, selection_of
 from rl_distill.objectives.registry import Registry, declared_options, function_with_options
-from rl_distill.objectives.selection import selection_of
 
 
 def float_options(registry):

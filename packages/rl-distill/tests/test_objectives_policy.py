@@ -124,7 +124,7 @@ def test_missing_column_is_named(missing):
     columns = {name: values for name, values in example.micro.columns.items() if name != missing}
     with pytest.raises(DataError, match=f"needs the column '{missing}'; the micro-batch has "):
         policy_objective(PolicyObjectiveOptions())(
-            example.policy_logprobs, None, replace(example.micro, columns=columns)
+            example.inputs["policy_logprobs"], None, replace(example.micro, columns=columns)
         )
 
 

@@ -120,7 +120,7 @@ def test_impossible_clip_is_refused(options, message):
 
 
 def test_shapes_are_checked():
-    with pytest.raises(ShapeError, match=r"advantages must have shape \[T\] with T = 2 like policy_logprobs"):
+    with pytest.raises(ShapeError, match=r"advantages must have shape \[T\] like policy_logprobs, \[2\]"):
         tokens_of([1.0, 1.0], [1.0])
     with pytest.raises(ShapeError, match=r"torch\.bool"):
         tokens_of([1.0], [1.0], loss_mask=[1.0])
@@ -197,7 +197,7 @@ def test_tokens_that_a_loss_treats_apart_are_selected_by_itself():
     [
         (
             {"old_logprobs": torch.zeros(3, 5)},
-            r"old_logprobs must have shape \[B, T\] like policy_logprobs; found \[3, 5\]",
+            r"old_logprobs must have shape \[B, T\] like policy_logprobs, \[\d, \d\]; found \[3, 5\]",
         ),
         ({"advantages": torch.zeros(2)}, r"advantages must have shape"),
         ({"loss_mask": torch.ones(3, 4)}, "loss_mask must have dtype torch.bool; found torch.float32"),

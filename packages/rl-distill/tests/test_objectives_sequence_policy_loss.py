@@ -5,7 +5,7 @@ import torch
 
 from rl_core.errors import SettingsError
 from rl_distill.objectives import PolicyTokens
-from rl_distill.objectives.sequence_policy_loss import geo_mean, gspo
+from rl_distill.objectives.policy_losses import geo_mean, gspo
 
 LOG = math.log
 

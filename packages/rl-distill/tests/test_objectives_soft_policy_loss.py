@@ -5,7 +5,7 @@ import torch
 
 from rl_core.errors import SettingsError
 from rl_distill.objectives import PolicyTokens
-from rl_distill.objectives.soft_policy_loss import sapo
+from rl_distill.objectives.policy_losses import sapo
 
 
 def tokens_of(ratios, advantages):

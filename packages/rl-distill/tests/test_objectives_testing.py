@@ -15,8 +15,8 @@ from rl_distill.objectives import (
     PolicyObjectiveOptions,
     RewardedRows,
     TokenLosses,
+    ValueObjective,
     policy_objective,
-    value_objective,
 )
 from rl_distill.objectives.policy_loss import ppo_clip
 from rl_distill.testing import (
@@ -250,7 +250,7 @@ def test_every_built_in_advantage_passes_with_every_session_rule(name, rule):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("clip", [0.2, math.inf])
 def test_every_built_in_value_loss_passes(clip, seed):
-    check_value_loss(value_objective(clip=clip), seed=seed)
+    check_value_loss(ValueObjective(clip=clip), seed=seed)
 
 
 @pytest.mark.parametrize(

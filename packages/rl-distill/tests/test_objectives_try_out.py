@@ -2,7 +2,7 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_distill.objectives import ADVANTAGES
-from rl_distill.objectives.try_out import try_advantage
+from rl_distill.objectives.registry import try_advantage
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.names())

@@ -7,7 +7,7 @@ import torch
 
 from rl_core.errors import DataError, SettingsError, ShapeError
 from rl_distill.learner import MicroBatch
-from rl_distill.objectives import value_objective
+from rl_distill.objectives import ValueObjective
 from rl_distill.objectives.value import value_losses
 
 
@@ -44,7 +44,7 @@ def micro_of(**columns):
 
 def test_objective_literal():
     values = tensor(math.nan, 0.1, 0.5).requires_grad_()
-    loss, sums = value_objective(clip=0.2)(values, micro_of())
+    loss, sums = ValueObjective(clip=0.2)(values, micro_of())
     assert loss.item() == pytest.approx(0.5 * 0.405 + 0.25 * 0.32)
     loss.backward()
     assert values.grad.tolist() == pytest.approx([0.0, -0.45, 0.0])
@@ -60,14 +60,14 @@ def test_missing_column_is_named(missing):
     whole = micro_of()
     micro = replace(whole, columns={name: column for name, column in whole.columns.items() if name != missing})
     with pytest.raises(DataError, match=f"needs the column '{missing}'"):
-        value_objective()(tensor(0, 0, 0), micro)
+        ValueObjective()(tensor(0, 0, 0), micro)
 
 
 def test_wrong_shapes_are_refused():
     with pytest.raises(ShapeError, match="the critic's values must have shape"):
-        value_objective()(tensor(0.0), micro_of())
+        ValueObjective()(tensor(0.0), micro_of())
     with pytest.raises(ShapeError, match=r"^returns must have shape"):
-        value_objective()(tensor(0.0, 0.0, 0.0), micro_of(returns=tensor(1.0)))
+        ValueObjective()(tensor(0.0, 0.0, 0.0), micro_of(returns=tensor(1.0)))
     with pytest.raises(ShapeError, match="returns must have shape"):
         value_losses(tensor(0.0), tensor(0.0), tensor(0.0, 1.0))
 
@@ -75,9 +75,9 @@ def test_wrong_shapes_are_refused():
 @pytest.mark.parametrize("clip", [0.0, -1.0, math.nan])
 def test_impossible_clip_is_refused_at_once(clip):
     with pytest.raises(SettingsError, match=r"clip of ValueObjective must be a number above 0"):
-        value_objective(clip=clip)
+        ValueObjective(clip=clip)
 
 
 def test_objective_travels_to_another_process():
-    objective = value_objective(clip=0.5)
+    objective = ValueObjective(clip=0.5)
     assert pickle.loads(pickle.dumps(objective)) == objective

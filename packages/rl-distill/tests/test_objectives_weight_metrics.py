@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from rl_distill.objectives.correction import banded_weights, truncated_weights
-from rl_distill.objectives.weight_metrics import weight_metrics
+from rl_distill.objectives.correction import importance_weights, weight_metrics
 
 LOG = math.log
 LOG_RATIOS = torch.tensor([math.nan, LOG(4), LOG(0.25), LOG(1), math.inf], dtype=torch.float64)
@@ -14,9 +13,9 @@ OFFSETS = torch.tensor([0, 3, 4, 5])
 
 def metrics_of(*, level, cap, floor=None):
     if floor is None:
-        weights = truncated_weights(LOG_RATIOS, MASK, OFFSETS, level=level, cap=cap)
+        weights = importance_weights(LOG_RATIOS, MASK, OFFSETS, level=level, cap=cap)
     else:
-        weights = banded_weights(LOG_RATIOS, MASK, OFFSETS, level=level, band=(floor, cap))
+        weights = importance_weights(LOG_RATIOS, MASK, OFFSETS, level=level, floor=floor, cap=cap)
     found = weight_metrics(weights, LOG_RATIOS, MASK, OFFSETS, level=level, cap=cap, floor=floor)
     return {name.removeprefix("rollout_corr/rollout_is_"): float(value) for name, value in found.items()}
 

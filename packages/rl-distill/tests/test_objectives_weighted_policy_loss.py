@@ -5,7 +5,7 @@ import torch
 
 from rl_core.errors import SettingsError
 from rl_distill.objectives import POLICY_LOSSES, PolicyTokens
-from rl_distill.objectives.weighted_policy_loss import cispo, dppo_kl, dppo_tv
+from rl_distill.objectives.policy_losses import cispo, dppo_kl, dppo_tv
 
 gpg = POLICY_LOSSES.get("gpg")
 

@@ -3,8 +3,8 @@ import torch
 
 from rl_core.errors import DataError, SettingsError
 from rl_distill.objectives import RewardedRows
-from rl_distill.objectives.sessions import SESSION_RULES
-from rl_distill.objectives.whitened_advantages import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline
+from rl_distill.objectives.batch_advantages import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline
+from rl_distill.objectives.rewarded_rows import SESSION_RULES
 
 
 def rows_of(rewards, *, lengths, group=None, loss_mask=None, session=None, **more):

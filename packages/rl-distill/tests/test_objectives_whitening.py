@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import ShapeError
-from rl_distill.objectives.whitening import masked_whiten
+from rl_distill.objectives.batch_advantages import masked_whiten
 
 
 def test_literal():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.data import Batch, Ragged, RowKey, offsets_of
-from rl_distill.megatron.attention.buckets import PackedLayout, packed_layout
+from rl_distill.megatron.attention.layout import PackedLayout, packed_layout
 from rl_distill.megatron.attention.prefixes import prefix_attention
 from rl_distill.packing import plan_batch
 from rl_distill.prefixes import PrefixForest, batch_forest, computed_units, prefix_forest

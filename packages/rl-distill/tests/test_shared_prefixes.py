@@ -14,8 +14,7 @@ from rounding import rounding_bound
 
 from rl_core.data import Batch, Ragged, RowKey, offsets_of
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
-from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.megatron.teacher import MegatronTeacherModel
+from rl_distill.megatron.learner import MegatronLearner, MegatronTeacherModel
 
 OPTIONS = LearnerOptions(learning_rate=1e-30, clip_grad=0.0, micro_batch_tokens=60, num_threads=1)
 KINDS = {

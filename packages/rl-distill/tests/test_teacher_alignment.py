@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
-from rl_distill.teacher.alignment import Span, align_spans
+from rl_distill.teacher.aligned import Span, align_spans
 
 
 def test_spans_of_two_words_by_hand():

@@ -15,6 +15,7 @@ from rl_core.cluster import ClusterOptions
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import EngineDiedError, NotReadyError, TeacherError
 from rl_distill.teacher.engine_teacher import EngineReplica
+from rl_distill.teacher.protocol import TeacherTraits
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, check_scores
 
 
@@ -83,7 +84,7 @@ def test_an_engine_scores_sleeps_and_wakes_only_when_it_slept() -> None:
 
     asyncio.run(use())
     assert engine.calls == ["start", "score 2 by 2", "sleep", "wake", "close"]
-    assert (replica.max_tokens, replica.vocab_size, replica.most_top_k, replica.hidden_size) == (32, 16, 16, None)
+    assert (replica.traits, replica.most_top_k) == (TeacherTraits(vocab_size=16, hidden_size=None, max_tokens=32), 16)
 
 
 def test_an_engine_gives_no_hidden_states() -> None:
@@ -122,9 +123,9 @@ def test_ranks_score_and_a_killed_one_is_a_death(tmp_path: Path) -> None:
 
     async def use() -> None:
         with pytest.raises(NotReadyError, match="not loaded"):
-            _ = replica.vocab_size
+            _ = replica.traits
         await replica.start()
-        assert (replica.vocab_size, replica.hidden_size, replica.max_tokens, replica.most_top_k) == (16, 16, 32, 16)
+        assert (replica.traits, replica.most_top_k) == (TeacherTraits(vocab_size=16, hidden_size=16, max_tokens=32), 16)
         rows = [row(1, 2, 3, 4), row(5, 6)]
         scores = await replica.score(rows, top_k=3, with_hidden=True)
         for one, asked in zip(scores, rows, strict=True):

@@ -21,12 +21,11 @@ from distillation_fakes import (
 from rl_core import InProcessQueue
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import DeadlineError, TeacherError
-from rl_distill.teacher.leasing import lease_group
 from rl_distill.teacher.protocol import TeacherPlan
 from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
-from rl_distill.teacher.service import ServiceOptions, TeacherService
+from rl_distill.teacher.service import ServiceOptions, TeacherService, lease_group
 
 Work = Callable[[TeacherService], Awaitable[Any]]
 

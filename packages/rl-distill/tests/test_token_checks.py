@@ -14,8 +14,8 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import SettingsError, ShapeError
 from rl_distill.megatron.learner import MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.objectives import supervised_objective
 from rl_distill.options import LearnerOptions, ParallelOptions
-from rl_distill.supervised import supervised_objective
 
 OPTIONS = LearnerOptions(num_threads=1)
 

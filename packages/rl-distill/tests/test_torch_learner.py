@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM
 
 from rl_core.data.batch import Batch
 from rl_distill.learner import LearnerOptions
-from rl_distill.supervised import supervised_objective
+from rl_distill.objectives import supervised_objective
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]

@@ -17,7 +17,7 @@ from rl_core.errors import SettingsError
 from rl_distill.architecture.policy_config import read_policy_config
 from rl_distill.checkpoints.hf_folder import WEIGHTS_FILE
 from rl_distill.learner import LearnerOptions
-from rl_distill.supervised import supervised_objective
+from rl_distill.objectives import supervised_objective
 from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]

@@ -12,7 +12,7 @@ from torch.nn import attention
 from rl_core.errors import SettingsError
 from rl_distill.megatron import kernels
 from rl_distill.megatron.attention import varlen
-from rl_distill.megatron.attention.buckets import PackedLayout, packed_layout
+from rl_distill.megatron.attention.layout import PackedLayout, packed_layout
 from rl_distill.megatron.attention.packed import PackedAttention
 from rl_distill.megatron.attention.varlen import has_gpu_kernels, plan_blocks, varlen_attention
 from rl_distill.megatron.kernels import chosen_kernels

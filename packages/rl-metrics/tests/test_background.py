@@ -5,8 +5,7 @@ import structlog
 
 from rl_core.errors import NotReadyError, SettingsError
 from rl_metrics.reductions.histogram import Histogram
-from rl_metrics.trackers.background import BackgroundTracker
-from rl_metrics.trackers.fanout import Fanout
+from rl_metrics.trackers.tracker import BackgroundTracker, Fanout
 
 DEADLINE_S = 60.0
 
@@ -207,7 +206,7 @@ def test_after_close_it_says_so():
 
 @pytest.mark.parametrize("changed", [{"capacity": 0}, {"close_deadline_s": -1.0}, {"close_deadline_s": float("nan")}])
 def test_impossible_settings_are_refused(changed):
-    with pytest.raises(SettingsError, match="at least"):
+    with pytest.raises(SettingsError, match="of BackgroundTracker must be"):
         BackgroundTracker(GatedTracker(is_open=True), name="slow", **changed)
 
 

@@ -52,8 +52,8 @@ class Terminal:
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch):
-    """Start no background threads, so that only the test draws."""
-    monkeypatch.setattr(ConsoleTracker, "_start_ticker", lambda _: None)
+    """Let only the test draw, and not a background thread."""
+    monkeypatch.setattr(ConsoleTracker, "_tick_until_closed", lambda _: None)
 
 
 @pytest.fixture
@@ -406,8 +406,8 @@ def test_a_terminal_that_is_made_narrower_keeps_no_wrapped_row_of_the_display(li
     live.tracker.begin("GRPO", total_steps=20)
     live.run_steps([1])
     wide, before = last_frame(live.text), len(live.text)
-    live.tracker._view._console.width = 40
-    live.tracker._view.tick()
+    live.tracker._console.width = 40
+    live.tracker._tick()
     wrapped = sum((len(line) - 1) // 40 for line in wide)
     assert wrapped >= 1
     assert live.text[before:].count("\x1b[1A") == len(wide) - 1 + wrapped
@@ -418,7 +418,7 @@ def test_what_runs_is_below_the_bar(live):
     live.tracker.begin("GRPO", total_steps=20)
     with live.tracker.phase("rollouts of step 1", is_brief=True, detail=lambda: "3 of 8 \x1b[2J"):
         live.clock.now += 3.0
-        live.tracker._view.tick()
+        live.tracker._tick()
         (runs,) = last_frame(live.text)[1:]
         assert runs[1:] == r" rollouts of step 1 ... 3 s, 3 of 8 \x1b[2J"
 

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers import ConsoleTracker
-from rl_metrics.trackers.console import LinesView, Phase
 
 SAMPLE = GenerationSample(prompt_uid="p", input="1", output="2", score=0.0, policy_version=(0, 0), source="x")
 DEADLINE_S = 60.0
@@ -107,10 +106,11 @@ def test_a_part_that_takes_long_is_told_of_again():
     assert file.getvalue().splitlines()[0] == "still rollouts of step 1 ... 31 s, 3 of 8"
 
 
-def test_a_part_is_told_of_each_time_that_it_has_taken_twice_as_long():
+def test_a_part_is_told_of_each_time_that_it_has_taken_twice_as_long(monkeypatch):
     file, clock = io.StringIO(), Clock()
-    phases = [Phase(text="rollouts", began_s=0.0, is_brief=True, detail=str)]
-    view = LinesView(Console(file=file, width=80), phases, kind="lines", clock=clock)
-    for clock.now in range(300):
-        view.tick()
+    monkeypatch.setattr(ConsoleTracker, "_tick_until_closed", lambda _: None)
+    tracker = ConsoleTracker(console=Console(file=file, width=80), clock=clock)
+    with tracker.phase("rollouts", is_brief=True):
+        for clock.now in range(300):
+            tracker._tick()
     assert file.getvalue().splitlines() == [f"still rollouts ... {seconds} s" for seconds in (30, 60, 120, 240)]

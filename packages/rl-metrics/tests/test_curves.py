@@ -2,8 +2,8 @@ import math
 
 import numpy as np
 
-from rl_metrics.report import curves
-from rl_metrics.report.curves import pack_curves, thin
+from rl_metrics.report import run_parts
+from rl_metrics.report.run_parts import pack_curves, thin
 from rl_metrics.run_files.history import History
 
 
@@ -37,9 +37,9 @@ def test_curves_are_by_chapter_as_the_table_has_them():
     assert [columns[f"y{number}"][1].item() for number in range(4)] == [3, 4, 2, 1]
 
 
-def test_a_metric_without_a_value_is_left_out():
+def test_a_metric_without_a_value_has_no_columns():
     described, columns = pack_curves(history(a=[math.nan], b=[math.inf], c=[1.0]))
-    assert [metric["name"] for metric in described] == ["c"]
+    assert [metric["name"] for metric in described] == ["c", "a", "b"]
     assert sorted(columns) == ["x0", "y0"]
 
 
@@ -48,13 +48,13 @@ def test_thinning_loses_no_peak():
     values[[123_457, 800_001]] = 7.0, -9.0
     steps, kept, is_thinned = thin(np.arange(len(values)), values)
     assert is_thinned
-    assert curves.MAX_POINTS / 2 < len(steps) <= curves.MAX_POINTS
+    assert run_parts.MAX_POINTS / 2 < len(steps) <= run_parts.MAX_POINTS
     assert dict(zip(steps.tolist(), kept.tolist(), strict=True))[123_457] == 7.0
     assert kept.min() == -9.0
     assert (np.diff(steps) > 0).all()
 
 
 def test_what_fits_is_not_thinned():
-    steps, values, is_thinned = thin(np.arange(curves.MAX_POINTS), np.ones(curves.MAX_POINTS))
+    steps, values, is_thinned = thin(np.arange(run_parts.MAX_POINTS), np.ones(run_parts.MAX_POINTS))
     assert not is_thinned
-    assert len(steps) == len(values) == curves.MAX_POINTS
+    assert len(steps) == len(values) == run_parts.MAX_POINTS

@@ -3,8 +3,8 @@ import resource
 import structlog
 
 from rl_metrics.reductions.histogram import Histogram
-from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
+from rl_metrics.trackers.tracker import Fanout
 
 
 class ListTracker:

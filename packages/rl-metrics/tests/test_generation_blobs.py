@@ -1,11 +1,11 @@
 import math
 
 import numpy as np
+from read_report import unpack
 
-from rl_metrics.report import generation_blobs
-from rl_metrics.report.blobs import folder_blobs
-from rl_metrics.report.generation_blobs import pack_generations
-from rl_metrics.report.packing import unpack
+from rl_metrics.report import row_blobs
+from rl_metrics.report.packing import folder_blobs
+from rl_metrics.report.row_blobs import pack_generations
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.trackers.jsonl import GenerationTable
 
@@ -55,9 +55,9 @@ def test_by_hand(tmp_path):
 
 
 def test_chunks_and_the_newest(tmp_path, monkeypatch):
-    monkeypatch.setattr(generation_blobs, "CHUNK_SAMPLES", 2)
-    monkeypatch.setattr(generation_blobs, "CHUNK_CHARACTERS", 50)
-    monkeypatch.setattr(generation_blobs, "MAX_SAMPLES", 4)
+    monkeypatch.setattr(row_blobs, "CHUNK_SAMPLES", 2)
+    monkeypatch.setattr(row_blobs, "CHUNK_CHARACTERS", 50)
+    monkeypatch.setattr(row_blobs, "MAX_SAMPLES", 4)
     long = sample("long", output="x" * 60)
     header, index, chunks = packed([table(1, sample(), sample()), table(2, long, sample(), sample())], tmp_path)
     assert header["recorded"] == 5

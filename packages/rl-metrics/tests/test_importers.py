@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError, NotReadyError
 from rl_metrics.cli import main
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.importers import dumped, naming, verl
-from rl_metrics.importers.naming import translation
-from rl_metrics.importers.run_writer import RunWriter
+from rl_metrics.importers import dumped, run_writer, verl
+from rl_metrics.importers.run_writer import translation
 from rl_metrics.importers.trl import import_trl
-from rl_metrics.importers.verl import import_verl, logged
+from rl_metrics.importers.verl import import_verl, read_log
 from rl_metrics.run_files.run_record import open_run
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -97,24 +96,29 @@ def test_the_console_of_verl_says_the_same_as_its_files(tmp_path):
         ('{"step": 4, "a": 1}', None),
     ],
 )
-def test_lines_of_verl(line, read):
-    found = logged(line.encode(), is_ended=True)
+def test_lines_of_verl(tmp_path, line, read):
+    found = logged(tmp_path, f"{line}\n".encode())
     if "NaN" in line:
-        assert np.isnan(found[1]["a"])
+        assert np.isnan(found[0][1]["a"])
     else:
-        assert found == read
+        assert found == ([] if read is None else [read])
+
+
+def logged(folder, content):
+    (folder / "log").write_bytes(content)
+    return list(read_log(folder / "log"))
 
 
 @pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b" \t", b"\xef\xbb\xbf "])
-def test_a_byte_order_mark_and_white_space_before_a_line_are_passed_over(before):
-    for line in (b'{"step": 4, "data": {"a/x": 0.5}}', b"step:4 - a/x:0.5"):
-        assert logged(before + line, is_ended=True) == (4, {"a/x": 0.5})
-    assert logged(before, is_ended=True) is None
+def test_a_byte_order_mark_and_white_space_before_a_line_are_passed_over(tmp_path, before):
+    for line in (b'{"step": 4, "data": {"a/x": 0.5}}\n', b"step:4 - a/x:0.5\n"):
+        assert logged(tmp_path, before + line) == [(4, {"a/x": 0.5})]
+    assert logged(tmp_path, before + b"\n") == []
 
 
-def test_a_torn_last_line_of_a_console_has_no_number():
-    assert logged(b"step:7 - actor/grad_norm:0.2", is_ended=False) is None
-    assert logged(b'{"step": 7, "data": {"a": 0.2}}', is_ended=False) == (7, {"a": 0.2})
+def test_a_torn_last_line_of_a_console_has_no_number(tmp_path):
+    assert logged(tmp_path, b"step:7 - actor/grad_norm:0.2") == []
+    assert logged(tmp_path, b'{"step": 7, "data": {"a": 0.2}}') == [(7, {"a": 0.2})]
 
 
 def test_old_names_of_verl(tmp_path):
@@ -311,17 +315,16 @@ def test_names_are_translated_by_the_first_entry_that_fits():
     assert names("actor/entropy") == ("actor/entropy",)
     assert translation({}, has_our_names=False)("actor/entropy") == ("other/actor/entropy",)
     assert len(names("x" * 1000)) == 1
-    assert len(names("x" * 1000)[0]) == naming.MAX_NAME + len("other/")
+    assert len(names("x" * 1000)[0]) == run_writer.MAX_NAME + len("other/")
 
 
-def test_a_writer_that_is_left_without_its_end_leaves_nothing(tmp_path):
-    def broken():
-        with RunWriter(tmp_path / "run", trainer="x", names=translation({}, has_our_names=True)) as run:
-            run.add_metrics(1, {"actor/entropy": 1.0})
-            raise KeyError
+def test_an_import_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(step, responses):
+        raise KeyError(step)
 
+    monkeypatch.setattr(run_writer, "as_rollouts", fail)
     with pytest.raises(KeyError):
-        broken()
+        import_verl([VERL / "attempt-1.jsonl"], tmp_path / "run", rollouts=VERL / "rollouts")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -96,7 +96,6 @@ def test_repeated_steps_of_a_resumed_run_replace_what_came_before(tmp_path):
     for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0)):
         tracker.log(step, {"a": value})
     assert [(row.step, row.metrics["a"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    assert [row.step for row in read_metrics(path, with_replaced=True)] == [1, 2, 3, 4, 3]
 
 
 def test_values_that_are_not_finite_are_null_and_come_back_as_nan(tmp_path):
@@ -258,12 +257,10 @@ def test_histograms_of_repeated_steps_torn_lines_and_nonsense(tmp_path):
         file.write('{"step": 1, "histograms": {"a')
     with structlog.testing.capture_logs():
         rows = read_histograms(path)
-        replaced = read_histograms(path, with_replaced=True)
     assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row.histograms["distribution/reward"].max for row in rows[:5]] == [1.0, 1.0, 2.0, 2.0, 2.0]
     assert list(rows[-1].histograms) == ["b"]
     assert np.isnan(rows[-1].time)
-    assert [row.step for row in replaced] == [1, 2, 3, 4, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from rl_core.testing import wait_until
-from rl_metrics.trackers.console import MAX_QUEUED, ConsoleTracker, OutputThread, RunConsole, unhurried_stdout
+from rl_metrics.trackers.console import MAX_QUEUED, ConsoleTracker, OutputThread, RunConsole
 
 PROGRAM = """
 from rl_metrics.trackers.console import ConsoleTracker
@@ -42,7 +42,6 @@ def test_writes_come_in_their_order(pipe):
         assert stream.write(f"{number}\n") == len(f"{number}\n")
     assert stream.drain()
     assert os.read(reader, 1 << 16).decode().split() == [str(number) for number in range(1000)]
-    assert stream.num_dropped == 0
 
 
 def test_a_reader_that_sleeps_holds_nobody_up_and_gets_whole_writes_when_it_wakes(pipe):
@@ -51,7 +50,6 @@ def test_a_reader_that_sleeps_holds_nobody_up_and_gets_whole_writes_when_it_wake
     lines = [f"{number:09}" + "x" * 990 + "\n" for number in range(3 * MAX_QUEUED)]
     for line in lines:
         stream.write(line)
-    assert stream.num_dropped > 0
     assert not stream.drain(0.0)
     found = []
     thread = threading.Thread(target=read_all, args=(reader, found))
@@ -64,7 +62,8 @@ def test_a_reader_that_sleeps_holds_nobody_up_and_gets_whole_writes_when_it_wake
     *kept, again = b"".join(found).decode().splitlines(keepends=True)
     found_lines = {*kept}
     assert kept == [line for line in lines if line in found_lines]  # whole lines, in order
-    assert (len(kept), again) == (len(lines) - stream.num_dropped, "again\n")
+    assert MAX_QUEUED <= len(kept) < len(lines)
+    assert again == "again\n"
 
 
 def test_a_reader_that_is_gone_is_told_once(pipe):
@@ -87,7 +86,7 @@ def test_a_live_display_on_a_terminal_that_is_held():
         tracker = ConsoleTracker(console=RunConsole(file=stream, force_terminal=True, force_interactive=True, width=80))
         tracker.begin("GRPO", total_steps=100_000)
         step = 0
-        while not stream.num_dropped:
+        while not stream._writes.full():
             step += 1
             tracker.say("x" * 4000)
             tracker.log(step, {"critic/score/mean": 0.5})
@@ -105,6 +104,5 @@ def test_a_program_that_ends_has_said_everything():
 
 
 def test_output_that_a_test_or_a_notebook_takes_stays_as_it_is(capsys):
-    assert unhurried_stdout() is None
     ConsoleTracker().say("hello")
     assert capsys.readouterr().out == "hello\n"

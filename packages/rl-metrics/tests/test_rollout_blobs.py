@@ -2,11 +2,11 @@ import math
 
 import numpy as np
 import pytest
+from read_report import unpack
 
-from rl_metrics.report import rollout_blobs
-from rl_metrics.report.blobs import folder_blobs
-from rl_metrics.report.packing import unpack
-from rl_metrics.report.rollout_blobs import RolloutPacker
+from rl_metrics.report import row_blobs
+from rl_metrics.report.packing import folder_blobs
+from rl_metrics.report.row_blobs import pack_rollouts
 from rl_metrics.run_files.rollout_log import RolloutRow
 
 
@@ -16,10 +16,7 @@ def row(**more):
 
 
 def packed(rows, folder, num_recorded=None):
-    packer = RolloutPacker(folder_blobs(folder, set()))
-    for one in rows:
-        packer.add(one)
-    name = packer.finish(num_recorded=len(rows) if num_recorded is None else num_recorded)
+    name = pack_rollouts(rows, folder_blobs(folder, set()), num_recorded=num_recorded)
     read = lambda name: unpack((folder / name).read_bytes())
     header, index = read(name)
     return header, index, [(read(chunk["texts"])[0]["rows"], *read(chunk["tokens"])) for chunk in header["chunks"]]
@@ -92,9 +89,9 @@ def test_a_column_that_some_trajectories_lack(tmp_path):
 
 
 def test_chunks_end_by_rows_tokens_and_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_blobs, "CHUNK_ROWS", 3)
-    monkeypatch.setattr(rollout_blobs, "CHUNK_TOKENS", 4)
-    monkeypatch.setattr(rollout_blobs, "CHUNK_CHARACTERS", 100)
+    monkeypatch.setattr(row_blobs, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(row_blobs, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(row_blobs, "CHUNK_CHARACTERS", 100)
     short = row(tokens=("a",), mask=(True,))
     long = row(tokens=("a",) * 4, mask=(True,) * 4)
     wordy = row(response="x" * 100)

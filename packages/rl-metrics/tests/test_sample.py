@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_metrics.report.sample import choose
+from rl_metrics.report.writing import choose
 from rl_metrics.run_files.rollout_log import RolloutRow
 
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import pytest
 import structlog
 from invented_runs import InventedRun
+from read_report import unpack
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.testing import wait_until
 from rl_metrics.cli import main
 from rl_metrics.report import server as serving
-from rl_metrics.report.packing import unpack
 from rl_metrics.report.server import ReportServer
 
 DEADLINE_S = 60.0

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_metrics.trackers.text import plain_text
+from rl_metrics.trackers.console import plain_text
 
 
 @pytest.mark.parametrize(

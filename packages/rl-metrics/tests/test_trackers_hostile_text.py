@@ -16,7 +16,7 @@ from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.rollout_log import read_rollouts
 from rl_metrics.run_files.run_record import open_run
 from rl_metrics.trackers import ConsoleTracker, Fanout, JsonlTracker, TensorBoardTracker
-from rl_metrics.trackers.tables import table_row
+from rl_metrics.trackers.servers import table_row
 
 NASTY = [
     "\ud800",

@@ -11,8 +11,8 @@ from tracker_files import wandb_attempts, wandb_history, wandb_records
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
-from rl_metrics.trackers.background import BackgroundTracker
-from rl_metrics.trackers.tables import COLUMNS
+from rl_metrics.trackers.servers import COLUMNS
+from rl_metrics.trackers.tracker import BackgroundTracker
 from rl_metrics.trackers.wandb import WandbTracker
 
 RUN = """

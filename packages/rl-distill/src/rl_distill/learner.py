@@ -1,10 +1,11 @@
 """Protocols of learners: logprobs, optimizer steps, weights, checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from rl_core.data import Batch, Ragged
@@ -90,12 +91,8 @@ class StepResult:
     computed_tokens: int = 0
 
 
-class Scorer(Protocol):
-    """A model that computes logprobs of tokens."""
-
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Return float32 logprobs of the tokens of each trajectory, aligned with input_ids; 0 at the first token."""
-        ...
+class Model(Protocol):
+    """A model of a run."""
 
     def offload(self) -> int:
         """Free memory until the next call, which restores everything; return the bytes freed over all ranks."""
@@ -106,13 +103,50 @@ class Scorer(Protocol):
         ...
 
 
-class Learner(Scorer, Protocol):
-    """A policy in training. Call it from one thread at a time."""
+class Scorer(Model, Protocol):
+    """A model that computes logprobs of tokens."""
+
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """Return float32 logprobs of the tokens of each trajectory, aligned with input_ids; 0 at the first token."""
+        ...
+
+
+class Trained(Model, Protocol):
+    """A model in training. Call it from one thread at a time."""
 
     @property
     def step(self) -> int:
         """Optimizer steps taken so far."""
         ...
+
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
+        """Write a checkpoint into an empty directory.
+
+        `policy/` is a Hugging Face folder of the weights; a critic's is a token classifier with one label. `state/` has
+        float32 weights and Adam's moments in torch's distributed format, which loads under any parallel layout.
+        `learner.json` has the step and is written last. With an adapter, `adapter/` in peft's format replaces
+        `policy/`, and `state/` has no base weights.
+
+        Args:
+            directory: Created if it does not exist.
+            in_background: Return as soon as the state is copied; use the returned handle to wait for the write.
+
+        Raises:
+            CheckpointError: The directory is not empty.
+        """
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Resume from a checkpoint that `save` wrote.
+
+        Raises:
+            CheckpointError: The checkpoint is missing, incomplete or of another model.
+        """
+        ...
+
+
+class Learner(Scorer, Trained, Protocol):
+    """A policy in training."""
 
     @property
     def num_parameters(self) -> int:
@@ -153,30 +187,6 @@ class Learner(Scorer, Protocol):
         """Return names that share another's tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}."""
         ...
 
-    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
-        """Write a checkpoint into an empty directory.
-
-        `policy/` is a Hugging Face folder of the weights. `state/` has float32 weights and Adam's moments in torch's
-        distributed format, which loads under any parallel layout. `learner.json` has the step and is written last. With
-        an adapter, `adapter/` in peft's format replaces `policy/`, and `state/` has no base weights.
-
-        Args:
-            directory: Created if it does not exist.
-            in_background: Return as soon as the state is copied; use the returned handle to wait for the write.
-
-        Raises:
-            CheckpointError: The directory is not empty.
-        """
-        ...
-
-    def load(self, directory: Path) -> None:
-        """Resume from a checkpoint that `save` wrote.
-
-        Raises:
-            CheckpointError: The checkpoint is missing, incomplete or of another model.
-        """
-        ...
-
 
 class AdapterLearner(Learner, Protocol):
     """A learner that trains an adapter."""
@@ -206,13 +216,8 @@ class RankedLearner(Learner, Protocol):
         ...
 
 
-class Critic(Protocol):
-    """A critic in training. Call it from one thread at a time. Arguments and errors are those of `Learner`."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken so far."""
-        ...
+class Critic(Trained, Protocol):
+    """A critic in training. Arguments and errors are those of `Learner`."""
 
     def values(self, batch: Batch) -> Ragged:
         """Return float32 values of the state before each token of each trajectory; 0 at the first token."""
@@ -222,18 +227,37 @@ class Critic(Protocol):
         """Take one optimizer step on the whole batch; see `Learner.train_step`."""
         ...
 
-    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
-        """Write a checkpoint; `policy/` is a Hugging Face token classifier with one label. See `Learner.save`."""
-        ...
 
-    def load(self, directory: Path) -> None:
-        """Resume from a checkpoint that `save` wrote; see `Learner.load`."""
-        ...
+Totals = Mapping[str, tuple[float, float]]
 
-    def offload(self) -> int:
-        """Free memory until the next call; see `Learner.offload`."""
-        ...
 
-    def close(self) -> None:
-        """Free everything. Can be called twice."""
-        ...
+def metric_totals(sums: Iterable[MetricSums | Totals]) -> dict[str, tuple[float, float]]:
+    """Return (weighted sum, weight) of each metric over micro-batches, or (extreme, weight) of an extreme."""
+    return _joined({name: (float(value), float(weight)) for name, (value, weight) in part.items()} for part in sums)
+
+
+def metric_values(totals: Iterable[Totals]) -> dict[str, float]:
+    """Return weighted means and extremes over ranks, without metrics of weight 0."""
+    joined = _joined(totals)
+    return {name: value if _extreme(name) else value / weight for name, (value, weight) in joined.items() if weight}
+
+
+def _extreme(name: str) -> np.ufunc | None:
+    """Return the function that merges two extremes, keeping NaN; None for a metric that is a mean."""
+    return np.maximum if name.endswith("_max") else np.minimum if name.endswith("_min") else None
+
+
+def _joined(totals: Iterable[Totals]) -> dict[str, tuple[float, float]]:
+    joined: dict[str, tuple[float, float]] = {}
+    for part in totals:
+        for name, (value, weight) in part.items():
+            before, weight_before = joined.get(name, (0.0, 0.0))
+            extreme = _extreme(name)
+            if extreme is None:
+                value += before
+            elif not weight:
+                value = before
+            elif weight_before:
+                value = float(extreme(before, value))
+            joined[name] = (value, weight_before + weight)
+    return joined

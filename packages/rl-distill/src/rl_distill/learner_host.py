@@ -155,13 +155,13 @@ class LearnerHost:
         """
         return await self._run(partial(self._started.proven, tolerances=tolerances), canary, report)
 
-    async def look(self) -> None:
+    async def check_alive(self) -> None:
         """Check that every rank is alive; if one died and `ends_with_ranks` is set, exit this process.
 
         Raises:
             RoleDiedError: A rank died, and `ends_with_ranks` is False.
         """
-        await self._run(self._started.look)
+        await self._run(self._started.check_alive)
 
     async def report(self) -> RoleView:
         """Return what the role is doing, for `status` and hang diagnosis."""

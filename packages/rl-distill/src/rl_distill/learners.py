@@ -45,7 +45,7 @@ class Learners:
         critic: Estimates values; None if the advantage estimator does not use them.
         close: Closes the models and their ranks.
         stacks: Returns the current stack of each rank that has its own process, within the given seconds. Thread-safe.
-        look: Calls each rank, and raises an error if one died.
+        check_alive: Calls each rank, and raises an error if one died.
         gpu_use: Returns the use of each rank's GPU since the last call; by default, of this process's.
         lora: The policy's adapter and what engines receive of it; rank 0 if all weights are trained.
     """
@@ -55,7 +55,7 @@ class Learners:
     critic: Critic | None
     close: Callable[[], None]
     stacks: Callable[[float], list[str]] = lambda _: []
-    look: Callable[[], None] = lambda: None
+    check_alive: Callable[[], None] = lambda: None
     gpu_use: Callable[[], list[GpuUse]] = lambda: own_gpu_use("learner")
     lora: LoraOptions = field(default_factory=LoraOptions)
     _base: dict[str, TensorDigest] = field(default_factory=dict, init=False, repr=False)

@@ -23,8 +23,8 @@ def check_layout(parallel: ParallelOptions, config: PolicyConfig) -> None:
         SettingsError: It does not; each line names a setting, its value and the possible values.
     """
     check_ranks(parallel)
-    if found := [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]:
-        raise SettingsError("\n".join(found))
+    if problems := [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]:
+        raise SettingsError("\n".join(problems))
 
 
 def check_learner(
@@ -39,36 +39,29 @@ def check_learner(
     Raises:
         SettingsError: They do not; each line names an option, its value and the possible values.
     """
-    problems = (*_gather_problems(options, parallel), *_recompute_problems(options, config))
-    if found := [*problems, *_kernel_problems(options, lora)]:
-        raise SettingsError("\n".join(found))
+    if problems := list(_learner_problems(options, parallel, config, lora)):
+        raise SettingsError("\n".join(problems))
 
 
-def _kernel_problems(options: LearnerOptions, lora: LoraOptions) -> Iterator[str]:
-    if options.kernels == "transformer_engine" and lora.rank:
-        yield (
-            f'kernels = "transformer_engine" does not support adapters; found lora.rank = {lora.rank}. Set kernels = '
-            '"fused", or lora.rank = 0.'
-        )
-
-
-def _gather_problems(options: LearnerOptions, parallel: ParallelOptions) -> Iterator[str]:
+def _learner_problems(
+    options: LearnerOptions, parallel: ParallelOptions, config: PolicyConfig, lora: LoraOptions
+) -> Iterator[str]:
     if options.overlap_param_gather and not parallel.distributed_optimizer:
         yield (
             "overlap_param_gather needs parallel.distributed_optimizer = true; found false. Without it, each rank "
             "updates all of its weights, and there is nothing to gather. Set it, or set overlap_param_gather = false."
         )
-
-
-def _recompute_problems(options: LearnerOptions, config: PolicyConfig) -> Iterator[str]:
-    if options.recompute != "selective":
-        return
-    num_mixtures = sum(config.is_mixture(layer) for layer in range(config.num_layers))
+    num_mixtures = 0 if config.mixture is None else len(config.mixture.layers)
     layers = {"moe": num_mixtures, "mlp": config.num_layers - num_mixtures}
-    for module in options.recompute_modules:
+    for module in options.recompute_modules if options.recompute == "selective" else ():
         if layers.get(module) == 0:
             what = "a mixture of experts" if module == "moe" else "a dense MLP"
             yield f'recompute_modules has "{module}", but no layer of this policy has {what}; remove it.'
+    if options.kernels == "transformer_engine" and lora.rank:
+        yield (
+            f'kernels = "transformer_engine" does not support adapters; found lora.rank = {lora.rank}. Set kernels = '
+            '"fused", or lora.rank = 0.'
+        )
 
 
 def _dense_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterator[str]:
@@ -95,8 +88,8 @@ def check_ranks(parallel: ParallelOptions) -> None:
     Raises:
         SettingsError: A size does not divide the ranks; one line per size.
     """
-    if found := list(_rank_problems(parallel)):
-        raise SettingsError("\n".join(found))
+    if problems := list(_rank_problems(parallel)):
+        raise SettingsError("\n".join(problems))
 
 
 def _rank_problems(parallel: ParallelOptions) -> Iterator[str]:

@@ -1,18 +1,22 @@
 """Checks and calculations for an optimizer step that both learners share."""
 
+import itertools
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
-from rl_core.data import Batch
+from rl_core.data import Batch, Ragged
 from rl_core.errors import NotReadyError, SettingsError, ShapeError
-from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
-from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
+from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.checkpoints.checkpoint import PolicySource
 from rl_distill.options import LearnerOptions
+from rl_distill.prefixes import ROUTED_EXPERTS
+
+ResourceT = TypeVar("ResourceT")
 
 
 def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = False) -> PolicySource:
@@ -34,11 +38,6 @@ def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = Fal
         names = [str(name) for name in config_json.get("architectures") or []]
         config_json["architectures"] = [re.sub("For(Token|Sequence)Classification$", "ForCausalLM", n) for n in names]
     return PolicySource(config_json=config_json, config=parse_policy_config(config_json), policy_dir=policy_dir)
-
-
-def parameter_dtype(options: LearnerOptions) -> torch.dtype:
-    """Return the torch dtype of the parameters; the options must be checked."""
-    return DTYPES[options.dtype]
 
 
 def check_trainable(batch: Batch) -> None:
@@ -75,11 +74,82 @@ def check_temperature(temperature: float) -> None:
         raise SettingsError(f"temperature must be above 0; found {temperature}. The learner scores sampled tokens.")
 
 
-def check_open(is_open: bool) -> None:
-    """Check that a learner is open.
+def check_open(resource: ResourceT | None) -> ResourceT:
+    """Return what a learner computes with.
 
     Raises:
-        NotReadyError: It was closed.
+        NotReadyError: The learner was closed, so there is none.
     """
-    if not is_open:
+    if resource is None:
         raise NotReadyError("the learner was closed; create a new one.")
+    return resource
+
+
+def learning_rate_at(step: int, options: LearnerOptions) -> float:
+    """Return the learning rate of a step: linear warm-up, then constant or decaying.
+
+    With min_learning_rate 0, no step of the warm-up or decay has rate 0. In a warm-up over W steps, step s has the
+    share s / W of the peak; in a linear decay that ends at step D, it has the share (D + 1 - s) / (D - W).
+
+    Args:
+        step: Optimizer step, from 1.
+        options: Peak rate, warm-up and decay.
+    """
+    peak, lowest = options.learning_rate, options.min_learning_rate
+    if step <= options.warmup_steps:
+        return peak * step / options.warmup_steps
+    if options.decay_steps is None:
+        return peak
+    span = max(1, options.decay_steps - options.warmup_steps)
+    left = max(0.0, options.decay_steps + 1 - step) / span
+    if options.decay == "cosine":
+        left = 0.5 * (1.0 - math.cos(math.pi * min(1.0, left)))
+    return lowest + (peak - lowest) * min(1.0, left)
+
+
+def check_tokens(batch: Batch, config: PolicyConfig) -> None:
+    """Check that tokens are in the vocabulary, and that a token's experts are distinct, complete and in the policy.
+
+    Raises:
+        ShapeError: A check fails; the message names the row, the value and the allowed values.
+    """
+    ids = batch.ragged("input_ids")
+    is_outside = (ids.values < 0) | (ids.values >= config.vocab_size)
+    if is_outside.any():
+        place = int(np.flatnonzero(is_outside)[0])
+        raise ShapeError(
+            f"input_ids must be in [0, {config.vocab_size - 1}], the policy's vocabulary; row {_row_of(ids, place)} "
+            f"has {int(ids.values[place])}. Check that tokenizer and policy belong to the same model."
+        )
+    if ROUTED_EXPERTS in batch:
+        _check_experts(batch.ragged(ROUTED_EXPERTS), config)
+
+
+def _check_experts(chosen: Ragged, config: PolicyConfig) -> None:
+    if config.mixture is None:
+        raise ShapeError("routed_experts need a mixture of experts; this policy is dense. Drop the column.")
+    wanted = (config.num_layers, config.mixture.top_k)
+    if tuple(chosen.values.shape[1:]) != wanted:
+        raise ShapeError(
+            f"routed_experts must have {list(wanted)} (layers, top_k) per token, as in this policy; found "
+            f"{list(chosen.values.shape[1:])}."
+        )
+    top_k, last = config.mixture.top_k, config.mixture.num_experts - 1
+    by_choice = np.ascontiguousarray(np.moveaxis(chosen.values, -1, 0))
+    is_wrong = ((by_choice < 0) | (by_choice > last)).any(0)
+    for one, other in itertools.combinations(by_choice, 2):
+        is_wrong |= one == other
+    is_wrong &= ~(by_choice == -1).all(0)
+    if is_wrong.any():
+        place, layer = (int(index) for index in np.argwhere(is_wrong)[0])
+        row = _row_of(chosen, place)
+        where = f"row {row}, token {place - int(chosen.offsets[row])}, layer {layer}"
+        raise ShapeError(
+            f"routed_experts must be {top_k} different experts from 0 to {last} for each token and layer, or all -1 "
+            f"if unknown; {where} has {chosen.values[place, layer].tolist()}. Check that the row was sampled by an "
+            "engine with this policy."
+        )
+
+
+def _row_of(column: Ragged, place: int) -> int:
+    return int(np.searchsorted(column.offsets, place, side="right")) - 1

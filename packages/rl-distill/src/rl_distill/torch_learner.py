@@ -10,39 +10,111 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+import transformers
+from torch import Tensor, nn
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
 from rl_core.record_fields import converts_arguments
+from rl_distill.architecture.mixture_config import MixtureConfig
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.tensor_shapes import is_trained
 from rl_distill.checkpoints.checkpoint import (
+    DTYPES,
     STATE_FOLDER,
     finish_checkpoint,
     read_header,
     require_empty,
     state_shapes,
 )
-from rl_distill.checkpoints.hf_folder import read_policy_tensors
+from rl_distill.checkpoints.hf_folder import read_heads, read_policy_tensors
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_pieces
-from rl_distill.learner import LearnerOptions, MicroBatch, Objective, PendingSave, StepResult
-from rl_distill.metric_sums import metric_totals, metric_values
-from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison, comparison_of, with_measures
+from rl_distill.learner import (
+    LearnerOptions,
+    MicroBatch,
+    Objective,
+    PendingSave,
+    StepResult,
+    metric_totals,
+    metric_values,
+)
 from rl_distill.objectives.logit_divergence import LogitDivergence
+from rl_distill.objectives.micro_batches import (
+    LOSSES,
+    MEASURED,
+    WEIGHTED,
+    TeacherComparison,
+    comparison_of,
+    with_columns,
+)
 from rl_distill.objectives.teacher_tokens import teacher_tokens
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.packing import Pack, pack_batch, unpack_trained, unpack_values
 from rl_distill.products import chosen_products, computing_with
-from rl_distill.reference_model import reference_model
-from rl_distill.schedule import learning_rate_at
 from rl_distill.stepping import (
     check_open,
     check_trainable,
     clip_scale,
+    learning_rate_at,
     open_policy,
-    parameter_dtype,
 )
-from rl_distill.teacher_heads import read_heads
+
+__all__ = ["TorchLearner"]
+
+
+class _Expert(nn.Module):
+    """A gated feed-forward layer with the names of a Hugging Face folder."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.down_proj = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
+
+
+class _SeparateExperts(nn.ModuleList):
+    """The experts of a layer as separate modules; transformers fuses all of them into two parameters."""
+
+    def __init__(self, mixture: MixtureConfig, hidden_size: int, std: float) -> None:
+        super().__init__(_Expert(hidden_size, mixture.ffn_hidden_size) for _ in range(mixture.num_experts))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Return outputs [T, hidden] for hidden states [T, hidden], expert indices and weights [T, top_k]."""
+        out = torch.zeros_like(hidden)
+        for index, expert in enumerate(self):
+            tokens, places = torch.where(chosen == index)
+            weighted = expert(hidden[tokens]) * shares[tokens, places, None]
+            out = out.index_add(0, tokens, weighted.to(out.dtype))
+        return out
+
+
+def reference_model(config_json: Mapping[str, Any], config: PolicyConfig, *, dtype: torch.dtype) -> Any:
+    """Return transformers' model with random weights and the folder's tensor names.
+
+    A router's bias is a float32 parameter without gradient.
+
+    Args:
+        config_json: Content of config.json.
+        config: The parsed config.json.
+        dtype: dtype of the parameters.
+    """
+    model_class = getattr(transformers, config.architecture)
+    model = model_class(model_class.config_class(**config_json))
+    for index, layer in enumerate(model.model.layers):
+        if config.mixture is not None and config.is_mixture(index):
+            layer.mlp.experts = _SeparateExperts(config.mixture, config.hidden_size, config.initializer_range)
+    model = model.to(dtype)
+    for layer in config.mixture.layers if config.mixture is not None and config.mixture.sigmoid is not None else ():
+        gate = model.model.layers[layer].mlp.gate
+        del gate.e_score_correction_bias
+        gate.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
+    return model
 
 
 class TorchLearner:
@@ -69,7 +141,7 @@ class TorchLearner:
         """
         options.check()
         self._source = open_policy(policy)
-        dtype = parameter_dtype(options)
+        dtype = DTYPES[options.dtype]
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         self._device = device or torch.device("cpu")
@@ -86,7 +158,6 @@ class TorchLearner:
         self._mains = {n: p if is_main else p.detach().float().clone() for n, p in self._parameters.items()}
         self._adam = _adamw(list(self._mains.values()), options)
         self.step = 0
-        self._is_open = True
         self._teacher_heads: list[Tensor] = []
 
     @property
@@ -101,7 +172,7 @@ class TorchLearner:
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
-        check_open(self._is_open)
+        check_open(self._model)
         packs = self._packs(batch)
         with computing_with(self._options.products), torch.no_grad():
             values = [self._score(pack, temperature)[0] for pack in packs]
@@ -121,7 +192,7 @@ class TorchLearner:
         Raises:
             ShapeError: loss_weights is missing, all zero, or nonzero outside loss_mask.
         """
-        check_open(self._is_open)
+        check_open(self._model)
         check_trainable(batch)
         step = self.step + 1
         self._model.zero_grad()
@@ -159,7 +230,7 @@ class TorchLearner:
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """Return all weights by Hugging Face name, as views that are valid until the next step."""
-        check_open(self._is_open)
+        check_open(self._model)
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @converts_arguments
@@ -188,7 +259,7 @@ class TorchLearner:
         Raises:
             CheckpointError: The checkpoint is missing, incomplete or of another model; the learner is unchanged.
         """
-        check_open(self._is_open)
+        check_open(self._model)
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
         shapes = state_shapes({name: tuple(main.shape) for name, main in self._mains.items()})
         states = {name: torch.empty(shape) for name, shape in shapes.items()}
@@ -211,7 +282,6 @@ class TorchLearner:
 
     def close(self) -> None:
         """Free the model."""
-        self._is_open = False
         self._model, self._parameters, self._mains = None, {}, {}
 
     def _packs(self, batch: Batch) -> list[Pack]:
@@ -253,10 +323,10 @@ class TorchLearner:
             SettingsError: A teacher has a smaller vocabulary than the policy.
             DataError: A file or tensor is missing or incomplete.
         """
-        dtype = parameter_dtype(self._options)
+        dtype = DTYPES[self._options.dtype]
         self._teacher_heads = read_heads(folders, self._source.config, dtype=dtype, device=self._device)
 
-    def _compared(self, pack: Pack, logits: Tensor, comparison: Comparison | None) -> MicroBatch:
+    def _compared(self, pack: Pack, logits: Tensor, comparison: TeacherComparison | None) -> MicroBatch:
         """Return the micro-batch with columns that compare the logits [T, V] with the teachers'."""
         micro = pack.micro_batch
         if comparison is None:
@@ -267,7 +337,7 @@ class TorchLearner:
         columns = {MEASURED + name: values for name, values in measured.items()}
         if comparison.is_alone:
             columns[WEIGHTED] = columns[LOSSES] * micro.columns["loss_weights"]
-        return with_measures(micro, columns)
+        return with_columns(micro, columns)
 
     def _score(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return logprobs [T], entropy [T] and logits [T, V] of a pack, computed on a right-padded batch."""

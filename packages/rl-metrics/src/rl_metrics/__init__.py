@@ -6,11 +6,9 @@ from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.reductions.recorder import Recorder
 from rl_metrics.run_files.events import EventLog
 from rl_metrics.run_files.generations import GenerationSample, draw_generations
-from rl_metrics.trackers.background import BackgroundTracker
 from rl_metrics.trackers.console import ConsoleTracker
-from rl_metrics.trackers.fanout import Fanout
 from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
-from rl_metrics.trackers.protocol import Tracker
+from rl_metrics.trackers.tracker import BackgroundTracker, Fanout, Tracker
 from rl_metrics.validation.summary import ValidationResponses, summarize_validation
 
 __all__ = [

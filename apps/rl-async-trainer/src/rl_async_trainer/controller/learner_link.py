@@ -113,7 +113,7 @@ class LearnerLink:
     async def look(self) -> None:
         """Detect the learner's death and restart it, unless that has happened already."""
         try:
-            await self._call("look")
+            await self._call("check_alive")
         except RoleRestartedError:
             return
 

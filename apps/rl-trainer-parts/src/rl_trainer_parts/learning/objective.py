@@ -11,7 +11,6 @@ from rl_distill.objectives import (
     SampledLogprobs,
     TokenSelection,
     bound_policy_loss,
-    distillation_objective,
     policy_objective,
 )
 from rl_trainer_parts.learning.distillation import objective_options
@@ -27,7 +26,7 @@ def make_objective(settings: Settings) -> PolicyObjective | DistillationObjectiv
     if not settings.distillation.is_on or settings.distillation.used_as == "reward":
         return make_policy_objective(settings)
     policy = make_policy_objective(settings) if settings.distillation.use_task_rewards else None
-    return distillation_objective(objective_options(settings), policy)
+    return DistillationObjective(objective_options(settings), policy)
 
 
 def make_policy_objective(settings: Settings) -> PolicyObjective:

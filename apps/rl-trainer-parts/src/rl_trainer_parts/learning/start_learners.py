@@ -65,7 +65,7 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         critic=critic,
         close=ranks.close,
         stacks=stacks,
-        look=ranks.look,
+        check_alive=ranks.check_alive,
         gpu_use=ranks.gpu_use,
         lora=settings.lora,
     )

@@ -8,7 +8,7 @@ import numpy as np
 from rl_core import Batch, Ragged
 from rl_core.data import token_positions
 from rl_distill.learner import StepResult
-from rl_distill.objectives import value_objective, with_loss_weights
+from rl_distill.objectives import ValueObjective, with_loss_weights
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.parts import LearningParts
 
@@ -43,7 +43,7 @@ def update(
         )
         if parts.learners.critic is not None:
             with recorder.timer("update_critic"):
-                loss = value_objective(clip=settings.critic.value_clip)
+                loss = ValueObjective(clip=settings.critic.value_clip)
                 result = parts.learners.critic.train_step(without_experts(weighted), loss)
                 _record(parts, recorder, "critic", result, weighted)
         if not critic_alone:

@@ -15,7 +15,7 @@ from rl_distill.architecture.mixture_config import ExpertChoice, MixtureConfig, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """Properties that all models of one architecture share.
 
     Attributes:
@@ -34,11 +34,13 @@ class Family:
 
 
 FAMILIES = {
-    "Qwen3ForCausalLM": Family(has_qk_norm=True, default_head_dim=128),
-    "Qwen3MoeForCausalLM": Family(has_qk_norm=True, experts="softmax"),
-    "Qwen2ForCausalLM": Family(has_qkv_bias=True),
-    "LlamaForCausalLM": Family(),
-    "Glm4MoeForCausalLM": Family(has_qkv_bias=None, has_qk_norm=None, experts="sigmoid", default_rotary_factor=0.5),
+    "Qwen3ForCausalLM": ModelFamily(has_qk_norm=True, default_head_dim=128),
+    "Qwen3MoeForCausalLM": ModelFamily(has_qk_norm=True, experts="softmax"),
+    "Qwen2ForCausalLM": ModelFamily(has_qkv_bias=True),
+    "LlamaForCausalLM": ModelFamily(),
+    "Glm4MoeForCausalLM": ModelFamily(
+        has_qkv_bias=None, has_qk_norm=None, experts="sigmoid", default_rotary_factor=0.5
+    ),
 }
 """Families by the architecture in config.json. Qwen2ForCausalLM includes Qwen2.5; Glm4Moe includes GLM-4.5 to 4.7."""
 
@@ -122,8 +124,8 @@ class PolicyConfig:
     rotary_dim: int = 0
 
     @property
-    def family(self) -> Family:
-        """Family of the architecture."""
+    def family(self) -> ModelFamily:
+        """ModelFamily of the architecture."""
         return FAMILIES[self.architecture]
 
     @property
@@ -297,7 +299,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> LinearRopeScaling | Llama3RopeScal
     return None
 
 
-def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], family: ModelFamily) -> None:
     # A null in config.json means the same as a missing field.
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     expected: dict[str, tuple[Any, Any]] = {

@@ -1,6 +1,7 @@
 """List the tensors of a policy and count its parameters, from config.json alone; without torch."""
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -88,3 +89,24 @@ def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
 def is_trained(name: str) -> bool:
     """Return whether a tensor is trained. A router's bias is not; it is float32 in a policy of any dtype."""
     return not name.endswith(".e_score_correction_bias")
+
+
+def forward_flops(config: PolicyConfig, lengths: Iterable[int], *, has_head: bool = True) -> float:
+    """Return the floating-point operations of one forward pass; a backward pass needs about twice as many.
+
+    Counts the matrix products that the model needs, with two operations per multiply-add: every weight matrix except
+    the embedding once per token, and attention to the previous tokens. A mixture of experts counts only the experts to
+    which a token is routed. Recomputation, padding and masked products do not count.
+
+    Args:
+        config: The policy's configuration.
+        lengths: Length of each sequence in tokens.
+        has_head: True if logits over the whole vocabulary are computed; False for a critic.
+    """
+    sizes = list(lengths)
+    heads_width = config.num_heads * config.head_dim
+    weights = count_parameters(config).multiplied
+    if has_head:
+        weights += config.vocab_size * config.hidden_size
+    num_pairs = sum(size * (size + 1) / 2 for size in sizes)
+    return 2.0 * weights * sum(sizes) + 4.0 * config.num_layers * heads_width * num_pairs

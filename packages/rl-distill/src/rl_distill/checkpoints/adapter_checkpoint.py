@@ -20,24 +20,10 @@ ADAPTER = "adapter"
 DIGEST_BYTES = 16
 
 
-class TensorFingerprint:
-    """Digest of a set of tensors, independent of their order: covers names, shapes, dtypes and bytes."""
-
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
-        """Start with these tensors."""
-        self._content: dict[str, list[Any]] = {}
-        for name, tensor in tensors:
-            self.add(name, tensor)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor; only its checksum is kept."""
-        self._content[name] = [list(tensor.shape), str(tensor.dtype), tensor_crc32c(tensor)]
-
-    @property
-    def digest(self) -> str:
-        """Digest of all tensors added so far, in hexadecimal."""
-        text = json.dumps(sorted(self._content.items()))
-        return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a hexadecimal digest of tensors, whatever their order, from names, shapes, dtypes and bytes."""
+    content = [[name, [list(tensor.shape), str(tensor.dtype), tensor_crc32c(tensor)]] for name, tensor in tensors]
+    return hashlib.blake2b(json.dumps(sorted(content)).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,42 +33,27 @@ class TrainedAdapter:
     Attributes:
         options: LoRA settings: rank, alpha, rsLoRA.
         modules: Names of the adapted matrices in Hugging Face's scheme.
-        base_digest: `TensorFingerprint` of the base model in the learner's dtype.
+        base: Folder of the base model when training started; None for random weights.
+        base_digest: `fingerprint_tensors` of the base model in the learner's dtype.
     """
 
     options: LoraOptions
     modules: tuple[str, ...]
+    base: Path | None
     base_digest: str
 
-    def record(self, base: Path | None) -> dict[str, Any]:
-        """Return the adapter's entry in `learner.json`.
-
-        Args:
-            base: Folder of the base model; None for random weights.
-        """
+    def record(self) -> dict[str, Any]:
+        """Return the adapter's entry in `learner.json`."""
         return {
             "rank": self.options.rank,
             "alpha": self.options.alpha_in_use,
             "rslora": self.options.rslora,
             "modules": list(self.modules),
-            "base": {"path": None if base is None else str(base.absolute()), "digest": self.base_digest},
+            "base": {"path": None if self.base is None else str(self.base.absolute()), "digest": self.base_digest},
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedAdapter:
-    """The adapter stored in a checkpoint.
-
-    Attributes:
-        trained: The adapter as its learner trained it.
-        base: Folder of the base model when the checkpoint was saved; None for random weights.
-    """
-
-    trained: TrainedAdapter
-    base: Path | None
-
-
-def saved_adapter(file: Path, header: Mapping[str, Any]) -> SavedAdapter | None:
+def saved_adapter(file: Path, header: Mapping[str, Any]) -> TrainedAdapter | None:
     """Parse the adapter entry of a `learner.json`; None if all weights were trained.
 
     Raises:
@@ -104,11 +75,11 @@ def saved_adapter(file: Path, header: Mapping[str, Any]) -> SavedAdapter | None:
             "it was not written by a learner."
         )
     options = LoraOptions(rank=rank, alpha=float(alpha), rslora=rslora)
-    trained = TrainedAdapter(options=options, modules=tuple(modules), base_digest=digest)
-    return SavedAdapter(trained=trained, base=None if path is None else Path(path))
+    base = None if path is None else Path(path)
+    return TrainedAdapter(options=options, modules=tuple(modules), base=base, base_digest=digest)
 
 
-def check_same_adapter(directory: Path, saved: SavedAdapter | None, own: TrainedAdapter | None) -> None:
+def check_same_adapter(directory: Path, saved: TrainedAdapter | None, own: TrainedAdapter | None) -> None:
     """Refuse to resume a checkpoint with a different adapter, or to switch between adapter and full training.
 
     Args:
@@ -123,18 +94,18 @@ def check_same_adapter(directory: Path, saved: SavedAdapter | None, own: Trained
         return
     if saved is None or own is None:
         found, wanted = ("all weights", "an adapter") if saved is None else ("an adapter", "all weights")
-        rank = 0 if saved is None else saved.trained.options.rank
+        rank = 0 if saved is None else saved.options.rank
         raise CheckpointError(
             f"{directory} is a checkpoint of a learner that trained {found}; this learner trains {wanted}. Set "
             f"lora.rank = {rank}, or start a new run from its policy."
         )
-    differences = adapter_differences(saved.trained.options, saved.trained.modules, own.options, own.modules)
+    differences = adapter_differences(saved.options, saved.modules, own.options, own.modules)
     if differences:
         raise CheckpointError(
             f"{directory} is a checkpoint of another adapter: {'; '.join(differences)}. Restore its [lora] settings, "
             "or start a new run."
         )
-    if saved.trained.base_digest != own.base_digest:
+    if saved.base_digest != own.base_digest:
         was = "random weights" if saved.base is None else f"the model that was in {saved.base}"
         raise CheckpointError(
             f"{directory} is a checkpoint of an adapter on another base model: it was trained on {was}, whose weights "

@@ -5,7 +5,6 @@ names are Hugging Face's, so a checkpoint loads into any learner and any paralle
 see `torch_dist`.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,12 +20,11 @@ from rl_distill.checkpoints.adapter_checkpoint import (
     ADAPTER,
     ADAPTER_FOLDER,
     LEARNER_FILE,
-    SavedAdapter,
     TrainedAdapter,
     check_same_adapter,
     saved_adapter,
 )
-from rl_distill.checkpoints.hf_folder import write_policy_folder
+from rl_distill.checkpoints.hf_folder import write_json, write_policy_folder
 from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_distill.checkpoints.plain_files import read_json_object
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_contents
@@ -111,20 +109,29 @@ def finish_checkpoint(
     """
     write_contents(directory / STATE_FOLDER, written)
     tensors = _saved_weights(directory, names, dtype=DTYPES[options.dtype])
+    header = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "config_digest": source.config.digest,
+        "options": asdict(options),
+    }
     if adapter is None:
-        _write_policy(directory, source, names, tensors)
+        config_json = dict(source.config_json)
+        if "score.weight" in names:
+            architecture = source.config.architecture.replace("ForCausalLM", "ForTokenClassification")
+            config_json |= {"architectures": [architecture], "num_labels": 1}
+        write_policy_folder(directory / POLICY_FOLDER, config_json, tensors, source_dir=source.policy_dir)
     else:
-        matrices = tensor_shapes(source.config)
-        folder = directory / ADAPTER_FOLDER
+        header[ADAPTER] = adapter.record()
         write_adapter(
-            folder,
+            directory / ADAPTER_FOLDER,
             tensors,
             options=adapter.options,
-            matrices=matrices,
-            base=source.policy_dir,
+            matrices=tensor_shapes(source.config),
+            base=adapter.base,
             base_digest=(options.dtype, adapter.base_digest),
         )
-    _write_header(directory, source=source, options=options, step=step, adapter=adapter)
+    write_json(directory / LEARNER_FILE, header)  # last, so that an incomplete folder has none
 
 
 def _saved_weights(directory: Path, names: Sequence[str], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -136,34 +143,6 @@ def _saved_weights(directory: Path, names: Sequence[str], *, dtype: torch.dtype)
         whole = Piece(name=f"weights/{name}", shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape))
         folder.read([whole])
         yield name, whole.tensor.to(dtype) if is_trained(name) else whole.tensor
-
-
-def _write_policy(
-    directory: Path, source: PolicySource, names: Sequence[str], tensors: Iterator[tuple[str, Tensor]]
-) -> None:
-    """Write `policy/` one tensor at a time."""
-    config_json = dict(source.config_json)
-    if "score.weight" in names:
-        config_json |= {
-            "architectures": [source.config.architecture.replace("ForCausalLM", "ForTokenClassification")],
-            "num_labels": 1,
-        }
-    write_policy_folder(directory / POLICY_FOLDER, config_json, tensors, source_dir=source.policy_dir)
-
-
-def _write_header(
-    directory: Path, *, source: PolicySource, options: LearnerOptions, step: int, adapter: TrainedAdapter | None
-) -> None:
-    """Write learner.json last, so that an incomplete folder has none."""
-    header = {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "config_digest": source.config.digest,
-        "options": asdict(options),
-    }
-    if adapter is not None:
-        header[ADAPTER] = adapter.record(source.policy_dir)
-    (directory / LEARNER_FILE).write_text(json.dumps(header, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: TrainedAdapter | None = None) -> int:
@@ -179,7 +158,7 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: T
         CheckpointError: The checkpoint is missing, torn, or of another policy, dtype, adapter or base model.
     """
     header = _read_header(directory / LEARNER_FILE)
-    saved: SavedAdapter | None = header["adapter"]
+    saved: TrainedAdapter | None = header["adapter"]
     if header["config_digest"] != config.digest:
         folder = directory / POLICY_FOLDER if saved is None else saved.base
         raise CheckpointError(

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rl_core.errors import DataError
+from rl_core.errors import DataError, SettingsError
 from rl_core.files import current_umask, read_json_object, read_safetensors_header
 from rl_core.weights import write_safetensors
-from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
 
 _log = structlog.get_logger(__name__)
@@ -230,10 +230,6 @@ def _weight_files(policy_dir: Path) -> tuple[list[Path], dict[str, str]]:
     return [policy_dir / name for name in names], listed
 
 
-def _owned(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 def write_policy_folder(
     policy_dir: Path,
     config: Mapping[str, Any],
@@ -269,7 +265,7 @@ def write_policy_folder(
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
     _name_shards(policy_dir, shards)
     written = {**{name: value for name, value in config.items() if name != "torch_dtype"}, "dtype": dtype}
-    _write_json(policy_dir / "config.json", written)
+    write_json(policy_dir / "config.json", written)
     for name in COMPANION_FILES:
         if source_dir is not None and (source_dir / name).is_file():
             shutil.copyfile(source_dir / name, policy_dir / name)
@@ -286,7 +282,7 @@ def _shards(pairs: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
             yield shard
             shard, num_bytes = {}, 0
         names.add(name)
-        shard[name] = _owned(tensor)
+        shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         num_bytes += tensor.nbytes
     if not shard:
         raise DataError("there are no tensors to write; a policy has at least one.")
@@ -304,8 +300,53 @@ def _name_shards(policy_dir: Path, shards: list[tuple[Path, dict[str, int]]]) ->
         path.rename(policy_dir / file)
         weight_map.update(dict.fromkeys(sizes, file))
     total = sum(size for _, sizes in shards for size in sizes.values())
-    _write_json(policy_dir / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(policy_dir / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_heads(
+    folders: Sequence[Path],
+    student: PolicyConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> list[Tensor]:
+    """Read a rank's vocabulary slice [V of the slice, H] of each teacher's output matrix.
+
+    A teacher's padding rows beyond the student's vocabulary are dropped.
+
+    Args:
+        folders: Hugging Face folders of the teachers.
+        student: The student's configuration.
+        dtype: Dtype of the matrices.
+        device: Device of the matrices.
+        rank: Index of the vocabulary slice.
+        num_ranks: Number of slices of equal length; the last is padded with zeros.
+
+    Raises:
+        SettingsError: A teacher has a smaller vocabulary than the student.
+        DataError: A file or tensor is missing or incomplete.
+    """
+    width = -(-student.vocab_size // num_ranks)
+    first = rank * width
+    num_rows = max(0, min(width, student.vocab_size - first))
+    heads = []
+    for folder in folders:
+        config = parse_policy_config(read_policy_config(folder))
+        if config.vocab_size < student.vocab_size:
+            raise SettingsError(
+                f"teacher {folder} has {config.vocab_size} tokens, the student {student.vocab_size}; their full "
+                'distributions cannot be compared. Use distribution = "top_k".'
+            )
+        name = "model.embed_tokens.weight" if config.is_tied else "lm_head.weight"
+        head = torch.zeros(width, config.hidden_size, dtype=dtype)
+        rows = PolicyTensors(folder, config).read(name, (first, 0), (num_rows, config.hidden_size), dtype=dtype)
+        head[:num_rows] = rows
+        heads.append(head.to(device))
+    return heads

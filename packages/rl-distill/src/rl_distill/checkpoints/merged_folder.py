@@ -12,7 +12,7 @@ from rl_core.files import preview, temporary_folder
 from rl_core.record_fields import converts_arguments
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
-from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint
+from rl_distill.checkpoints.adapter_checkpoint import fingerprint_tensors
 from rl_distill.checkpoints.checkpoint import DTYPES
 from rl_distill.checkpoints.hf_folder import PolicyTensors, write_policy_folder
 from rl_distill.checkpoints.peft_folder import AdapterFolder, opened_adapter
@@ -96,7 +96,7 @@ def _check_base(adapter: AdapterFolder, folder: Path, tensors: PolicyTensors, co
     if adapter.base_digest is None:
         return
     dtype, digest = adapter.base_digest
-    if TensorFingerprint(_whole(tensors, config, dtype=DTYPES[dtype])).digest != digest:
+    if fingerprint_tensors(_whole(tensors, config, dtype=DTYPES[dtype])) != digest:
         raise DataError(
             f"{folder} has different weights from the base model of {adapter.folder}. Name the folder it was trained "
             "on."

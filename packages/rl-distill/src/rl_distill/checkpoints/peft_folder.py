@@ -3,7 +3,6 @@
 A and B are stored without the factor that scales B @ A; the configuration determines it.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rl_core.errors import DataError
 from rl_core.files import StoredTensor, current_umask, preview, read_json_object, read_safetensors_header
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, write_safetensors
 from rl_distill.architecture.tensor_shapes import Shape
-from rl_distill.checkpoints.hf_folder import STORED_DTYPES
+from rl_distill.checkpoints.hf_folder import STORED_DTYPES, write_json
 from rl_distill.options import DTYPES, MAX_ALPHA, LoraOptions
 
 CONFIG_FILE = "adapter_config.json"
@@ -54,7 +53,7 @@ class AdapterFolder:
         options: Rank, alpha, rsLoRA and dropout; `target_modules` are the full names of the adapted matrices.
         modules: Shape [out, in] of each adapted matrix by Hugging Face name, e.g. "model.layers.0.self_attn.q_proj".
         base: Base model as the adapter names it: a folder or a hub name; None if it names none.
-        base_digest: (dtype, `TensorFingerprint` of the base model in that dtype), if the learner that trained the
+        base_digest: (dtype, `fingerprint_tensors` of the base model in that dtype), if the learner that trained the
             adapter recorded it; None in folders that peft wrote.
     """
 
@@ -219,12 +218,8 @@ def write_adapter(
         "target_modules": _target_names(modules, matrices),
     }
     if base_digest is not None:
-        _write_json(folder / BASE_FILE, dict(zip(("dtype", "digest"), base_digest, strict=True)))
-    _write_json(folder / CONFIG_FILE, config)
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_json(folder / BASE_FILE, dict(zip(("dtype", "digest"), base_digest, strict=True)))
+    write_json(folder / CONFIG_FILE, config)
 
 
 def _base_digest(file: Path) -> tuple[str, str] | None:

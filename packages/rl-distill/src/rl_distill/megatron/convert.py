@@ -2,8 +2,8 @@
 
 Megatron fuses tensors that Hugging Face stores separately. `linear_qkv` holds the query heads, key and value of each
 group in turn. `linear_fc1` of a rank holds its slice of the gate, then its slice of the up projection. For experts, one
-tensor holds these matrices of all experts of the rank. A `Block` names one rectangle and a view of the rank's tensor
-with the same elements in the same order. Nothing is computed, so reading, writing and changing the layout are
+tensor holds these matrices of all experts of the rank. A `TensorBlock` names one rectangle and a view of the rank's
+tensor with the same elements in the same order. Nothing is computed, so reading, writing and changing the layout are
 bit-exact. Optimizer moments use the same blocks.
 """
 
@@ -66,7 +66,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class TensorBlock:
     """A rectangle of a Hugging Face tensor and the rank's elements of it.
 
     Attributes:
@@ -130,32 +130,32 @@ class _Split:
     size: int
     is_expert: bool = False
 
-    def rows(self, name: str, view: Tensor) -> Block:
+    def rows(self, name: str, view: Tensor) -> TensorBlock:
         """Return the block of a matrix split along its first axis; `view` may have several axes for it."""
         return self._cut(name, view, (view.numel() // view.shape[-1], view.shape[-1]), axis=0)
 
-    def vector(self, name: str, view: Tensor) -> Block:
+    def vector(self, name: str, view: Tensor) -> TensorBlock:
         """Return the block of a split vector; `view` may have several axes."""
         return self._cut(name, view, (view.numel(),), axis=0)
 
-    def columns(self, name: str, view: Tensor) -> Block:
+    def columns(self, name: str, view: Tensor) -> TensorBlock:
         """Return the block of a matrix split along its second axis."""
         return self._cut(name, view, tuple(view.shape), axis=1)
 
-    def whole(self, name: str, view: Tensor) -> Block:
+    def whole(self, name: str, view: Tensor) -> TensorBlock:
         """Return the block of a replicated tensor."""
         return whole_block(name, view, is_primary=self.rank == 0)
 
-    def _cut(self, name: str, view: Tensor, sizes: tuple[int, ...], *, axis: int) -> Block:
+    def _cut(self, name: str, view: Tensor, sizes: tuple[int, ...], *, axis: int) -> TensorBlock:
         shape = tuple(size * self.size if i == axis else size for i, size in enumerate(sizes))
         offsets = tuple(size * self.rank if i == axis else 0 for i, size in enumerate(sizes))
-        return Block(name=name, shape=shape, offsets=offsets, sizes=sizes, view=view, is_expert=self.is_expert)
+        return TensorBlock(name=name, shape=shape, offsets=offsets, sizes=sizes, view=view, is_expert=self.is_expert)
 
 
-def whole_block(name: str, tensor: Tensor, *, is_primary: bool) -> Block:
+def whole_block(name: str, tensor: Tensor, *, is_primary: bool) -> TensorBlock:
     """Return the block of a replicated tensor; one rank's copy is primary."""
     shape, offsets = tuple(tensor.shape), (0,) * tensor.ndim
-    return Block(name=name, shape=shape, offsets=offsets, sizes=shape, view=tensor, is_primary=is_primary)
+    return TensorBlock(name=name, shape=shape, offsets=offsets, sizes=shape, view=tensor, is_primary=is_primary)
 
 
 def padded_vocab_size(config: PolicyConfig, tensor_size: int) -> int:
@@ -163,7 +163,7 @@ def padded_vocab_size(config: PolicyConfig, tensor_size: int) -> int:
     return -(-config.vocab_size // tensor_size) * tensor_size
 
 
-def blocks_of(state: State, config: PolicyConfig, shard: Shard) -> list[Block]:
+def blocks_of(state: State, config: PolicyConfig, shard: Shard) -> list[TensorBlock]:
     """Return the blocks that map a rank's tensors to a policy's Hugging Face tensors.
 
     The primary blocks of all ranks of a model cover every Hugging Face tensor exactly once. A tied head is not a
@@ -172,40 +172,15 @@ def blocks_of(state: State, config: PolicyConfig, shard: Shard) -> list[Block]:
     Args:
         state: Tensors of one model chunk by Megatron's name: its parameters, or others of the same shapes.
         config: The policy's configuration.
-        shard: The chunk's part of the policy.
+        shard: The chunk's part of the policy, of a layout that `check_layout` accepts.
 
     Raises:
-        ShapeError: A name is unknown, or the heads or experts cannot be split over the ranks.
+        ShapeError: A name is unknown.
     """
-    check_shard(config, shard)
     return [block for name, tensor in state.items() for block in _blocks(name, tensor, config, shard)]
 
 
-def check_shard(config: PolicyConfig, shard: Shard) -> None:
-    """Check that no split cuts a head, a feed-forward column or an expert.
-
-    Raises:
-        ShapeError: A size of the policy is not divisible by the number of slices.
-    """
-    mixture = config.mixture
-    divisible = {
-        "num_key_value_heads": (config.num_key_value_heads, "tensor", shard.tensor_size),
-        "intermediate_size": (config.ffn_hidden_size, "tensor", shard.tensor_size),
-    }
-    if mixture is not None:
-        divisible["n_shared_experts * moe_intermediate_size"] = (
-            mixture.shared_ffn_hidden_size,
-            "tensor",
-            shard.tensor_size,
-        )
-        divisible["num_experts"] = (mixture.num_experts, "expert", shard.expert_size)
-        divisible["moe_intermediate_size"] = (mixture.ffn_hidden_size, "expert-tensor", shard.expert_tensor_size)
-    for name, (number, kind, size) in divisible.items():
-        if number % size:
-            raise ShapeError(f"{name} = {number} must be divisible by the {kind}-parallel size; found {size}.")
-
-
-def _blocks(name: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> list[Block]:
+def _blocks(name: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> list[TensorBlock]:
     split = _Split(rank=shard.tensor_rank, size=shard.tensor_size)
     if name.startswith(_LAYERS):
         local, _, part = name.removeprefix(_LAYERS).partition(".")
@@ -223,7 +198,7 @@ def _blocks(name: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> li
     raise _unknown(name)
 
 
-def _layer_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split) -> list[Block]:
+def _layer_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split) -> list[TensorBlock]:
     if _ADAPTER in part:
         return [_adapter_block(part, prefix, tensor, split)]
     if part in _WHOLE:
@@ -236,7 +211,7 @@ def _layer_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, 
     return _feed_forward_blocks(part, prefix, tensor, split)
 
 
-def _adapter_block(part: str, prefix: str, tensor: Tensor, split: _Split) -> Block:
+def _adapter_block(part: str, prefix: str, tensor: Tensor, split: _Split) -> TensorBlock:
     """Return the block of an A [rank, in] or B [out, rank], such as "self_attention.linear_qkv.lora_A.q_proj"."""
     layer, kind, matrix = part.rsplit(".", 2)
     parent = "self_attn" if layer.startswith("self_attention.") else "mlp"
@@ -247,7 +222,7 @@ def _adapter_block(part: str, prefix: str, tensor: Tensor, split: _Split) -> Blo
     return split.columns(name, tensor) if is_cut_by_columns else split.rows(name, tensor)
 
 
-def _qkv_blocks(prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, kind: str) -> list[Block]:
+def _qkv_blocks(prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, kind: str) -> list[TensorBlock]:
     """Return the blocks of a weight [(heads + 2 * groups) * head_dim, hidden], or of a bias without the last axis."""
     groups, queries = config.num_key_value_heads // split.size, config.num_heads // config.num_key_value_heads
     by_group = tensor.view(groups, queries + 2, config.head_dim, *tensor.shape[1:])
@@ -256,7 +231,7 @@ def _qkv_blocks(prefix: str, tensor: Tensor, config: PolicyConfig, split: _Split
     return [cut(f"{prefix}self_attn.{letter}_proj.{kind}", view) for letter, view in parts.items()]
 
 
-def _feed_forward_blocks(part: str, prefix: str, tensor: Tensor, split: _Split) -> list[Block]:
+def _feed_forward_blocks(part: str, prefix: str, tensor: Tensor, split: _Split) -> list[TensorBlock]:
     if part in _COLUMNS:
         return [split.columns(prefix + _COLUMNS[part], tensor)]
     if part != "mlp.linear_fc1.weight":
@@ -265,7 +240,7 @@ def _feed_forward_blocks(part: str, prefix: str, tensor: Tensor, split: _Split) 
     return [split.rows(f"{prefix}mlp.gate_proj.weight", gate), split.rows(f"{prefix}mlp.up_proj.weight", up)]
 
 
-def _expert_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> list[Block]:
+def _expert_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig, shard: Shard) -> list[TensorBlock]:
     """Return the blocks of a matrix stacked over all experts of the rank, [experts, rows, columns]."""
     first = shard.expert_rank * (config.num_experts // shard.expert_size)
     split = _Split(rank=shard.expert_tensor_rank, size=shard.expert_tensor_size, is_expert=True)
@@ -276,12 +251,12 @@ def _expert_blocks(part: str, prefix: str, tensor: Tensor, config: PolicyConfig,
     ]
 
 
-def _vocabulary_block(name: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, is_copy: bool) -> Block:
+def _vocabulary_block(name: str, tensor: Tensor, config: PolicyConfig, split: _Split, *, is_copy: bool) -> TensorBlock:
     """Return the block of [padded vocabulary / ranks, hidden]; the last ranks may have padding rows."""
     rows, hidden = tensor.shape
     start = min(split.rank * rows, config.vocab_size)
     real = min(rows, config.vocab_size - start)
-    return Block(
+    return TensorBlock(
         name=name,
         shape=(config.vocab_size, hidden),
         offsets=(start, 0),

@@ -60,16 +60,10 @@ class _Overlay(types.ModuleType):
         return getattr(self.__dict__["_module"], name)
 
 
-def _is_cuda(device: object) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
-
-
 def _elsewhere(factory: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _is_cuda(kwargs.get("device")):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = device
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -170,11 +164,6 @@ def check_megatron_version() -> None:
         )
 
 
-def _rng_on_cpu() -> None:
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-
-
 def _as_numpy_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001 - megatron's signature
     """Convert a tensor to numpy if requested; Megatron's version does not convert tensors already on the CPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -201,6 +190,7 @@ def install_cpu_compatibility(device: torch.device = _CPU) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = of_module.get(name, overlay)  # type: ignore[attr-defined]
-    _rng_on_cpu()
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     for module in (moe_utils, token_dispatcher):
         module.maybe_move_tensor_to_cpu = _as_numpy_on_cpu

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
-from rl_distill.megatron.layers.compiled import compiled
-from rl_distill.megatron.mixtures.experts import gradient_elsewhere
+from rl_distill.megatron.experts import gradient_elsewhere
+from rl_distill.megatron.layers import compiled
 from rl_distill.objectives.chunked_head import added_product
 from rl_distill.objectives.logit_divergence import LogitDivergence, TokenComparison
 from rl_distill.objectives.teacher_tokens import TeacherTokens
-from rl_distill.objectives.vocabulary_parts import VocabularyPart, likeliest
+from rl_distill.objectives.vocabulary import VocabularyPart, likeliest
 
 KEPT_LOGITS = 2**25
 """Maximum number of logits saved for the backward pass; on a CPU, also the number computed at once."""
@@ -52,7 +52,7 @@ class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class HeadRequest:
     """Requested functions of the logits besides logprobs and entropy.
 
     Attributes:
@@ -107,7 +107,7 @@ class HeadScores(NamedTuple):
 
 
 def head_scores(
-    hidden: Tensor, weight: Tensor, *, targets: Tensor, asked: Asked, teacher: TeacherTokens | None = None
+    hidden: Tensor, weight: Tensor, *, targets: Tensor, request: HeadRequest, teacher: TeacherTokens | None = None
 ) -> HeadScores:
     """Return logprobs, entropy and other requested results under softmax(hidden @ weight.T / temperature).
 
@@ -117,44 +117,44 @@ def head_scores(
         hidden: [M, H] last hidden states, equal on every rank of the vocabulary.
         weight: [V / ranks, H] slice of this rank.
         targets: [M] int64 token ids.
-        asked: Other requested results.
-        teacher: Teachers' results for the same tokens; needed for `asked.divergence`.
+        request: Other requested results.
+        teacher: Teachers' results for the same tokens; needed for `request.divergence`.
 
     Raises:
         DataError: See `LogitDivergence`.
-        ShapeError: The vocabulary has fewer than `asked.top_k` tokens; or see `LogitDivergence`.
+        ShapeError: The vocabulary has fewer than `request.top_k` tokens; or see `LogitDivergence`.
     """
-    compared = None if asked.divergence is None else teacher
-    work = _Work(targets, asked, compared, [], [])
+    compared = None if request.divergence is None else teacher
+    work = _HeadWork(targets, request, compared, [], [])
     logprobs, entropy, log_total, losses = _Head.apply(hidden, weight, work)  # type: ignore[no-untyped-call]
     top_logprobs = top_ids = comparison = None
-    if asked.top_k is not None:
+    if request.top_k is not None:
         values, ids = (torch.cat(parts) for parts in zip(*work.likeliest, strict=True))
-        top_logprobs, top_ids = values.to(log_total.dtype) * (1.0 / asked.temperature) - log_total.unsqueeze(-1), ids
+        top_logprobs, top_ids = values.to(log_total.dtype) * (1.0 / request.temperature) - log_total.unsqueeze(-1), ids
     if compared is not None:
         comparison = TokenComparison.joined(work.compared)._replace(losses=losses)
     return HeadScores(logprobs, entropy, top_logprobs, top_ids, comparison)
 
 
-class _Work(NamedTuple):
+class _HeadWork(NamedTuple):
     """Inputs and results without gradient; the forward pass fills the lists."""
 
     targets: Tensor
-    asked: Asked
+    request: HeadRequest
     teacher: TeacherTokens | None
     likeliest: list[tuple[Tensor, Tensor]]
     compared: list[TokenComparison]
 
-    def look(self, logits: Tensor, rows: slice) -> None:
+    def compute_others(self, logits: Tensor, rows: slice) -> None:
         """Compute the requested results of a chunk's logits other than logprobs and entropy."""
-        if self.asked.top_k is not None:
-            self.likeliest.append(likeliest(logits, self.asked.top_k, part=self.asked.part))
-        if self.asked.divergence is not None and self.teacher is not None:
-            self.compared.append(self.asked.divergence(logits, self.teacher.select(rows)))
+        if self.request.top_k is not None:
+            self.likeliest.append(likeliest(logits, self.request.top_k, part=self.request.part))
+        if self.request.divergence is not None and self.teacher is not None:
+            self.compared.append(self.request.divergence(logits, self.teacher.select(rows)))
 
     def chosen(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return [c, 1] columns of the target tokens and whether this rank has them; column 0 where it does not."""
-        local = self.targets[rows].unsqueeze(-1) - self.asked.part.first(logits.shape[1])
+        local = self.targets[rows].unsqueeze(-1) - self.request.part.first(logits.shape[1])
         is_local = (local >= 0) & (local < logits.shape[1])
         return local.masked_fill(~is_local, 0), is_local
 
@@ -163,8 +163,8 @@ class _Head(torch.autograd.Function):
     """Logprobs, entropy, log-sum-exp and losses, each [M]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: _Work) -> tuple[Tensor, ...]:
-        asked, num_tokens, chunk = work.asked, len(hidden), work.asked.chunk(weight)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: _HeadWork) -> tuple[Tensor, ...]:
+        request, num_tokens, chunk = work.request, len(hidden), work.request.chunk(weight)
         exact = _exact(weight.dtype)
         sums = torch.empty(4, num_tokens, dtype=exact, device=hidden.device)
         # One buffer for all chunks. On a CPU, allocating new memory takes as long as computing on it.
@@ -173,8 +173,8 @@ class _Head(torch.autograd.Function):
             rows = slice(start, start + chunk)
             logits = torch.mm(hidden[rows], weight.t(), out=buffer[: len(hidden[rows])])
             sums[:, rows] = _sums(logits, rows, work)
-            work.look(logits, rows)
-        logprobs, entropy, log_total = _over_ranks(sums, asked.part)
+            work.compute_others(logits, rows)
+        logprobs, entropy, log_total = _over_ranks(sums, request.part)
         is_kept = num_tokens <= chunk and buffer.numel() <= KEPT_LOGITS
         losses = torch.cat([one.losses for one in work.compared]) if work.compared else None
         ctx.save_for_backward(hidden, weight, logprobs, entropy, log_total, buffer if is_kept else None)
@@ -188,7 +188,7 @@ class _Head(torch.autograd.Function):
         hidden, weight, logprobs, entropy, log_total, kept = ctx.saved_tensors
         work, (needs_hidden, needs_weight) = ctx.work, ctx.needs_input_grad[:2]
         known = _Known(logprobs, entropy, log_total, grads[0], grads[1], grads[3])
-        chunk, total = work.asked.chunk(weight), getattr(weight, "main_grad", None)
+        chunk, total = work.request.chunk(weight), getattr(weight, "main_grad", None)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         buffer = weight.new_empty(min(chunk, len(hidden)), weight.shape[0]) if kept is None else kept
         for start in range(0, len(hidden), chunk):
@@ -201,8 +201,8 @@ class _Head(torch.autograd.Function):
                 torch.mm(grad, weight, out=of_hidden[rows])
             if needs_weight:
                 total = added_product(total, grad.t(), h, dtype=_exact(weight.dtype) if total is None else total.dtype)
-        if of_hidden is not None and work.asked.part.num_ranks > 1:
-            dist.all_reduce(of_hidden, group=work.asked.part.group)
+        if of_hidden is not None and work.request.part.num_ranks > 1:
+            dist.all_reduce(of_hidden, group=work.request.part.group)
         return of_hidden, _weight_grad(weight, total) if needs_weight else None, None
 
 
@@ -222,19 +222,19 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _sums(logits: Tensor, rows: slice, work: _Work) -> Tensor:
+def _sums(logits: Tensor, rows: slice, work: _HeadWork) -> Tensor:
     """Return the `_statistics` [4, c] of a chunk, without the padding of the vocabulary."""
-    asked = work.asked
+    request = work.request
     exact = _exact(logits.dtype)
     places, is_local = work.chosen(logits, rows)
-    own = asked.part.without_padding(logits)
+    own = request.part.without_padding(logits)
     out = torch.zeros(4, len(logits), dtype=exact, device=logits.device)
     if not own.shape[1]:
         out[0] = torch.finfo(exact).min
         return out
-    statistics = asked.run(_statistics, logits)
-    for few in asked.blocks(logits):
-        out[:, few] = statistics(own[few], places[few], 1.0 / asked.temperature)
+    statistics = request.run(_statistics, logits)
+    for few in request.blocks(logits):
+        out[:, few] = statistics(own[few], places[few], 1.0 / request.temperature)
     out[3].masked_fill_(~is_local.squeeze(-1), 0.0)
     return out
 
@@ -265,13 +265,13 @@ def _over_ranks(sums: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor, Ten
     return chosen - largest - log_total, log_total - weighted / total, largest + log_total
 
 
-def _to_logits(logits: Tensor, rows: slice, known: _Known, work: _Work) -> Tensor:
+def _to_logits(logits: Tensor, rows: slice, known: _Known, work: _HeadWork) -> Tensor:
     """Return the gradient with respect to a chunk's logits, computed in place."""
-    asked = work.asked
+    request = work.request
     other = None
-    if known.of_losses is not None and asked.divergence is not None and work.teacher is not None:
+    if known.of_losses is not None and request.divergence is not None and work.teacher is not None:
         own = logits.to(_exact(logits.dtype), copy=True)
-        other = asked.divergence.with_gradient(own, work.teacher.select(rows), known.of_losses[rows])[1]
+        other = request.divergence.with_gradient(own, work.teacher.select(rows), known.of_losses[rows])[1]
     if known.of_logprobs is None and known.of_entropy is None:
         logits.zero_()
     else:
@@ -279,10 +279,10 @@ def _to_logits(logits: Tensor, rows: slice, known: _Known, work: _Work) -> Tenso
     return logits if other is None else logits.add_(other)
 
 
-def _of_tokens(logits: Tensor, rows: slice, known: _Known, work: _Work) -> None:
+def _of_tokens(logits: Tensor, rows: slice, known: _Known, work: _HeadWork) -> None:
     """Replace the logits by the gradient of logprobs and entropy."""
-    asked = work.asked
-    scale = 1.0 / asked.temperature
+    request = work.request
+    scale = 1.0 / request.temperature
     logprobs, entropy, log_total = (values[rows].unsqueeze(-1) for values in known[:3])
     of_logprobs = torch.zeros_like(logprobs) if known.of_logprobs is None else known.of_logprobs[rows].unsqueeze(-1)
     # Gradient of every logit but the target's: probability * (flat + slope * logprob).
@@ -292,11 +292,11 @@ def _of_tokens(logits: Tensor, rows: slice, known: _Known, work: _Work) -> None:
         slope = known.of_entropy[rows].unsqueeze(-1) * -scale
         flat = flat + slope * entropy
         at_target = at_target + logprobs.exp() * slope * (entropy + logprobs)
-    elif asked.is_fused:
+    elif request.is_fused:
         slope = torch.zeros_like(flat)  # so that one compiled function serves both cases
-    own = asked.part.without_padding(logits)
-    put_gradient = asked.run(_put_gradient, logits)
-    for few in asked.blocks(logits):
+    own = request.part.without_padding(logits)
+    put_gradient = request.run(_put_gradient, logits)
+    for few in request.blocks(logits):
         put_gradient(own[few], log_total[few], flat[few], None if slope is None else slope[few], scale)
     logits[:, own.shape[1] :] = 0.0
     places, is_local = work.chosen(logits, rows)

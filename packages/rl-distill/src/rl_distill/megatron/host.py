@@ -22,7 +22,14 @@ from rl_core.weights.broadcast import RankOffer, SenderOptions
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_pieces
 from rl_distill.daemon_thread import in_daemon_thread
 from rl_distill.megatron.cpu import install_cpu_compatibility
-from rl_distill.megatron.parallel import Place, Rendezvous, initialize_groups, join_ranks, learner_device, open_store
+from rl_distill.megatron.parallel import (
+    RankPosition,
+    Rendezvous,
+    initialize_groups,
+    join_ranks,
+    learner_device,
+    open_store,
+)
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_tensors import Exported, States
 from rl_distill.megatron.setup import ModelPlan
@@ -52,7 +59,7 @@ class RankHost:
             torch.cuda.set_device(context.rank % torch.cuda.device_count())  # among the GPUs visible to this process
         install_cpu_compatibility()
 
-    def look(self) -> None:
+    def check_alive(self) -> None:
         """Return, which shows that the rank is alive."""
 
     def gpu_use(self) -> list[GpuUse]:
@@ -64,11 +71,11 @@ class RankHost:
         rendezvous, self._store = open_store(self._context.address, num_ranks=self._context.size)
         return rendezvous
 
-    def join(self, rendezvous: Rendezvous | None) -> Place:
+    def join(self, rendezvous: Rendezvous | None) -> RankPosition:
         """Connect to the other ranks and create Megatron's process groups."""
         join_ranks(self._context.rank, self._context.size, rendezvous=rendezvous, store=self._store)
         initialize_groups(self._parallel, seed=self._seed)
-        return Place.of_this_rank()
+        return RankPosition.of_this_rank()
 
     def build(self, name: str, plan: ModelPlan) -> tuple[int, bool]:
         """Build this rank's part of a model.

@@ -1,13 +1,15 @@
 """Select the implementation of each part of a model for CPU or GPU."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_core.errors import SettingsError
 from rl_distill.megatron.attention.varlen import has_cpu_kernels, has_gpu_kernels
+from rl_distill.megatron.layers import RMSNorm
 from rl_distill.options import KernelChoice
 
 
@@ -52,24 +54,18 @@ def chosen_kernels(wanted: KernelChoice, *, device: torch.device, dtype: torch.d
             'optimizer.kernels = "transformer_engine" needs a GPU; found a CPU. Set optimizer.kernels = "auto" to use '
             "the device's kernels."
         )
-    return Kernels(
-        attention=_attention(device=device, dtype=dtype, head_dim=head_dim),
-        experts="grouped",
-        is_fused=True,
-        layers="transformer_engine" if wanted == "transformer_engine" else "torch",
-    )
-
-
-def _attention(*, device: torch.device, dtype: torch.dtype, head_dim: int) -> Literal["buckets", "varlen"]:
-    """Select flash attention if its kernels are available."""
-    if device.type != "cpu":
-        return "varlen" if has_gpu_kernels(device, dtype=dtype, head_dim=head_dim) else "buckets"
-    if not has_cpu_kernels():
+    if device.type == "cpu" and not has_cpu_kernels():
         raise SettingsError(
             'optimizer.kernels = "fused" needs a GPU, because torch has flash attention only there; found a CPU. '
             'Set optimizer.kernels = "auto" to use the kernels of the device.'
         )
-    return "varlen"
+    has_flash = device.type == "cpu" or has_gpu_kernels(device, dtype=dtype, head_dim=head_dim)
+    return Kernels(
+        attention="varlen" if has_flash else "buckets",
+        experts="grouped",
+        is_fused=True,
+        layers="transformer_engine" if wanted == "transformer_engine" else "torch",
+    )
 
 
 @dataclass
@@ -81,3 +77,37 @@ class PolicyTransformerConfig(TransformerConfig):  # type: ignore[misc]
     """
 
     kernels: Kernels = PLAIN
+
+
+class Layers(NamedTuple):
+    """Classes for Megatron's layer specifications. Each has a `weight`, and linear layers may have a `bias`.
+
+    Attributes:
+        column: Linear layer split by rows over tensor ranks.
+        row: Linear layer split by columns over tensor ranks.
+        norm: RMS norm.
+    """
+
+    column: Any = ColumnParallelLinear
+    row: Any = RowParallelLinear
+    norm: Any = RMSNorm
+
+
+def layers_of(kernels: Kernels) -> Layers:
+    """Return the classes that `Kernels.layers` names.
+
+    Raises:
+        SettingsError: Transformer Engine cannot be imported.
+    """
+    if kernels.layers == "torch":
+        return Layers()
+    from megatron.core.extensions import transformer_engine as te
+
+    if not te.HAVE_TE:
+        raise SettingsError(
+            'optimizer.kernels = "transformer_engine" needs the modules transformer_engine and '
+            "transformer_engine.pytorch, which cannot be imported. Install `transformer-engine[pytorch]` for this "
+            'torch and CUDA, or set optimizer.kernels = "fused". `python -c "import transformer_engine.pytorch"` shows '
+            "the reason."
+        )
+    return Layers(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm)

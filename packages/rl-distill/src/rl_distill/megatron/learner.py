@@ -5,14 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_core.data import Batch, Ragged
-from rl_core.errors import DataError, NotReadyError
+from rl_core.data import Batch, Ragged, token_positions
+from rl_core.errors import DataError, NotReadyError, SettingsError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import PEFT_PREFIX
-from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes, adapter_size
-from rl_distill.checkpoints.adapter_checkpoint import TensorFingerprint, TrainedAdapter
+from rl_distill.architecture.lora_targets import adapter_size
+from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.checkpoints.checkpoint import critic_shapes
 from rl_distill.checkpoints.peft_folder import AdapterFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch, Objective, StepResult, ValueLoss
@@ -20,7 +22,9 @@ from rl_distill.megatron.model import Head
 from rl_distill.megatron.ranked_model import RankedModel, TrainedModel
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import LoraOptions
-from rl_distill.stepping import check_open
+from rl_distill.stepping import check_temperature
+
+__all__ = ["BaseReference", "MegatronCritic", "MegatronLearner", "MegatronReference"]
 
 
 class MegatronLearner(TrainedModel):
@@ -46,11 +50,14 @@ class MegatronLearner(TrainedModel):
             name: Name of the model on its ranks; None uses `kind`.
             lora: Adapter that trains instead of the weights; rank 0 trains all weights.
         """
-        self._lora = lora
-        self._base_digest = ""
-        super().__init__(policy, options, ranks=ranks, name=name)
-        if lora.rank and lora.path is not None:
-            self._check_base(lora.path)
+        super().__init__(policy, options, ranks=ranks, name=name, lora=lora)
+        digest = None if lora.path is None or not lora.rank else AdapterFolder(lora.path).base_digest
+        if digest is not None and digest[0] == options.dtype and digest[1] != self._base_digest:
+            self.close()  # digests of another dtype cannot be compared
+            raise DataError(
+                f"{lora.path} was trained on a base model whose weights differ from this policy's. Start from that "
+                "base model, or from the adapter merged into it (`export --merge`)."
+            )
 
     @property
     def num_trained(self) -> int:
@@ -80,30 +87,6 @@ class MegatronLearner(TrainedModel):
                 "its folder."
             )
         return BaseReference(self)
-
-    def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        return adapter_shapes(self._source.config, self._lora) if self._lora.rank else self._shapes()
-
-    def _trained_adapter(self) -> TrainedAdapter | None:
-        if not self._lora.rank:
-            return None
-        modules = tuple(adapted_modules(self._source.config, self._lora))
-        return TrainedAdapter(options=self._lora, modules=modules, base_digest=self._digest_of_base())
-
-    def _digest_of_base(self) -> str:
-        if not self._base_digest:  # constant, so computed once
-            self._base_digest = TensorFingerprint(self.export_base().items()).digest
-        return self._base_digest
-
-    def _check_base(self, adapter: Path) -> None:
-        """Refuse an adapter that was trained on another base; only digests in this learner's dtype are compared."""
-        said = AdapterFolder(adapter).base_digest
-        if said is not None and said[0] == self._options.dtype and said[1] != self._digest_of_base():
-            self.close()
-            raise DataError(
-                f"{adapter} was trained on a base model whose weights differ from this policy's. Start from that base "
-                "model, or from the adapter merged into it (`export --merge`)."
-            )
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
@@ -138,7 +121,6 @@ class MegatronLearner(TrainedModel):
             SettingsError: A teacher's vocabulary is smaller than the policy's.
             DataError: A file or tensor is missing or incomplete.
         """
-        check_open(self._is_open)
         self._ranks.call_all("run", self._name, "load_teacher_heads", (list(folders),), {})
 
 
@@ -205,3 +187,56 @@ class MegatronCritic(TrainedModel):
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return critic_shapes(self._source.config)
+
+
+class MegatronTeacherModel(RankedModel):
+    """A frozen policy that scores tokens for distillation."""
+
+    kind, trains = "teacher", False
+
+    @property
+    def config(self) -> PolicyConfig:
+        """The model's configuration."""
+        return self._source.config
+
+    def score(
+        self, batch: Batch, *, top_k: int, temperature: float = 1.0, has_hidden: bool = False
+    ) -> tuple[Ragged, Ragged, Ragged | None]:
+        """Score each token given the tokens before it.
+
+        Args:
+            batch: Batch with `input_ids`.
+            top_k: Number of most probable tokens to return.
+            temperature: Divisor of the logits.
+            has_hidden: True to return the hidden states.
+
+        Returns:
+            float32 logprobs and int32 ids [K + 1] per token, with the token itself first and then the most probable
+            ones; 0 and -1 at the first token of each trajectory. float32 hidden states [H] that predict each token, or
+            None.
+
+        Raises:
+            SettingsError: top_k exceeds the vocabulary, or the temperature is out of range.
+            ShapeError: A token is outside the vocabulary, or a trajectory is too long.
+        """
+        check_temperature(temperature)
+        most = self.config.vocab_size
+        if not 0 <= top_k <= most:
+            raise SettingsError(f"top_k must be from 0 to {most}, the size of the teacher's vocabulary; found {top_k}.")
+        shares, rows = self._shares(batch.only({"input_ids"}))
+        options = {"temperature": temperature, "top_k": top_k, "has_hidden": has_hidden}
+        found: list[dict[str, NDArray[Any]]] = self._call_shares("score", shares, **options)
+        ids = batch.ragged("input_ids")
+        shape = (len(ids.values), top_k + 1)
+        logprobs, tokens = np.zeros(shape, dtype=np.float32), np.full(shape, -1, dtype=np.int32)
+        hidden = np.zeros((len(ids.values), self.config.hidden_size), dtype=np.float32) if has_hidden else None
+        for of_rank, named in zip(rows, found, strict=True):
+            if not named:
+                continue
+            places = token_positions(ids.offsets[of_rank], ids.lengths[of_rank])
+            logprobs[places], tokens[places] = named["logprobs"], named["ids"]
+            if hidden is not None:
+                hidden[places] = named["hidden"]
+        tokens[ids.offsets[:-1]] = -1
+        offsets = ids.offsets
+        return Ragged(logprobs, offsets), Ragged(tokens, offsets), None if hidden is None else Ragged(hidden, offsets)

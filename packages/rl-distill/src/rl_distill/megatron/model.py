@@ -14,13 +14,13 @@ from torch import Tensor
 from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.convert import Shard, padded_vocab_size
-from rl_distill.megatron.head import Asked, HeadScores, OutputLayer, head_scores, logits_at_once
+from rl_distill.megatron.head import HeadRequest, HeadScores, OutputLayer, head_scores, logits_at_once
 from rl_distill.megatron.model_spec import block_spec
-from rl_distill.megatron.rank_pack import PlacedPack
+from rl_distill.megatron.rank_batches import PlacedPack
 from rl_distill.objectives.chunked_head import HeadResult, chunked_head_divergence
-from rl_distill.objectives.comparison import MEASURED, WEIGHTED, Comparison
 from rl_distill.objectives.logit_divergence import LogitDivergence
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.micro_batches import MEASURED, WEIGHTED, TeacherComparison
+from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.options import LoraOptions
 
 Head = Literal["policy", "value"]
@@ -28,26 +28,26 @@ Head = Literal["policy", "value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class OutputRequest:
     """Requested outputs of a policy besides its tokens' logprobs and entropy.
 
     Attributes:
         temperature: Divisor of the logits.
         top_k: Number of most probable tokens to return after the token itself; None for none.
         has_hidden: True to return the last hidden states.
-        comparison: Comparison with teachers; None for none.
+        comparison: TeacherComparison with teachers; None for none.
         heads: Teachers' output matrices, for comparisons of whole distributions.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     has_hidden: bool = False
-    comparison: Comparison | None = None
+    comparison: TeacherComparison | None = None
     heads: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class TokenResults:
     """Results of a policy or critic for this rank's tokens.
 
     Attributes:
@@ -127,7 +127,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         """Return the hidden states unchanged; `forward` scores only the requested tokens."""
         return hidden_states
 
-    def forward(self, placed: PlacedPack, *, wanted: Wanted = Wanted()) -> Tensor | Scored:
+    def forward(self, placed: PlacedPack, *, wanted: OutputRequest = OutputRequest()) -> Tensor | TokenResults:
         """Score tokens of a pack.
 
         Args:
@@ -146,22 +146,22 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden = hidden.index_select(0, placed.kept)
         hidden = placed.to_score(hidden).squeeze(1)
         if self.value_head is not None:
-            return Scored(self.value_head(hidden).flatten().float())
+            return TokenResults(self.value_head(hidden).flatten().float())
         if wanted.comparison is not None and wanted.comparison.is_alone:
             return self._compare_alone(hidden, placed, wanted, self._divergence(wanted.comparison, wanted))
         found = self._score(hidden, placed, wanted)
         if wanted.has_hidden:
             found["hidden"] = hidden.float()
-        return Scored(found.pop("values"), found.pop("entropy"), found)
+        return TokenResults(found.pop("values"), found.pop("entropy"), found)
 
     def _head(self) -> Tensor | None:
         """Return the embedding's matrix if the head is tied to it."""
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
-    def _score(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted) -> dict[str, Tensor]:
+    def _score(self, hidden: Tensor, placed: PlacedPack, wanted: OutputRequest) -> dict[str, Tensor]:
         """Return the requested results for tokens with hidden states [M, H]."""
         comparison = wanted.comparison
-        asked = Asked(
+        request = HeadRequest(
             part=self._part,
             temperature=wanted.temperature,
             top_k=wanted.top_k,
@@ -169,7 +169,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             is_fused=self.config.kernels.is_fused,
         )
         teacher = None if comparison is None else placed.teacher
-        compute = partial(head_scores, hidden, targets=placed.targets, asked=asked, teacher=teacher)
+        compute = partial(head_scores, hidden, targets=placed.targets, request=request, teacher=teacher)
         scores: HeadScores = self.output_layer(compute, self._head())
         found = {"values": scores.logprobs, "entropy": scores.entropy}
         if scores.top_logprobs is not None and scores.top_ids is not None:
@@ -179,11 +179,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             found |= {MEASURED + name: value for name, value in scores.comparison._asdict().items()}
         return found
 
-    def _divergence(self, comparison: Comparison, wanted: Wanted) -> LogitDivergence:
+    def _divergence(self, comparison: TeacherComparison, wanted: OutputRequest) -> LogitDivergence:
         """Return the function that compares this rank's logits with teachers."""
         return LogitDivergence(options=comparison.options, part=self._part, heads=wanted.heads)
 
-    def _compare_alone(self, hidden: Tensor, placed: PlacedPack, wanted: Wanted, divergence: LogitDivergence) -> Scored:
+    def _compare_alone(
+        self, hidden: Tensor, placed: PlacedPack, wanted: OutputRequest, divergence: LogitDivergence
+    ) -> TokenResults:
         """Compare with teachers in a single pass that also computes the gradients."""
         compute = partial(
             chunked_head_divergence,
@@ -198,7 +200,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         found: HeadResult = self.output_layer(compute, self._head())
         measured = {MEASURED + name: value for name, value in found.comparison._asdict().items()}
         logprobs = found.weighted.detach() if found.logprobs is None else found.logprobs
-        return Scored(logprobs, found.entropy, {WEIGHTED: found.weighted, **measured})
+        return TokenResults(logprobs, found.entropy, {WEIGHTED: found.weighted, **measured})
 
     @property
     def _part(self) -> VocabularyPart:

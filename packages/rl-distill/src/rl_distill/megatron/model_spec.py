@@ -23,14 +23,12 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.megatron.attention.buckets import PackedLayout
+from rl_distill.megatron.attention.layout import PackedLayout
 from rl_distill.megatron.attention.packed import PackedAttention
-from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig
-from rl_distill.megatron.layers.classes import layers_of
-from rl_distill.megatron.layers.recompute import forget_between
-from rl_distill.megatron.layers.swiglu import SwiGLU
+from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig, layers_of
+from rl_distill.megatron.layers import SwiGLU, forget_between
 from rl_distill.megatron.lora import with_adapter
-from rl_distill.megatron.mixtures.mixture import dispatch_locally, mixture_settings, mixture_spec
+from rl_distill.megatron.mixture import dispatch_locally, mixture_settings, mixture_spec
 from rl_distill.options import LoraOptions, ParallelOptions
 
 _WITHOUT_FUSIONS = dict.fromkeys(

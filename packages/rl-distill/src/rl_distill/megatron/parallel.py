@@ -137,7 +137,7 @@ def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
         raise SettingsError(f"this process already has Megatron's groups for {found}; requested {wanted}.")
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """Position of a rank in the parallel layout.
 
     Attributes:
@@ -151,7 +151,7 @@ class Place(NamedTuple):
     has_gpu: bool
 
     @classmethod
-    def of_this_rank(cls) -> "Place":
+    def of_this_rank(cls) -> "RankPosition":
         """Read this rank's position from Megatron's groups."""
         is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         others = (parallel_state.get_context_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,34 @@ from torch import Tensor
 
 from rl_core.errors import DataError
 from rl_core.weights.broadcast import RankOffer, RankSender, SenderOptions
-from rl_distill.architecture.model_memory import RankMemory
+from rl_distill.architecture.memory import RankMemory
+from rl_distill.checkpoints.hf_folder import read_heads
 from rl_distill.learner import Objective
-from rl_distill.megatron.attention.rotary import rotary_frequencies
+from rl_distill.megatron.attention.layout import rotary_frequencies
 from rl_distill.megatron.lora import base_alone, drawing_by
-from rl_distill.megatron.model import Scored, Wanted
+from rl_distill.megatron.model import OutputRequest, TokenResults
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.optimizer import MegatronAdam
 from rl_distill.megatron.overlap import gather_weights
-from rl_distill.megatron.parallel import Place, learner_device, shards_of_this_rank
-from rl_distill.megatron.rank_pack import PlacedPack, Sharing, on_device, padded_length, place_pack, unknown_experts
-from rl_distill.megatron.rank_shares import Gathered, RankShare, StepShare
+from rl_distill.megatron.parallel import RankPosition, learner_device, shards_of_this_rank
+from rl_distill.megatron.rank_batches import (
+    Gathered,
+    PlacedPack,
+    RankShare,
+    Sharing,
+    StepShare,
+    on_device,
+    padded_length,
+    place_pack,
+    unknown_experts,
+)
 from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.setup import ModelPlan, build_chunks
-from rl_distill.objectives.comparison import LOSSES, comparison_of, with_measures
+from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
 from rl_distill.packing import Pack, scored_tokens
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products, computing_with
-from rl_distill.schedule import learning_rate_at
-from rl_distill.teacher_heads import read_heads
+from rl_distill.stepping import learning_rate_at
 
 
 class RankModel:
@@ -62,7 +70,7 @@ class RankModel:
         """
         self.plan = plan
         chosen_products(plan.options.products)
-        self.place = Place.of_this_rank()
+        self.place = RankPosition.of_this_rank()
         self.step = 0
         self._device = device or learner_device()
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
@@ -78,7 +86,7 @@ class RankModel:
             self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
             if plan.options.offload_optimizer and self._device.type != "cpu":
                 self.keep_optimizer_on_host()
-        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam, gather=lambda: self.gather_weights())
+        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam)
         self.sender = RankSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
@@ -108,19 +116,19 @@ class RankModel:
         """
         packs = share.packs()
 
-        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[int, dict[str, Tensor]]:
+        def evaluate(index: int, placed: PlacedPack, scores: TokenResults) -> tuple[int, dict[str, Tensor]]:
             named = {"values": scores.values.float(), **scores.others}
             # Copies to pinned memory while the GPU computes the next pack.
             return index, {name: placed.spread(of).to("cpu", non_blocking=True) for name, of in named.items()}
 
-        wanted = Wanted(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
+        wanted = OutputRequest(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
         with base_alone(self._chunks) if is_base else nullcontext():
-            found = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
+            results = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if not self.place.answers:
             return None
-        parts = [named for _, named in sorted(found, key=lambda pair: pair[0])]
+        parts = [named for _, named in sorted(results, key=lambda pair: pair[0])]
         return {name: torch.cat([part[name] for part in parts]).numpy() for name in (parts[0] if parts else ())}
 
     def train_step(
@@ -135,14 +143,14 @@ class RankModel:
         """Take one optimizer step; None on ranks that do not report. A step that is not finite changes nothing."""
         gathered = Gathered()
 
-        def evaluate(index: int, placed: PlacedPack, scores: Scored) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
+        def evaluate(index: int, placed: PlacedPack, scores: TokenResults) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
             values = placed.spread(scores.values)
             entropy = None
             if (with_entropy or with_tokens) and scores.entropy is not None:
                 entropy = placed.spread(scores.entropy)
             measured = {name: placed.spread(of) for name, of in scores.others.items()}
             if len(placed.pack.rows):
-                micro_batch = with_measures(placed.pack.micro_batch, measured)
+                micro_batch = with_columns(placed.pack.micro_batch, measured)
                 loss, sums = objective(values, entropy if with_entropy else None, micro_batch)
                 if not loss.requires_grad:
                     raise DataError("the objective's loss has no gradient. Do not detach the logprobs.")
@@ -152,10 +160,12 @@ class RankModel:
                 loss = scores.trained * 0.0
             return loss, torch.zeros((), dtype=torch.int), {}
 
-        self._zero_gradients()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._trained().zero_grad()
         mask = "loss_mask" if "loss_mask" in share.batch else None
         comparison = comparison_of(objective)
-        wanted = Wanted(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
+        wanted = OutputRequest(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
         packs = share.packs()
         with self._dropping():
             self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
@@ -184,10 +194,8 @@ class RankModel:
         tokens.
         """
         replayed, rerouted = (_total(float(count)) for count in self._routed)
-        layers = [
-            layer for layer in range(self.plan.source.config.num_layers) if self.plan.source.config.is_mixture(layer)
-        ]
-        totals = {"router/unknown_share": unknown_experts(packs, layers)}
+        mixture = self.plan.source.config.mixture
+        totals = {"router/unknown_share": unknown_experts(packs, mixture.layers if mixture is not None else ())}
         return totals if self.place.data else {"router/rerouted_share": (rerouted, replayed), **totals}
 
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:
@@ -213,11 +221,6 @@ class RankModel:
         )
         return drawing_by((self.plan.options.seed, self.step, *groups))
 
-    def _zero_gradients(self) -> None:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._trained().zero_grad()
-
     def _update(self, loss: float, *, learning_rate: float) -> tuple[float, bool]:
         """Apply the optimizer if loss and gradient norm are finite; return the norm and whether it was applied."""
         adam = self._trained()
@@ -236,7 +239,7 @@ class RankModel:
         """
         if self._offloaded is None:
             self.sender.withdraw()
-            self.gather_weights()
+            gather_weights(self._chunks)
             weights, gradients, optimizer = self.tensors.kept()
             self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
             if self._device.type != "cpu":
@@ -257,13 +260,9 @@ class RankModel:
         """Let engines fetch this rank's weights until they change; see `RankSender.offer`."""
         return self.sender.offer(self.tensors.held(), options, version=version)
 
-    def gather_weights(self) -> None:
-        """Gather all weights of the last step on every rank, for code that reads them outside a forward pass."""
-        gather_weights(self._chunks)
-
     def memory(self) -> RankMemory:
-        """Return the bytes that the model keeps on this rank; see `RankTensors.memory`."""
-        return self.tensors.memory()
+        """Return the bytes that the model keeps on this rank between calls, which `rank_memory` predicts."""
+        return RankMemory(*(sum(tensor.nbytes for tensor in tensors) for tensors in self.tensors.kept()))
 
     def load_state(self, states: States, *, step: int) -> None:
         """Continue from the state loaded into `RankTensors.empty_state`."""
@@ -285,9 +284,9 @@ class RankModel:
     def _run(
         self,
         packs: list[Pack],
-        evaluate: Callable[[int, PlacedPack, Scored], Any],
+        evaluate: Callable[[int, PlacedPack, TokenResults], Any],
         *,
-        wanted: Wanted,
+        wanted: OutputRequest,
         mask: str | None,
         with_gradients: bool,
     ) -> list[Any]:
@@ -312,13 +311,13 @@ class RankModel:
         def forward_step(source: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
             index = next(source)
             output = model(place(index), wanted=wanted)
-            return output, partial(_call_evaluate, evaluate, index, placed[index])
+            return output, lambda scores, **_: evaluate(index, placed[index], scores)
 
         sources = [iter(range(len(packs))) for _ in self._chunks]
         for chunk in self._chunks:
             chunk.train(with_gradients)
         with computing_with(self.plan.options.products), nullcontext() if with_gradients else torch.no_grad():
-            found: list[Any] = get_forward_backward_func()(
+            results: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=sources if is_virtual else sources[0],
                 model=self._chunks if is_virtual else self._chunks[0],
@@ -330,7 +329,7 @@ class RankModel:
             )
         routed = [one.layout.routed.sum(0) for one in placed.values() if one.layout.routed is not None]
         self._routed = torch.stack(routed).sum(0).tolist() if routed else [0, 0]
-        return found
+        return results
 
 
 def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:
@@ -345,16 +344,6 @@ def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:
         head_counts=None if has_flash else (heads // parallel.context, max(1, groups // parallel.context)),
         frequencies=rotary_frequencies(config),
     )
-
-
-def _call_evaluate(
-    evaluate: Any,
-    index: int,
-    placed: PlacedPack,
-    scores: Scored,
-    non_loss_data: bool = False,  # noqa: ARG001 - passed by megatron
-) -> Any:
-    return evaluate(index, placed, scores)
 
 
 def _total(value: float) -> float:

@@ -1,6 +1,6 @@
 """A rank's tensors by Hugging Face name: for export, for checkpoints, and for memory accounting."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
 from rl_core.weights.broadcast import HeldRectangle
-from rl_distill.architecture.model_memory import RankMemory
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.torch_dist import Piece
-from rl_distill.megatron.convert import Block, Shard
+from rl_distill.megatron.convert import Shard, TensorBlock
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters
+from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.megatron.setup import ModelPlan, chunk_blocks
 
@@ -36,8 +36,6 @@ class RankTensors:
         chunks: Sequence[Any],
         shards: Sequence[Shard],
         adam: MegatronAdam | None,
-        *,
-        gather: Callable[[], None],
     ) -> None:
         """Wrap the built model.
 
@@ -46,14 +44,9 @@ class RankTensors:
             chunks: The rank's model chunks.
             shards: One shard per chunk.
             adam: Optimizer of the chunks; None for a frozen model.
-            gather: Gathers all weights of the last step on this rank.
         """
         self._plan, self._chunks, self._shards, self._adam = plan, chunks, shards, adam
-        self._gather = gather
-
-    def memory(self) -> RankMemory:
-        """Return the bytes that the model keeps between calls, which `rank_memory` predicts."""
-        return RankMemory(*(sum(tensor.nbytes for tensor in tensors) for tensors in self.kept()))
+        self._scaling = plan.lora.scaling if plan.lora.rank else 1.0
 
     def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the weights, the gradients and the optimizer's state."""
@@ -76,55 +69,48 @@ class RankTensors:
             what: Tensors to export.
             on_host: True to copy to the CPU for another process; False to leave tensors on the rank's device.
         """
-        pieces = self._exported(what)
-        return [replace(piece, tensor=piece.tensor.cpu()) for piece in pieces] if on_host else pieces
-
-    def _exported(self, what: Exported) -> list[Piece]:
-        adapter, scaling = self._blocks(self._adapter()), self._plan.lora.scaling if self._plan.lora.rank else 1.0
+        adapter = self._blocks(self._adapter())
         if what == "adapter":
-            return [
-                _piece(block, _scaled(block, scaling), name=PEFT_PREFIX + block.name) for block in self._own(adapter)
-            ]
-        added = {block.name: block for block in adapter} if what == "weights" else {}
-        return [_piece(block, _merged(block, added, scaling)) for block in self._own(self._blocks(self._base()))]
+            own = self._own(adapter)
+            pieces = [_piece(block, _scaled(block, self._scaling), name=PEFT_PREFIX + block.name) for block in own]
+        else:
+            added = {block.name: block for block in adapter} if what == "weights" else {}
+            own = self._own(self._blocks(self._base()))
+            pieces = [_piece(block, _merged(block, added, self._scaling)) for block in own]
+        return [replace(piece, tensor=piece.tensor.cpu()) for piece in pieces] if on_host else pieces
 
     def held(self) -> list[HeldRectangle]:
         """Return this rank's rectangles of the weights, with an adapter merged, in the order of the tensors.
 
         A rectangle is read on its device when it is requested, so its values are those of the weights at that time.
         """
-        adapter, scaling = self._blocks(self._adapter()), self._plan.lora.scaling if self._plan.lora.rank else 1.0
-        added = {block.name: block for block in adapter}
+        added = {block.name: block for block in self._blocks(self._adapter())}
         places = {name: place for place, name in enumerate(tensor_shapes(self._plan.source.config))}
         return [
             HeldRectangle(
                 rectangle=Rectangle(block.name, block.offsets, block.sizes),
                 shape=block.shape,
-                read=partial(_merged, block, added, scaling),
+                read=partial(_merged, block, added, self._scaling),
             )
             for block in sorted(self._own(self._blocks(self._base())), key=lambda one: (places[one.name], one.offsets))
         ]
 
     def state_pieces(self) -> list[Piece]:
         """Return copies of this rank's checkpoint state: float32 weights (or the adapter) and Adam's moments."""
-        with self._trained().on_device():
-            return self._state_pieces()
-
-    def _state_pieces(self) -> list[Piece]:
         adam, parameters = self._trained(), self._parameters()
-        states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
-        masters = [adam.master_weights(chunk) for chunk in parameters]
-        states["weights"] = [{**w, **(m or {})} for w, m in zip(self._saved(), masters, strict=True)]
-        return [
-            _piece(block, block.read().to("cpu", torch.float32, copy=True).contiguous(), name=f"{kind}/{block.name}")
-            for kind, state in states.items()
-            for block in self._own(self._blocks(state))
-        ]
+        with adam.on_device():
+            states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
+            masters = [adam.master_weights(chunk) for chunk in parameters]
+            states["weights"] = [{**w, **(m or {})} for w, m in zip(self._saved(), masters, strict=True)]
+            return [
+                _piece(block, block.read().to("cpu", torch.float32, copy=True), name=f"{kind}/{block.name}")
+                for kind, state in states.items()
+                for block in self._own(self._blocks(state))
+            ]
 
-    def empty_state(self) -> tuple[States, dict[str, list[Block]]]:
+    def empty_state(self) -> tuple[States, dict[str, list[TensorBlock]]]:
         """Return float32 tensors to load a checkpoint into, by Megatron's name per chunk, and their blocks."""
-        of_kind: dict[str, Sequence[Mapping[str, Tensor]]]
-        of_kind = {"weights": self._saved(), "exp_avg": self._parameters(), "exp_avg_sq": self._parameters()}
+        of_kind: States = {"weights": self._saved(), "exp_avg": self._parameters(), "exp_avg_sq": self._parameters()}
         states = {
             kind: [{n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()} for chunk in chunks]
             for kind, chunks in of_kind.items()
@@ -148,10 +134,10 @@ class RankTensors:
             raise TypeError("a frozen model has no optimizer")
         return self._adam
 
-    def _own(self, blocks: Sequence[Block]) -> list[Block]:
+    def _own(self, blocks: Sequence[TensorBlock]) -> list[TensorBlock]:
         """Return the blocks that this rank exports; data-parallel copies divide the blocks among themselves."""
 
-        def gives(number: int, block: Block) -> bool:
+        def gives(number: int, block: TensorBlock) -> bool:
             group = group_of_copies(of_experts=block.is_expert)
             return number % group.size() == group.rank()
 
@@ -174,28 +160,28 @@ class RankTensors:
         return self._adapter() if self._plan.lora.rank else self._base()
 
     def _named(self) -> list[Parameters]:
-        self._gather()
+        gather_weights(self._chunks)
         return [
             {name.removeprefix("module.").removeprefix("module."): p for name, p in chunk.named_parameters()}
             for chunk in self._chunks
         ]
 
-    def _blocks(self, states: Sequence[Mapping[str, Tensor]]) -> list[Block]:
+    def _blocks(self, states: Sequence[Mapping[str, Tensor]]) -> list[TensorBlock]:
         pairs = zip(states, self._shards, strict=True)
         return [block for state, shard in pairs for block in chunk_blocks(state, self._plan, shard)]
 
 
-def _piece(block: Block, tensor: Tensor, *, name: str | None = None) -> Piece:
+def _piece(block: TensorBlock, tensor: Tensor, *, name: str | None = None) -> Piece:
     return Piece(name=name or block.name, shape=block.shape, offsets=block.offsets, tensor=tensor)
 
 
-def _scaled(block: Block, scaling: float) -> Tensor:
+def _scaled(block: TensorBlock, scaling: float) -> Tensor:
     """Return A unchanged, or B times the scaling."""
     tensor = block.read()
     return tensor.float().mul(scaling).to(tensor.dtype) if block.name.endswith(LORA_B) else tensor
 
 
-def _merged(block: Block, adapter: Mapping[str, Block], scaling: float) -> Tensor:
+def _merged(block: TensorBlock, adapter: Mapping[str, TensorBlock], scaling: float) -> Tensor:
     """Return a rectangle of the base plus, if the matrix has an adapter, the same rectangle of scaling * B @ A."""
     base, module = block.read(), block.name.removesuffix(".weight")
     if module + LORA_A not in adapter:

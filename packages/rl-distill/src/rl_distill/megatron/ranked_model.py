@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,9 +16,9 @@ from rl_core.errors import CheckpointError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import WeightUpdate
 from rl_core.weights.broadcast import SenderOptions, join_offers
-from rl_distill.architecture.lora_targets import adapted_modules
+from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes
 from rl_distill.architecture.tensor_shapes import tensor_shapes
-from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter
+from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter, fingerprint_tensors
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
     finish_checkpoint,
@@ -27,20 +27,18 @@ from rl_distill.checkpoints.checkpoint import (
     state_shapes,
 )
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
-from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult
+from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult, metric_values
 from rl_distill.megatron.model import Head
-from rl_distill.megatron.rank_shares import RankShare, StepShare
+from rl_distill.megatron.rank_batches import RankShare, StepShare
 from rl_distill.megatron.rank_tensors import Exported
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
-from rl_distill.metric_sums import metric_values
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.packing import Rows, plan_batch
 from rl_distill.parallel_layout import check_layout, check_learner
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products
-from rl_distill.stepping import check_open, check_temperature, check_trainable, open_policy
-from rl_distill.token_checks import check_tokens
+from rl_distill.stepping import check_open, check_temperature, check_tokens, check_trainable, open_policy
 
 
 class RankedModel:
@@ -52,6 +50,7 @@ class RankedModel:
         trains: True if the model has gradients and an optimizer.
         replays: True to route tokens to the experts in the column `routed_experts`, which the rollout engine used;
             otherwise the routers choose.
+        num_parameters: Number of parameters; a tied head counts once.
         step: Optimizer steps done so far.
     """
 
@@ -59,7 +58,6 @@ class RankedModel:
     head: ClassVar[Head] = "policy"
     trains: ClassVar[bool] = True
     replays: ClassVar[bool] = False
-    _lora = LoraOptions()
 
     def __init__(
         self,
@@ -68,6 +66,7 @@ class RankedModel:
         *,
         ranks: LearnerRanks | None = None,
         name: str | None = None,
+        lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
     ) -> None:
         """Build the model on every rank.
 
@@ -76,6 +75,7 @@ class RankedModel:
             options: Learner options.
             ranks: Ranks that hold the model; None to use this process alone.
             name: Name of the model on its ranks; None uses `kind`.
+            lora: Adapter that trains instead of a policy's weights; rank 0 trains all weights.
 
         Raises:
             SettingsError: The architecture, a setting or the layout is not supported.
@@ -87,32 +87,25 @@ class RankedModel:
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
         if self.trains:
-            check_learner(options, parallel, self._source.config, lora=self._lora)
-        adapted_modules(self._source.config, self._lora)
+            check_learner(options, parallel, self._source.config, lora=lora)
+        adapted_modules(self._source.config, lora)
+        self._lora = lora
         self._name = name or self.kind
         self._owns_ranks = ranks is None
-        self._ranks = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
+        self._open_ranks: LearnerRanks | None = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
         products = "torch" if self._ranks.places[0].has_gpu else chosen_products(options.products)
         self._options = options = replace(options, products=products)
-        plan = ModelPlan(
-            source=self._source,
-            options=options,
-            parallel=parallel,
-            head=self.head,
-            trains=self.trains,
-            lora=self._lora,
-        )
+        source, head = self._source, self.head
+        plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, trains=self.trains, lora=lora)
         built: list[tuple[int, bool]] = self._ranks.call_all("build", self._name, plan)
-        self._num_parameters = sum(num_parameters for num_parameters, _ in built)
         self._min_shared = options.shared_prefix_tokens if all(shares for _, shares in built) else 0
+        self.num_parameters = sum(num_parameters for num_parameters, _ in built)
         self.step = 0
-        self._is_open = True
 
     @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the model; a tied head counts once."""
-        check_open(self._is_open)
-        return self._num_parameters
+    def _ranks(self) -> LearnerRanks:
+        """Ranks of the model, unless it was closed."""
+        return check_open(self._open_ranks)
 
     @property
     def tied(self) -> Mapping[str, str]:
@@ -124,21 +117,18 @@ class RankedModel:
 
         On GPUs, parameters, gradients and optimizer state move to host memory. On CPUs only the gradients are freed.
         """
-        check_open(self._is_open)
         return sum(self._ranks.call_all("offload", self._name))
 
     def close(self) -> None:
         """Free the model, and the ranks if this model created them. Can be called twice."""
-        if self._is_open:
-            self._is_open = False
-            if self._owns_ranks:
-                self._ranks.close()
-            elif self._ranks.is_alive:
-                self._ranks.call_all("drop", self._name)
+        ranks, self._open_ranks = self._open_ranks, None
+        if ranks is not None and self._owns_ranks:
+            ranks.close()
+        elif ranks is not None and ranks.is_alive:
+            ranks.call_all("drop", self._name)
 
     def _score(self, batch: Batch, *, temperature: float = 1.0, is_base: bool = False) -> Ragged:
         """Compute one float32 per token, in the batch's row order."""
-        check_open(self._is_open)
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
         shares, rows = self._shares(batch.only({"input_ids", ROUTED_EXPERTS} & batch.names))
@@ -147,7 +137,6 @@ class RankedModel:
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
 
     def _train(self, batch: Batch, objective: Objective, *, temperature: float = 1.0, **wanted: bool) -> StepResult:
-        check_open(self._is_open)
         check_temperature(temperature)
         check_trainable(batch)
         shares, rows = self._shares(batch)
@@ -233,18 +222,15 @@ class TrainedModel(RankedModel):
         Raises:
             WeightProofError: The ranks' parts do not make up a whole tensor; the message names it.
         """
-        check_open(self._is_open)
         offers = self._ranks.call_all("offer", self._name, options, version=version)
         return join_offers(offers, self._shapes(), version=version, tied=self.tied)
 
     def expect_engines(self, num_receivers: int) -> None:
         """Set how many engines the ranks expect. Thread-safe."""
-        check_open(self._is_open)
         self._ranks.expect_engines(self._name, num_receivers)
 
     def _export(self, what: Exported, names: Iterable[str]) -> dict[str, Tensor]:
         """Assemble whole tensors from the ranks' pieces, in the order of their names."""
-        check_open(self._is_open)
         found: list[list[Piece]] = self._ranks.call_all("export", self._name, what, on_host=not self._ranks.is_inline)
         pieces = [piece for of_rank in found for piece in of_rank]
         weights: dict[str, Tensor] = {}
@@ -262,9 +248,9 @@ class TrainedModel(RankedModel):
     @converts_arguments
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
         """Write a checkpoint into an empty directory; see `rl_distill.learner.Learner.save`."""
-        check_open(self._is_open)
+        ranks = self._ranks
         require_empty(directory)
-        self._ranks.call_all("begin_save", self._name, directory / STATE_FOLDER)
+        ranks.call_all("begin_save", self._name, directory / STATE_FOLDER)
         pending = PendingSave(partial(self._finish_save, directory, step=self.step, adapter=self._trained_adapter()))
         if not in_background:
             pending.wait()
@@ -277,7 +263,6 @@ class TrainedModel(RankedModel):
         Raises:
             CheckpointError: The checkpoint is missing, incomplete or of another model; the learner is unchanged.
         """
-        check_open(self._is_open)
         adapter = self._trained_adapter()
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype, adapter=adapter)
         TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes()))
@@ -290,11 +275,19 @@ class TrainedModel(RankedModel):
 
     def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor in a checkpoint: the adapter's, or all weights."""
-        return self._shapes()
+        return adapter_shapes(self._source.config, self._lora) if self._lora.rank else self._shapes()
 
     def _trained_adapter(self) -> TrainedAdapter | None:
         """Return the adapter that trains instead of the weights; None if the weights train."""
-        return None
+        if not self._lora.rank:
+            return None
+        modules, base = tuple(adapted_modules(self._source.config, self._lora)), self._source.policy_dir
+        return TrainedAdapter(options=self._lora, modules=modules, base=base, base_digest=self._base_digest)
+
+    @cached_property
+    def _base_digest(self) -> str:
+        """Digest of the frozen weights under the adapter."""
+        return fingerprint_tensors(self._export("base", self._shapes()).items())
 
     def _finish_save(self, directory: Path, *, step: int, adapter: TrainedAdapter | None) -> None:
         """Wait for the ranks to write their files, then write the index files and finally the header."""

@@ -10,7 +10,7 @@ from rl_core.gpus import GpuUse
 from rl_core.record_fields import converts_arguments
 from rl_distill.checkpoints.torch_dist import Written
 from rl_distill.megatron.host import RankHost
-from rl_distill.megatron.parallel import Place
+from rl_distill.megatron.parallel import RankPosition
 from rl_distill.options import ParallelOptions
 from rl_distill.parallel_layout import check_ranks
 
@@ -63,14 +63,13 @@ class LearnerRanks:
         if is_inline:
             context = RoleContext(name=name, rank=0, size=1, address="127.0.0.1", incarnation=1)
             self._host = RankHost(context=context, **options)  # type: ignore[arg-type]
-            self.places: list[Place] = [self._host.join(None)]
+            self.places: list[RankPosition] = [self._host.join(None)]
             return
-        spec = RoleSpec(
-            name=name,
-            factory=self.host,
-            kwargs=options,
-            environment=_environment(num_threads),
-        )
+        # Megatron overlaps a GPU's collectives with its matrix products only if kernels start in order.
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        if num_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(num_threads)
+        spec = RoleSpec(name=name, factory=self.host, kwargs=options, environment=environment)
         cluster = cluster or ClusterOptions(kind="process")
         self._group = BlockingGroup.start(cluster, spec, size=parallel.ranks, pool=pool, deadline_s=deadline_s)
         try:
@@ -124,9 +123,9 @@ class LearnerRanks:
             deadline_s = self._call_deadline_s
             self._together(lambda ranks: ranks.call_all("expect_engines", name, num_receivers, deadline_s=deadline_s))
 
-    def look(self) -> None:
+    def check_alive(self) -> None:
         """Check that every rank is alive. Raises the errors of `call_all`."""
-        self.call_all("look")
+        self.call_all("check_alive")
 
     def gpu_use(self) -> list[GpuUse]:
         """Return the use of each rank's GPU since the last call; empty on CPUs. Raises the errors of `call_all`."""
@@ -177,10 +176,3 @@ def _runs_inline(parallel: ParallelOptions, cluster: ClusterOptions | None) -> b
             '"process" or "ray".'
         )
     return is_inline or (cluster is None and parallel.ranks == 1)
-
-
-def _environment(num_threads: int | None) -> dict[str, str]:
-    """Return environment variables that a rank's process needs before any import."""
-    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    # Megatron overlaps a GPU's collectives with its matrix products only if kernels start in order.
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **threads}

@@ -18,7 +18,7 @@ from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
 from rl_distill.megatron.attention.varlen import use_newest_kernels
-from rl_distill.megatron.convert import Block, Shard, blocks_of, whole_block
+from rl_distill.megatron.convert import Shard, TensorBlock, blocks_of, whole_block
 from rl_distill.megatron.kernels import PolicyTransformerConfig, chosen_kernels
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.model import Head, PolicyModel
@@ -126,7 +126,8 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
     """Fill a chunk's parameters from the policy's folder, or with random numbers that are the same in every layout."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if PARAMETER not in name}
     folder = plan.source.policy_dir
-    tensors = None if folder is None else PolicyTensors(folder, plan.source.config, optional=_optional(plan))
+    unused = frozenset({"lm_head.weight"}) if plan.head == "value" else frozenset()
+    tensors = None if folder is None else PolicyTensors(folder, plan.source.config, optional=unused)
     for parameter in parameters.values():
         parameter.zero_()  # rows that pad the vocabulary stay zero
     for block in chunk_blocks(parameters, plan, shard):
@@ -153,7 +154,7 @@ def fill_adapter(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
         block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 
-def _first_adapter(block: Block, plan: ModelPlan) -> Tensor:
+def _first_adapter(block: TensorBlock, plan: ModelPlan) -> Tensor:
     """Return a whole float32 adapter matrix: A as torch.nn.Linear's weight, from its name and the seed; B zero."""
     if block.name.endswith(LORA_B):
         return torch.zeros(block.shape)
@@ -161,7 +162,7 @@ def _first_adapter(block: Block, plan: ModelPlan) -> Tensor:
     return torch.empty(block.shape).uniform_(-bound, bound, generator=_generator(block.name, plan))
 
 
-def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> list[Block]:
+def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> list[TensorBlock]:
     """Return the blocks of a chunk's tensors, including those of a critic's head."""
     policy = {name: tensor for name, tensor in state.items() if name not in VALUE_HEAD}
     blocks = blocks_of(policy, plan.source.config, shard)
@@ -180,11 +181,6 @@ def random_tensor(name: str, shape: tuple[int, ...], plan: ModelPlan) -> Tensor:
 def _generator(name: str, plan: ModelPlan) -> torch.Generator:
     digest = hashlib.sha256(f"{plan.options.seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _optional(plan: ModelPlan) -> frozenset[str]:
-    """Return the tensors that a folder may lack because this model does not use them."""
-    return frozenset({"lm_head.weight"}) if plan.head == "value" else frozenset()
 
 
 def _keep(tensor: Tensor) -> Tensor:

@@ -20,15 +20,14 @@ from rl_distill.objectives.batch_columns import (
     with_token_selection,
 )
 from rl_distill.objectives.chunked_head import chunked_head_divergence
+from rl_distill.objectives.covariance_policy_loss import TokenSelection, selects_with
 from rl_distill.objectives.distillation import (
     DistillationObjective,
     DistillationObjectiveOptions,
-    distillation_objective,
     with_distillation_advantages,
 )
 from rl_distill.objectives.divergences import DivergenceOptions
-from rl_distill.objectives.kl import KL_ESTIMATORS
-from rl_distill.objectives.kl_control import AdaptiveKL
+from rl_distill.objectives.kl import KL_ESTIMATORS, AdaptiveKL
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.policy import (
     PolicyObjective,
@@ -36,18 +35,16 @@ from rl_distill.objectives.policy import (
     bound_policy_loss,
     compute_policy_loss,
     policy_objective,
+    supervised_objective,
 )
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
 from rl_distill.objectives.ragged import spread_rows
-from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, policy_loss_with_options
+from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, policy_loss_with_options, try_advantage
 from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
-from rl_distill.objectives.rewarded_rows import RewardedRows
-from rl_distill.objectives.selection import TokenSelection, selects_with
-from rl_distill.objectives.sessions import SESSION_RULES, SessionCredit, SessionRows
+from rl_distill.objectives.rewarded_rows import SESSION_RULES, RewardedRows, SessionCredit, SessionRows
 from rl_distill.objectives.teacher_tokens import TeacherTokens
-from rl_distill.objectives.try_out import try_advantage
-from rl_distill.objectives.value import value_objective
-from rl_distill.objectives.vocabulary_parts import VocabularyPart
+from rl_distill.objectives.value import ValueObjective
+from rl_distill.objectives.vocabulary import VocabularyPart
 
 __all__ = [
     "ADVANTAGES",
@@ -71,6 +68,7 @@ __all__ = [
     "TeacherTokens",
     "TokenLosses",
     "TokenSelection",
+    "ValueObjective",
     "VocabularyPart",
     "aggregate",
     "bound_policy_loss",
@@ -78,7 +76,6 @@ __all__ = [
     "component_columns",
     "compute_policy_loss",
     "correction_weight_metrics",
-    "distillation_objective",
     "dr_grpo_advantages",
     "grpo_advantages",
     "mean_reference_kl",
@@ -87,8 +84,8 @@ __all__ = [
     "rejection_limits",
     "selects_with",
     "spread_rows",
+    "supervised_objective",
     "try_advantage",
-    "value_objective",
     "with_advantages",
     "with_correction_weights",
     "with_distillation_advantages",

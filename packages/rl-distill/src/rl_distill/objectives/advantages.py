@@ -8,6 +8,8 @@ Ahmadian et al. 2024, arXiv:2402.14740; OPO, Hao et al. 2025, arXiv:2505.23585; 
 arXiv:2504.02546; pass@k, Tang et al. 2025, arXiv:2503.19595.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from rl_distill.objectives.shapes import check_rows
 @converts_arguments
 def grpo(rows: RewardedRows, *, eps: NonNegativeFloat = 1e-6) -> dict[str, Tensor]:
     """GRPO: apply `grpo_advantages` to sessions; each trained token gets its session's advantage."""
-    return {"advantages": session_advantages(rows, lambda rewards, group: grpo_advantages(rewards, group, eps=eps))}
+    return {"advantages": session_advantages(rows, partial(grpo_advantages, eps=eps))}
 
 
 @converts_arguments
@@ -46,20 +48,14 @@ def opo(rows: RewardedRows) -> dict[str, Tensor]:
 @converts_arguments
 def gpg(rows: RewardedRows, *, divide_by_std: bool = False, eps: NonNegativeFloat = 1e-6) -> dict[str, Tensor]:
     """GPG: apply `gpg_advantages` to sessions; each trained token gets its session's advantage."""
-
-    def estimate(rewards: Tensor, group: Tensor) -> Tensor:
-        return gpg_advantages(rewards, group, divide_by_std=divide_by_std, eps=eps)
-
+    estimate = partial(gpg_advantages, divide_by_std=divide_by_std, eps=eps)
     return {"advantages": session_advantages(rows, estimate)}
 
 
 @converts_arguments
 def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: NonNegativeFloat = 1e-6) -> dict[str, Tensor]:
     """GRPO for pass@k: apply `passk_advantages` to sessions; each trained token gets its session's advantage."""
-
-    def estimate(rewards: Tensor, group: Tensor) -> Tensor:
-        return passk_advantages(rewards, group, divide_by_std=divide_by_std, eps=eps)
-
+    estimate = partial(passk_advantages, divide_by_std=divide_by_std, eps=eps)
     return {"advantages": session_advantages(rows, estimate)}
 
 

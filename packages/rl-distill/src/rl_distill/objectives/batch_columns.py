@@ -10,15 +10,19 @@ from rl_core.data import Batch, Column, ColumnSpec, Ragged, column_spec, declare
 from rl_core.errors import DataError
 from rl_core.record_fields import NonNegativeFloat, converts_arguments
 from rl_distill.objectives.aggregation import AGGREGATIONS, Horizon, token_weights
-from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, banded_weights, truncated_weights
+from rl_distill.objectives.batch_advantages import COMPONENT
+from rl_distill.objectives.correction import (
+    CorrectionLevel,
+    WeightCap,
+    WeightFloor,
+    importance_weights,
+    weight_metrics,
+)
+from rl_distill.objectives.covariance_policy_loss import TokenSelection
 from rl_distill.objectives.kl import KL_ESTIMATORS
 from rl_distill.objectives.registry import ADVANTAGES, function_with_options
 from rl_distill.objectives.rejection import Bound, rejection_mask
-from rl_distill.objectives.rewarded_rows import EXTRA_REWARDS, RewardedRows
-from rl_distill.objectives.selection import TokenSelection
-from rl_distill.objectives.sessions import SESSION_RULES
-from rl_distill.objectives.weight_metrics import weight_metrics
-from rl_distill.objectives.whitened_advantages import COMPONENT
+from rl_distill.objectives.rewarded_rows import EXTRA_REWARDS, SESSION_RULES, RewardedRows
 
 SampledLogprobs = Literal["old_logprobs", "rollout_logprobs"]
 """Column with the sampling policy's logprobs: the learner's before the update, or the engine's."""
@@ -41,7 +45,6 @@ def with_advantages(
         SettingsError: The advantage, an option or the session rule is unknown.
         DataError: A reward or a column that the estimator needs is missing.
     """
-    mask = batch.ragged("loss_mask")
     by_token = {name: column_spec(name).is_ragged for name in sorted(batch.names) if _is_of_numbers(batch[name])}
     rows = RewardedRows(
         rewards=batch.tensor("reward"),
@@ -49,13 +52,13 @@ def with_advantages(
         session=torch.tensor([key.session_index for key in batch.keys], dtype=torch.int64),
         output=torch.tensor([key.output_index for key in batch.keys], dtype=torch.int64),
         loss_mask=batch.tensor("loss_mask"),
-        offsets=torch.from_numpy(mask.offsets),
+        offsets=_offsets(batch),
         columns={name: batch.tensor(name) for name, is_token in by_token.items() if is_token},
         row_columns={name: batch.tensor(name) for name, is_token in by_token.items() if not is_token},
         session_rule=SESSION_RULES.get(session_rule),
     )
     columns = function_with_options(ADVANTAGES, advantage, options or {})(rows)
-    return batch.with_columns({name: _ragged_like(mask, values) for name, values in columns.items()})
+    return batch.with_columns({name: _ragged(batch, values) for name, values in columns.items()})
 
 
 @converts_arguments
@@ -115,7 +118,7 @@ def with_kl_in_reward(
         DataError: A column is missing.
     """
     kl = _reference_kl(batch, estimator=estimator, policy_logprobs=policy_logprobs)
-    return batch.with_columns({EXTRA_REWARDS: _ragged_like(batch.ragged("loss_mask"), -coefficient * kl)})
+    return batch.with_columns({EXTRA_REWARDS: _ragged(batch, -coefficient * kl)})
 
 
 @converts_arguments
@@ -139,8 +142,7 @@ def with_token_selection(
         policy_logprobs: Column with the sampling policy's logprobs.
     """
     selected = select(batch.tensor(policy_logprobs), batch.tensor("advantages"), batch.tensor("loss_mask"))
-    mask = batch.ragged("loss_mask")
-    return batch.with_columns({"token_selection": Ragged(selected.numpy(), mask.offsets)})
+    return batch.with_columns({"token_selection": _ragged(batch, selected)})
 
 
 @converts_arguments
@@ -150,14 +152,9 @@ def with_loss_weights(batch: Batch, *, aggregation: str = "token-mean", horizon:
     Raises:
         SettingsError: The aggregation is unknown or needs a horizon.
     """
-    mask = batch.ragged("loss_mask")
-    weights = token_weights(
-        batch.tensor("loss_mask"),
-        torch.from_numpy(mask.offsets),
-        row_weights=AGGREGATIONS.get(aggregation),
-        horizon=horizon,
-    )
-    return batch.with_columns({"loss_weights": _ragged_like(mask, weights)})
+    row_weights = AGGREGATIONS.get(aggregation)
+    weights = token_weights(batch.tensor("loss_mask"), _offsets(batch), row_weights=row_weights, horizon=horizon)
+    return batch.with_columns({"loss_weights": _ragged(batch, weights)})
 
 
 @converts_arguments
@@ -170,18 +167,13 @@ def with_correction_weights(
         batch: The global batch with both columns.
         level: "token", or "sequence" for one weight per trajectory.
         cap: Maximum weight. Larger weights become `cap`, or 0 if `floor` is set.
-        floor: Minimum weight; smaller weights become 0 (see `banded_weights`). None only truncates from above.
+        floor: Minimum weight; smaller weights become 0. None only truncates from above.
 
     Raises:
         SettingsError: The level is unknown, or the bounds are invalid.
     """
-    mask = batch.ragged("loss_mask")
-    ratios = (_log_ratio(batch), batch.tensor("loss_mask"), torch.from_numpy(mask.offsets))
-    if floor is None:
-        weights = truncated_weights(*ratios, level=level, cap=cap)
-    else:
-        weights = banded_weights(*ratios, level=level, band=(floor, cap))
-    return batch.with_columns({"correction_weights": _ragged_like(mask, weights)})
+    weights = importance_weights(*_log_ratios(batch), level=level, cap=cap, floor=floor)
+    return batch.with_columns({"correction_weights": _ragged(batch, weights)})
 
 
 @converts_arguments
@@ -189,16 +181,8 @@ def correction_weight_metrics(
     batch: Batch, *, level: CorrectionLevel, cap: WeightCap = 2.0, floor: WeightFloor | None = None
 ) -> dict[str, float]:
     """Return the metrics `rollout_corr/rollout_is_*` of `correction_weights`; see `with_correction_weights`."""
-    offsets = torch.from_numpy(batch.ragged("loss_mask").offsets)
-    metrics = weight_metrics(
-        batch.tensor("correction_weights"),
-        _log_ratio(batch),
-        batch.tensor("loss_mask"),
-        offsets,
-        level=level,
-        cap=cap,
-        floor=floor,
-    )
+    weights = batch.tensor("correction_weights")
+    metrics = weight_metrics(weights, *_log_ratios(batch), level=level, cap=cap, floor=floor)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -219,19 +203,19 @@ def with_rejection(batch: Batch, *, bounds: Mapping[str, Bound]) -> tuple[Batch,
     Raises:
         SettingsError: A criterion is unknown, or a bound is invalid.
     """
-    mask = batch.ragged("loss_mask")
-    keep, metrics = rejection_mask(
-        _log_ratio(batch),
-        batch.tensor("loss_mask"),
-        torch.from_numpy(mask.offsets),
-        bounds=bounds,
-    )
-    rejected = batch.with_columns({"loss_mask": Ragged(keep.numpy(), mask.offsets)})
+    keep, metrics = rejection_mask(*_log_ratios(batch), bounds=bounds)
+    rejected = batch.with_columns({"loss_mask": _ragged(batch, keep)})
     return rejected, {name: float(value) for name, value in metrics.items()}
 
 
-def _log_ratio(batch: Batch) -> torch.Tensor:
-    return batch.tensor("old_logprobs") - batch.tensor("rollout_logprobs")
+def _offsets(batch: Batch) -> torch.Tensor:
+    return torch.from_numpy(batch.ragged("loss_mask").offsets)
+
+
+def _log_ratios(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log ratios of the learner's to the engine's probabilities, the loss mask and the row offsets."""
+    log_ratios = batch.tensor("old_logprobs") - batch.tensor("rollout_logprobs")
+    return log_ratios, batch.tensor("loss_mask"), _offsets(batch)
 
 
 def _reference_kl(batch: Batch, *, estimator: str, policy_logprobs: SampledLogprobs) -> torch.Tensor:
@@ -245,5 +229,5 @@ def _is_of_numbers(column: Column) -> bool:
     return not column.element_shape if isinstance(column, Ragged) else column.ndim == 1
 
 
-def _ragged_like(mask: Ragged, values: torch.Tensor) -> Ragged:
-    return Ragged(values, mask.offsets)  # cast to the column's dtype by `with_columns`
+def _ragged(batch: Batch, values: torch.Tensor) -> Ragged:
+    return Ragged(values, batch.ragged("loss_mask").offsets)  # cast to the column's dtype by `with_columns`

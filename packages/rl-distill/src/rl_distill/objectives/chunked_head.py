@@ -13,11 +13,7 @@ from torch import Tensor
 
 from rl_core.errors import NotReadyError, ShapeError
 from rl_core.record_fields import converts_arguments
-from rl_distill.objectives.logit_divergence import (
-    MEASURES,
-    LogitDivergence,
-    TokenComparison,
-)
+from rl_distill.objectives.logit_divergence import LogitDivergence, TokenComparison
 from rl_distill.objectives.teacher_tokens import TeacherTokens, check_sampled_tokens
 from rl_distill.objectives.vocabulary import vocabulary_logprobs
 
@@ -44,7 +40,7 @@ class HeadResult(NamedTuple):
     entropy: Tensor | None
 
 
-class _Work(NamedTuple):
+class _HeadArguments(NamedTuple):
     """Arguments of the head that need no gradient."""
 
     weights: Tensor
@@ -53,20 +49,20 @@ class _Work(NamedTuple):
     targets: Tensor | None
     temperature: float
     chunk: int
-    found: list[tuple[TokenComparison, Tensor | None, Tensor | None]]
+    chunks: list[tuple[TokenComparison, Tensor]]
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: _Work) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: _HeadArguments) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        grad_weight = None if not needs_weight or len(hidden) else torch.zeros_like(weight, dtype=exact)
+        grad_weight = None
         # Reuse one buffer for all chunks: on a CPU, touching fresh memory costs as much as the arithmetic on it.
         buffer = weight.new_empty(min(work.chunk, len(hidden)), weight.shape[0])
         weighted = []
-        for start in range(0, len(hidden), work.chunk):
+        for start in range(0, max(1, len(hidden)), work.chunk):
             rows = slice(start, start + work.chunk)
             losses, grad = _one_chunk(hidden[rows], weight, rows, work, buffer)
             weighted.append(losses)
@@ -77,16 +73,16 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_hidden is not None and work.divergence.part.num_ranks > 1:
             dist.all_reduce(grad_hidden, group=work.divergence.part.group)
         ctx.grads = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
-        return torch.cat(weighted) if weighted else hidden.new_zeros(0, dtype=exact)
+        return torch.cat(weighted)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,) = grads
         if ctx.grads is None:
             raise NotReadyError("the chunked head can run backward only once; call it again for another backward pass.")
-        made, ctx.grads = ctx.grads, None
+        grads_of_inputs, ctx.grads = ctx.grads, None
         factor = _common_factor(grad)
-        of_hidden, of_weight = (one if one is None or factor is None else one.mul_(factor) for one in made)
+        of_hidden, of_weight = (of if of is None or factor is None else of.mul_(factor) for of in grads_of_inputs)
         return of_hidden, of_weight, None
 
 
@@ -115,28 +111,27 @@ def added_product(total: Tensor | None, left: Tensor, right: Tensor, *, dtype: t
     return total.addmm_(left, right) if left.dtype == dtype else total.add_(left @ right)
 
 
-def _one_chunk(hidden: Tensor, weight: Tensor, rows: slice, work: _Work, buffer: Tensor) -> tuple[Tensor, Tensor]:
+def _one_chunk(
+    hidden: Tensor, weight: Tensor, rows: slice, work: _HeadArguments, buffer: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return a chunk's weighted losses and their gradient with respect to its logits."""
     logits = torch.mm(hidden, weight.T, out=buffer[: len(hidden)])
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    logprobs = entropy = None
-    if work.targets is not None:
-        logprobs, entropy = _of_targets(logits, work.targets[rows], work)
+    scores = logits.new_empty(2, 0) if work.targets is None else _of_targets(logits, work.targets[rows], work)
     weights = work.weights[rows]
     comparison, grad = work.divergence.with_gradient(logits.detach(), work.teacher.select(rows), weights)
-    work.found.append((comparison, logprobs, entropy))
+    work.chunks.append((comparison, scores))
     return weights * comparison.losses, grad.to(weight.dtype)
 
 
-def _of_targets(logits: Tensor, targets: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
-    """Return logprobs and entropy, a few tokens at a time, since they need several arrays as wide as the logits."""
+def _of_targets(logits: Tensor, targets: Tensor, work: _HeadArguments) -> Tensor:
+    """Return logprobs and entropy [2, M]; a few tokens at a time, since they need several arrays as wide as logits."""
     count = TARGETS_AT_ONCE if logits.device.type == "cpu" else GPU_TARGETS_AT_ONCE
-    found = [
-        vocabulary_logprobs(few, ids, temperature=work.temperature, part=work.divergence.part)
+    scores = [
+        torch.stack(vocabulary_logprobs(few, ids, temperature=work.temperature, part=work.divergence.part))
         for few, ids in zip(torch.split(logits, count), torch.split(targets, count), strict=True)
     ]
-    logprobs, entropy = (torch.cat(of_all) for of_all in zip(*found, strict=True))
-    return logprobs, entropy
+    return torch.cat(scores, dim=1)
 
 
 @converts_arguments
@@ -171,19 +166,10 @@ def chunked_head_divergence(
     if targets is not None:
         check_sampled_tokens(teacher.ids[:, 0], targets, (teacher.index >= 0) & (teacher.ids[:, 0] >= 0))
     chunk = max(1, chunk_logits // max(1, weight.shape[0]))
-    work = _Work(weights.detach(), teacher, divergence, targets, temperature, chunk, [])
+    work = _HeadArguments(weights.detach(), teacher, divergence, targets, temperature, chunk, [])
     weighted: Tensor = _ChunkedHead.apply(hidden, weight, work)  # type: ignore[no-untyped-call]
-    if not work.found:
-        work.found.append(_nothing(hidden, work))
-    comparison = TokenComparison.joined(one for one, _, _ in work.found)
-    logprobs = [one for _, one, _ in work.found if one is not None]
-    entropies = [one for _, _, one in work.found if one is not None]
-    return HeadResult(
-        weighted, comparison, torch.cat(logprobs) if logprobs else None, torch.cat(entropies) if entropies else None
-    )
-
-
-def _nothing(hidden: Tensor, work: _Work) -> tuple[TokenComparison, Tensor | None, Tensor | None]:
-    empty = hidden.new_zeros(0, dtype=torch.float32)
-    of_targets = None if work.targets is None else empty
-    return TokenComparison(*[empty] * len(MEASURES)), of_targets, of_targets
+    comparison = TokenComparison.joined(comparison for comparison, _ in work.chunks)
+    if targets is None:
+        return HeadResult(weighted, comparison, None, None)
+    logprobs, entropy = torch.cat([scores for _, scores in work.chunks], dim=1)
+    return HeadResult(weighted, comparison, logprobs, entropy)

@@ -10,7 +10,8 @@ Source: Cui et al. 2025, arXiv:2505.22617, section 4.
 """
 
 import math
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -19,8 +20,31 @@ from torch import Tensor
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import NonNegativeFloat, converts_arguments
 from rl_distill.objectives.policy_loss import ClipHigh, ClipLow, PolicyTokens, TokenLosses, clipped_surrogate
-from rl_distill.objectives.selection import selects_with
 from rl_distill.objectives.shapes import check_mask, check_tokens
+
+TokenSelection = Callable[..., Tensor]
+"""(old_logprobs [T], advantages [T], loss_mask [T], **options) of the global batch -> [T] bool."""
+
+LossT = TypeVar("LossT", bound=Callable[..., Any])
+
+
+def selects_with(select: TokenSelection) -> Callable[[LossT], LossT]:
+    """Declare the function that computes `PolicyTokens.selection` for a policy loss.
+
+    Users set the selection's keyword options together with the loss's own.
+    """
+
+    def mark(loss: LossT) -> LossT:
+        loss.selection = select  # type: ignore[attr-defined]
+        return loss
+
+    return mark
+
+
+def selection_of(loss: Callable[..., Any]) -> TokenSelection | None:
+    """Return the function that selects tokens for a policy loss; None if it has none."""
+    return getattr(loss, "selection", None)
+
 
 Share = Annotated[float, Gt(0), Le(1)]
 """Share of the trained tokens."""
@@ -82,8 +106,8 @@ def select_band(
     """
     if not low < high:
         raise SettingsError(f"low of select_band must be below high; found low = {low}, high = {high}.")
-    found = covariances(logprobs, advantages, loss_mask)
-    candidates = torch.nonzero(loss_mask & (found > low) & (found < high)).flatten()
+    covariance = covariances(logprobs, advantages, loss_mask)
+    candidates = torch.nonzero(loss_mask & (covariance > low) & (covariance < high)).flatten()
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
     return _marked(candidates[order[: _count(loss_mask, share)].to(candidates.device)], loss_mask)
 
@@ -104,8 +128,8 @@ def select_top(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, share
     Raises:
         SettingsError: share is not in (0, 1].
     """
-    found = covariances(logprobs, advantages, loss_mask).masked_fill(~loss_mask, -torch.inf)
-    order = torch.argsort(found, descending=True, stable=True)
+    covariance = covariances(logprobs, advantages, loss_mask).masked_fill(~loss_mask, -torch.inf)
+    order = torch.argsort(covariance, descending=True, stable=True)
     count = min(_count(loss_mask, share), int(loss_mask.sum()))
     return _marked(order[:count], loss_mask)
 

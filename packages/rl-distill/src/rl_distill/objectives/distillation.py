@@ -16,16 +16,13 @@ from torch import Tensor
 from rl_core.data import Batch, Ragged
 from rl_core.errors import SettingsError
 from rl_core.record_fields import PositiveFloat, converts_arguments, settings_record
-from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.metric_sums import metric_totals, metric_values
+from rl_distill.learner import MetricSums, MicroBatch, metric_totals, metric_values
 from rl_distill.objectives.batch_columns import SampledLogprobs
-from rl_distill.objectives.comparison import LOSSES, MEASURED, WEIGHTED, Comparison
+from rl_distill.objectives.correction import mismatch_sums
 from rl_distill.objectives.divergences import DivergenceKind, DivergenceOptions, Tail, clamped
-from rl_distill.objectives.kl import KLEstimator, absolute, k1, k2, straight_through
-from rl_distill.objectives.log_ratios import excess
+from rl_distill.objectives.kl import KLEstimator, absolute, excess, k1, k2, straight_through
 from rl_distill.objectives.logit_divergence import MEASURES
-from rl_distill.objectives.micro_columns import masked, needed_column
-from rl_distill.objectives.mismatch import mismatch_sums
+from rl_distill.objectives.micro_batches import LOSSES, MEASURED, WEIGHTED, TeacherComparison, masked, needed_column
 from rl_distill.objectives.policy import PolicyObjective
 from rl_distill.objectives.teacher_tokens import check_sampled_tokens
 
@@ -97,7 +94,7 @@ class DistillationObjectiveOptions:
         return self.loss in get_args(DivergenceKind)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DistillationObjective:
     """An `Objective`: coefficient * distillation, plus the policy's objective if tasks have rewards.
 
@@ -118,11 +115,11 @@ class DistillationObjective:
     policy: PolicyObjective | None = None
 
     @property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> TeacherComparison | None:
         """The comparison that the learner makes on the logits; None if the loss needs only logprobs."""
         if not self.options.is_divergence:
             return None
-        return Comparison(options=self.options.divergence, is_alone=self.policy is None)
+        return TeacherComparison(options=self.options.divergence, is_alone=self.policy is None)
 
     def __call__(self, policy_logprobs: Tensor, entropy: Tensor | None, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
         """Return the loss of the micro-batch and its metric sums.
@@ -165,13 +162,6 @@ class DistillationObjective:
         if "teacher_ids" in micro.columns:
             check_sampled_tokens(micro.columns["teacher_ids"][:, 0], micro.input_ids, is_scored)
         return estimate(policy_logprobs, teacher, is_scored, options=self.options)
-
-
-def distillation_objective(
-    options: DistillationObjectiveOptions, policy: PolicyObjective | None = None
-) -> DistillationObjective:
-    """Return the objective, alone or added to the objective of rewarded tasks."""
-    return DistillationObjective(options=options, policy=policy)
 
 
 def estimate(

@@ -17,7 +17,7 @@ from rl_distill.objectives.divergences import (
     top_k_divergence,
 )
 from rl_distill.objectives.teacher_tokens import TeacherTokens, refuse_top_k_alone
-from rl_distill.objectives.vocabulary_parts import (
+from rl_distill.objectives.vocabulary import (
     VocabularyPart,
     all_logprobs,
     likeliest,
@@ -178,14 +178,14 @@ class LogitDivergence:
         log_p = all_logprobs(teacher_logits, part=self.part, temperature=self.options.temperature)
         log_q = all_logprobs(logits, part=self.part, temperature=self.options.temperature)
         losses = sum_over_ranks(divergence_terms(log_p, log_q, self.options).sum(-1), group=self.part.group)
-        is_bitten = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        is_clamped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         if self.options.min_logprob is not None:
             low = ((log_p < self.options.min_logprob) | (log_q.detach() < self.options.min_logprob)).any(-1)
-            is_bitten = self.part.summed(low.float()) > 0
+            is_clamped = self.part.summed(low.float()) > 0
         ids = likeliest(teacher_logits, best.shape[1], part=self.part)[1]
         whole = torch.ones_like(losses.detach())
-        found = clamped(losses, is_bitten, self.options)
-        return _measured(found, (whole, whole), ids, best, is_scored=teacher.index >= 0)
+        divergence = clamped(losses, is_clamped, self.options)
+        return _measured(divergence, (whole, whole), ids, best, is_scored=teacher.index >= 0)
 
     @torch.no_grad()
     def _teacher_logits(self, teacher: TeacherTokens) -> Tensor:
@@ -229,42 +229,29 @@ def _is_among(ids: Tensor, others: Tensor) -> Tensor:
     return ordered.gather(-1, places) == ids
 
 
-@torch.no_grad()
-def _masses(log_q: Tensor, teacher: TeacherTokens) -> tuple[Tensor, Tensor]:
-    """Return the student's and the teacher's probability [M] of the top k."""
-    is_given = teacher.ids[:, 1:] >= 0
-    of_both = (log_q, teacher.logprobs[:, 1:].to(log_q.dtype))
-    student, teachers = (torch.where(is_given, of.exp(), 0.0).sum(-1) for of in of_both)
-    return student, teachers
-
-
-def _measured_on_top_k(found: TokenDivergence, log_q: Tensor, teacher: TeacherTokens, best: Tensor) -> TokenComparison:
-    """Return losses with their measures; see `_measured`.
-
-    Args:
-        found: The losses, and where they are clamped.
-        log_q: [M, K] the student's logprobs of the compared tokens.
-        teacher: The teachers' data for the same tokens.
-        best: [M, K] the student's most likely tokens.
-    """
-    return _measured(found, _masses(log_q.detach(), teacher), teacher.ids[:, 1:], best, is_scored=teacher.index >= 0)
+def _measured_on_top_k(
+    divergence: TokenDivergence, log_q: Tensor, teacher: TeacherTokens, best: Tensor
+) -> TokenComparison:
+    """Return losses with their measures; see `_measured`. `log_q` [M, K] are the student's of the compared tokens."""
+    ids, log_p = teacher.ids[:, 1:], teacher.logprobs[:, 1:].to(log_q.dtype)
+    student, of_teacher = (torch.where(ids >= 0, of.exp(), 0.0).sum(-1) for of in (log_q.detach(), log_p))
+    return _measured(divergence, (student, of_teacher), ids, best, is_scored=teacher.index >= 0)
 
 
 def _measured(
-    found: TokenDivergence, masses: tuple[Tensor, Tensor], ids: Tensor, best: Tensor, *, is_scored: Tensor
+    divergence: TokenDivergence, masses: tuple[Tensor, Tensor], ids: Tensor, best: Tensor, *, is_scored: Tensor
 ) -> TokenComparison:
     """Return the losses with their measures, 0 where no teacher scored.
 
     Args:
-        found: The losses, and where they are clamped.
+        divergence: The losses, and where they are clamped.
         masses: [M] probability of the compared tokens under student and teacher.
         ids: [M, K] the teacher's most likely tokens, -1 for none.
         best: [M, K] the student's most likely tokens.
         is_scored: [M] bool, True where a teacher scored.
     """
     is_given = ids >= 0
-    losses, is_clamped = found
-    student_mass, teacher_mass = masses
+    (losses, is_clamped), (student_mass, teacher_mass) = divergence, masses
     measured = {
         "student_mass": student_mass,
         "teacher_mass": teacher_mass,

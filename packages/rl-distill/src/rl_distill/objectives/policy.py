@@ -1,4 +1,4 @@
-"""The policy's objective on a micro-batch: policy loss, KL to the reference and entropy.
+"""The policy's objectives: policy loss, KL to the reference and entropy; or supervised learning.
 
 Source: Shao et al. 2024, arXiv:2402.03300, equation 3, with the parts in `policy_loss`, `kl` and `correction`.
 """
@@ -14,13 +14,11 @@ from rl_core.errors import SettingsError
 from rl_core.record_fields import FiniteFloat, NonNegativeFloat, converts_arguments, settings_record
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.objectives.aggregation import Horizon, aggregate
-from rl_distill.objectives.correction import WeightCap, truncated_weights
+from rl_distill.objectives.correction import WeightCap, importance_weights, mismatch_sums
 from rl_distill.objectives.kl import KL_ESTIMATORS, KLEstimator
-from rl_distill.objectives.micro_columns import masked, needed_column
-from rl_distill.objectives.mismatch import mismatch_sums
+from rl_distill.objectives.micro_batches import masked, needed_column
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
-from rl_distill.objectives.registry import BoundPolicyLoss, policy_loss_with_options
-from rl_distill.objectives.try_out import try_policy_loss
+from rl_distill.objectives.registry import BoundPolicyLoss, policy_loss_with_options, try_policy_loss
 
 Term = tuple[float, Tensor]
 """(factor, [T] values) of a term in the loss."""
@@ -136,7 +134,7 @@ class PolicyObjective:
         if self.options.correction == "none":
             return None
         log_ratio = tokens.old_logprobs - needed_column(micro, "rollout_logprobs", who=WHO)
-        return truncated_weights(
+        return importance_weights(
             log_ratio, tokens.loss_mask, tokens.offsets, level=self.options.correction, cap=self.options.correction_cap
         )
 
@@ -223,6 +221,27 @@ def compute_policy_loss(
     )
     sums = _diagnostic_sums(computed, tokens.loss_mask)
     return loss, {name: total / count.clamp(min=1) for name, (total, count) in sums.items()}
+
+
+def supervised_objective(
+    policy_logprobs: Tensor,
+    entropy: Tensor | None,  # noqa: ARG001 - every objective has this signature
+    micro_batch: MicroBatch,
+) -> tuple[Tensor, MetricSums]:
+    """Return the cross entropy weighted by `loss_weights`.
+
+    Args:
+        policy_logprobs: [T] natural-log probabilities of the tokens.
+        entropy: Unused.
+        micro_batch: Needs the columns loss_weights [T] and loss_mask [T].
+
+    Returns:
+        The loss, and the metric sums of `nll` (mean over trained tokens, natural log).
+    """
+    mask = micro_batch.columns["loss_mask"]
+    losses = torch.where(mask, -policy_logprobs, 0.0)
+    loss = (losses * micro_batch.columns["loss_weights"]).sum()
+    return loss, {"nll": (losses.detach().sum(), mask.sum())}
 
 
 def _diagnostic_sums(computed: TokenLosses, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -1,6 +1,6 @@
 """The interface of policy losses on packed tokens, and PPO's clip.
 
-Other families are in `sequence_policy_loss`, `weighted_policy_loss`, `soft_policy_loss` and `covariance_policy_loss`.
+Others are in `policy_losses` and `covariance_policy_loss`.
 
 Source: PPO's clip, Schulman et al. 2017, arXiv:1707.06347; separate clip_high, DAPO, Yu et al. 2025,
 arXiv:2503.14476; dual clip, Ye et al. 2020, arXiv:1912.09729.
@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from rl_core.record_fields import converts_arguments, record
-from rl_distill.objectives.log_ratios import bounded
+from rl_distill.objectives.kl import bounded
 from rl_distill.objectives.ragged import padded_offsets
 from rl_distill.objectives.shapes import (
     as_mask,

@@ -1,6 +1,7 @@
 """Registries of advantages and policy losses; other packages can add to them through entry points.
 
-The registries of aggregations, KL estimators, session rules and rejection criteria are in their own modules.
+The registries of aggregations, KL estimators, session rules and rejection criteria are in their own modules. A function
+is tried on a tiny batch, so that invalid options fail before a run starts.
 """
 
 import inspect
@@ -9,20 +10,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch
+
 from rl_core.errors import SettingsError
 from rl_core.record_fields import fit_options
 from rl_core.registry import Registry, unknown_name
 from rl_distill.objectives.advantages import dr_grpo, gpg, grpo, grpo_passk, opo, rloo
-from rl_distill.objectives.baseline_advantages import gae, remax
-from rl_distill.objectives.covariance_policy_loss import clip_cov, kl_cov
-from rl_distill.objectives.policy_loss import PolicyLoss, ppo_clip
-from rl_distill.objectives.rewarded_rows import AdvantageEstimator
-from rl_distill.objectives.selection import TokenSelection, selection_of
-from rl_distill.objectives.sequence_policy_loss import geo_mean, gspo
-from rl_distill.objectives.soft_policy_loss import sapo
-from rl_distill.objectives.weighted_policy_loss import cispo, dppo_kl, dppo_tv
-from rl_distill.objectives.weighted_policy_loss import gpg as gpg_loss
-from rl_distill.objectives.whitened_advantages import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline
+from rl_distill.objectives.batch_advantages import (
+    COMPONENT,
+    gae,
+    gdpo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+)
+from rl_distill.objectives.covariance_policy_loss import TokenSelection, clip_cov, kl_cov, selection_of
+from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, ppo_clip
+from rl_distill.objectives.policy_losses import cispo, dppo_kl, dppo_tv, geo_mean, gspo, sapo
+from rl_distill.objectives.policy_losses import gpg as gpg_loss
+from rl_distill.objectives.rewarded_rows import AdvantageEstimator, RewardedRows
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -117,3 +123,51 @@ def declared_options(function: Callable[..., Any]) -> dict[str, inspect.Paramete
     """Return the keyword-only parameters of a function by name."""
     parameters = inspect.signature(function).parameters
     return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+
+
+def try_advantage(name: str, options: Mapping[str, Any]) -> None:
+    """Run an estimator on two one-token trajectories that have every column the built-in estimators read.
+
+    Raises:
+        SettingsError: The estimator or an option is unknown, or an option's value is invalid.
+    """
+    estimator = function_with_options(ADVANTAGES, name, options)
+    weights = options.get("weights")
+    zeros, index = torch.zeros(2), torch.arange(2)
+    components = {COMPONENT + name: zeros for name in (weights if isinstance(weights, Mapping) else ("any",))}
+    rows = RewardedRows(
+        rewards=zeros,
+        group=torch.zeros_like(index),
+        session=index,
+        output=torch.zeros_like(index),
+        loss_mask=zeros == 0,
+        offsets=torch.arange(3),
+        columns={"values": zeros},
+        row_columns={"reward_baseline": zeros, **components},
+    )
+    try:
+        estimator(rows)
+    except (TypeError, AttributeError) as error:  # e.g. a string for a number
+        raise SettingsError(f"advantage {name!r} fails with the options {dict(options)}: {error}.") from error
+
+
+def try_policy_loss(bound: BoundPolicyLoss) -> None:
+    """Run a policy loss and its token selection on one token.
+
+    Raises:
+        SettingsError: An option's value is invalid.
+    """
+    zero = torch.zeros(1)
+    try:
+        bound.loss(
+            PolicyTokens(
+                policy_logprobs=zero,
+                old_logprobs=zero,
+                advantages=zero,
+                loss_mask=zero == 0,
+                offsets=torch.tensor([0, 1]),
+                selection=None if bound.select is None else bound.select(zero, zero, zero == 0),
+            )
+        )
+    except (TypeError, AttributeError) as error:  # e.g. a string for a number
+        raise SettingsError(f"the policy loss fails with its options: {error}.") from error

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_distill.objectives.correction import blank_masked
-from rl_distill.objectives.log_ratios import bounded, excess
+from rl_distill.objectives.kl import bounded, excess
 from rl_distill.objectives.ragged import row_counts, row_maxima, row_means, row_sums, spread_rows
 
 Bound = float | tuple[float, float]
@@ -95,14 +95,14 @@ def _judge(
     else:
         of_rows = criterion.of_row(values, loss_mask, offsets)
         statistic = spread_rows(of_rows, offsets, num_tokens=len(values))
-    passes = statistic <= high if low is None else (statistic <= high) & (statistic >= low)
+    passes = (statistic <= high) & (statistic >= low)
     of_tokens, of_rows = statistic[loss_mask], of_rows[row_counts(loss_mask, offsets) > 0]
     judged = of_tokens if criterion.of_row is None else of_rows
     return passes, _statistics(of_tokens, of_rows, judged, low=low, high=high) if len(of_tokens) else {}
 
 
-def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, float]:
-    """Return the minimum and maximum of the statistic that pass; the minimum is None for k2 and k3.
+def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float, float]:
+    """Return the minimum and maximum of the statistic that pass; the minimum is -inf for k2 and k3.
 
     Raises:
         SettingsError: A limit is not above 0, low is above high, or a k2 or k3 criterion has two limits.
@@ -112,7 +112,7 @@ def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, fl
     if not is_signed:
         if len(parts) != 1 or not is_positive:
             raise SettingsError(f"the bound of a k2 or k3 criterion must be one number above 0; found {bound!r}.")
-        return None, float(parts[0])
+        return -math.inf, float(parts[0])
     if is_positive and len(parts) == 1:
         parts = (1.0 / parts[0], parts[0])
     if not is_positive or len(parts) != 2 or not 0.0 < parts[0] <= parts[1] < math.inf:
@@ -124,11 +124,7 @@ def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float | None, fl
 
 
 def rejection_mask(
-    log_ratio: Tensor,
-    loss_mask: Tensor,
-    offsets: Tensor,
-    *,
-    bounds: Mapping[str, Bound],
+    log_ratio: Tensor, loss_mask: Tensor, offsets: Tensor, *, bounds: Mapping[str, Bound]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a mask of the tokens that pass all criteria, and metrics.
 
@@ -149,45 +145,33 @@ def rejection_mask(
     keep, metrics = loss_mask, dict[str, Tensor]()
     for name, bound in bounds.items():
         criterion = REJECTION_CRITERIA.get(name)
-        passes, found = _judge(log_ratio, loss_mask, offsets, criterion=criterion, bound=bound)
+        passes, statistics = _judge(log_ratio, loss_mask, offsets, criterion=criterion, bound=bound)
         keep = keep & passes
         prefix = f"rollout_corr/rollout_rs_{name}"
-        metrics |= {f"{prefix}_{key}": value for key, value in found.items()}
+        metrics |= {f"{prefix}_{key}": value for key, value in statistics.items()}
         metrics |= _masked_fractions(prefix, loss_mask & passes, loss_mask, offsets)
     metrics |= _masked_fractions("rollout_corr/rollout_rs", keep, loss_mask, offsets)
     return keep, metrics if bool(loss_mask.any()) else {}
 
 
-def _statistics(
-    of_tokens: Tensor, of_rows: Tensor, judged: Tensor, *, low: float | None, high: float
-) -> dict[str, Tensor]:
+def _statistics(of_tokens: Tensor, of_rows: Tensor, judged: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
     """Return metrics of a statistic over trained tokens and trajectories; `judged` is the level that is rejected."""
-    clamped = of_tokens.clamp(min=0.0 if low is None else low, max=high)
+    is_signed = low > -math.inf
     statistics = {
         "mean": of_tokens.mean(),
         "max": judged.max(),
         "min": judged.min(),
-        "fraction_high": _share(judged > high),
-        "fraction_low": _share_below(judged, low),
-        "std": clamped.double().std(correction=0).to(of_tokens.dtype),
+        "fraction_high": (judged > high).float().mean(),
+        "fraction_low": (judged < low).float().mean(),
+        "std": of_tokens.clamp(min=low if is_signed else 0.0, max=high).double().std(correction=0).to(of_tokens.dtype),
         "seq_mean": of_rows.mean(),
         "seq_std": of_rows.std() if len(of_rows) > 1 else of_rows.new_zeros(()),
         "seq_max": of_rows.max(),
         "seq_min": of_rows.min(),
         "seq_max_deviation": of_rows.abs().max(),
-        "seq_fraction_high": _share(of_rows > high),
+        "seq_fraction_high": (of_rows > high).float().mean(),
     }
-    return statistics | ({} if low is None else {"seq_fraction_low": _share_below(of_rows, low)})
-
-
-def _share(is_outside: Tensor) -> Tensor:
-    """Return the share of True values in [K]."""
-    return is_outside.float().mean()
-
-
-def _share_below(values: Tensor, low: float | None) -> Tensor:
-    """Return the share of values [K] below a limit; 0 without a limit."""
-    return _share(torch.zeros_like(values, dtype=torch.bool) if low is None else values < low)
+    return statistics | ({"seq_fraction_low": (of_rows < low).float().mean()} if is_signed else {})
 
 
 def _masked_fractions(prefix: str, keep: Tensor, loss_mask: Tensor, offsets: Tensor) -> dict[str, Tensor]:

@@ -22,16 +22,7 @@ def check_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
     Raises:
         ShapeError: A tensor is not [T].
     """
-    first, reference = next(iter(tensors.items()))
-    if reference.ndim != 1:
-        raise ShapeError(f"{first} must have shape [T]; found {list(reference.shape)}. Pack the rows end to end.")
-    for name, tensor in tensors.items():
-        if tensor.shape != reference.shape:
-            raise ShapeError(
-                f"{name} must have shape [T] with T = {len(reference)} like {first}; found {list(tensor.shape)}. Pack "
-                "every token tensor with the same offsets."
-            )
-    return len(reference)
+    return _check_alike(tensors, "[T]", "Pack the rows of every token tensor end to end, with the same offsets.")
 
 
 def check_padded(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -89,7 +80,7 @@ def _check_alike(tensors: Mapping[str, torch.Tensor], axes: str, advice: str) ->
     for name, tensor in tensors.items():
         if tensor.shape != reference.shape:
             raise ShapeError(
-                f"{name} must have shape {axes} like {first}; found {list(tensor.shape)} and {list(reference.shape)}. "
+                f"{name} must have shape {axes} like {first}, {list(reference.shape)}; found {list(tensor.shape)}. "
                 f"{advice}"
             )
     return len(reference)

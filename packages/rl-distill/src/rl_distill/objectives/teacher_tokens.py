@@ -6,7 +6,7 @@ from torch import Tensor
 from rl_core.errors import DataError, ShapeError
 from rl_core.record_fields import converts_arguments, record
 from rl_distill.learner import MicroBatch
-from rl_distill.objectives.micro_columns import needed_column
+from rl_distill.objectives.micro_batches import needed_column
 from rl_distill.objectives.shapes import AGREEMENT
 
 MAX_MASS = 1.05

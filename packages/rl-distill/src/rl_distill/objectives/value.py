@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_core.record_fields import converts_arguments, settings_record
 from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.objectives.micro_columns import masked, needed_column
+from rl_distill.objectives.micro_batches import masked, needed_column
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
 ValueClip = Annotated[float, Gt(0)]
@@ -83,15 +83,3 @@ class ValueObjective:
             "critic/vf_clipfrac": (was_clipped.sum(), count),
             "critic/vpred_mean": (predicted.detach().sum(), count),
         }
-
-
-def value_objective(*, clip: float = 0.2) -> ValueObjective:
-    """Return the critic's objective.
-
-    Args:
-        clip: Maximum distance from the old values; math.inf disables the clip.
-
-    Raises:
-        SettingsError: clip is not above 0.
-    """
-    return ValueObjective(clip=clip)

@@ -12,8 +12,8 @@ from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica
 from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter, route_problems
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
+from rl_distill.teacher.scoring import ServiceReport
 from rl_distill.teacher.service import ServiceOptions, TeacherService, teacher_task
-from rl_distill.teacher.step_report import ServiceReport
 from rl_distill.teacher.texts import TextOptions, count_texts, trajectories_from_texts
 from rl_distill.teacher.vocabulary import check_same_vocabulary, compare_vocabularies
 

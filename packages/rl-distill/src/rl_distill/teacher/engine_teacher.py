@@ -7,6 +7,7 @@ from rl_core.data import IntArray
 from rl_core.errors import TeacherError
 from rl_core.gpus import GpuUse, gpu_use_of
 from rl_core.weights import TokenScores
+from rl_distill.teacher.protocol import TeacherTraits
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 AT_ONCE = 2
@@ -45,7 +46,6 @@ class ScoringEngine(Protocol):
 class EngineReplica:
     """A `TeacherReplica` on an engine; supports no hidden states, and only temperature 1."""
 
-    hidden_size = None
     at_once = AT_ONCE
 
     def __init__(self, engine: ScoringEngine) -> None:
@@ -54,19 +54,15 @@ class EngineReplica:
         self._is_asleep = False
 
     @property
-    def max_tokens(self) -> int:
-        """See `TeacherReplica.max_tokens`."""
-        return int(self._engine.traits.max_model_len)
-
-    @property
-    def vocab_size(self) -> int:
-        """See `TeacherReplica.vocab_size`."""
-        return int(self._engine.traits.vocab_size)
+    def traits(self) -> TeacherTraits:
+        """See `TeacherReplica.traits`."""
+        traits = self._engine.traits
+        return TeacherTraits(vocab_size=traits.vocab_size, hidden_size=None, max_tokens=traits.max_model_len)
 
     @property
     def most_top_k(self) -> int:
         """See `TeacherReplica.most_top_k`."""
-        return min(int(self._engine.traits.max_top_k), self.vocab_size)
+        return min(int(self._engine.traits.max_top_k), int(self._engine.traits.vocab_size))
 
     @property
     def can_sleep(self) -> bool:
@@ -85,8 +81,8 @@ class EngineReplica:
         """
         if with_hidden:
             raise TeacherError('an engine returns no hidden states; use a teacher with engine = "megatron".')
-        found = await self._engine.score([row.input_ids for row in sequences], top_k=top_k)
-        return [TeacherScores(logprobs=one.logprobs, token_ids=one.token_ids) for one in found]
+        scores = await self._engine.score([row.input_ids for row in sequences], top_k=top_k)
+        return [TeacherScores(logprobs=of_row.logprobs, token_ids=of_row.token_ids) for of_row in scores]
 
     async def gpu_use(self) -> list[GpuUse]:
         """See `TeacherReplica`."""

@@ -7,8 +7,8 @@ from typing import Any
 from rl_core import TransferQueue
 from rl_core.cluster import RoleView
 from rl_core.errors import NotReadyError
+from rl_distill.teacher.scoring import ServiceReport
 from rl_distill.teacher.service import TeacherService
-from rl_distill.teacher.step_report import ServiceReport
 
 
 class TeacherHost:

@@ -13,10 +13,11 @@ from rl_core.errors import EngineDiedError, NotReadyError, RLError
 from rl_core.gpus import GpuUse
 from rl_core.record_fields import converts_arguments
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
+from rl_distill.megatron.learner import MegatronTeacherModel
 from rl_distill.megatron.ranks import LearnerRanks
-from rl_distill.megatron.teacher import MegatronTeacherModel
 from rl_distill.options import LearnerOptions
 from rl_distill.parallel_layout import teacher_layout
+from rl_distill.teacher.protocol import TeacherTraits
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
 Result = TypeVar("Result")
@@ -68,20 +69,11 @@ class MegatronReplica:
         self._is_closed = False
 
     @property
-    def max_tokens(self) -> int:
-        """See `TeacherReplica.max_tokens`."""
-        limit = self._started().config.max_position_embeddings
-        return min(limit, self._place.max_tokens or limit)
-
-    @property
-    def vocab_size(self) -> int:
-        """See `TeacherReplica.vocab_size`."""
-        return self._started().config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """See `TeacherReplica.hidden_size`."""
-        return self._started().config.hidden_size
+    def traits(self) -> TeacherTraits:
+        """See `TeacherReplica.traits`."""
+        config = self._started().config
+        longest = min(config.max_position_embeddings, self._place.max_tokens or config.max_position_embeddings)
+        return TeacherTraits(vocab_size=config.vocab_size, hidden_size=config.hidden_size, max_tokens=longest)
 
     @property
     def most_top_k(self) -> int:
@@ -170,5 +162,5 @@ class MegatronReplica:
         except Exception as error:
             if self._model is None or (self._ranks is not None and self._ranks.is_alive):
                 raise
-            said = f"{type(error).__name__}: {error}" if isinstance(error, RLError) else repr(error)
-            raise EngineDiedError(f"the teacher's ranks ended: {said}") from error
+            cause = f"{type(error).__name__}: {error}" if isinstance(error, RLError) else repr(error)
+            raise EngineDiedError(f"the teacher's ranks ended: {cause}") from error

@@ -153,6 +153,8 @@ class DistillationOptions:
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each impossible combination."""
+        if self.loss == "nll" and self.texts is None:
+            yield 'loss = "nll" imitates a teacher\'s texts; set texts to their column, found none.'
         if not self.is_on:
             yield from self._unused()
             return
@@ -168,19 +170,15 @@ class DistillationOptions:
 
     def _unused(self) -> Iterator[str]:
         """Yield a message for each option that has no effect because distillation is off."""
-        if self.loss == "nll":
-            yield 'loss = "nll" imitates a teacher\'s texts; set texts to their column, found none.'
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name != "teachers" and value != one.default and (one.name, value) != ("loss", "nll"):
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if name != "teachers" and value != option.default and (name, value) != ("loss", "nll"):
                 yield (
-                    f"{one.name} = {str(value)!r} has no effect, since distillation is off. Add "
+                    f"{name} = {str(value)!r} has no effect, since distillation is off. Add "
                     "[distillation.teachers.NAME], or omit it."
                 )
 
     def _combinations(self) -> Iterator[str]:
-        if self.loss == "nll" and self.texts is None:
-            yield 'loss = "nll" imitates a teacher\'s texts; set texts to their column, found none.'
         if self.loss == "nll" and self.teachers:
             yield 'loss = "nll" imitates texts and needs no teacher; omit teachers, or choose another loss.'
         if not self.teachers and self.loss != "nll":

@@ -57,18 +57,8 @@ class TeacherReplica(Protocol):
     """
 
     @property
-    def max_tokens(self) -> int:
-        """Maximum trajectory length in tokens."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Exclusive upper bound of token ids."""
-        ...
-
-    @property
-    def hidden_size(self) -> int | None:
-        """Width of the hidden states; None without them."""
+    def traits(self) -> TeacherTraits:
+        """Properties of the model, known after `start`."""
         ...
 
     @property

@@ -2,16 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import structlog
 
 from rl_core.errors import DeadlineError, EngineDiedError, NotReadyError, RLError, TeacherError
 from rl_core.gpus import GpuUse, gpu_use_of
-from rl_distill.teacher.probe import PROBE_TOKENS, probe_problem, probe_row
 from rl_distill.teacher.protocol import TeacherPlan, TeacherReplica, TeacherTraits
-from rl_distill.teacher.scores import TeacherRow, TeacherScores
+from rl_distill.teacher.scores import PROBE_TOKENS, TeacherRow, TeacherScores, probe_problem, probe_row
 
 log = structlog.get_logger(__name__)
 
@@ -20,7 +19,7 @@ MakeReplica = Callable[[int], TeacherReplica]
 """Creates the replica with a given index, without starting it; called again after each death."""
 
 
-class _Place:
+class _ReplicaSlot:
     """A slot for a replica."""
 
     def __init__(self, index: int, replica: TeacherReplica) -> None:
@@ -68,7 +67,7 @@ class ReplicatedTeacher:
         self._plan = plan
         self._make = make
         self._say = say or log.info
-        self._places = [_Place(index, make(index)) for index in range(plan.num_replicas)]
+        self._slots = [_ReplicaSlot(index, make(index)) for index in range(plan.num_replicas)]
         self._changed = asyncio.Condition()
         self._busy_s = 0.0
         self._traits = traits
@@ -85,12 +84,12 @@ class ReplicatedTeacher:
     @property
     def num_replicas(self) -> int:
         """Number of replicas that score in parallel."""
-        return len(self._places)
+        return len(self._slots)
 
     @property
     def at_once(self) -> int:
         """Number of concurrent calls of `score` that keep the replicas busy."""
-        return sum(place.replica.at_once for place in self._places)
+        return sum(slot.replica.at_once for slot in self._slots)
 
     @property
     def max_tokens(self) -> int:
@@ -111,13 +110,13 @@ class ReplicatedTeacher:
     @property
     def num_restarts(self) -> int:
         """Number of restarts so far."""
-        return sum(place.num_restarts for place in self._places)
+        return sum(slot.num_restarts for slot in self._slots)
 
     @property
     def busy_s(self) -> float:
         """Seconds of scoring so far, summed over replicas."""
         now = time.monotonic()
-        return self._busy_s + sum(now - place.busy_since for place in self._places if place.num_calls)
+        return self._busy_s + sum(now - slot.busy_since for slot in self._slots if slot.num_calls)
 
     async def start(self) -> None:
         """Load the model, unless it starts on demand; if a replica cannot start, close all of them.
@@ -130,11 +129,10 @@ class ReplicatedTeacher:
             await self._start_all()
 
     async def _start_all(self) -> None:
-        starts = await asyncio.gather(*(self._start(place) for place in self._places), return_exceptions=True)
-        errors = [error for error in starts if isinstance(error, BaseException)]
-        if errors:
+        error = await first_error(self._start(slot) for slot in self._slots)
+        if error is not None:
             await self.close()
-            raise errors[0]
+            raise error
         self.is_started = self._is_awake = True
 
     async def score(self, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
@@ -158,7 +156,7 @@ class ReplicatedTeacher:
 
     async def gpu_use(self) -> list[GpuUse]:
         """Return the use of each GPU of the serving replicas since the last call; empty on CPUs."""
-        asked = await asyncio.gather(*(gpu_use_of(place.replica) for place in self._places if place.is_serving))
+        asked = await asyncio.gather(*(gpu_use_of(slot.replica) for slot in self._slots if slot.is_serving))
         return [one for of_replica in asked for one in of_replica]
 
     async def wake(self) -> None:
@@ -171,7 +169,7 @@ class ReplicatedTeacher:
             await self._wake_all()
 
     async def _wake_all(self) -> None:
-        await asyncio.gather(*(self._wake(place) for place in self._places if place.is_serving))
+        await asyncio.gather(*(self._wake(slot) for slot in self._slots if slot.is_serving))
         self._is_awake = True
 
     async def sleep(self) -> None:
@@ -179,144 +177,132 @@ class ReplicatedTeacher:
         async with self._starting:
             is_needed, self._is_awake = self._is_awake or not self._is_on_demand, False
             if is_needed and self._plan.sleeps:
-                await asyncio.gather(*(self._sleep(place) for place in self._places if place.is_serving))
+                await asyncio.gather(*(self._sleep(slot) for slot in self._slots if slot.is_serving))
 
     async def close(self) -> None:
         """Stop every replica, then raise the first error. Can be called twice."""
         self._is_closed = True
-        restarts = [place.restarting for place in self._places if place.restarting is not None]
+        restarts = [slot.restarting for slot in self._slots if slot.restarting is not None]
         for restart in restarts:
             restart.cancel()
         await asyncio.gather(*restarts, return_exceptions=True)
-        closed = await asyncio.gather(*(place.replica.close() for place in self._places), return_exceptions=True)
-        for place in self._places:
-            place.is_serving = False
-        for error in closed:
-            if isinstance(error, BaseException):
-                raise error
+        error = await first_error(slot.replica.close() for slot in self._slots)
+        for slot in self._slots:
+            slot.is_serving = False
+        if error is not None:
+            raise error
 
     # -- internal
 
     async def _score(self, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
-        place = await self._idle()
-        replica = place.replica
-        self._begin(place)
+        slot = await self._idle()
+        replica = slot.replica
+        if not slot.num_calls:
+            slot.busy_since = time.monotonic()
+        slot.num_calls += 1
         try:
-            return await self._ask(replica, rows)
+            return await self._request(replica, rows)
         except EngineDiedError as error:
-            self._bury(place, replica, error)
+            self._record_death(slot, replica, error)
             raise
         finally:
-            await self._end(place)
+            slot.num_calls -= 1
+            if not slot.num_calls:
+                self._busy_s += time.monotonic() - slot.busy_since
+            async with self._changed:
+                self._changed.notify_all()
 
-    async def _ask(self, replica: TeacherReplica, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
+    async def _request(self, replica: TeacherReplica, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
         plan = self._plan
         try:
             scores = await replica.score(rows, top_k=plan.top_k, with_hidden=plan.with_hidden)
         except (EngineDiedError, TeacherError):
             raise
         except RLError as error:
-            raise TeacherError(f"teacher {plan.name!r} cannot score: {error}", teacher=plan.name) from error
+            raise self._error(f"cannot score: {error}") from error
         if len(scores) != len(rows):
-            raise TeacherError(
-                f"teacher {plan.name!r} must return scores of {len(rows)} trajectories; found {len(scores)}.",
-                teacher=plan.name,
-            )
+            raise self._error(f"must return scores of {len(rows)} trajectories; found {len(scores)}.")
         return scores
 
-    async def _idle(self) -> _Place:
+    async def _idle(self) -> _ReplicaSlot:
         """Return the serving replica with the fewest calls; wait until one is free or restarted."""
         async with self._changed:
             while True:
-                if not any(place.is_serving or place.restarting for place in self._places):
-                    raise self._nobody_left()
-                free = [p for p in self._places if p.is_serving and p.num_calls < p.replica.at_once]
+                if not any(slot.is_serving or slot.restarting for slot in self._slots):
+                    raise self._none_left()
+                free = [p for p in self._slots if p.is_serving and p.num_calls < p.replica.at_once]
                 if free:
-                    return min(free, key=lambda place: place.num_calls)
+                    return min(free, key=lambda slot: slot.num_calls)
                 await self._changed.wait()
 
-    def _begin(self, place: _Place) -> None:
-        if not place.num_calls:
-            place.busy_since = time.monotonic()
-        place.num_calls += 1
-
-    async def _end(self, place: _Place) -> None:
-        place.num_calls -= 1
-        if not place.num_calls:
-            self._busy_s += time.monotonic() - place.busy_since
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _bury(self, place: _Place, replica: TeacherReplica, error: BaseException) -> None:
+    def _record_death(self, slot: _ReplicaSlot, replica: TeacherReplica, error: BaseException) -> None:
         """Record a death and start the restart; only the first of several callers has an effect."""
-        if replica is not place.replica or not place.is_serving or self._is_closed:
+        if replica is not slot.replica or not slot.is_serving or self._is_closed:
             return
-        place.is_serving, place.death = False, error
-        is_over = place.num_restarts >= self._plan.restarts
-        fields = {"teacher": self.name, "replica": place.index, "restarts_again": not is_over, "error": str(error)}
+        slot.is_serving, slot.death = False, error
+        is_over = slot.num_restarts >= self._plan.restarts
+        fields = {"teacher": self.name, "replica": slot.index, "restarts_again": not is_over, "error": str(error)}
         log.warning("teacher_died", **fields)
         self._say("teacher_died", **fields)
         if not is_over:
-            place.restarting = asyncio.get_running_loop().create_task(self._restart(place))
+            slot.restarting = asyncio.get_running_loop().create_task(self._restart(slot))
 
-    async def _restart(self, place: _Place) -> None:
+    async def _restart(self, slot: _ReplicaSlot) -> None:
         """Replace a dead replica by a new one, as long as restarts remain."""
         try:
-            while place.num_restarts < self._plan.restarts and not place.is_serving:
-                place.num_restarts += 1
+            while slot.num_restarts < self._plan.restarts and not slot.is_serving:
+                slot.num_restarts += 1
                 try:
-                    await place.replica.close()
-                    place.replica = self._make(place.index)
-                    await self._start(place)
-                    self._say("teacher_restarted", teacher=self.name, replica=place.index, restarts=place.num_restarts)
+                    await slot.replica.close()
+                    slot.replica = self._make(slot.index)
+                    await self._start(slot)
+                    self._say("teacher_restarted", teacher=self.name, replica=slot.index, restarts=slot.num_restarts)
                 except Exception as error:
-                    place.death = error
-                    log.warning("teacher_restart_failed", teacher=self.name, replica=place.index, error=str(error))
+                    slot.death = error
+                    log.warning("teacher_restart_failed", teacher=self.name, replica=slot.index, error=str(error))
         finally:
-            place.restarting = None
+            slot.restarting = None
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _start(self, place: _Place) -> None:
+    async def _start(self, slot: _ReplicaSlot) -> None:
         """Start a replica, and compare its scores with those of another or an earlier replica."""
         try:
-            await self._within(self._plan.start_deadline_s, place.replica.start(), what=f"replica {place.index}")
-            self._learn_traits(place.replica)
-            await self._prove(place, what="after its start")
+            await self._within(self._plan.start_deadline_s, slot.replica.start(), what=f"replica {slot.index}")
+            self._learn_traits(slot.replica)
+            await self._prove(slot, what="after its start")
         except (TeacherError, DeadlineError):
             raise
         except RLError as error:
-            raise TeacherError(
-                f"teacher {self.name!r}, replica {place.index}, could not start: {error}", teacher=self.name
-            ) from error
-        place.is_serving = True
+            raise self._error(f"could not start: {error}", replica=slot.index) from error
+        slot.is_serving = True
 
-    async def _wake(self, place: _Place) -> None:
+    async def _wake(self, slot: _ReplicaSlot) -> None:
         try:
-            what = f"replica {place.index} to wake"
-            await self._within(self._plan.start_deadline_s, place.replica.wake(), what=what)
-            await self._prove(place, what="after it was woken")
+            what = f"replica {slot.index} to wake"
+            await self._within(self._plan.start_deadline_s, slot.replica.wake(), what=what)
+            await self._prove(slot, what="after it was woken")
         except (EngineDiedError, TeacherError) as error:
-            self._bury(place, place.replica, error)
+            self._record_death(slot, slot.replica, error)
 
-    async def _sleep(self, place: _Place) -> None:
-        if not place.replica.can_sleep:
+    async def _sleep(self, slot: _ReplicaSlot) -> None:
+        if not slot.replica.can_sleep:
             return
         try:
-            what = f"replica {place.index} to sleep"
-            await self._within(self._plan.start_deadline_s, place.replica.sleep(), what=what)
+            what = f"replica {slot.index} to sleep"
+            await self._within(self._plan.start_deadline_s, slot.replica.sleep(), what=what)
         except EngineDiedError as error:
-            self._bury(place, place.replica, error)
+            self._record_death(slot, slot.replica, error)
 
-    async def _prove(self, place: _Place, *, what: str) -> None:
+    async def _prove(self, slot: _ReplicaSlot, *, what: str) -> None:
         """Let a replica score a short sequence, and compare the result with the first answer of any replica."""
-        row = probe_row(place.replica.vocab_size)
-        asked = f"replica {place.index} to score {PROBE_TOKENS} tokens {what}"
-        (answer,) = await self._within(self._plan.start_deadline_s, self._ask(place.replica, [row]), what=asked)
-        first = next((other.answer for other in self._places if other.answer is not None), answer)
+        row = probe_row(slot.replica.traits.vocab_size)
+        scoring = f"replica {slot.index} to score {PROBE_TOKENS} tokens {what}"
+        (answer,) = await self._within(self._plan.start_deadline_s, self._request(slot.replica, [row]), what=scoring)
+        first = next((other.answer for other in self._slots if other.answer is not None), answer)
         if problem := probe_problem(answer, first, dtype=self._plan.dtype, what=what):
-            raise TeacherError(f"teacher {self.name!r}, replica {place.index}, {problem}", teacher=self.name)
-        place.answer = place.answer or answer
+            raise self._error(problem, replica=slot.index)
+        slot.answer = slot.answer or answer
 
     async def _within(self, deadline_s: float, work: Awaitable[Result], *, what: str) -> Result:
         since = time.strftime("%H:%M:%S")
@@ -327,7 +313,7 @@ class ReplicatedTeacher:
         except TimeoutError:
             if not limit.expired():
                 raise
-            states = ", ".join(f"replica {place.index} {_state(place)}" for place in self._places)
+            states = ", ".join(f"replica {slot.index} {_state(slot)}" for slot in self._slots)
             raise DeadlineError(
                 f"teacher {self.name!r}: waited {deadline_s:g} s, since {since}, for {what}; {states}. Raise "
                 "distillation.deadline_s or distillation.start_deadline_s, or add replicas."
@@ -338,51 +324,52 @@ class ReplicatedTeacher:
         for row in rows:
             if len(row.input_ids) > self.max_tokens:
                 uid, session, output = row.key
-                raise TeacherError(
-                    f"teacher {self.name!r} scores at most {self.max_tokens} tokens; prompt {uid!r}, session "
-                    f"{session}, output {output} has {len(row.input_ids)}. Raise its max_model_len, use a teacher "
-                    "with more positions, or shorten prompts and responses.",
-                    teacher=self.name,
+                raise self._error(
+                    f"scores at most {self.max_tokens} tokens; prompt {uid!r}, session {session}, output {output} has "
+                    f"{len(row.input_ids)}. Raise its max_model_len, use a teacher with more positions, or shorten "
+                    "prompts and responses."
                 )
 
     def _learn_traits(self, replica: TeacherReplica) -> None:
         """Check that a replica supports the request, and store its traits."""
         if self._plan.top_k > replica.most_top_k:
-            raise TeacherError(
-                f"teacher {self.name!r} returns at most {replica.most_top_k} most likely tokens; found "
-                f"distillation.top_k = {self._plan.top_k}. Lower it.",
-                teacher=self.name,
+            raise self._error(
+                f"returns at most {replica.most_top_k} most likely tokens; found distillation.top_k = "
+                f"{self._plan.top_k}. Lower it."
             )
-        if self._plan.with_hidden and replica.hidden_size is None:
-            raise TeacherError(
-                f'teacher {self.name!r} returns no hidden states, which distribution = "full" needs; use engine = '
-                '"megatron".',
-                teacher=self.name,
-            )
-        self._traits = TeacherTraits(
-            vocab_size=replica.vocab_size, hidden_size=replica.hidden_size, max_tokens=replica.max_tokens
-        )
+        if self._plan.with_hidden and replica.traits.hidden_size is None:
+            raise self._error('returns no hidden states, which distribution = "full" needs; use engine = "megatron".')
+        self._traits = replica.traits
 
     def _known(self) -> TeacherTraits:
         if self._traits is None:
             raise NotReadyError(f"teacher {self.name!r} has not started.")
         return self._traits
 
-    def _nobody_left(self) -> TeacherError:
+    def _none_left(self) -> TeacherError:
         deaths = "; ".join(
-            f"replica {place.index}, after {place.num_restarts} restarts: {place.death or 'it was not started'}"
-            for place in self._places
+            f"replica {slot.index}, after {slot.num_restarts} restarts: {slot.death or 'it was not started'}"
+            for slot in self._slots
         )
-        return TeacherError(
-            f"teacher {self.name!r} has no replica left to score. {deaths}. Its log has the cause; raise "
-            f"distillation.teachers.{self.name}.restarts to allow more restarts.",
-            teacher=self.name,
+        return self._error(
+            f"has no replica left to score. {deaths}. Its log has the cause; raise "
+            f"distillation.teachers.{self.name}.restarts to allow more restarts."
         )
 
+    def _error(self, problem: str, *, replica: int | None = None) -> TeacherError:
+        who = f"teacher {self.name!r}" + ("" if replica is None else f", replica {replica},")
+        return TeacherError(f"{who} {problem}", teacher=self.name)
 
-def _state(place: _Place) -> str:
-    if place.is_serving:
+
+async def first_error(work: Iterable[Awaitable[object]]) -> BaseException | None:
+    """Wait for all of the work, even if some of it fails; return the first error."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    return next((result for result in results if isinstance(result, BaseException)), None)
+
+
+def _state(slot: _ReplicaSlot) -> str:
+    if slot.is_serving:
         return "serves"
-    if place.restarting is not None:
-        return f"is being restarted (died: {place.death})"
-    return f"is not serving (died: {place.death})" if place.death is not None else "is not serving"
+    if slot.restarting is not None:
+        return f"is being restarted (died: {slot.death})"
+    return f"is not serving (died: {slot.death})" if slot.death is not None else "is not serving"

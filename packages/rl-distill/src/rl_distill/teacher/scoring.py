@@ -1,7 +1,8 @@
 """Checked scores of one teacher: cached or computed, and translated if its tokens differ from the student's."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core.data import FloatArray
@@ -9,7 +10,83 @@ from rl_distill.teacher.aligned import TeacherAligner
 from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.score_cache import ScoreCache
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, TeacherScores, check_scores, empty_scores
-from rl_distill.teacher.step_report import Tally
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherReport:
+    """One teacher's work in a step, from its first issued prompt until all trajectories are scored.
+
+    Attributes:
+        score_s: Seconds of scoring, summed over replicas.
+        idle_share: Share of the replicas' time in which they were idle, in [0, 1].
+        num_trajectories: Number of scored trajectories.
+        num_tokens: Number of tokens in scored trajectories, including prompts.
+        num_stored: Number of trajectories whose scores were cached.
+        num_restarts: Number of replica restarts.
+    """
+
+    score_s: float
+    idle_share: float
+    num_trajectories: int
+    num_tokens: int
+    num_stored: int
+    num_restarts: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens scored per second and replica; 0 if nothing was scored."""
+        return self.num_tokens / self.score_s if self.score_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceReport:
+    """Work of all teachers in a step.
+
+    Attributes:
+        waited_s: Seconds from the last rollout until every trajectory was scored.
+        teachers: Report of each teacher by name.
+    """
+
+    waited_s: float
+    teachers: Mapping[str, TeacherReport]
+
+
+class Tally:
+    """Counters of one teacher during a step."""
+
+    def __init__(self, teacher: ReplicatedTeacher) -> None:
+        """Start counting."""
+        self._teacher = teacher
+        self._reset()
+
+    def _reset(self) -> None:
+        self._began, self._busy_s, self._num_restarts = (
+            time.monotonic(),
+            self._teacher.busy_s,
+            self._teacher.num_restarts,
+        )
+        self._num_trajectories = self._num_tokens = self._num_stored = 0
+
+    def count(self, rows: Sequence[TeacherRow], *, num_stored: int) -> None:
+        """Count scored trajectories and cached ones."""
+        self._num_trajectories += len(rows)
+        self._num_tokens += sum(len(row.input_ids) for row in rows)
+        self._num_stored += num_stored
+
+    def take(self) -> TeacherReport:
+        """Return the report since the start or the last call, and reset the counters."""
+        busy_s = self._teacher.busy_s - self._busy_s
+        elapsed_s = (time.monotonic() - self._began) * self._teacher.num_replicas
+        report = TeacherReport(
+            score_s=busy_s,
+            idle_share=min(max(1 - busy_s / elapsed_s, 0.0), 1.0) if elapsed_s > 0 else 0.0,
+            num_trajectories=self._num_trajectories,
+            num_tokens=self._num_tokens,
+            num_stored=self._num_stored,
+            num_restarts=self._teacher.num_restarts - self._num_restarts,
+        )
+        self._reset()
+        return report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +106,13 @@ class ServedTeacher:
     aligner: TeacherAligner | None = None
 
     async def scores(
-        self, rows: Sequence[TeacherRow], logprobs: Sequence[FloatArray], *, shape: ScoreShape, tally: Tally
+        self, rows: Sequence[TeacherRow], logprobs: Sequence[FloatArray] | None, *, shape: ScoreShape, tally: Tally
     ) -> list[TeacherScores]:
         """Return checked and masked scores of trajectories; fully masked trajectories are not sent to the teacher.
 
         Args:
             rows: The student's trajectories.
-            logprobs: [T] student logprobs of each trajectory; only used by an aligner.
+            logprobs: [T] student logprobs of each trajectory, for an aligner; None without an aligner.
             shape: Expected shape of the scores.
             tally: Counts the trajectories.
 
@@ -44,14 +121,14 @@ class ServedTeacher:
             EngineDiedError: The teacher's replica died.
         """
         trained = [at for at, row in enumerate(rows) if row.loss_mask.any()]
-        if self.aligner is None:
-            scores = await self._own_scores([rows[at] for at in trained], shape=shape, tally=tally)
+        own = [rows[at] for at in trained]
+        if self.aligner is None or logprobs is None:
+            scores = await self._own_scores(own, shape=shape, tally=tally)
         else:
-            scores = await self._aligned_scores(
-                self.aligner, [rows[at] for at in trained], [logprobs[at] for at in trained], shape=shape, tally=tally
-            )
-        found = dict(zip(trained, scores, strict=True))
-        return [found.get(at) or empty_scores(row, shape) for at, row in enumerate(rows)]
+            own_logprobs = [logprobs[at] for at in trained]
+            scores = await self._aligned_scores(self.aligner, own, own_logprobs, shape=shape, tally=tally)
+        of_row = dict(zip(trained, scores, strict=True))
+        return [of_row.get(at) or empty_scores(row, shape) for at, row in enumerate(rows)]
 
     async def _aligned_scores(
         self,

@@ -3,18 +3,19 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from rl_core import TransferQueue
-from rl_core.data import Batch, Column, FloatArray
+from rl_core.data import Column
 from rl_core.errors import (
     DeadlineError,
     EngineDiedError,
     NothingToLeaseError,
+    NotReadyError,
     OutdatedLeaseError,
     RLError,
     TeacherError,
@@ -22,14 +23,41 @@ from rl_core.errors import (
 from rl_core.gpus import GpuUse
 from rl_core.queue import Lease, TaskSpec
 from rl_core.record_fields import settings_record
+from rl_distill.daemon_thread import in_daemon_thread
 from rl_distill.teacher.aligned import TeacherAligner
-from rl_distill.teacher.leasing import lease_group
-from rl_distill.teacher.replicas import ReplicatedTeacher
+from rl_distill.teacher.replicas import ReplicatedTeacher, first_error
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.score_cache import ScoreCache
 from rl_distill.teacher.scores import ScoreShape, TeacherRow, TeacherScores, teacher_columns
-from rl_distill.teacher.scoring import ServedTeacher
-from rl_distill.teacher.step_report import ServiceReport, Tally
+from rl_distill.teacher.scoring import ServedTeacher, ServiceReport, Tally
+
+
+async def lease_group(queue: TransferQueue, task: str, *, deadline_s: float, lease_s: float) -> Lease:
+    """Lease one group without blocking the event loop.
+
+    If this call is cancelled, its thread keeps waiting. It releases a late lease at once, so that the queue delivers
+    the group again.
+
+    Raises:
+        NothingToLeaseError: No issued group can become ready.
+        DeadlineError: No group became ready in time.
+        NotReadyError: The queue was closed.
+    """
+    lease_one = partial(queue.lease, task, groups=1, deadline_s=deadline_s, lease_s=lease_s)
+    found = in_daemon_thread(lease_one, name=f"lease for {task}")
+    try:
+        return await asyncio.wrap_future(found)
+    except BaseException:
+        found.add_done_callback(lambda ended: _release(queue, ended))
+        raise
+
+
+def _release(queue: TransferQueue, ended: Future[Lease]) -> None:
+    """Release a lease that no caller waits for, as soon as it arrives."""
+    if ended.exception() is None:
+        with suppress(NotReadyError):
+            queue.release(ended.result())
+
 
 Result = TypeVar("Result")
 
@@ -144,14 +172,12 @@ class TeacherService:
 
     def take_report(self) -> ServiceReport:
         """Return the work since the last call, or since `serve_while` started; its `waited_s` is 0."""
-        return ServiceReport(
-            waited_s=0.0, teachers={name: tally.take(self._teachers[name]) for name, tally in self._tallies.items()}
-        )
+        return ServiceReport(waited_s=0.0, teachers={name: tally.take() for name, tally in self._tallies.items()})
 
     async def gpu_use(self) -> list[GpuUse]:
         """Return the use of each GPU of all teachers since the last call, in the order of the settings."""
-        asked = await asyncio.gather(*(teacher.gpu_use() for teacher in self._teachers.values()))
-        return [one for of_teacher in asked for one in of_teacher]
+        uses = await asyncio.gather(*(teacher.gpu_use() for teacher in self._teachers.values()))
+        return [use for of_teacher in uses for use in of_teacher]
 
     async def start(self) -> None:
         """Start all teachers in parallel; if one cannot start, close all of them.
@@ -160,20 +186,18 @@ class TeacherService:
             TeacherError: A teacher cannot start; the message names it.
             DeadlineError: A teacher did not start in time.
         """
-        started = await asyncio.gather(*(t.start() for t in self._teachers.values()), return_exceptions=True)
-        errors = [error for error in started if isinstance(error, BaseException)]
-        if errors:
+        error = await first_error(teacher.start() for teacher in self._teachers.values())
+        if error is not None:
             with suppress(RLError):
                 await self.close()
-            raise errors[0]
+            raise error
 
     async def close(self) -> None:
         """Write pending scores and stop every teacher, then raise the first error."""
         await self._flush()
-        closed = await asyncio.gather(*(t.close() for t in self._teachers.values()), return_exceptions=True)
-        for error in closed:
-            if isinstance(error, BaseException):
-                raise error
+        error = await first_error(teacher.close() for teacher in self._teachers.values())
+        if error is not None:
+            raise error
 
     async def serve_while(self, queue: TransferQueue, work: Awaitable[Result]) -> Result:
         """Score trajectories while `work` adds them to the queue, then the remaining ones.
@@ -192,7 +216,7 @@ class TeacherService:
             DeadlineError: The remaining scores took too long after the last rollout.
         """
         self._is_over, self._num_issues = False, 0
-        self._tallies = {name: Tally.begin(teacher) for name, teacher in self._teachers.items()}
+        self._tallies = {name: Tally(teacher) for name, teacher in self._teachers.items()}
         rollouts: asyncio.Future[Result] = asyncio.ensure_future(work)
         serving = asyncio.create_task(self._serve(queue))
         both: set[asyncio.Future[Any]] = {rollouts, serving}
@@ -204,8 +228,7 @@ class TeacherService:
             ended = time.monotonic()
             await self._tell(is_over=True)
             await self._drain(serving)
-            teachers = {name: tally.end(self._teachers[name]) for name, tally in self._tallies.items()}
-            self.report = ServiceReport(waited_s=time.monotonic() - ended, teachers=teachers)
+            self.report = replace(self.take_report(), waited_s=time.monotonic() - ended)
         finally:
             for task in both:
                 task.cancel()
@@ -294,24 +317,27 @@ class TeacherService:
     async def _columns(self, lease: Lease) -> Mapping[str, Column]:
         """Return the score columns for all rows of a lease."""
         names = {prompt.uid: self._router.teacher_of(prompt) for prompt in lease.prompts}
-        rows, logprobs = _rows(lease.batch), _logprobs(lease.batch)
+        batch = lease.batch
+        columns = (batch.ragged("input_ids"), batch.ragged("loss_mask"))
+        rows = [TeacherRow(key=k, input_ids=i, loss_mask=m) for k, i, m in zip(batch.keys, *columns, strict=True)]
         of_rows = [names[row.key.prompt_uid] for row in rows]
         teachers = tuple(dict.fromkeys(of_rows))
         self._work[lease.lease_id] = Scoring(teachers=teachers, prompt_uid=lease.prompts[0].uid, since=time.time())
-        found: dict[int, TeacherScores] = {}
+        scores: dict[int, TeacherScores] = {}
         for name in teachers:
             served, own = self._served[name], [at for at, other in enumerate(of_rows) if other == name]
-            scores = await served.scores(
+            logprobs = None if served.aligner is None else batch.ragged("rollout_logprobs")
+            of_teacher = await served.scores(
                 [rows[at] for at in own],
-                [logprobs[at] for at in own],
+                None if logprobs is None else [logprobs[at] for at in own],
                 shape=self._shape(served.teacher),
                 tally=self._tallies[name],
             )
-            found |= zip(own, scores, strict=True)
+            scores |= zip(own, of_teacher, strict=True)
         return teacher_columns(
-            [found[at] for at in range(len(rows))],
+            [scores[at] for at in range(len(rows))],
             indices=[self._served[name].index for name in of_rows],
-            offsets=lease.batch.ragged("input_ids").offsets,
+            offsets=batch.ragged("input_ids").offsets,
             hidden_size=self._widest() if self._options.with_hidden else None,
         )
 
@@ -341,17 +367,3 @@ class TeacherService:
             )
             or f"no teacher of {', '.join(map(repr, self._teachers))} is scoring, but the queue has groups left"
         )
-
-
-def _rows(batch: Batch) -> list[TeacherRow]:
-    columns = (batch.ragged("input_ids"), batch.ragged("loss_mask"))
-    return [
-        TeacherRow(key=key, input_ids=ids, loss_mask=mask) for key, ids, mask in zip(batch.keys, *columns, strict=True)
-    ]
-
-
-def _logprobs(batch: Batch) -> list[FloatArray]:
-    """Return the student's logprobs [T] of each row; zeros if the column is missing."""
-    if "rollout_logprobs" in batch:
-        return list(batch.ragged("rollout_logprobs"))
-    return [np.zeros(len(ids), dtype=np.float32) for ids in batch.ragged("input_ids")]

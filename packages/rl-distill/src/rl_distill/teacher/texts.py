@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge, MinLen
 
 from rl_core.data import NO_VERSION, Prompt, Trajectory
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError
 from rl_core.files import preview
 from rl_core.record_fields import settings_record
 
@@ -27,22 +28,10 @@ class TextOptions:
         overlong: What to do with longer texts: "error" or "drop".
     """
 
-    column: str
+    column: Annotated[str, MinLen(1)]
     end_token_id: int
-    max_response_tokens: int
+    max_response_tokens: Annotated[int, Ge(2)]
     overlong: Literal["error", "drop"] = "error"
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: The column has no name, or max_response_tokens is below 2.
-        """
-        if not self.column or self.max_response_tokens < 2:
-            raise SettingsError(
-                f"texts need the name of a column and max_response_tokens >= 2; found {self.column!r} and "
-                f"{self.max_response_tokens}."
-            )
 
 
 def trajectories_from_texts(prompts: Sequence[Prompt], options: TextOptions, *, encode: Encode) -> list[Trajectory]:

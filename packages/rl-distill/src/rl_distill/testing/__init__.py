@@ -7,14 +7,12 @@ def test_my_loss():
 """
 
 from rl_distill.testing.advantages import check_advantage, example_rows
-from rl_distill.testing.examples import ExampleBatch, example_batch
-from rl_distill.testing.policy import check_objective, check_policy_loss
-from rl_distill.testing.results import ConformanceError
-from rl_distill.testing.values import check_value_loss
+from rl_distill.testing.examples import example_batch
+from rl_distill.testing.objectives import check_objective, check_policy_loss, check_value_loss
+from rl_distill.testing.rules import ConformanceError
 
 __all__ = [
     "ConformanceError",
-    "ExampleBatch",
     "check_advantage",
     "check_objective",
     "check_policy_loss",

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rl_distill.objectives.ragged import row_index
 from rl_distill.objectives.rewarded_rows import AdvantageEstimator, RewardedRows
-from rl_distill.testing.results import ConformanceError, check_untouched, copies_of, described
-from rl_distill.testing.rules import POISONS, compare_tensors
+from rl_distill.testing.examples import tokens_of
+from rl_distill.testing.rules import POISONS, ConformanceError, compare_tensors, described, unchanged
 
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)
 SESSIONS = (0, 1, 1, 2, 0, 1, 2, 0, 1, 2)
@@ -69,7 +69,7 @@ def check_advantage(estimator: AdvantageEstimator, *, is_batchwide: bool = False
         ConformanceError: The estimator breaks a rule.
     """
     rows = example_rows(seed=seed)
-    estimator = _watched(estimator)
+    estimator = _checked(estimator)
     expected = estimator(rows)
     _check_columns(expected, rows)
     _check_masked_tokens(estimator, rows, expected)
@@ -101,6 +101,16 @@ def _check_columns(found: Mapping[str, Tensor], rows: RewardedRows) -> None:
             raise ConformanceError(f"{name} must be 0 at masked tokens.")
 
 
+def _checked(estimator: AdvantageEstimator) -> AdvantageEstimator:
+    """Return the estimator with a check at every call that its inputs are unchanged."""
+
+    def call(rows: RewardedRows) -> Mapping[str, Tensor]:
+        with unchanged(rows, who="the estimator"):
+            return estimator(rows)
+
+    return call
+
+
 def _check_masked_tokens(estimator: AdvantageEstimator, rows: RewardedRows, expected: Mapping[str, Tensor]) -> None:
     for poison in POISONS:
         columns = {name: torch.where(rows.loss_mask, values, poison) for name, values in rows.columns.items()}
@@ -110,7 +120,7 @@ def _check_masked_tokens(estimator: AdvantageEstimator, rows: RewardedRows, expe
 
 def _check_order(estimator: AdvantageEstimator, rows: RewardedRows, expected: Mapping[str, Tensor]) -> None:
     order = torch.arange(len(rows.rewards) - 1, -1, -1)
-    tokens = torch.cat([torch.arange(*rows.offsets[row : row + 2].tolist()) for row in order.tolist()])
+    tokens = tokens_of(rows.offsets, order.tolist())
     lengths = rows.offsets.diff()[order]
     found = estimator(
         replace(
@@ -141,24 +151,3 @@ def _compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], rule: 
     if expected.keys() != found.keys():
         raise ConformanceError(f"{rule}: columns {sorted(expected.keys() ^ found.keys())} differ between calls.")
     compare_tensors({name: (values, found[name]) for name, values in expected.items()}, rule)
-
-
-def _watched(estimator: AdvantageEstimator) -> AdvantageEstimator:
-    """Return the estimator with a check at every call that its inputs are unchanged."""
-
-    def call(rows: RewardedRows) -> Mapping[str, Tensor]:
-        copies = copies_of(_tensors_of(rows))
-        found = estimator(rows)
-        check_untouched(copies, _tensors_of(rows), who="the estimator")
-        return found
-
-    return call
-
-
-def _tensors_of(rows: RewardedRows) -> dict[str, Tensor]:
-    own = ("rewards", "group", "session", "output", "loss_mask", "offsets")
-    return {
-        **{name: getattr(rows, name) for name in own},
-        **{f"column {name}": values for name, values in rows.columns.items()},
-        **{f"row column {name}": values for name, values in rows.row_columns.items()},
-    }

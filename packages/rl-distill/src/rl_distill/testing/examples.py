@@ -1,7 +1,7 @@
 """A random global batch in float64, and selections of its rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,16 +22,6 @@ class ExampleBatch:
     inputs: Mapping[str, Tensor]
     micro: MicroBatch
 
-    @property
-    def policy_logprobs(self) -> Tensor:
-        """[T] logprobs of the current policy."""
-        return self.inputs["policy_logprobs"]
-
-    @property
-    def entropy(self) -> Tensor:
-        """[T] entropy of the current policy."""
-        return self.inputs["entropy"]
-
 
 def example_batch(*, lengths: Sequence[int] = (5, 3, 8, 1, 6), seed: int = 0) -> ExampleBatch:
     """Return a random global batch with masked prompts and gaps, and advantages of either sign.
@@ -43,10 +33,10 @@ def example_batch(*, lengths: Sequence[int] = (5, 3, 8, 1, 6), seed: int = 0) ->
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> Tensor:
-        return scale * torch.randn(int(sum(lengths)), generator=generator, dtype=torch.float64)
+        return scale * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
 
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    loss_mask = torch.rand(int(sum(lengths)), generator=generator) > 0.25
+    loss_mask = torch.rand(sum(lengths), generator=generator) > 0.25
     loss_mask[offsets[:-1]] = False
     policy = -1.0 - normal(0.5).abs()
     columns = {
@@ -73,16 +63,10 @@ def example_batch(*, lengths: Sequence[int] = (5, 3, 8, 1, 6), seed: int = 0) ->
     return ExampleBatch(inputs=inputs, micro=micro)
 
 
-def with_columns(micro: MicroBatch, columns: Mapping[str, Tensor]) -> MicroBatch:
-    """Return a micro-batch with these columns added or replaced."""
-    return replace(micro, columns={**micro.columns, **columns})
-
-
 def select_rows(example: ExampleBatch, rows: Sequence[int]) -> ExampleBatch:
     """Return the batch of these rows, in this order; `tokens_of` returns their tokens."""
-    tokens = tokens_of(example, rows)
     micro = example.micro
-    lengths = micro.offsets.diff()[list(rows)]
+    tokens, lengths = tokens_of(micro.offsets, rows), micro.offsets.diff()[list(rows)]
     return ExampleBatch(
         inputs={name: values[tokens] for name, values in example.inputs.items()},
         micro=MicroBatch(
@@ -94,6 +78,6 @@ def select_rows(example: ExampleBatch, rows: Sequence[int]) -> ExampleBatch:
     )
 
 
-def tokens_of(example: ExampleBatch, rows: Sequence[int]) -> Tensor:
+def tokens_of(offsets: Tensor, rows: Sequence[int]) -> Tensor:
     """Return the token indices of these rows, in their order."""
-    return torch.cat([torch.arange(*example.micro.offsets[row : row + 2].tolist()) for row in rows])
+    return torch.cat([torch.arange(*offsets[row : row + 2].tolist()) for row in rows])

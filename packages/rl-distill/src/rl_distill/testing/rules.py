@@ -1,22 +1,84 @@
-"""Rules for policy and critic objectives: gradient, zero, sign, mask and micro-batches."""
+"""Rules for objectives: types of results, inputs, gradient, zero, sign, mask and micro-batches."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.metric_sums import metric_totals
-from rl_distill.testing.examples import ExampleBatch, select_rows, tokens_of, with_columns
-from rl_distill.testing.results import ConformanceError, check_objective_result, check_untouched, copies_of
+from rl_core.errors import RLError
+from rl_distill.learner import MetricSums, metric_totals
+from rl_distill.objectives.micro_batches import with_columns
+from rl_distill.testing.examples import ExampleBatch, select_rows, tokens_of
 
 TOLERANCE = 1e-10
 """Maximum difference, relative to the largest value, that float64 rounding explains."""
 
 POISONS = (float("nan"), float("inf"), float("-inf"), 1e30)
 
-Inputs = tuple[Tensor, ...]
+OBJECTIVE_RESULT = (
+    "an objective must return (loss, metric sums): a scalar float tensor, and a mapping from a metric's name to "
+    "(weighted sum, weight), both scalar tensors"
+)
+
+
+class ConformanceError(RLError, AssertionError):
+    """An objective breaks a rule that training relies on; the message states the rule and the difference."""
+
+
+def described(value: object) -> str:
+    """Describe a value for a message: a tensor by shape and dtype, a tuple by its parts, others by type and value."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of ({', '.join(described(part) for part in value)})"
+    return "None" if value is None else f"{type(value).__name__} {value!r}"[:200]
+
+
+@contextmanager
+def unchanged(record: Any, *, who: str, **others: Tensor) -> Iterator[None]:
+    """Check that the tensors of a record and others, which other code reads too, are the same after a call.
+
+    Args:
+        record: Input of the call; its fields are tensors or mappings of tensors.
+        who: The callee, for the message.
+        **others: Further inputs by name.
+
+    Raises:
+        ConformanceError: An input was changed, added or removed; the message names the first one.
+    """
+    values = {field.name: getattr(record, field.name) for field in fields(record)} | others
+    before = {name: tensor.detach().clone() for name, tensor in _named_tensors(values).items()}
+    yield
+    after = _named_tensors(values)
+    for name in sorted(before.keys() | after.keys()):
+        if name not in before or name not in after:
+            what = "added" if name in after else "removed"
+            raise ConformanceError(f"{who} must not change its inputs; it {what} {name}.")
+        if not _is_same(before[name], after[name].detach()):
+            raise ConformanceError(
+                f"{who} must not change its inputs; it changed {name} in place. Use a copy, "
+                f"`{name.split()[-1]}.clone()`, or operations without a trailing underscore in their name."
+            )
+
+
+def _named_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all tensors by name; those of a mapping such as `columns` are named "column NAME"."""
+    named: dict[str, Tensor] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            kind = name.replace("_", " ").removesuffix("s")
+            named |= {f"{kind} {column}": tensor for column, tensor in value.items()}
+        elif isinstance(value, Tensor):
+            named[name] = value
+    return named
+
+
+def _is_same(before: Tensor, after: Tensor) -> bool:
+    is_alike = before.shape == after.shape and before.dtype == after.dtype
+    return is_alike and torch.allclose(before, after, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +91,9 @@ class Subject:
     """
 
     inputs: tuple[str, ...]
-    call: Callable[[Inputs, MicroBatch], tuple[Tensor, MetricSums]]
+    call: Callable[..., tuple[Tensor, MetricSums]]
 
-    def leaves(self, example: ExampleBatch) -> Inputs:
+    def leaves(self, example: ExampleBatch) -> tuple[Tensor, ...]:
         """Return fresh inputs that require gradients."""
         return tuple(example.inputs[name].detach().clone().requires_grad_() for name in self.inputs)
 
@@ -49,12 +111,11 @@ def evaluate(subject: Subject, example: ExampleBatch) -> Evaluation:
     """
     leaves = subject.leaves(example)
     # As in training, the inputs are not leaves. torch allows in-place changes to them, which would go unnoticed.
-    inputs, micro = tuple(leaf.clone() for leaf in leaves), example.micro
-    copies = copies_of(_tensors_of(subject, inputs, micro))
-    found = subject.call(inputs, micro)
-    check_untouched(copies, _tensors_of(subject, inputs, micro), who="the objective")
-    check_objective_result(found)
-    loss, metrics = found
+    inputs = dict(zip(subject.inputs, (leaf.clone() for leaf in leaves), strict=True))
+    with unchanged(example.micro, who="the objective", **inputs):
+        result = subject.call(*inputs.values(), example.micro)
+    _check_result(result)
+    loss, metrics = result
     if not loss.requires_grad:
         raise ConformanceError(f"the loss has no gradient; it must depend on {subject.inputs[0]}. Do not detach them.")
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
@@ -64,24 +125,54 @@ def evaluate(subject: Subject, example: ExampleBatch) -> Evaluation:
     return loss.detach(), torch.stack(gradients), metrics
 
 
-def check_derivative(subject: Subject, example: ExampleBatch) -> None:
-    """Check the gradient against finite differences of the loss in float64."""
+def _check_result(result: object) -> None:
+    """Check that a result is (loss, metric sums)."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConformanceError(f"{OBJECTIVE_RESULT}; found {described(result)}.")
+    loss, metrics = result
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise ConformanceError(f"{OBJECTIVE_RESULT}; the loss is {described(loss)}.")
+    if loss.ndim != 0:
+        raise ConformanceError(f"the loss must be a scalar; found shape {list(loss.shape)}. Sum it over the tokens.")
+    if not isinstance(metrics, Mapping):
+        raise ConformanceError(f"{OBJECTIVE_RESULT}; the metric sums are {described(metrics)}.")
+    for name, pair in metrics.items():
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not all(isinstance(value, Tensor) and value.ndim == 0 for value in pair):
+            raise ConformanceError(f"{OBJECTIVE_RESULT}; metric {name!r} is {described(pair)}.")
+
+
+def check_rules(
+    subject: Subject, example: ExampleBatch, *, at_zero: ExampleBatch | None, rule: str, has_derivative: bool = True
+) -> None:
+    """Check the rules that policy and critic objectives have in common.
+
+    Args:
+        subject: The objective.
+        example: Batch to check on.
+        at_zero: Batch on which every gradient must be 0; None skips this check.
+        rule: Rule of `at_zero`, for the message.
+        has_derivative: Compare the gradient with finite differences of the loss in float64.
+    """
+    if has_derivative:
+        _check_derivative(subject, example)
+    if at_zero is not None:
+        largest = float(evaluate(subject, at_zero)[1].abs().max())
+        if largest != 0.0:
+            raise ConformanceError(f"{rule}; the largest is {largest:.3g}.")
+    _check_masked_tokens(subject, example)
+    _check_micro_batches(subject, example)
+
+
+def _check_derivative(subject: Subject, example: ExampleBatch) -> None:
     evaluate(subject, example)
     try:
-        torch.autograd.gradcheck(lambda *inputs: subject.call(inputs, example.micro)[0], subject.leaves(example))
+        torch.autograd.gradcheck(lambda *inputs: subject.call(*inputs, example.micro)[0], subject.leaves(example))
     except RuntimeError as error:
         raise ConformanceError(
             f"the gradient is not the derivative of the loss: {error} If a part is detached on purpose, "
             "pass has_stop_gradient=True."
         ) from error
-
-
-def check_zero_gradient(subject: Subject, example: ExampleBatch, *, rule: str) -> None:
-    """Check that every gradient is 0 on this batch."""
-    _, gradients, _ = evaluate(subject, example)
-    largest = float(gradients.abs().max())
-    if largest != 0.0:
-        raise ConformanceError(f"{rule}; the largest is {largest:.3g}.")
 
 
 def check_direction(gradient: Tensor, wanted: Tensor, *, rule: str) -> None:
@@ -98,12 +189,12 @@ def check_direction(gradient: Tensor, wanted: Tensor, *, rule: str) -> None:
         token = int(against.argmax())
         raise ConformanceError(f"{rule}; at token {token} the gradient is {float(gradient[token]):.3g}.")
     for sign, name in ((-1.0, "negative"), (1.0, "positive")):
-        here = wanted.sign() == sign
-        if bool(here.any()) and float(gradient[here].abs().max()) <= rounding:
+        of_sign = gradient[wanted.sign() == sign]
+        if len(of_sign) and float(of_sign.abs().max()) <= rounding:
             raise ConformanceError(f"{rule}; where the gradient must be {name}, it is 0 at every token.")
 
 
-def check_masked_tokens(subject: Subject, example: ExampleBatch) -> None:
+def _check_masked_tokens(subject: Subject, example: ExampleBatch) -> None:
     """Check that tokens outside loss_mask, even NaN or infinite, do not affect loss, gradients or metrics."""
     mask = example.micro.columns["loss_mask"]
     expected = evaluate(subject, example)
@@ -115,17 +206,14 @@ def check_masked_tokens(subject: Subject, example: ExampleBatch) -> None:
         }
         inputs = {name: torch.where(mask, values, poison) for name, values in example.inputs.items()}
         poisoned = ExampleBatch(inputs=inputs, micro=with_columns(example.micro, columns))
-        compare(
-            expected,
-            evaluate(subject, poisoned),
-            f"masked tokens must not affect the result; with {poison} there",
-        )
-    outside = expected[1][:, ~mask].abs()
-    if not bool((outside == 0).all()):
-        raise ConformanceError(f"masked tokens must not receive a gradient; the largest is {float(outside.max()):.3g}.")
+        rule = f"masked tokens must not affect the result; with {poison} there"
+        _compare(expected, evaluate(subject, poisoned), rule)
+    largest = float(expected[1][:, ~mask].abs().max())
+    if largest != 0.0:
+        raise ConformanceError(f"masked tokens must not receive a gradient; the largest is {largest:.3g}.")
 
 
-def check_micro_batches(subject: Subject, example: ExampleBatch) -> None:
+def _check_micro_batches(subject: Subject, example: ExampleBatch) -> None:
     """Check that loss, gradients and metric sums add up to the same, however rows are split and ordered."""
     expected = evaluate(subject, example)
     rows = list(range(len(example.micro.offsets) - 1))
@@ -134,19 +222,18 @@ def check_micro_batches(subject: Subject, example: ExampleBatch) -> None:
         for part in cut:
             part_loss, part_gradients, part_sums = evaluate(subject, select_rows(example, part))
             loss = loss + part_loss
-            gradients[:, tokens_of(example, part)] += part_gradients
+            gradients[:, tokens_of(example.micro.offsets, part)] += part_gradients
             sums.append(part_sums)
-        compare(expected, (loss, gradients, _added(sums)), f"micro-batches must add up; with rows {cut}")
+        _compare(expected, (loss, gradients, _added(sums)), f"micro-batches must add up; with rows {cut}")
 
 
 def _added(sums: Sequence[MetricSums]) -> MetricSums:
     """Add the metric sums of micro-batches as learners do, including extremes."""
-    totals = metric_totals(sums)
-    float64 = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in totals.items()}
+    float64 = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in metric_totals(sums).items()}
     return {name: (pair[0], pair[1]) for name, pair in float64.items()}
 
 
-def compare(expected: Evaluation, found: Evaluation, rule: str) -> None:
+def _compare(expected: Evaluation, found: Evaluation, rule: str) -> None:
     """Check that evaluations differ by no more than rounding."""
     if expected[2].keys() != found[2].keys():
         raise ConformanceError(f"{rule}: metrics {sorted(expected[2].keys() ^ found[2].keys())} differ between calls.")
@@ -169,16 +256,6 @@ def compare_tensors(pairs: Mapping[str, tuple[Tensor, Tensor]], rule: str) -> No
             raise ConformanceError(f"{rule}: {name} differs by {difference:.3g}.")
 
 
-def with_zeros(example: ExampleBatch, column: str) -> ExampleBatch:
-    """Return the batch with a column set to zeros."""
-    zeros = {column: torch.zeros(len(example.micro.input_ids), dtype=torch.float64)}
-    return replace(example, micro=with_columns(example.micro, zeros))
-
-
-def _tensors_of(subject: Subject, inputs: Inputs, micro: MicroBatch) -> dict[str, Tensor]:
-    """Return all inputs of an objective by name."""
-    return {
-        **dict(zip(subject.inputs, inputs, strict=True)),
-        **{name: getattr(micro, name) for name in ("input_ids", "position_ids", "offsets")},
-        **{f"column {name}": values for name, values in micro.columns.items()},
-    }
+def with_changes(example: ExampleBatch, **columns: Tensor) -> ExampleBatch:
+    """Return the batch with other columns."""
+    return replace(example, micro=with_columns(example.micro, columns))

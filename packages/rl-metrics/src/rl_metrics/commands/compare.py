@@ -14,7 +14,7 @@ from rl_metrics.comparison.compare import Comparison, Difference, compare
 from rl_metrics.health.common_rules import SCORE
 from rl_metrics.report.page import run_names
 from rl_metrics.run_files.run_record import RunRecord
-from rl_metrics.trackers.text import plain_text
+from rl_metrics.trackers.console import plain_text
 from rl_metrics.validation.summary import HEADLINE
 
 MAX_NAME = 120

@@ -4,11 +4,10 @@ import argparse
 from pathlib import Path
 
 from rl_metrics.commands.parts import Verbs, say
-from rl_metrics.importers.naming import MAX_NAME
-from rl_metrics.importers.run_writer import MAX_NAMES, Imported
+from rl_metrics.importers.run_writer import MAX_NAME, MAX_NAMES, Imported
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl
-from rl_metrics.trackers.text import plain_text
+from rl_metrics.trackers.console import plain_text
 
 
 def add_to(verbs: Verbs) -> None:

@@ -17,8 +17,7 @@ from rl_core.errors import DataError
 from rl_core.terminal_text import escaped_lines
 from rl_metrics.importers.recognition import misplaced
 from rl_metrics.run_files.run_record import RunRecord, has_begun, open_run
-from rl_metrics.trackers.console import RunConsole
-from rl_metrics.trackers.text import plain_text
+from rl_metrics.trackers.console import RunConsole, plain_text
 
 USAGE_ERROR = 2
 MAX_LINE = 4_000

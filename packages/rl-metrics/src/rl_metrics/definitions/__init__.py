@@ -3,9 +3,4 @@
 from rl_metrics.definitions.definition import Band, Metric, MetricTable
 from rl_metrics.definitions.table import DEFINITIONS
 
-__all__ = [
-    "DEFINITIONS",
-    "Band",
-    "Metric",
-    "MetricTable",
-]
+__all__ = ["DEFINITIONS", "Band", "Metric", "MetricTable"]

@@ -1,7 +1,17 @@
 """Metrics of the mismatch between engine and learner."""
 
 from rl_metrics.definitions.definition import Band, Metric, WeightedBy
-from rl_metrics.definitions.entries import THUMB, mean, one
+from rl_metrics.definitions.entries import (
+    at_most,
+    between,
+    highest,
+    lowest,
+    mean,
+    newest,
+    step_mean,
+    token_mean,
+    trajectory_mean,
+)
 
 
 def _rejection(*, stem: str, of: str, over: WeightedBy) -> tuple[Metric, ...]:
@@ -9,109 +19,113 @@ def _rejection(*, stem: str, of: str, over: WeightedBy) -> tuple[Metric, ...]:
     name = f"rollout_corr/rollout_rs_{{criterion}}_{stem}"
     side = "Share whose statistic is above (high) or below (low) the bound."
     return (
-        mean(f"{name}masked_fraction", "1", f"Share rejected by the criterion, by {over}.", over=over),
-        mean(f"{name}fraction_{{side}}", "1", side, over=over),
-        mean(f"{name}mean", "nats", f"Statistic of {of}, mean.", over=over),
-        one(f"{name}std", "nats", f"Statistic of {of}, standard deviation."),
-        one(f"{name}max", "nats", f"Statistic of {of}, maximum.", reduction="max"),
-        one(f"{name}min", "nats", f"Statistic of {of}, minimum.", reduction="min"),
+        mean(f"{name}masked_fraction", f"Share rejected by the criterion, by {over}.", over=over),
+        mean(f"{name}fraction_{{side}}", side, over=over),
+        mean(f"{name}mean", f"Statistic of {of}, mean.", "nats", over=over),
+        newest(f"{name}std", f"Statistic of {of}, standard deviation.", "nats"),
+        highest(f"{name}max", f"Statistic of {of}, maximum.", "nats"),
+        lowest(f"{name}min", f"Statistic of {of}, minimum.", "nats"),
+    )
+
+
+def _sampled(name: str, meaning: str, *, healthy: Band) -> tuple[Metric, ...]:
+    """Return a mismatch with and without replay, on a sample of a step's trajectories before its update."""
+    sample = "on a sample of trajectories"
+    return (
+        token_mean(
+            f"router/{name}/replay", f"{meaning}, with the engine's experts, {sample}.", "nats", healthy=healthy
+        ),
+        token_mean(f"router/{name}/no_replay", f"{meaning}, with the learner's own experts, {sample}.", "nats"),
     )
 
 
 CORRECTION = (
-    mean(
+    token_mean(
         "rollout_corr/kl",
-        "nats",
         "k1 estimate of KL from the engine's policy to the learner's (mean of rollout minus old logprobs).",
-        over="token",
-        healthy=Band(low=-0.1, high=0.1, source=THUMB),
+        "nats",
+        healthy=between(-0.1, 0.1),
     ),
-    mean(
+    token_mean(
         "rollout_corr/k3_kl",
-        "nats",
         "k3 estimate of KL from the engine's policy to the learner's.",
-        over="token",
-        healthy=Band(high=0.1, source=THUMB),
-    ),
-    mean("rollout_corr/training_ppl", "1", "Perplexity of responses under the learner.", over="trajectory"),
-    mean("rollout_corr/training_log_ppl", "nats", "Log perplexity of responses under the learner.", over="trajectory"),
-    mean("rollout_corr/rollout_ppl", "1", "Perplexity of responses under the engine.", over="trajectory"),
-    mean("rollout_corr/rollout_log_ppl", "nats", "Log perplexity of responses under the engine.", over="trajectory"),
-    mean(
-        "rollout_corr/log_ppl_diff", "nats", "Learner's minus engine's log perplexity of a response.", over="trajectory"
-    ),
-    mean(
-        "rollout_corr/log_ppl_abs_diff",
         "nats",
+        healthy=at_most(0.1),
+    ),
+    trajectory_mean("rollout_corr/training_ppl", "Perplexity of responses under the learner."),
+    trajectory_mean("rollout_corr/training_log_ppl", "Log perplexity of responses under the learner.", "nats"),
+    trajectory_mean("rollout_corr/rollout_ppl", "Perplexity of responses under the engine."),
+    trajectory_mean("rollout_corr/rollout_log_ppl", "Log perplexity of responses under the engine.", "nats"),
+    trajectory_mean("rollout_corr/log_ppl_diff", "Learner's minus engine's log perplexity of a response.", "nats"),
+    trajectory_mean(
+        "rollout_corr/log_ppl_abs_diff",
         "Absolute difference of learner's and engine's log perplexity of a response.",
-        over="trajectory",
+        "nats",
     ),
-    one("rollout_corr/log_ppl_diff_max", "nats", "Largest difference of log perplexities.", reduction="max"),
-    one("rollout_corr/log_ppl_diff_min", "nats", "Smallest difference of log perplexities.", reduction="min"),
-    mean(
-        "rollout_corr/ppl_ratio",
-        "1",
-        "Learner's over engine's perplexity of a response.",
-        over="trajectory",
-        healthy=Band(low=0.9, high=1.1, source=THUMB),
+    highest("rollout_corr/log_ppl_diff_max", "Largest difference of log perplexities.", "nats"),
+    lowest("rollout_corr/log_ppl_diff_min", "Smallest difference of log perplexities.", "nats"),
+    trajectory_mean(
+        "rollout_corr/ppl_ratio", "Learner's over engine's perplexity of a response.", healthy=between(0.9, 1.1)
     ),
-    mean("rollout_corr/chi2_token", "1", "Chi-squared divergence by token: mean squared ratio minus 1.", over="token"),
-    mean("rollout_corr/chi2_seq", "1", "Chi-squared divergence by complete response.", over="trajectory"),
-    mean(
-        "rollout_corr/rollout_is_mean",
-        "1",
-        "Importance weight of a trained token, mean.",
-        over="token",
-        healthy=Band(low=0.5, high=2.0, source=THUMB),
+    token_mean("rollout_corr/chi2_token", "Chi-squared divergence by token: mean squared ratio minus 1."),
+    trajectory_mean("rollout_corr/chi2_seq", "Chi-squared divergence by complete response."),
+    token_mean(
+        "rollout_corr/rollout_is_mean", "Importance weight of a trained token, mean.", healthy=between(0.5, 2.0)
     ),
-    one("rollout_corr/rollout_is_std", "1", "Importance weight, standard deviation."),
-    one("rollout_corr/rollout_is_max", "1", "Importance weight, maximum.", reduction="max"),
-    one("rollout_corr/rollout_is_min", "1", "Importance weight, minimum.", reduction="min"),
-    mean(
+    newest("rollout_corr/rollout_is_std", "Importance weight, standard deviation."),
+    highest("rollout_corr/rollout_is_max", "Importance weight, maximum."),
+    lowest("rollout_corr/rollout_is_min", "Importance weight, minimum."),
+    step_mean(
         "rollout_corr/rollout_is_eff_sample_size",
-        "1",
         "Effective share of the samples after weighting: 1 / mean of squared normalized weights.",
-        over="step",
-        healthy=Band(low=0.5, high=1.0, source=THUMB),
+        healthy=between(0.5, 1.0),
     ),
-    mean("rollout_corr/rollout_is_ratio_fraction_high", "1", "Share of ratios above the upper bound.", over="token"),
-    mean("rollout_corr/rollout_is_ratio_fraction_low", "1", "Share of ratios below the lower bound.", over="token"),
-    mean("rollout_corr/rollout_is_oob_ratio", "1", "Share of tokens that a band weighted 0.", over="token"),
-    mean("rollout_corr/rollout_is_seq_mean", "1", "A trajectory's mean importance weight, mean.", over="trajectory"),
-    one("rollout_corr/rollout_is_seq_std", "1", "A trajectory's mean importance weight, standard deviation."),
-    one("rollout_corr/rollout_is_seq_max", "1", "A trajectory's mean importance weight, maximum.", reduction="max"),
-    one("rollout_corr/rollout_is_seq_min", "1", "A trajectory's mean importance weight, minimum.", reduction="min"),
-    one(
-        "rollout_corr/rollout_is_seq_max_deviation",
-        "1",
-        "Largest distance of a trajectory's mean weight from 1.",
-        reduction="max",
-    ),
-    mean(
+    token_mean("rollout_corr/rollout_is_ratio_fraction_high", "Share of ratios above the upper bound."),
+    token_mean("rollout_corr/rollout_is_ratio_fraction_low", "Share of ratios below the lower bound."),
+    token_mean("rollout_corr/rollout_is_oob_ratio", "Share of tokens that a band weighted 0."),
+    trajectory_mean("rollout_corr/rollout_is_seq_mean", "A trajectory's mean importance weight, mean."),
+    newest("rollout_corr/rollout_is_seq_std", "A trajectory's mean importance weight, standard deviation."),
+    highest("rollout_corr/rollout_is_seq_max", "A trajectory's mean importance weight, maximum."),
+    lowest("rollout_corr/rollout_is_seq_min", "A trajectory's mean importance weight, minimum."),
+    highest("rollout_corr/rollout_is_seq_max_deviation", "Largest distance of a trajectory's mean weight from 1."),
+    trajectory_mean(
         "rollout_corr/rollout_is_seq_fraction_{side}",
-        "1",
         "Share of trajectories whose mean ratio is above (high) or below (low) the bound.",
-        over="trajectory",
     ),
-    mean(
+    token_mean(
         "rollout_corr/rollout_rs_masked_fraction",
-        "1",
         "Share of tokens that were rejected by any criterion.",
-        over="token",
-        healthy=Band(high=0.1, source=THUMB),
+        healthy=at_most(0.1),
     ),
-    mean(
-        "rollout_corr/rollout_rs_seq_masked_fraction",
-        "1",
-        "Share of trajectories with a token that any criterion rejected.",
-        over="trajectory",
+    trajectory_mean(
+        "rollout_corr/rollout_rs_seq_masked_fraction", "Share of trajectories with a token that any criterion rejected."
     ),
     *_rejection(stem="seq_", of="a trajectory", over="trajectory"),  # before the other, because the first match wins
-    one(
+    highest(
         "rollout_corr/rollout_rs_{criterion}_seq_max_deviation",
-        "nats",
         "Largest distance of a trajectory's statistic from 0.",
-        reduction="max",
+        "nats",
     ),
     *_rejection(stem="", of="the judged token or trajectory", over="token"),
+)
+
+MIXTURES = (
+    token_mean(
+        "router/rerouted_share",
+        "Share of rows (a token in one layer of a mixture) for which the learner's router would choose other experts "
+        "than the replayed ones of the engine.",
+        healthy=at_most(0.1),
+    ),
+    token_mean(
+        "router/unknown_share",
+        "Share of computed tokens whose experts the engine did not report; tokens from a trajectory's last trained one "
+        "on are not counted.",
+        healthy=at_most(0.01),
+    ),
+    *_sampled("k3_kl", "k3 estimate of KL from the engine's policy to the learner's", healthy=at_most(0.1)),
+    *_sampled(
+        "logprobs_diff_mean",
+        "Absolute difference of learner's and engine's logprob of a sampled token, mean",
+        healthy=at_most(0.1),
+    ),
 )

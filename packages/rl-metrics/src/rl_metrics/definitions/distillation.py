@@ -1,87 +1,71 @@
 """Metrics of distillation: comparison of student and teachers, and the teachers' cost."""
 
-from rl_metrics.definitions.definition import Band, Metric
-from rl_metrics.definitions.entries import BY_DESIGN, THUMB, mean, one, seconds
+from rl_metrics.definitions.definition import Metric
+from rl_metrics.definitions.entries import (
+    ZERO,
+    at_most,
+    between,
+    highest,
+    lowest,
+    seconds,
+    step_mean,
+    token_mean,
+    total,
+)
 
 
 def _comparison(stem: str, *, of: str) -> tuple[Metric, ...]:
     """Return the metrics of trained tokens that teachers scored."""
     return (
-        mean(
+        token_mean(
             f"{stem}/loss",
-            "nats",
             f"Divergence of student and teacher{of}, 0 if they are equal; for stored texts without a teacher, their "
             "cross entropy.",
-            over="token",
-        ),
-        mean(
-            f"{stem}/abs_loss",
             "nats",
-            f"Absolute value of that divergence{of}; estimates from single tokens can be negative.",
-            over="token",
         ),
-        one(f"{stem}/loss_min", "nats", f"Minimum divergence at a token{of}.", reduction="min"),
-        one(f"{stem}/loss_max", "nats", f"Maximum divergence at a token{of}; bounded by max_loss.", reduction="max"),
-        mean(
+        token_mean(
+            f"{stem}/abs_loss",
+            f"Absolute value of that divergence{of}; estimates from single tokens can be negative.",
+            "nats",
+        ),
+        lowest(f"{stem}/loss_min", f"Minimum divergence at a token{of}.", "nats"),
+        highest(f"{stem}/loss_max", f"Maximum divergence at a token{of}; bounded by max_loss.", "nats"),
+        token_mean(
             f"{stem}/student_mass",
-            "1",
             f"The student's total probability of the teacher's top tokens{of}; of the sampled token if the teacher "
             "returned only that.",
-            over="token",
         ),
-        mean(f"{stem}/teacher_mass", "1", f"The teacher's own probability of those tokens{of}.", over="token"),
-        mean(
+        token_mean(f"{stem}/teacher_mass", f"The teacher's own probability of those tokens{of}."),
+        token_mean(
             f"{stem}/overlap_ratio",
-            "1",
             f"Share of the teacher's top tokens that are among the student's equally many top tokens{of}.",
-            over="token",
-            healthy=Band(low=0.3, high=1.0, source=THUMB),
+            healthy=between(0.3, 1.0),
         ),
-        mean(
-            f"{stem}/tail_mass",
-            "1",
-            f"The teacher's probability outside those tokens{of}; large if top_k is small.",
-            over="token",
+        token_mean(
+            f"{stem}/tail_mass", f"The teacher's probability outside those tokens{of}; large if top_k is small."
         ),
-        mean(
+        token_mean(
             f"{stem}/clamped_fraction",
-            "1",
             f"Share of tokens whose loss, or a logprob in it, was clamped{of}.",
-            over="token",
-            healthy=Band(high=0.01, source=THUMB),
+            healthy=at_most(0.01),
         ),
-        mean(f"{stem}/agreement", "1", f"Share of tokens where both have the same top token{of}.", over="token"),
+        token_mean(f"{stem}/agreement", f"Share of tokens where both have the same top token{of}."),
     )
 
 
 DISTILLATION = (
     *_comparison("actor/distillation", of=""),
-    mean(
+    token_mean(
         "actor/distillation/aligned_fraction",
-        "1",
         "Share of trained tokens that a teacher scored; below 1 if its tokenizer differs.",
-        over="token",
-        healthy=Band(low=0.5, high=1.0, source=THUMB),
+        healthy=between(0.5, 1.0),
     ),
     *_comparison("actor/distillation/{teacher}", of=", on this teacher's tokens"),
-    one(
-        "teacher/{teacher}/score_s", "s", "Time that its replicas spent scoring, summed over replicas.", reduction="sum"
-    ),
-    mean("teacher/{teacher}/idle_share", "1", "Share of the step that its replicas did not score.", over="step"),
-    one("teacher/{teacher}/trajectories", "trajectories", "Trajectories that it scored.", reduction="sum"),
-    mean("teacher/{teacher}/tokens_per_s", "tokens/s", "Tokens scored per second and replica.", over="step"),
-    one(
-        "teacher/{teacher}/restarts",
-        "times",
-        "Restarts of its replicas after they died.",
-        reduction="sum",
-        healthy=Band(high=0.0, source=BY_DESIGN),
-    ),
-    one(
-        "teacher/{teacher}/cache_hits",
-        "trajectories",
-        "Trajectories whose scores came from the store.",
-        reduction="sum",
-    ),
+    total("teacher/{teacher}/score_s", "Time that its replicas spent scoring, summed over replicas.", "s"),
+    step_mean("teacher/{teacher}/idle_share", "Share of the step that its replicas did not score."),
+    total("teacher/{teacher}/trajectories", "Trajectories that it scored.", "trajectories"),
+    step_mean("teacher/{teacher}/tokens_per_s", "Tokens scored per second and replica.", "tokens/s"),
+    total("teacher/{teacher}/restarts", "Restarts of its replicas after they died.", "times", healthy=ZERO),
+    total("teacher/{teacher}/cache_hits", "Trajectories whose scores came from the store.", "trajectories"),
     seconds("teacher", "Waiting for teachers after the step's last rollout"),
 )

@@ -1,5 +1,7 @@
 """Constructors of the table's entries."""
 
+from functools import partial
+
 from rl_metrics.definitions.definition import Band, Metric, Reduction, WeightedBy
 
 GUIDE = "evaluation guide"
@@ -29,33 +31,58 @@ ZERO = Band(high=0.0, source=BY_DESIGN)
 """Healthy range of counts that must be 0."""
 
 
+def at_most(high: float) -> Band:
+    """Return a rule of thumb: values up to this are healthy."""
+    return Band(high=high, source=THUMB)
+
+
+def at_least(low: float) -> Band:
+    """Return a rule of thumb: values from this on are healthy."""
+    return Band(low=low, source=THUMB)
+
+
+def between(low: float, high: float) -> Band:
+    """Return a rule of thumb: values in this range are healthy."""
+    return Band(low=low, high=high, source=THUMB)
+
+
 def spread(
-    stem: str, *, unit: str, meaning: str, over: WeightedBy, healthy_mean: Band | None = None
+    stem: str, meaning: str, unit: str = "1", *, over: WeightedBy, healthy_mean: Band | None = None
 ) -> tuple[Metric, ...]:
     """Return metrics for mean, maximum and minimum of one quantity."""
-    mean = Metric(
-        name=f"{stem}/mean",
-        unit=unit,
-        reduction="mean",
-        weighted_by=over,
-        meaning=f"{meaning}, mean.",
-        healthy=healthy_mean,
+    return (
+        mean(f"{stem}/mean", f"{meaning}, mean.", unit, over=over, healthy=healthy_mean),
+        highest(f"{stem}/max", f"{meaning}, maximum.", unit),
+        lowest(f"{stem}/min", f"{meaning}, minimum.", unit),
     )
-    high = Metric(name=f"{stem}/max", unit=unit, reduction="max", meaning=f"{meaning}, maximum.")
-    low = Metric(name=f"{stem}/min", unit=unit, reduction="min", meaning=f"{meaning}, minimum.")
-    return mean, high, low
 
 
-def mean(name: str, unit: str, meaning: str, *, over: WeightedBy, healthy: Band | None = None) -> Metric:
+def mean(name: str, meaning: str, unit: str = "1", *, over: WeightedBy, healthy: Band | None = None) -> Metric:
     """Return a weighted mean."""
     return Metric(name=name, unit=unit, reduction="mean", weighted_by=over, meaning=meaning, healthy=healthy)
 
 
-def one(name: str, unit: str, meaning: str, *, reduction: Reduction = "last", healthy: Band | None = None) -> Metric:
-    """Return a metric that is not weighted; by default, the newest value."""
+token_mean = partial(mean, over="token")
+trajectory_mean = partial(mean, over="trajectory")
+session_mean = partial(mean, over="session")
+group_mean = partial(mean, over="group")
+prompt_mean = partial(mean, over="prompt")
+step_mean = partial(mean, over="step")
+
+
+def unweighted(
+    name: str, meaning: str, unit: str = "1", *, reduction: Reduction, healthy: Band | None = None
+) -> Metric:
+    """Return a metric that is not weighted."""
     return Metric(name=name, unit=unit, reduction=reduction, meaning=meaning, healthy=healthy)
+
+
+newest = partial(unweighted, reduction="last")
+total = partial(unweighted, reduction="sum")
+highest = partial(unweighted, reduction="max")
+lowest = partial(unweighted, reduction="min")
 
 
 def seconds(phase: str, meaning: str) -> Metric:
     """Return the time metric of a phase of the step."""
-    return one(f"timing_s/{phase}", "s", f"{meaning}, total in the step.", reduction="sum")
+    return total(f"timing_s/{phase}", f"{meaning}, total in the step.", "s")

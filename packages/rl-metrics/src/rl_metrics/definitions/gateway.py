@@ -1,7 +1,6 @@
 """Metrics of the gateway: agents' requests, and those that cannot be trained on."""
 
-from rl_metrics.definitions.definition import Band
-from rl_metrics.definitions.entries import BY_DESIGN, THUMB, mean, one, spread
+from rl_metrics.definitions.entries import ZERO, at_most, newest, session_mean, spread, total
 
 EVENTS = {
     "retries": "Requests that a client's SDK retried by itself",
@@ -17,58 +16,46 @@ EVENTS = {
 """Meanings of the counts of requests (or sessions, where stated), by name of the count in a session."""
 
 GATEWAY = (
-    *spread("gateway/turns", unit="requests", meaning="Answered requests of a session", over="session"),
-    mean(
+    *spread("gateway/turns", "Answered requests of a session", "requests", over="session"),
+    session_mean(
         "gateway/forks",
-        "forks",
         "Turns of a session that several conversations continue: an edited history, or a second line of work.",
-        over="session",
+        "forks",
     ),
-    mean(
+    session_mean(
         "gateway/roots",
-        "conversations",
         "Conversations of a session that continue no sampled turn; 1 if all turns are one conversation.",
-        over="session",
-    ),
-    mean(
-        "gateway/new_root_share",
-        "1",
-        "Share of requests that start a new conversation, excluding the first of each session.",
-        over="session",
-        healthy=Band(high=0.3, source=THUMB),
-    ),
-    one(
-        "gateway/roots/{reason}",
         "conversations",
+    ),
+    session_mean(
+        "gateway/new_root_share",
+        "Share of requests that start a new conversation, excluding the first of each session.",
+        healthy=at_most(0.3),
+    ),
+    total(
+        "gateway/roots/{reason}",
         "New conversations, by their first difference from all earlier ones: none (first), the tools, the message of a "
         "role, or a prefix of an earlier one (shorter).",
-        reduction="sum",
+        "conversations",
     ),
-    one("gateway/sampled_tokens", "tokens", "Tokens sampled for agents.", reduction="sum"),
-    one(
-        "gateway/untrained_tokens",
-        "tokens",
-        "Of these, tokens that do not train: retries, unused choices, probes.",
-        reduction="sum",
-    ),
-    one(
+    total("gateway/sampled_tokens", "Tokens sampled for agents.", "tokens"),
+    total("gateway/untrained_tokens", "Of these, tokens that do not train: retries, unused choices, probes.", "tokens"),
+    total(
         "gateway/abandoned_tokens",
-        "tokens",
         "Tokens sampled for requests that ended without an answer; they do not train.",
-        reduction="sum",
+        "tokens",
     ),
     *(
-        one(
+        total(
             f"gateway/{name}",
-            "sessions" if name == "agent_failed" else "requests",
             f"{meaning}.",
-            reduction="sum",
-            healthy=Band(high=0.0, source=BY_DESIGN) if name == "engine_errors" else None,
+            "sessions" if name == "agent_failed" else "requests",
+            healthy=ZERO if name == "engine_errors" else None,
         )
         for name, meaning in EVENTS.items()
     ),
     *(
-        one(f"gateway/overhead_ms/{name}", "ms", f"Time of a turn outside the engine, {word} of a step's turns.")
+        newest(f"gateway/overhead_ms/{name}", f"Time of a turn outside the engine, {word} of a step's turns.", "ms")
         for name, word in (("p50", "median"), ("p99", "99th percentile"))
     ),
 )

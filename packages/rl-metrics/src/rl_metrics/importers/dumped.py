@@ -1,16 +1,14 @@
-"""Generations of another trainer, which do not identify their sessions."""
+"""Responses of another trainer, as trajectories and samples; they do not identify their sessions."""
 
 import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
-from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import number_or_nan
@@ -22,30 +20,20 @@ MAX_ROWS = 20_000
 """Maximum number of rows read from one file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dumped:
-    """One response of another trainer.
+class StepResponses(NamedTuple):
+    """Responses of a step, each a dict of fields of `RolloutRow`: prompt, response, reward, components, ground_truth.
 
     Attributes:
-        prompt: Prompt as text.
-        response: Response as text.
-        reward: Reward; NaN without one.
-        components: Parts of the reward by name.
-        ground_truth: Expected answer; None without one.
-        source: Data source of the prompt.
+        step: The trainer's own step number.
+        trained: Responses of training.
+        validated: Responses of the validation after the step.
+        written: When the former were written, in seconds since the epoch; NaN if unknown.
     """
 
-    prompt: str
-    response: str
-    reward: float = math.nan
-    components: Mapping[str, float] = field(default_factory=dict)
-    ground_truth: Json = None
-    source: str = "default"
-
-    @property
-    def problem(self) -> str:
-        """Identifier of the prompt, the same at every step."""
-        return hashlib.sha256(self.prompt.encode(errors="replace")).hexdigest()[:16]
+    step: int
+    trained: Sequence[Mapping[str, Any]] = ()
+    validated: Sequence[Mapping[str, Any]] = ()
+    written: float = math.nan
 
 
 def step_files(folder: Path | None, *globs: str, name: str, such_as: str) -> list[tuple[int, Path]]:
@@ -94,50 +82,51 @@ def whole_rows(
     return whole
 
 
-def as_rollouts(step: int, dumped: Sequence[Dumped]) -> list[RolloutRow]:
+def as_rollouts(step: int, responses: Iterable[Mapping[str, Any]]) -> list[RolloutRow]:
     """Return the trajectories of a step, with one group per prompt and the policy version of the previous step."""
     num_sessions: dict[str, int] = {}
     rows = []
-    for response in dumped:
-        session = num_sessions.get(response.problem, 0)
-        num_sessions[response.problem] = session + 1
+    for response in responses:
+        problem = _problem_of(response["prompt"])
+        session = num_sessions.get(problem, 0)
+        num_sessions[problem] = session + 1
         rows.append(
             RolloutRow(
                 step=step,
                 time=math.nan,
-                prompt_uid=f"{step}-{response.problem}",
-                problem=response.problem,
+                prompt_uid=f"{step}-{problem}",
+                problem=problem,
                 session=session,
-                source=response.source,
-                prompt=response.prompt,
-                response=response.response,
-                ground_truth=response.ground_truth,
-                reward=response.reward,
-                components=response.components,
                 finish="unknown",
                 policy_version=max(step - 1, 0),
+                **response,
             )
         )
     return rows
 
 
-def as_samples(step: int, dumped: Sequence[Dumped], *, trainer: str) -> list[GenerationSample]:
+def as_samples(step: int, responses: Iterable[Mapping[str, Any]], *, trainer: str) -> list[GenerationSample]:
     """Return the samples of the validation after a step."""
     return [
         GenerationSample(
-            prompt_uid=response.problem,
-            input=response.prompt,
-            output=response.response,
-            score=response.reward,
-            ground_truth=response.ground_truth,
+            prompt_uid=_problem_of(response["prompt"]),
+            input=response["prompt"],
+            output=response["response"],
+            score=response.get("reward", math.nan),
+            ground_truth=response.get("ground_truth"),
             policy_version=(step, step),
             source=trainer,
-            components=response.components,
-            data_source=response.source,
+            components=response.get("components", {}),
+            data_source=response.get("source", "default"),
             finish="unknown",
         )
-        for response in dumped
+        for response in responses
     ]
+
+
+def _problem_of(prompt: str) -> str:
+    """Return an identifier of a prompt, the same at every step."""
+    return hashlib.sha256(prompt.encode(errors="replace")).hexdigest()[:16]
 
 
 def numbers(row: Mapping[str, Any], *, without: frozenset[str]) -> dict[str, float]:

@@ -16,10 +16,9 @@ import structlog
 
 from rl_core.errors import DataError, NotReadyError
 from rl_core.files import read_plain, try_arrow_files
-from rl_metrics.importers.dumped import Dumped, as_rollouts, as_samples, numbers, step_files, whole_rows
-from rl_metrics.importers.naming import translation
+from rl_metrics.importers.dumped import StepResponses, numbers, step_files, whole_rows
 from rl_metrics.importers.recognition import misplaced, require_there
-from rl_metrics.importers.run_writer import Imported, RunWriter
+from rl_metrics.importers.run_writer import Imported, ImportedMetrics, require_free, translation, write_run
 from rl_metrics.importers.trl_names import names_of
 from rl_metrics.run_files.json_lines import parse_line, read_json_lines
 from rl_metrics.trackers.jsonl import as_step
@@ -27,6 +26,7 @@ from rl_metrics.trackers.jsonl import as_step
 log = structlog.get_logger(__name__)
 
 STATE = "trainer_state.json"
+CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,18}")
 BATCH_ROWS = 256
 MAX_STATE_BYTES = 1 << 30
 COMPLETIONS = r"completions_([0-9]{1,18})\.(?:parquet|jsonl)"
@@ -55,22 +55,23 @@ def import_trl(files: Sequence[Path], into: Path, *, completions: Path | None = 
         NotReadyError: A file is Parquet, and pyarrow is not installed.
         OSError: A file cannot be read.
     """
-    is_finished = False
-    with RunWriter(into, trainer="trl", names=translation({}, has_our_names=False)) as run:
-        for path in files:
-            history = _history(path)
-            run.begin_attempt(path, names=translation(names_of(history), has_our_names=False))
-            for step, row in _with_step(history, path):
-                is_finished = "train_runtime" in row
-                run.add_metrics(step, {name: value for name, value in row.items() if name not in NOT_METRICS})
-        globs = "completions_*", "*/completions_*"  # of training, or of train/ and eval/
-        for step, file in step_files(completions, *globs, name=COMPLETIONS, such_as="completions_00010.parquet"):
-            rows = _rows(file)
-            trained = [_dumped(row) for row in rows if row.get("mode") != "eval"]
-            evaluated = [_dumped(row) for row in rows if row.get("mode") == "eval"]
-            run.add_rollouts(as_rollouts(step, trained), written=file.stat().st_mtime)
-            run.add_generations(step, as_samples(step, evaluated, trainer="trl"))
-        return run.finish([*files, *([completions] if completions is not None else [])], is_finished=is_finished)
+    require_free(into)
+    metrics, is_finished = ImportedMetrics(), False
+    for path in files:
+        history = _history(path)
+        lines = list(_with_step(history, path))
+        is_finished = "train_runtime" in lines[-1][1] if lines else is_finished
+        metrics.add_launch(path, lines, names=translation(names_of(history), has_our_names=False))
+    globs = "completions_*", "*/completions_*"  # of training, or of train/ and eval/
+    completed = step_files(completions, *globs, name=COMPLETIONS, such_as="completions_00010.parquet")
+    return write_run(
+        into,
+        trainer="trl",
+        files=[*files, *([completions] if completions is not None else [])],
+        metrics=metrics,
+        responses=(_responses(step, file) for step, file in completed),
+        is_finished=is_finished,
+    )
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
@@ -93,13 +94,14 @@ def _history(path: Path) -> list[dict[str, Any]]:
 
 
 def _with_step(history: Sequence[Mapping[str, Any]], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the rows with a step, and warn about the others."""
+    """Yield the steps and metrics of rows with a step, and warn about the others."""
     bad = []
     for number, row in enumerate(history, start=1):
         step = as_step(row.get("step"))
+        values = {name: value for name, value in row.items() if name not in NOT_METRICS}
         if step is not None and step >= 0:
-            yield step, row
-        elif row.keys() - NOT_METRICS:
+            yield step, values
+        elif values:
             bad.append(number)
     if bad:
         log.warning("rows_without_step", path=str(path), count=len(bad), first_row=bad[0])
@@ -113,21 +115,23 @@ def _newest_state(folder: Path) -> Path:
     """
     if (folder / STATE).is_file():
         return folder / STATE
-    checkpoints = {
-        int(found[1]): file
-        for file in folder.glob(f"checkpoint-*/{STATE}")
-        if (found := re.fullmatch(r"checkpoint-([0-9]{1,18})", file.parent.name)) and file.is_file()
-    }
-    if not checkpoints:
+    states = [file for file in folder.glob(f"checkpoint-*/{STATE}") if CHECKPOINT.fullmatch(file.parent.name)]
+    if not states:
         wanted = f"{folder} must have a {STATE} of TRL's trainers, or checkpoints with one."
         raise DataError(misplaced([folder], trainer="trl") or wanted)
-    return checkpoints[max(checkpoints)]
+    return max(states, key=lambda file: int(file.parent.name.removeprefix("checkpoint-")))
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def _responses(step: int, file: Path) -> StepResponses:
     """Return the completions in a file."""
-    found = _parquet_rows(file) if file.suffix == ".parquet" else read_json_lines(file)
-    return whole_rows(found, file, needs=("prompt", "completion"))
+    splits: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    rows = _parquet_rows(file) if file.suffix == ".parquet" else read_json_lines(file)
+    for row in whole_rows(rows, file, needs=("prompt", "completion")):
+        rewards = numbers(row, without=NOT_REWARDS)
+        reward = sum(rewards.values()) if rewards else math.nan
+        texts = {"prompt": _text(row["prompt"]), "response": _text(row["completion"])}
+        splits[row.get("mode") == "eval"].append({**texts, "reward": reward, "components": rewards})
+    return StepResponses(step, splits[False], splits[True], file.stat().st_mtime)
 
 
 def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -143,16 +147,6 @@ def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}.") from error
-
-
-def _dumped(row: Mapping[str, Any]) -> Dumped:
-    rewards = numbers(row, without=NOT_REWARDS)
-    return Dumped(
-        prompt=_text(row["prompt"]),
-        response=_text(row["completion"]),
-        reward=sum(rewards.values()) if rewards else math.nan,
-        components=rewards,
-    )
 
 
 def _text(value: Any) -> str:

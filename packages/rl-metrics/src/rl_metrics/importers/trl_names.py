@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_metrics.importers.naming import Names
+from rl_metrics.importers.run_writer import Names
 
 OF_ROLLOUTS: Names = {
     "grad_norm": ("actor/grad_norm",),

@@ -7,20 +7,18 @@ separate). If the other phases of a row leave room for them, they are subtracted
 Sources: `FileLogger` and `LocalLogger` in verl/utils, `fit` and `_dump_generations` in verl/trainer/ppo/ray_trainer.py.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from rl_core.errors import DataError
-from rl_metrics.importers.dumped import Dumped, as_rollouts, as_samples, numbers, step_files, whole_rows
-from rl_metrics.importers.naming import Names, translation
+from rl_metrics.importers.dumped import StepResponses, numbers, step_files, whole_rows
 from rl_metrics.importers.recognition import misplaced, require_there
-from rl_metrics.importers.run_writer import Imported, RunWriter
-from rl_metrics.importers.verl_console import bars_of_line, seems_step, step_of_line
-from rl_metrics.importers.verl_samples import printed_samples
+from rl_metrics.importers.run_writer import Imported, ImportedMetrics, Names, require_free, translation, write_run
+from rl_metrics.importers.verl_console import bars_of_line, printed_samples, seems_step, step_of_line
 from rl_metrics.run_files.json_lines import number_or_nan, parse_line, read_json_lines, read_lines
 from rl_metrics.trackers.jsonl import as_step, warn_of_lines_without_step
 
@@ -94,48 +92,32 @@ def import_verl(
         DataError: The files have no data of verl, or the folder has other contents.
         OSError: A file cannot be read.
     """
-    with RunWriter(into, trainer="verl", names=translation(NAMES, has_our_names=True)) as run:
-        for file in files:
-            require_there(file, wanted="a file of verl's metrics or console")
-            if file.is_dir():
-                raise DataError(misplaced([file], trainer="verl") or FOLDER.format(path=file))
-            run.begin_attempt(file)
-            for step, values in _logged(file):
-                run.add_metrics(step, step_alone(values))
-            _add_printed(run, file, is_wanted=validation is None)
-        for step, file in _dumps(rollouts, "*.jsonl"):
-            run.add_rollouts(as_rollouts(step, _dumped(file)), written=file.stat().st_mtime)
-        for step, file in _dumps(validation, "*.jsonl"):
-            run.add_generations(step, as_samples(step, _dumped(file), trainer="verl"))
-        folders = [folder for folder in (rollouts, validation) if folder is not None]
-        return run.finish([*files, *folders])
-
-
-def _add_printed(run: RunWriter, file: Path, *, is_wanted: bool) -> None:
-    """Add the samples that a console printed, or warn that a folder of all samples replaces them."""
-    num_replaced = 0
-    for step, printed in printed_samples(file):
-        if is_wanted:
-            run.add_generations(step, as_samples(step, printed, trainer="verl"))
-        else:
-            num_replaced += len(printed)
-    if num_replaced:
-        log.warning("printed_samples_passed_over", path=str(file), count=num_replaced, because="--validation has them")
-
-
-def logged(line: bytes, *, is_ended: bool) -> tuple[int, dict[str, Any]] | None:
-    """Return step and values of a line of the file logger or console, or None without them.
-
-    Args:
-        line: The line without its line break.
-        is_ended: False for a last line without a line break, whose last number may be truncated on the console.
-    """
-    line = _bare(line)
-    if _is_json(line):
-        row = _row(line)
-        step = None if row is None else as_step(row["step"])
-        return None if row is None or step is None or step < 0 else (step, row["data"])
-    return step_of_line(line.decode(errors="replace")) if is_ended and b"step:" in line else None
+    require_free(into)
+    metrics = ImportedMetrics()
+    printed: list[StepResponses] = []
+    for file in files:
+        require_there(file, wanted="a file of verl's metrics or console")
+        if file.is_dir():
+            raise DataError(misplaced([file], trainer="verl") or FOLDER.format(path=file))
+        lines = ((step, step_alone(values)) for step, values in read_log(file))
+        metrics.add_launch(file, lines, names=translation(NAMES, has_our_names=True))
+        samples = [(step, samples) for step, samples in printed_samples(file) if samples]
+        if validation is None:
+            printed += [StepResponses(step, validated=validated) for step, validated in samples]
+        elif samples:
+            count = sum(len(validated) for _, validated in samples)
+            log.warning("printed_samples_passed_over", path=str(file), count=count, because="--validation has them")
+    return write_run(
+        into,
+        trainer="verl",
+        files=[*files, *(folder for folder in (rollouts, validation) if folder is not None)],
+        metrics=metrics,
+        responses=itertools.chain(
+            printed,
+            (StepResponses(step, _dumped(file), written=file.stat().st_mtime) for step, file in _dumps(rollouts)),
+            (StepResponses(step, validated=_dumped(file)) for step, file in _dumps(validation)),
+        ),
+    )
 
 
 def step_alone(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,26 +146,36 @@ def _sum(values: Mapping[str, Any], names: Sequence[str]) -> float:
     return sum(one for one in seconds if one > 0)
 
 
-def _logged(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield steps and values of a file, and warn about skipped lines with values.
+def read_log(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield steps and values of a file of the file logger or console, and warn about skipped lines with values.
 
-    Metrics of progress bars count only if the file has no others.
+    Metrics of progress bars count only if the file has no others. A last line of the console without a line break is
+    skipped, because its last number may be truncated.
     """
     without_step: list[int] = []
     passed_over: list[int] = []
     bars: dict[int, dict[str, float]] = {}
     has_steps = False
-    for number, (line, is_ended) in enumerate(read_lines(file), start=1):
-        read = logged(line, is_ended=is_ended)
-        if read is not None:
+    for number, (read, is_ended) in enumerate(read_lines(file), start=1):
+        line = read.removeprefix(BYTE_ORDER_MARK).lstrip()
+        logged: tuple[int, dict[str, Any]] | None = None
+        if line.startswith(b"{"):
+            row = parse_line(line) or {}
+            step = as_step(row.get("step"))
+            if row.get("data") and isinstance(row["data"], dict):
+                logged = None if step is None or step < 0 else (step, row["data"])
+                without_step += [] if logged else [number]
+        else:
+            text = line.decode(errors="replace")
+            may_be_step = is_ended and "step:" in text
+            logged = step_of_line(text) if may_be_step else None
+            if logged is None and may_be_step and seems_step(text):
+                passed_over.append(number)
+            elif logged is None and ("s/it, " in text or "it/s, " in text):
+                bars |= bars_of_line(text)
+        if logged is not None:
             has_steps = True
-            yield read
-        elif _is_json(_bare(line)):
-            without_step += [number] if _row(_bare(line)) else []
-        elif is_ended and b"step:" in line and seems_step(line.decode(errors="replace")):
-            passed_over.append(number)
-        elif b"s/it, " in line or b"it/s, " in line:
-            bars |= bars_of_line(line.decode(errors="replace"))
+            yield logged
     if bars and has_steps:
         log.warning("progress_bars_passed_over", path=str(file), steps=len(bars), because="the file has lines of steps")
     elif bars:
@@ -200,38 +192,20 @@ def _logged(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         )
 
 
-def _bare(line: bytes) -> bytes:
-    return line.removeprefix(BYTE_ORDER_MARK).lstrip()
+def _dumps(folder: Path | None) -> list[tuple[int, Path]]:
+    return step_files(folder, "*.jsonl", name=r"([0-9]{1,18})\.jsonl", such_as="12.jsonl, one per step")
 
 
-def _is_json(line: bytes) -> bool:
-    return line.startswith(b"{")
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Return a row of the file logger, whatever its step is."""
-    row = parse_line(line)
-    return {"step": None, **row} if row is not None and row.get("data") and isinstance(row["data"], dict) else None
-
-
-_dumps = partial(step_files, name=r"([0-9]{1,18})\.jsonl", such_as="12.jsonl, one per step")
-
-
-def _dumped(file: Path) -> list[Dumped]:
+def _dumped(file: Path) -> list[dict[str, Any]]:
     """Return the generations in a file."""
-    rows = whole_rows(read_json_lines(file), file, needs=("input", "output"), of=str)
     return [
-        Dumped(
-            prompt=row["input"],
-            response=row["output"],
-            reward=number_or_nan(row.get("score")),
-            components=numbers(row, without=NOT_COMPONENTS),
-            ground_truth=row.get("gts"),
-            source=row["data_source"] if _is_text(row.get("data_source")) else "default",
-        )
-        for row in rows
+        {
+            "prompt": row["input"],
+            "response": row["output"],
+            "reward": number_or_nan(row.get("score")),
+            "components": numbers(row, without=NOT_COMPONENTS),
+            "ground_truth": row.get("gts"),
+            "source": row["data_source"] if isinstance(row.get("data_source"), str) else "default",
+        }
+        for row in whole_rows(read_json_lines(file), file, needs=("input", "output"), of=str)
     ]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)

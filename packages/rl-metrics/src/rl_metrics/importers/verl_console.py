@@ -1,11 +1,26 @@
-"""Steps in verl's console output, such as `(TaskRunner pid=1) step:3 - actor/entropy:0.4 - actor/lr:1e-06`.
+"""Steps, progress bars and samples in verl's console output.
 
-The console also has a model's responses, so a line counts only if nothing but log prefixes precedes the step.
+A step is a line such as `(TaskRunner pid=1) step:3 - actor/entropy:0.4 - actor/lr:1e-06`. The console also has a
+model's responses, so a line counts only if nothing but log prefixes precedes the step.
 
-Source: `concat_dict_to_str` in verl/utils/logger/aggregate_logger.py.
+A sample, printed by a validation, has `[prompt]`, `[response]` and `[ground_truth]`, each followed by text, and then a
+number for each part of the reward, such as `[score] 1.0`. The line of the step follows.
+
+Sources: `concat_dict_to_str` in verl/utils/logger/aggregate_logger.py, `NaiveRewardManager` in
+verl/workers/reward_manager/naive.py.
 """
 
+import math
 import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from rl_metrics.run_files.json_lines import read_lines
+
+log = structlog.get_logger(__name__)
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 RAY_PREFIX = r"\((?:\S+ )?pid=\d+(?:, ip=[^()\s,]+)?\)"
@@ -34,6 +49,11 @@ BAR = re.compile(
 
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf)"
 METRIC = re.compile(rf"\s*(\S.*):\s*(?:({NUMBER})|[\w.]+\(({NUMBER})(?:,[^()]*)?\))\s*")
+PROMPT = re.compile(r"^\[prompt\] ?", re.MULTILINE)
+FIELD = r"\[([A-Za-z_][\w .@/-]{0,60})\] ?([^\n]*)\n"
+SAMPLE = re.compile(rf"(.*?)\n\[response\] ?(.*?)\n\[ground_truth\] ?(.*?)\n((?:{FIELD})+)", re.DOTALL)
+"""A sample, after its first field's name."""
+
 VERL_NAME = re.compile(r"[^\s/]+(?:/[^\s/]+)+")
 
 
@@ -69,3 +89,45 @@ def _step(found: re.Match[str] | None) -> tuple[int, dict[str, float]] | None:
     parts = (METRIC.fullmatch(part) for part in REPEATED.sub("", found[2]).split(" - "))
     values = {part[1].strip(): float(part[2] or part[3]) for part in parts if part}
     return (int(found[1]), values) if any(map(VERL_NAME.fullmatch, values)) else None
+
+
+def printed_samples(file: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield the samples of each step in a console's output, and warn about those that are left out."""
+    lines: list[str] = []  # since the first prompt after the last step
+    num_incomplete = 0
+    for line, _ in read_lines(file):
+        text = RAY.sub("", ESCAPES.sub("", line.decode(errors="replace")).rstrip("\r"), count=1)
+        step = step_of_line(text)
+        if step is None and (lines or PROMPT.match(text)):
+            lines.append(text)
+        elif step is not None:
+            samples = _samples(lines)
+            num_incomplete += samples.count(None)
+            yield step[0], [sample for sample in samples if sample is not None]
+            lines.clear()
+    num_left = len(_samples(lines))
+    if num_incomplete or num_left:
+        left_out = {"incomplete": num_incomplete, "without_a_step_after_them": num_left}
+        log.warning("printed_samples_passed_over", path=str(file), **left_out)
+
+
+def _samples(lines: list[str]) -> list[dict[str, Any] | None]:
+    """Return the samples in lines of a console; None for an incomplete one."""
+    samples: list[dict[str, Any] | None] = []
+    for text in PROMPT.split("".join(f"{line}\n" for line in lines))[1:]:
+        match = SAMPLE.match(text)
+        numbers = {} if match is None else {name: _number(number) for name, number in re.findall(FIELD, match[4])}
+        known = {name: number for name, number in numbers.items() if not math.isnan(number)}
+        if match is None or not known:
+            samples.append(None)
+            continue
+        texts = {"prompt": match[1], "response": match[2], "ground_truth": match[3]}
+        samples.append({**texts, "reward": known.pop("score", math.nan), "components": known})
+    return samples
+
+
+def _number(text: str) -> float:
+    try:
+        return {"True": 1.0, "False": 0.0}.get(text.strip(), math.nan) if text.strip().isalpha() else float(text)
+    except ValueError:
+        return math.nan

@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import structlog
 from numpy.typing import ArrayLike
 
 from rl_core.errors import DataError
-from rl_metrics.definitions.definition import Metric, MetricTable, Reduction
+from rl_metrics.definitions.definition import MetricTable, Reduction
 from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.reductions.histogram import Histogram
 
 log = structlog.get_logger(__name__)
-
-_OTHER_STATE = "a state to merge must be an object of Recorder.to_json, with an object per metric; found {found}."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,17 +64,18 @@ class _Sum:
         if other.extreme is not None:
             self.add_extreme(other.extreme)
 
-    def value(self) -> float | None:
-        """Return the reduced value; NaN if all values are non-finite, None without a weighted value.
+    def reduced(self) -> tuple[float | None, int]:
+        """Return the value, and the number of NaN and infinite ones, including a result that overflows.
 
-        An overflow results in infinity.
+        The value is NaN if all were, and None without a weighted one.
         """
-        if self.reduction in ("mean", "sum"):
-            if self.weight > 0:
-                return _rounded(self.total / self.weight if self.reduction == "mean" else self.total)
-        elif self.extreme is not None:
-            return self.extreme
-        return math.nan if self.num_nonfinite else None
+        if self.weight > 0:
+            try:
+                value = float(self.total / self.weight if self.reduction == "mean" else self.total)
+            except OverflowError:
+                return math.nan, self.num_nonfinite + 1
+            return value, self.num_nonfinite
+        return math.nan if self.extreme is None and self.num_nonfinite else self.extreme, self.num_nonfinite
 
 
 class Recorder:
@@ -180,9 +179,7 @@ class Recorder:
         values: dict[str, float] = {}
         nonfinite: dict[str, float] = {}
         for name, entry in self._sums.items():
-            value, num_nonfinite = entry.value(), entry.num_nonfinite
-            if value is not None and math.isinf(value):
-                value, num_nonfinite = math.nan, num_nonfinite + 1
+            value, num_nonfinite = entry.reduced()
             if value is not None:
                 values[name] = value
             if num_nonfinite:
@@ -200,49 +197,10 @@ class Recorder:
         """Return the distributions that have a finite value, in the order of first recording."""
         return {name: histogram for name, histogram in self._histograms.items() if histogram.count}
 
-    def clear(self) -> None:
-        """Discard all values, for the next step."""
-        self._sums.clear()
-        self._histograms.clear()
-
-    def definition(self, name: str) -> Metric:
-        """Return this recorder's definition of a metric."""
-        return self._definitions.resolve(name, strict=self._strict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the exact state as JSON values, to send to another rank."""
-        sums: dict[str, Any] = {
-            name: {
-                "total": entry.total.as_integer_ratio(),
-                "weight": entry.weight.as_integer_ratio(),
-                "extreme": entry.extreme,
-                "num_nonfinite": entry.num_nonfinite,
-            }
-            for name, entry in self._sums.items()
-        }
-        return sums | {name: {"histogram": one.to_json()} for name, one in self._histograms.items()}
-
-    def merge_json(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the state from another rank's `to_json`.
-
-        Raises:
-            DataError: The value is not a recorder's JSON, or a name is undefined (strict).
-        """
-        if not isinstance(state, Mapping):
-            raise DataError(_OTHER_STATE.format(found=type(state).__name__))
-        for name, theirs in state.items():
-            if not isinstance(theirs, Mapping):
-                raise DataError(_OTHER_STATE.format(found=f"{type(theirs).__name__} as {name!r}"))
-            if "histogram" in theirs:
-                self._histogram(name).merge(Histogram.from_json(theirs["histogram"]))
-                continue
-            ours = self._entry(name)
-            ours.merge(_read_sum(name, ours.reduction, theirs))
-
     def _entry(self, name: str) -> _Sum:
         entry = self._sums.get(name)
         if entry is None:
-            reduction = self.definition(name).reduction
+            reduction = self._definitions.resolve(name, strict=self._strict).reduction
             if reduction == "histogram" or name in self._histograms:
                 raise DataError(
                     f"{name} is a histogram, which does not accept single values. Use Recorder.record_values."
@@ -253,7 +211,7 @@ class Recorder:
     def _histogram(self, name: str) -> Histogram:
         histogram = self._histograms.get(name)
         if histogram is None:
-            reduction = self.definition(name).reduction
+            reduction = self._definitions.resolve(name, strict=self._strict).reduction
             is_defined = name in self._definitions or name in self._sums  # an undefined metric may be either
             if reduction != "histogram" and is_defined:
                 raise DataError(
@@ -262,14 +220,6 @@ class Recorder:
                 )
             histogram = self._histograms[name] = Histogram()
         return histogram
-
-
-def _rounded(value: Fraction) -> float:
-    """Return the nearest float; infinite if it overflows."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def _number(what: str, value: SupportsFloat) -> float:
@@ -292,19 +242,3 @@ def _number(what: str, value: SupportsFloat) -> float:
         f"{what} must be a number, or a scalar array or tensor; found {reason}. Skip a missing value, and record "
         "the mean of several numbers with Recorder.record(..., weight=count)."
     )
-
-
-def _read_sum(name: str, reduction: Reduction, state: Mapping[str, Any]) -> _Sum:
-    try:
-        extreme, num_nonfinite = state["extreme"], state["num_nonfinite"]
-        if type(num_nonfinite) is not int or num_nonfinite < 0:
-            raise TypeError("num_nonfinite must be an integer >= 0")
-        return _Sum(
-            reduction=reduction,
-            total=Fraction(*state["total"]),
-            weight=Fraction(*state["weight"]),
-            extreme=None if extreme is None else _number("extreme", extreme),
-            num_nonfinite=num_nonfinite,
-        )
-    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
-        raise DataError(_OTHER_STATE.format(found=f"another for {name!r}: {type(error).__name__} {error}")) from None

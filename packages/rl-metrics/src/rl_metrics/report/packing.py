@@ -1,10 +1,13 @@
-"""The report's data format: a JSON header and typed columns, compressed."""
+"""The report's data format, a JSON header and typed columns, compressed; and where it is written."""
 
+import base64
 import gzip
 import json
 import struct
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +31,9 @@ MOST_WHOLE = 2.0**24
 """A float32 represents all integers up to here."""
 
 LEVEL = 6
+
+BlobSink = Callable[[bytes], str]
+"""Stores a packed part and returns its name, which is equal for equal contents."""
 
 DTYPES: Mapping[Kind, np.dtype[Any]] = {
     "f32": np.dtype("<f4"),
@@ -58,20 +64,6 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, tuple[Kind, ArrayLike]
     return gzip.compress(b"".join((struct.pack("<I", len(text)), text, *parts)), LEVEL, mtime=0)
 
 
-def unpack(packed: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Return header and columns of packed bytes."""
-    content = gzip.decompress(packed)
-    (length,) = struct.unpack_from("<I", content)
-    described = json.loads(content[4 : 4 + length])
-    start, columns = 4 + length, {}
-    for place in described["columns"]:
-        dtype, count = DTYPES[place["kind"]], place["count"]
-        planes = np.frombuffer(content, np.uint8, count * dtype.itemsize, start).reshape(dtype.itemsize, count)
-        columns[place["name"]] = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
-        start += count * dtype.itemsize
-    return described["header"], columns
-
-
 def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the nearest values with `KEPT_BITS`, or integers from `LEAST_WHOLE` on; non-finite ones are NaN.
 
@@ -86,8 +78,6 @@ def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _numbers(kind: Kind, values: ArrayLike) -> NDArray[Any]:
-    if kind not in get_args(Kind):
-        raise ValueError(f"a column's kind must be one of {', '.join(get_args(Kind))}; found {kind!r}.")
     if kind == "f32":
         near = rounded(np.asarray(values, np.float64))
         is_large = bool((np.abs(near) > MOST_WHOLE).any())
@@ -97,3 +87,48 @@ def _numbers(kind: Kind, values: ArrayLike) -> NDArray[Any]:
     limits = np.iinfo(DTYPES[kind])
     whole = np.nan_to_num(np.asarray(values, np.float64), nan=0.0)
     return np.ascontiguousarray(np.clip(whole, limits.min, limits.max).astype(DTYPES[kind]))
+
+
+def page_blobs(page: BinaryIO) -> BlobSink:
+    """Return a sink that writes each part once into a page, as a script element that browsers do not run.
+
+    Args:
+        page: Page open for writing, within its body.
+    """
+    written: set[str] = set()
+
+    def put(content: bytes) -> str:
+        name = blob_name(content)
+        if name not in written:
+            written.add(name)
+            page.write(b'<script type="text/plain" id="' + name.encode() + b'">')
+            page.write(base64.b64encode(content) + b"</script>\n")
+        return name
+
+    return put
+
+
+def folder_blobs(folder: Path, names: set[str]) -> BlobSink:
+    """Return a sink that writes each part to a file, unless it exists.
+
+    Args:
+        folder: Existing folder of the files.
+        names: Set that receives the names of the parts.
+    """
+
+    def put(content: bytes) -> str:
+        name = blob_name(content)
+        names.add(name)
+        file = folder / name
+        if not file.exists():
+            part = file.with_suffix(".part")
+            part.write_bytes(content)
+            part.replace(file)
+        return name
+
+    return put
+
+
+def blob_name(content: bytes) -> str:
+    """Return a part's name such as "b3f0c9…", a digest by which a page recognizes parts that it has."""
+    return "b" + blake2b(content, digest_size=10).hexdigest()

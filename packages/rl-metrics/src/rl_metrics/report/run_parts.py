@@ -1,25 +1,34 @@
-"""Parts of a run's report other than curves and trajectories."""
+"""Parts of a run's report other than trajectories and validation samples."""
 
 import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_core.errors import DataError
+from rl_metrics.definitions.table import CHAPTERS, DEFINITIONS, chapter_of
 from rl_metrics.doctor.hang import went_on
 from rl_metrics.hang.stack_frames import innermost_frames
 from rl_metrics.health import Verdict
 from rl_metrics.health.families import family_of
 from rl_metrics.health.run_verdict import judge_run
 from rl_metrics.health.stability import stability
-from rl_metrics.report.curves import Columns, meaning_of, thin
+from rl_metrics.report.packing import Kind
+from rl_metrics.run_files.history import History
 from rl_metrics.run_files.json_lines import number_or_none
 from rl_metrics.run_files.run_record import ProbeRow, RunRecord
+
+MAX_POINTS = 4000
+"""Maximum number of points of a curve; a longer one is reduced to the extremes of half as many ranges of steps."""
+
+Columns = dict[str, tuple[Kind, NDArray[Any]]]
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 """Quantiles shown of each step's distribution."""
@@ -33,6 +42,55 @@ MAX_PROBED = 200
 
 MAX_CANDIDATES = 8
 """Maximum number of candidates of a probed token, most likely over all steps."""
+
+
+def pack_curves(history: History) -> tuple[list[dict[str, Any]], Columns]:
+    """Return a description of each metric, by chapter, and its columns: steps `x{i}` and values `y{i}`.
+
+    Metrics that never had a finite value come last, and have no columns.
+    """
+    described: list[dict[str, Any]] = []
+    without: list[dict[str, Any]] = []
+    columns: Columns = {}
+    for name in sorted(history.values, key=lambda name: CHAPTERS.index(chapter_of(name))):
+        values = history.values[name]
+        is_known = np.isfinite(values)
+        steps, values, is_thinned = thin(history.steps[is_known], values[is_known])
+        metric = {"name": name, "chapter": chapter_of(name), "is_thinned": is_thinned, **meaning_of(name)}
+        if not len(steps):
+            without.append(metric)
+            continue
+        columns[f"x{len(described)}"] = ("i32", steps)
+        columns[f"y{len(described)}"] = ("f32", values)
+        described.append(metric)
+    return [*described, *without], columns
+
+
+def thin(steps: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], bool]:
+    """Return at most `MAX_POINTS` steps and values, keeping peaks, and whether any were dropped."""
+    if len(steps) <= MAX_POINTS:
+        return steps, values, False
+    edges = np.linspace(0, len(steps), MAX_POINTS // 2 + 1).astype(int)
+    kept = np.unique([_extremes(values, first, last) for first, last in pairwise(edges.tolist())])
+    return steps[kept], values[kept], True
+
+
+def _extremes(values: NDArray[Any], first: int, last: int) -> list[int]:
+    part = values[first:last]
+    return [first + int(part.argmin()), first + int(part.argmax())]
+
+
+def meaning_of(name: str) -> dict[str, Any]:
+    """Return a metric's unit, meaning and healthy range from the table; empty if it is undefined."""
+    definition = DEFINITIONS.find(name)
+    if definition is None:
+        return {"unit": "", "meaning": "", "band": None}
+    band = definition.healthy
+    return {
+        "unit": "" if definition.unit == "1" else definition.unit,
+        "meaning": definition.meaning,
+        "band": None if band is None else {"low": band.low, "high": band.high, "text": f"{band} ({band.source})"},
+    }
 
 
 def read_verdict(run: RunRecord) -> Verdict:

@@ -17,7 +17,7 @@ import structlog
 
 from rl_core.errors import RLError
 from rl_core.files import temporary_folder
-from rl_metrics.report.blobs import folder_blobs
+from rl_metrics.report.packing import folder_blobs
 from rl_metrics.report.page import page_head, page_tail, run_names
 from rl_metrics.report.writing import MAX_TRAJECTORIES, check_request, pack_runs
 from rl_metrics.run_files.run_record import FILES, open_run

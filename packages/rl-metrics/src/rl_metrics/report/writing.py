@@ -3,40 +3,48 @@
 import glob
 import os
 import time
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import compress, islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import SettingsError
 from rl_core.files import sync_file, sync_folder
 from rl_core.record_fields import converts_arguments
 from rl_metrics.output_file import check_output
-from rl_metrics.report.blobs import BlobSink, page_blobs
-from rl_metrics.report.curves import never_finite, pack_curves
-from rl_metrics.report.generation_blobs import pack_generations
 from rl_metrics.report.outcome import describe_outcome
-from rl_metrics.report.packing import pack
+from rl_metrics.report.packing import BlobSink, pack, page_blobs
 from rl_metrics.report.page import page_head, page_tail, run_names
-from rl_metrics.report.rollout_blobs import RolloutPacker
+from rl_metrics.report.row_blobs import pack_generations, pack_rollouts
 from rl_metrics.report.run_parts import (
     SESSION_PLACE,
     describe_hang,
     describe_health,
     flat_settings,
     notable_events,
+    pack_curves,
     pack_distributions,
     pack_probes,
     slowest_sessions,
 )
-from rl_metrics.report.sample import choose
 from rl_metrics.run_files.rollout_log import RolloutRow
 from rl_metrics.run_files.run_record import RunRecord
 
 MAX_TRAJECTORIES = 50_000
 """Default maximum number of trajectories per run in a report; larger runs are sampled."""
 ENDINGS = (".html",)
+
+WORST_SHARE = 0.25
+"""Maximum share of kept trajectories that are chosen for low rewards."""
+
+WORST_BELOW = 0.5
+"""Upper limit of a worst case's reward."""
 
 
 @converts_arguments
@@ -112,7 +120,7 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
         "is_finished": run.is_finished,
         **describe_health(run),
         "outcome": describe_outcome(run),
-        "curves": [*curves, *never_finite(history)],  # these have no columns
+        "curves": curves,
         "distributions": distributions,
         "probes": probes,
         "events": notable_events(run),
@@ -133,10 +141,48 @@ def _pack_rollouts(run: RunRecord, sink: BlobSink, max_trajectories: int, slowes
     if run.most_rollouts() > max_trajectories:
         kept, num_recorded = choose(run.rollouts(), limit=max_trajectories)
         rows = compress(run.rollouts(), kept)
-    packer = RolloutPacker(sink)
     sessions = {tuple(session.get(name) for name in SESSION_PLACE): session for session in slowest}
-    for number, row in enumerate(rows):
-        packer.add(row)
-        if (session := sessions.get((row.prompt_uid, row.session, row.output))) is not None:
-            session["row"] = number
-    return packer.finish(num_recorded=num_recorded)
+
+    def noted(rows: Iterable[RolloutRow]) -> Iterator[RolloutRow]:
+        for number, row in enumerate(rows):
+            if (session := sessions.get((row.prompt_uid, row.session, row.output))) is not None:
+                session["row"] = number
+            yield row
+
+    return pack_rollouts(noted(rows), sink, num_recorded=num_recorded)
+
+
+def choose(rows: Iterable[RolloutRow], *, limit: int) -> tuple[NDArray[np.bool_], int]:
+    """Choose the trajectories to keep.
+
+    Problems are drawn by a hash of their names: groups stay complete, every problem has the same chance, and reports of
+    several runs keep the same problems. The lowest rewards below `WORST_BELOW` among the rest are kept too.
+
+    Args:
+        rows: Trajectories in the order of packing.
+        limit: Maximum number to keep, at least 1.
+
+    Returns:
+        [N] bool, whether each trajectory is kept, and N.
+    """
+    places, rewards = array("Q"), array("d")
+    for row in rows:
+        places.append(_place_of(row.problem or row.prompt_uid))
+        rewards.append(row.reward)
+    place, reward = np.array(places, dtype=np.uint64), np.array(rewards)
+    kept = np.ones(len(place), dtype=bool)
+    if len(place) > limit:
+        kept[:] = False
+        order = np.argsort(place, kind="stable")
+        num_worst = int(limit * WORST_SHARE)
+        kept[order[: limit - num_worst]] = True
+        rest = order[limit - num_worst :]
+        rest = rest[np.argsort(np.where(np.isnan(reward), -np.inf, reward)[rest], kind="stable")]
+        kept[rest[reward[rest] < WORST_BELOW][:num_worst]] = True
+        kept[order[~kept[order]][: limit - int(kept.sum())]] = True
+    return kept, len(kept)
+
+
+def _place_of(problem: str) -> int:
+    digest = blake2b(problem.encode("utf-8", errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

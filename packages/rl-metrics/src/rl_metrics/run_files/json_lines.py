@@ -83,10 +83,23 @@ class JsonLinesWriter:
             self._file = None
 
 
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object of one line, or None if it is none. NaN and Infinity are accepted as numbers."""
+    try:
+        row = _ANYTHING.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+    return row if isinstance(row, dict) else None
+
+
+_ANYTHING = msgspec.json.Decoder()
+
+
 @converts_arguments
-def read_json_lines(
-    path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] | None = None
-) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file, in order, even while it is written.
 
     Lines that are truncated, too long or not a JSON object are skipped with one warning. A last line without a line
@@ -94,43 +107,33 @@ def read_json_lines(
 
     Args:
         path: Path of the file; later appends are not read.
-        decode: Returns the object of a line, or None; None uses `parse_line`.
 
     Raises:
         DataError: The path is a pipe or a device.
         OSError: The file cannot be read.
     """
-    decode = parse_line if decode is None else decode
-    num_bad = 0
-    first_bad = 0
+    return (row for _, row in numbered_json_lines(path))
+
+
+def numbered_json_lines(
+    path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] = parse_line
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the line number of each object, from 1, and the object, as `read_json_lines` does.
+
+    Args:
+        path: Path of the file.
+        decode: Returns the object of a line, or None.
+    """
+    num_bad = first_bad = 0
     for number, (line, is_ended) in enumerate(read_lines(path), start=1):
         row = decode(line)
         if row is not None:
-            yield row
+            yield number, row
         elif is_ended and line.strip():
             num_bad += 1
             first_bad = first_bad or number
     if num_bad:
         log.warning("unreadable_lines", path=str(path), count=num_bad, first_line=first_bad)
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the object of one line, or None if it is none. NaN and Infinity are accepted as numbers."""
-    try:
-        row = _ANYTHING.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        row = _parsed_leniently(line)
-    return row if isinstance(row, dict) else None
-
-
-_ANYTHING = msgspec.json.Decoder()
-
-
-def _parsed_leniently(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:

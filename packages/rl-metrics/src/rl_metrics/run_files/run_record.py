@@ -20,7 +20,7 @@ from rl_core.record_fields import converts_arguments
 from rl_metrics.hang.report import HANG_FILE, HangReport, read_hang_report
 from rl_metrics.run_files.events import BEGUN, ENDED, IMPORTED, read_events
 from rl_metrics.run_files.history import History, read_history
-from rl_metrics.run_files.json_lines import number_or_nan, parse_line, read_json_lines
+from rl_metrics.run_files.json_lines import number_or_nan, numbered_json_lines, parse_line
 from rl_metrics.run_files.rollout_log import RolloutRow, read_rollouts, without_surrogates
 from rl_metrics.trackers.jsonl import (
     GenerationTable,
@@ -132,7 +132,7 @@ class RunRecord:
     def probes(self) -> tuple[ProbeRow, ...]:
         """The policy's predictions at chosen tokens, ordered by step."""
         path = self._file("probes.jsonl")
-        return () if path is None else self._standing(_standing_probes(read_json_lines(path, decode=_probe_line)))
+        return () if path is None else self._standing(_standing_probes(path))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -280,26 +280,22 @@ def has_begun(path: Path) -> bool:
     return path.is_file() or any((path / name).is_file() for name in FILES)
 
 
-def _standing_probes(lines: Iterable[dict[str, Any]]) -> list[ProbeRow]:
+def _standing_probes(path: Path) -> list[ProbeRow]:
     """Return the newest rows: a lower step, or a token already probed at this step, restarts the step."""
     rows: list[ProbeRow] = []
-    asked: set[tuple[str, int]] = set()
-    for line in lines:
+    probed: set[tuple[str, int]] = set()
+    for _, line in numbered_json_lines(path, decode=lambda line: parse_line(without_surrogates(line))):
         row = _probe_row(line)
         if row is None:
             continue
-        place = (row.probe, row.position)
-        if rows and (row.step != rows[-1].step or place in asked):
+        token = (row.probe, row.position)
+        if rows and (row.step != rows[-1].step or token in probed):
             while rows and rows[-1].step >= row.step:
                 rows.pop()
-            asked.clear()
-        asked.add(place)
+            probed.clear()
+        probed.add(token)
         rows.append(row)
     return rows
-
-
-def _probe_line(line: bytes) -> dict[str, Any] | None:
-    return parse_line(without_surrogates(line))
 
 
 def _probe_row(line: Mapping[str, Any]) -> ProbeRow | None:

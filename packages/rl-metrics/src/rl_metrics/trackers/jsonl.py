@@ -4,6 +4,7 @@ import bisect
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -15,7 +16,7 @@ from rl_core.errors import DataError, NotReadyError
 from rl_core.record_fields import converts_arguments
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
-from rl_metrics.run_files.json_lines import JsonLinesWriter, number_or_nan, parse_line, read_json_lines
+from rl_metrics.run_files.json_lines import JsonLinesWriter, number_or_nan, numbered_json_lines, parse_line
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +50,7 @@ class GenerationTable:
     step: int
     name: str
     time: float
-    samples: tuple[GenerationSample, ...]
+    samples: list[GenerationSample]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +175,7 @@ def as_step(value: Any) -> int | None:
 
 
 def read_step_lines(
-    path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] | None = None
+    path: Path, *, decode: Callable[[bytes], dict[str, Any] | None] = parse_line
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the step of each line of a file, and the rest of the line.
 
@@ -187,15 +188,8 @@ def read_step_lines(
     Raises:
         OSError: The file cannot be read.
     """
-    decode = parse_line if decode is None else decode
-    number = num_bad = first_bad = 0
-
-    def numbered(line: bytes) -> dict[str, Any] | None:
-        nonlocal number
-        number += 1
-        return decode(line)
-
-    for row in read_json_lines(path, decode=numbered):
+    num_bad = first_bad = 0
+    for number, row in numbered_json_lines(path, decode=decode):
         step = as_step(row.pop("step", None))
         if step is not None:
             yield step, row
@@ -222,7 +216,7 @@ def _checked_step(step: SupportsIndex) -> int:
 
 
 @converts_arguments
-def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
+def read_metrics(path: Path) -> list[MetricRow]:
     """Read the metrics of a run, which may still be writing.
 
     A run that was killed and resumed from an older checkpoint repeats steps. A line replaces earlier lines of its own
@@ -231,18 +225,19 @@ def read_metrics(path: Path, *, with_replaced: bool = False) -> list[MetricRow]:
 
     Args:
         path: A file of JsonlTracker.
-        with_replaced: Whether to keep replaced lines, in the order of the file.
     """
     rows: list[MetricRow] = []
     for step, line in read_step_lines(path):
-        is_late = line.pop(LATE, False) is True
-        row = _metric_row(step, line)
+        is_late, written = line.pop(LATE, False) is True, number_or_nan(line.pop("time", None))
+        metrics = {name: number_or_nan(value) for name, value in line.items()}
         if is_late:
-            _add_late(rows, row, is_rising=not with_replaced)
+            place = bisect.bisect_left(rows, step, key=lambda row: row.step)
+            if place < len(rows) and rows[place].step == step:
+                rows[place] = replace(rows[place], metrics=rows[place].metrics | metrics)
             continue
-        while not with_replaced and rows and rows[-1].step >= row.step:
+        while rows and rows[-1].step >= step:
             rows.pop()
-        rows.append(row)
+        rows.append(MetricRow(step=step, time=written, metrics=metrics))
     return rows
 
 
@@ -257,70 +252,42 @@ def read_generations(path: Path, *, with_replaced: bool = False) -> list[Generat
         path: A file of JsonlTracker.
         with_replaced: Whether to keep replaced tables, in the order of the file.
     """
-    tables: list[tuple[GenerationTable, list[GenerationSample]]] = []
+    tables: list[GenerationTable] = []
     for step, line in read_step_lines(path):
-        read = _generation_row(step, line)
-        if read is None:
+        index, name, written = line.get("index"), line.get("name"), number_or_nan(line.get("time"))
+        if type(index) is not int or not isinstance(name, str):
             continue
-        index, row, sample = read
-        last = tables[-1][0] if tables else None
-        if index == 0 or last is None or (last.step, last.name, last.time) != (row.step, row.name, row.time):
+        try:
+            sample = GenerationSample.from_json(line)
+        except DataError:
+            continue
+        last = tables[-1] if tables else None
+        if index == 0 or last is None or (last.step, last.name, last.time) != (step, name, written):
             if not with_replaced:
-                tables = [one for one in tables if one[0].name != row.name or one[0].step < row.step]
-            tables.append((row, []))
-        tables[-1][1].append(sample)
-    return [replace(table, samples=tuple(samples)) for table, samples in tables]
+                tables = [table for table in tables if table.name != name or table.step < step]
+            tables.append(GenerationTable(step=step, name=name, time=written, samples=[]))
+        tables[-1].samples.append(sample)
+    return tables
 
 
 @converts_arguments
-def read_histograms(path: Path, *, with_replaced: bool = False) -> list[StepHistograms]:
+def read_histograms(path: Path) -> list[StepHistograms]:
     """Read the distributions of a run, which may still be writing.
 
     As in `read_metrics`, a line replaces earlier ones of its own and later steps. Invalid histograms are skipped.
 
     Args:
         path: `histograms.jsonl` of JsonlTracker.
-        with_replaced: Whether to keep replaced lines, in the order of the file.
     """
     rows: list[StepHistograms] = []
     for step, line in read_step_lines(path):
-        sketches = line.get("histograms")
-        if not isinstance(sketches, dict):
+        if not isinstance(line.get("histograms"), dict):
             continue
-        while not with_replaced and rows and rows[-1].step >= step:
+        while rows and rows[-1].step >= step:
             rows.pop()
-        found = {name: histogram for name, sketch in sketches.items() if (histogram := _histogram(sketch)) is not None}
-        rows.append(StepHistograms(step=step, time=number_or_nan(line.get("time")), histograms=found))
+        row = StepHistograms(step=step, time=number_or_nan(line.get("time")), histograms={})
+        rows.append(row)
+        for name, state in line["histograms"].items():
+            with suppress(DataError):
+                row.histograms[name] = Histogram.from_json(state)
     return rows
-
-
-def _histogram(sketch: Any) -> Histogram | None:
-    try:
-        return Histogram.from_json(sketch)
-    except DataError:
-        return None
-
-
-def _add_late(rows: list[MetricRow], late: MetricRow, *, is_rising: bool) -> None:
-    """Merge late metrics into the rows of their step."""
-    start = bisect.bisect_left(rows, late.step, key=lambda row: row.step) if is_rising else 0
-    for index in range(start, start + 1 if is_rising else len(rows)):
-        if index < len(rows) and rows[index].step == late.step:
-            rows[index] = replace(rows[index], metrics={**rows[index].metrics, **late.metrics})
-
-
-def _generation_row(step: int, line: dict[str, Any]) -> tuple[int, GenerationTable, GenerationSample] | None:
-    index, name = line.get("index"), line.get("name")
-    if type(index) is not int or not isinstance(name, str):
-        return None
-    try:
-        sample = GenerationSample.from_json(line)
-    except DataError:
-        return None
-    return index, GenerationTable(step=step, name=name, time=number_or_nan(line.get("time")), samples=()), sample
-
-
-def _metric_row(step: int, line: dict[str, Any]) -> MetricRow:
-    written = line.pop("time", None)
-    metrics = {name: number_or_nan(value) for name, value in line.items()}
-    return MetricRow(step=step, time=number_or_nan(written), metrics=metrics)

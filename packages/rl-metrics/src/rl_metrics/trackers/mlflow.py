@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import posixpath
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +15,13 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
-from rl_core.files import read_plain, write_durably
+from rl_core.files import write_durably
 from rl_core.record_fields import converts_arguments
 from rl_core.secret_settings import hide, redact_option
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
-from rl_metrics.trackers.protocol import Ending
-from rl_metrics.trackers.tables import COLUMNS, table_row
+from rl_metrics.trackers.servers import COLUMNS, read_run_id, table_row
+from rl_metrics.trackers.tracker import Ending
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +37,6 @@ DEFAULT_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # MLflow's default of seven takes minutes to report a missing server
 }
 RUN_ID_FILE = "mlflow_run_id"
-RUN_ID = re.compile(r"[a-zA-Z0-9][\w\-]{0,255}", re.ASCII)
 
 MAX_METRICS, MAX_PARAMS = 1000, 100
 """MLflow's maximum number of each in one request."""
@@ -164,7 +162,7 @@ class MlflowTracker:
     def _start(self, file: Path, experiment: str, name: str | None) -> str:
         """Continue the run in the file, or create one."""
         if file.exists():
-            run_id = _read_run_id(file)
+            run_id = read_run_id(file, server="MLflow")
             self._client.update_run(run_id, status="RUNNING")
         else:
             run_id = self._client.create_run(self._experiment_id(experiment), run_name=name).info.run_id
@@ -206,34 +204,19 @@ class MlflowTracker:
 
 
 def mlflow_name(name: str) -> str:
-    """Return a name that MLflow accepts for a metric or a part of a path; `metric_name` is the inverse.
+    """Return a name that MLflow accepts for a metric or a part of a path.
 
     `@` becomes `_at_`, as in verl. Other characters that MLflow refuses become their code between colons, such as
-    `:7b:` for `{`; so do slashes and dots that would change the path. A name of more than 250 characters is cut, ends
-    with a digest, and has no inverse.
+    `:7b:` for `{`; so do dots that would change the path, and `::` is an empty part. Names stay distinct. One of more
+    than 250 characters is cut, and ends with a digest.
     """
     plain = REFUSED.sub(lambda match: "_at_" if match[0] == "@" else _escape(match[0]), name)
-    if posixpath.normpath(plain) != plain or plain.startswith(("/", "..")) or plain == ".":
-        parts = [_escape(part[0]) + part[1:] if part in (".", "..") else part for part in plain.split("/")]
-        plain = "".join(_joined(parts)) or "::"
+    is_up = re.compile(r"\.$|\.\.").match
+    plain = "/".join(_escape(part[0]) + part[1:] if is_up(part) else part or "::" for part in plain.split("/"))
     if len(plain) <= MAX_NAME:
         return plain
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return f"{plain[: MAX_NAME - 18]}--{digest}"
-
-
-def metric_name(name: str) -> str:
-    """Return the original name of a result of `mlflow_name`."""
-    plain = name.replace("_at_", "@")
-    return re.sub(":([0-9a-f]*):", lambda match: chr(int(match[1], 16)) if match[1] else "", plain)
-
-
-def _joined(parts: Sequence[str]) -> Iterator[str]:
-    """Yield parts with slashes between them, escaped next to an empty part."""
-    for index, part in enumerate(parts):
-        if index:
-            yield "/" if parts[index - 1] and part else _escape("/")
-        yield part
 
 
 def _escape(character: str) -> str:
@@ -269,16 +252,6 @@ def _artifacts(uri: str) -> str | None:
     if not uri.startswith("sqlite:///"):
         return None
     return (Path(unquote(uri.removeprefix("sqlite:///"))).resolve().parent / "mlartifacts").as_uri()
-
-
-def _read_run_id(file: Path) -> str:
-    run_id = read_plain(file, max_bytes=4096).decode("utf-8", errors="replace").strip()
-    if not RUN_ID.fullmatch(run_id):
-        raise DataError(
-            f"{file} must contain the id of MLflow's run; found {run_id[:80]!r}. Write the id into it, or remove it to "
-            "start a new run."
-        )
-    return run_id
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

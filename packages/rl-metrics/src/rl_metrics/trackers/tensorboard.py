@@ -12,7 +12,7 @@ from rl_core.record_fields import converts_arguments
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import json_text
-from rl_metrics.trackers.text import plain_text
+from rl_metrics.trackers.console import plain_text
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

@@ -1,7 +1,6 @@
 """Weights & Biases tracker, online or offline; a resumed run continues its wandb run."""
 
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import structlog
 
 from rl_core.data import Json
-from rl_core.errors import DataError, MissingExtraError, NotReadyError, SettingsError
-from rl_core.files import read_plain, write_durably
+from rl_core.errors import MissingExtraError, NotReadyError, SettingsError
+from rl_core.files import write_durably
 from rl_core.record_fields import converts_arguments
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.run_files.generations import GenerationSample
-from rl_metrics.trackers.tables import COLUMNS, table_row
+from rl_metrics.trackers.servers import COLUMNS, read_run_id, table_row
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -29,7 +28,6 @@ STEP = "training/global_step"
 """The step axis. wandb's own step counts rows, and drops rows of repeated steps, as after a resume."""
 
 RUN_ID_FILE = "wandb_run_id"
-RUN_ID = re.compile(r"[a-z0-9]{1,64}")
 BUCKETS = 64
 LOGIN_TIMEOUT_S = 60.0
 INIT_TIMEOUT_S = 90.0
@@ -67,7 +65,9 @@ class WandbTracker:
             SettingsError: The mode is invalid, or wandb cannot start, for example without a key or server.
             DataError: The file with the run's id is broken.
         """
-        chosen = _checked_mode(mode)
+        chosen = mode or os.environ.get("WANDB_MODE") or "online"
+        if chosen not in get_args(Mode):
+            raise SettingsError(f"wandb's mode must be one of {', '.join(get_args(Mode))}; found {chosen!r}.")
         if chosen != "online":
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # otherwise it reports its own errors; read at import
         try:
@@ -77,7 +77,10 @@ class WandbTracker:
                 "this tracker needs wandb. Install rl-metrics[wandb] as the README says."
             ) from error
         directory.mkdir(parents=True, exist_ok=True)
-        run_id = _run_id(directory / RUN_ID_FILE)
+        id_file = directory / RUN_ID_FILE
+        if not id_file.exists():
+            write_durably(id_file, secrets.token_hex(8).encode())
+        run_id = read_run_id(id_file, server="wandb")
         try:
             run = wandb.init(
                 dir=str(directory),
@@ -85,7 +88,7 @@ class WandbTracker:
                 name=name,
                 id=run_id,
                 resume="allow",
-                mode=chosen,
+                mode=cast("Mode", chosen),
                 config=None if config is None else dict(config),
                 settings=wandb.Settings(
                     console="off",  # the console tracker uses the terminal
@@ -157,23 +160,3 @@ class WandbTracker:
         if self._run is None:
             raise NotReadyError("the wandb run is finished; create a new WandbTracker to continue it.")
         self._run.log(row)  # never with wandb's own step
-
-
-def _checked_mode(mode: str | None) -> Mode:
-    chosen = mode or os.environ.get("WANDB_MODE") or "online"
-    if chosen not in get_args(Mode):
-        raise SettingsError(f"wandb's mode must be one of {', '.join(get_args(Mode))}; found {chosen!r}.")
-    return cast("Mode", chosen)
-
-
-def _run_id(file: Path) -> str:
-    """Return the id in the file, creating it first if missing."""
-    if not file.exists():
-        write_durably(file, secrets.token_hex(8).encode())
-    found = read_plain(file, max_bytes=4096).decode("utf-8", errors="replace").strip()
-    if not RUN_ID.fullmatch(found):
-        raise DataError(
-            f"{file} must contain the id of wandb's run in lowercase letters and digits; found {found[:80]!r}. Write "
-            "the id into it, or remove it to start a new run."
-        )
-    return found

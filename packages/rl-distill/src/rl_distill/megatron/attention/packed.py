@@ -5,20 +5,98 @@ follows its segment's tokens, so the causal mask alone hides it from them, and i
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl_core.errors import ShapeError
-from rl_distill.megatron.attention.buckets import PACKED_FORMAT, HeadIndex, PackedLayout, causal_mask
+from rl_distill.megatron.attention.layout import PACKED_FORMAT, PackedLayout, causal_mask, rotated
 from rl_distill.megatron.attention.prefixes import prefix_attention
-from rl_distill.megatron.attention.rotary import rotated
 from rl_distill.megatron.attention.varlen import varlen_attention
-from rl_distill.megatron.context import heads_to_tokens, tokens_to_heads
+
+Exchange = Callable[[Tensor, Any], Tensor]
+"""(a rank's slice, process group) -> its slice after the exchange."""
+
+
+class _Exchange(torch.autograd.Function):
+    """An exchange between ranks whose gradient is the reverse exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, there: Exchange, back: Exchange) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.group), None, None, None
+
+
+class _AllTokensOfOneHead(torch.autograd.Function):
+    """[T / ranks, heads, D] to [T, 1, D] of one head, for fewer heads than ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, head: int, group: Any) -> Tensor:
+        ctx.group, ctx.head, ctx.shape = group, head, x.shape
+        gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered[:, head : head + 1].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = grads[0].new_zeros(ctx.group.size() * ctx.shape[0], *ctx.shape[1:])
+        grad[:, ctx.head : ctx.head + 1] = grads[0]
+        own = grads[0].new_empty(ctx.shape)
+        dist.reduce_scatter_tensor(own, grad, group=ctx.group)
+        return own, None, None
+
+
+def _tokens_to_heads(x: Tensor, group: Any) -> Tensor:
+    """Exchange [T / ranks, heads, D] of this rank's tokens for [T, heads / ranks, D] of this rank's heads."""
+    size = group.size()
+    parts = x.reshape(x.shape[0], size, -1, x.shape[-1]).transpose(0, 1).contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out, parts, group=group)
+    return out.flatten(0, 1)
+
+
+def _heads_to_tokens(x: Tensor, group: Any) -> Tensor:
+    """Reverse `_tokens_to_heads`."""
+    size = group.size()
+    parts = x.reshape(size, x.shape[0] // size, *x.shape[1:]).contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out, parts, group=group)
+    return out.transpose(0, 1).flatten(1, 2)
+
+
+def tokens_to_heads(x: Tensor, *, num_query_heads: int, group: Any) -> Tensor:
+    """Exchange tokens for heads.
+
+    Args:
+        x: [T / ranks, heads, head_dim] queries, keys or values of a tensor rank.
+        num_query_heads: Query heads of the tensor rank. Selects the key head of a rank's queries if there are fewer key
+            heads than ranks.
+        group: Process group of the context-parallel ranks.
+
+    Returns:
+        [T, heads of this rank, head_dim].
+    """
+    if x.shape[1] % group.size() == 0:
+        return _Exchange.apply(x, group, _tokens_to_heads, _heads_to_tokens)  # type: ignore[no-any-return, no-untyped-call]
+    first_query = group.rank() * (num_query_heads // group.size())
+    head = first_query // (num_query_heads // x.shape[1])
+    return _AllTokensOfOneHead.apply(x, head, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def heads_to_tokens(x: Tensor, *, group: Any) -> Tensor:
+    """Exchange [T, heads / ranks, head_dim] back for [T / ranks, heads, head_dim]."""
+    return _Exchange.apply(x, group, _heads_to_tokens, _tokens_to_heads)  # type: ignore[no-any-return, no-untyped-call]
+
 
 _MATMUL_LENGTH = 192
 """Maximum length at which batched products beat the fused kernel on a CPU in float32; memory is quadratic in it."""
@@ -83,12 +161,11 @@ class _MatmulAttention(torch.autograd.Function):
 
 def _bucket_views(buckets: Buckets, num_groups: int, *flats: Tensor) -> list[tuple[Tensor, ...]]:
     """Return for each bucket each flat tensor as [rows * groups, heads of a group * length, head_dim]."""
-    columns = []
-    for flat in flats:
-        parts = _split(flat, buckets)
-        shapes = [(rows * num_groups, -1, flat.shape[1]) for rows, _ in buckets]
-        columns.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
-    return list(zip(*columns, strict=True))
+    parts = zip(*(_split(flat, buckets) for flat in flats), strict=True)
+    return [
+        tuple(x.view(rows * num_groups, -1, x.shape[1]) for x in of_bucket)
+        for (rows, _), of_bucket in zip(buckets, parts, strict=True)
+    ]
 
 
 def _split(flat: Tensor, buckets: Buckets) -> tuple[Tensor, ...]:
@@ -186,34 +263,28 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if layout is None or layout.qkv_format != PACKED_FORMAT or layout.cos is None or layout.sin is None:
             raise ShapeError("PackedAttention needs a PackedLayout as packed_seq_params. Create it with packed_layout.")
         cos, sin = layout.cos.to(query.dtype), layout.sin.to(query.dtype)
-        num_heads = query.shape[2]
         q, k = (rotated(x, cos, sin, is_fused=self.config.kernels.is_fused).squeeze(1) for x in (query, key))
-        qkv = [self._for_own_heads(x, num_heads) for x in (q, k, value.squeeze(1))]
+        qkv = [q, k, value.squeeze(1)]
+        if self._context_group is not None:  # all tokens of this rank's heads, instead of all heads of its tokens
+            num_heads = query.shape[2]
+            qkv = [tokens_to_heads(x, num_query_heads=num_heads, group=self._context_group) for x in qkv]
         if layout.blocks:
             out = varlen_attention(qkv, layout.blocks, scale=self.scale)
         elif layout.spans:
             out = prefix_attention((qkv[0], qkv[1], qkv[2]), layout, scale=self.scale, matmul_length=_MATMUL_LENGTH)
         else:
-            out = self._attend_separately(qkv, layout)
+            indices = [layout.heads[x.shape[1]] for x in qkv]
+            buckets = [
+                _reordered(x.reshape(-1, x.shape[-1]), index.to_buckets, index.from_buckets, None)
+                for x, index in zip(qkv, indices, strict=True)
+            ]
+            flat = bucket_attention((buckets[0], buckets[1], buckets[2]), layout.buckets, scale=self.scale)
+            heads = indices[0]
+            out = _reordered(flat, heads.from_buckets, heads.to_buckets, heads.padding).view(qkv[0].shape)
         if self._context_group is not None:
             out = heads_to_tokens(out, group=self._context_group)
         return out.reshape(query.shape[0], 1, -1)
 
-    def _attend_separately(self, qkv: list[Tensor], layout: PackedLayout) -> Tensor:
-        """Return attention outputs [T, heads, head_dim] without shared prefixes."""
-        q, k, v = (_bucketed(x, layout.heads[x.shape[1]]) for x in qkv)
-        flat = bucket_attention((q, k, v), layout.buckets, scale=self.scale)
-        index = layout.heads[qkv[0].shape[1]]
-        out: Tensor = _Reorder.apply(flat, index.from_buckets, index.to_buckets, index.padding)  # type: ignore[no-untyped-call]
-        return out.view(qkv[0].shape)
 
-    def _for_own_heads(self, x: Tensor, num_query_heads: int) -> Tensor:
-        """Return all tokens of the heads that this rank computes, from all heads of this rank's tokens."""
-        if self._context_group is None:
-            return x
-        return tokens_to_heads(x, num_query_heads=num_query_heads, group=self._context_group)
-
-
-def _bucketed(x: Tensor, index: HeadIndex) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    return _Reorder.apply(rows, index.to_buckets, index.from_buckets, None)  # type: ignore[no-any-return, no-untyped-call]
+def _reordered(rows: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
+    return _Reorder.apply(rows, there, back, padding)  # type: ignore[no-any-return, no-untyped-call]

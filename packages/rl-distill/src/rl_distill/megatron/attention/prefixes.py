@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_distill.megatron.attention.buckets import HeadIndex, PackedLayout, causal_mask
+from rl_distill.megatron.attention.layout import HeadIndex, PackedLayout, causal_mask
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -23,7 +23,7 @@ _MATMUL_SCORES = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _AttentionBlock:
     """Queries [B, M, D] that attend to keys [B, N, D]; if causal, M / N stacked heads with a causal mask each."""
 
     q: Tensor
@@ -85,7 +85,7 @@ class _Block:
         return torch.bmm(grad_scores, self.k), torch.bmm(grad_scores.transpose(1, 2), self.q), grad_v
 
 
-class _Places:
+class _BlockPositions:
     """Positions of each block's queries and keys: in buckets of segments, then in spans of the forest."""
 
     def __init__(self, layout: PackedLayout, *, num_heads: int, num_groups: int) -> None:
@@ -114,7 +114,7 @@ class _Places:
         """Reverse `in_span`."""
         return torch.unflatten(x, 1, (-1, num_heads // self.num_groups)).transpose(0, 1).flatten(1, 2)
 
-    def blocks(self, qkv: tuple[Tensor, Tensor, Tensor], *, scale: float, matmul_length: int) -> list[_Block]:
+    def blocks(self, qkv: tuple[Tensor, Tensor, Tensor], *, scale: float, matmul_length: int) -> list[_AttentionBlock]:
         """Return the blocks of queries [T, heads, D], keys and values [T, groups, D]."""
         can_matmul = qkv[0].dtype in (torch.float32, torch.float64)
         indices = (self.heads, self.groups, self.groups)
@@ -122,13 +122,13 @@ class _Places:
         columns = (self.in_buckets(x, index) for x, index in zip(qkv, indices, strict=True))
         for q, k, v in zip(*columns, strict=True):
             use_matmul = can_matmul and k.shape[1] <= matmul_length
-            found.append(_Block(q, k, v, is_causal=True, use_matmul=use_matmul, scale=scale))
+            found.append(_AttentionBlock(q, k, v, is_causal=True, use_matmul=use_matmul, scale=scale))
         for start, middle, stop in self.layout.spans:
             q, k, v = (
                 self.in_span(x[a:b]) for x, (a, b) in zip(qkv, ((middle, stop), *[(start, middle)] * 2), strict=True)
             )
             use_matmul = can_matmul and matmul_length > 0 and q.shape[0] * q.shape[1] * k.shape[1] <= _MATMUL_SCORES
-            found.append(_Block(q, k, v, is_causal=False, use_matmul=use_matmul, scale=scale))
+            found.append(_AttentionBlock(q, k, v, is_causal=False, use_matmul=use_matmul, scale=scale))
         return found
 
 
@@ -140,7 +140,7 @@ class _PrefixAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, matmul_length: int
     ) -> Tensor:
         num_heads = q.shape[1]
-        places = _Places(layout, num_heads=num_heads, num_groups=k.shape[1])
+        places = _BlockPositions(layout, num_heads=num_heads, num_groups=k.shape[1])
         blocks = places.blocks((q, k, v), scale=scale, matmul_length=matmul_length)
         outs, lses, probabilities = (list(column) for column in zip(*(block.attend() for block in blocks), strict=True))
         num_buckets = len(layout.buckets)
@@ -165,7 +165,7 @@ class _PrefixAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, total, *rest = ctx.saved_tensors
         num_heads, num_groups = q.shape[1], k.shape[1]
-        places = _Places(ctx.layout, num_heads=num_heads, num_groups=num_groups)
+        places = _BlockPositions(ctx.layout, num_heads=num_heads, num_groups=num_groups)
         blocks = places.blocks((q, k, v), scale=ctx.scale, matmul_length=ctx.matmul_length)
         lses, kept = rest[: len(blocks)], iter(rest[len(blocks) :])
         own = [(lse, next(kept) if has else None) for lse, has in zip(lses, ctx.has_probabilities, strict=True)]

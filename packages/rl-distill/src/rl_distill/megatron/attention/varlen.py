@@ -42,7 +42,7 @@ Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FlashCall:
     """One call of the kernel: the queries of each slice attend to the keys of the slice with the same index.
 
     Attributes:
@@ -106,7 +106,7 @@ class Block:
         return found
 
 
-def plan_blocks(offsets: NDArray[np.int64], spans: Sequence[Span], *, device: torch.device) -> tuple[Block, ...]:
+def plan_blocks(offsets: NDArray[np.int64], spans: Sequence[Span], *, device: torch.device) -> tuple[FlashCall, ...]:
     """Return the calls of a pack: all segments with themselves, then each level of the forest.
 
     Args:
@@ -115,12 +115,12 @@ def plan_blocks(offsets: NDArray[np.int64], spans: Sequence[Span], *, device: to
         device: Device of the index tensors.
     """
     tokens, starts, longest = _stretches(offsets[:-1], offsets[1:], device)
-    blocks = [Block(tokens, tokens, starts, starts, (longest, longest), is_causal=True)]
+    blocks = [FlashCall(tokens, tokens, starts, starts, (longest, longest), is_causal=True)]
     for level in _levels(spans):
         first, middle, end = np.array(level, dtype=np.int64).T
         queries, query_starts, most_queries = _stretches(middle, end, device)
         keys, key_starts, most_keys = _stretches(first, middle, device)
-        blocks.append(Block(queries, keys, query_starts, key_starts, (most_queries, most_keys), is_causal=False))
+        blocks.append(FlashCall(queries, keys, query_starts, key_starts, (most_queries, most_keys), is_causal=False))
     return tuple(blocks)
 
 
@@ -154,7 +154,7 @@ class _VarlenAttention(torch.autograd.Function):
     """Autograd function of `varlen_attention`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[FlashCall, ...], scale: float) -> Tensor:
         out, lse, state = blocks[0].attend(q, k, v, scale=scale)
         parts = [(block.queries, *block.attend(q, k, v, scale=scale)[:2]) for block in blocks[1:]]
         if parts:
@@ -196,7 +196,7 @@ def _share(lse: Tensor, total: Tensor) -> Tensor:
     return (lse - total).exp().t().unsqueeze(-1)
 
 
-def varlen_attention(qkv: Sequence[Tensor], blocks: tuple[Block, ...], *, scale: float) -> Tensor:
+def varlen_attention(qkv: Sequence[Tensor], blocks: tuple[FlashCall, ...], *, scale: float) -> Tensor:
     """Compute attention of each token to the tokens before it on its path through the forest.
 
     Args:

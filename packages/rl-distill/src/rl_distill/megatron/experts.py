@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rl_core.errors import ShapeError
-from rl_distill.megatron.layers.swiglu import fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
+from rl_distill.megatron.layers import fused_swiglu, fused_swiglu_grad, swiglu, swiglu_grad
 
 _ALIGNMENT_BYTES = 16
 """Required alignment of matrix rows in a grouped product, on any device."""

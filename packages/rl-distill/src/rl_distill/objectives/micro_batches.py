@@ -1,13 +1,16 @@
-"""Interface through which an objective requests a comparison with teachers and reads its results."""
+"""What objectives read of a micro-batch: its columns, and comparisons with teachers that they request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from rl_core.errors import DataError
 from rl_distill.learner import MicroBatch
 from rl_distill.objectives.divergences import DivergenceOptions
+from rl_distill.objectives.shapes import check_tokens
 
 MEASURED = "distillation/"
 """Prefix of the measures' column names."""
@@ -18,7 +21,7 @@ WEIGHTED = MEASURED + "weighted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class TeacherComparison:
     """The comparison that an objective requests.
 
     Attributes:
@@ -31,11 +34,39 @@ class Comparison:
     is_alone: bool
 
 
-def comparison_of(objective: Any) -> Comparison | None:
+def comparison_of(objective: Any) -> TeacherComparison | None:
     """Return the comparison that an objective requests; None if it only needs logprobs."""
     return getattr(objective, "comparison", None)
 
 
-def with_measures(micro: MicroBatch, measured: Mapping[str, Tensor]) -> MicroBatch:
+def with_columns(micro: MicroBatch, measured: Mapping[str, Tensor]) -> MicroBatch:
     """Return a micro-batch with these columns added."""
     return replace(micro, columns={**micro.columns, **measured}) if measured else micro
+
+
+def needed_column(micro: MicroBatch, name: str, *, who: str) -> Tensor:
+    """Return a column of the micro-batch.
+
+    Args:
+        micro: The micro-batch.
+        name: Name of the column.
+        who: User of the column, for the message.
+
+    Raises:
+        DataError: The column is missing.
+    """
+    try:
+        return micro.columns[name]
+    except KeyError:
+        found = ", ".join(sorted(micro.columns)) or "none"
+        raise DataError(f"{who} needs the column {name!r}; the micro-batch has {found}.") from None
+
+
+def masked(values: Tensor, mask: Tensor, *, name: str) -> Tensor:
+    """Return values [T], 0 where the mask [T] is False, so that neither NaN nor a gradient passes.
+
+    Raises:
+        ShapeError: The values are not [T]; the message has `name`.
+    """
+    check_tokens({"loss_mask": mask, name: values})
+    return torch.where(mask, values, torch.zeros_like(values))

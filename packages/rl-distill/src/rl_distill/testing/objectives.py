@@ -1,27 +1,27 @@
-"""Conformance checks of policy losses and policy objectives."""
-
-from dataclasses import fields, replace
+"""Conformance checks of policy losses, and of the objectives of policy and critic."""
 
 import torch
-from torch import Tensor
 
-from rl_distill.learner import MetricSums, MicroBatch, Objective
+from rl_distill.learner import Objective, ValueLoss
 from rl_distill.objectives.kl import k3
 from rl_distill.objectives.policy import PolicyObjective, PolicyObjectiveOptions
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
 from rl_distill.objectives.ragged import row_index
-from rl_distill.testing.examples import ExampleBatch, example_batch, with_columns
-from rl_distill.testing.results import check_token_losses, check_untouched, copies_of
+from rl_distill.testing.examples import ExampleBatch, example_batch
 from rl_distill.testing.rules import (
-    Inputs,
+    ConformanceError,
     Subject,
-    check_derivative,
     check_direction,
-    check_masked_tokens,
-    check_micro_batches,
-    check_zero_gradient,
+    check_rules,
+    described,
     evaluate,
-    with_zeros,
+    unchanged,
+    with_changes,
+)
+
+POLICY_LOSS_RESULT = (
+    "a policy loss must return TokenLosses(losses=..., diagnostics={...}) with float losses [T] and tensors [T] by "
+    "metric name"
 )
 
 ZERO_ADVANTAGE = (
@@ -61,9 +61,15 @@ def check_policy_loss(
     Raises:
         ConformanceError: The loss breaks a rule.
     """
-    objective = PolicyObjective(options=PolicyObjectiveOptions(), policy_loss=_watched(policy_loss), kl=k3)
+
+    def checked(tokens: PolicyTokens) -> TokenLosses:
+        with unchanged(tokens, who="the policy loss"):
+            losses = policy_loss(tokens)
+        _check_token_losses(losses, num_tokens=tokens.num_tokens)
+        return losses
+
     check_objective(
-        objective,
+        PolicyObjective(options=PolicyObjectiveOptions(), policy_loss=checked, kl=k3),
         has_stop_gradient=has_stop_gradient,
         is_regularized=is_regularized,
         follows_advantages=follows_advantages,
@@ -99,23 +105,37 @@ def check_objective(
     Raises:
         ConformanceError: The objective breaks a rule.
     """
-    subject, example = _subject(objective), example_batch(seed=seed)
-    if not has_stop_gradient:
-        check_derivative(subject, example)
-    if not is_regularized:
-        check_zero_gradient(subject, with_zeros(example, "advantages"), rule=ZERO_ADVANTAGE)
+    subject, example = Subject(inputs=("policy_logprobs", "entropy"), call=objective), example_batch(seed=seed)
+    at_zero = None if is_regularized else _without_advantages(example)
+    check_rules(subject, example, at_zero=at_zero, rule=ZERO_ADVANTAGE, has_derivative=not has_stop_gradient)
     if follows_advantages:
         _check_sign(subject, example_batch(lengths=SIGN_LENGTHS, seed=seed))
-    check_masked_tokens(subject, example)
-    check_micro_batches(subject, example)
 
 
-def _subject(objective: Objective) -> Subject:
-    def call(inputs: Inputs, micro: MicroBatch) -> tuple[Tensor, MetricSums]:
-        policy_logprobs, entropy = inputs
-        return objective(policy_logprobs, entropy, micro)
+def check_value_loss(value_loss: ValueLoss, *, seed: int = 0) -> None:
+    """Check an objective of the critic.
 
-    return Subject(inputs=("policy_logprobs", "entropy"), call=call)
+    - It returns (loss, metric sums) and does not change its inputs.
+    - The gradient is the derivative of the loss, by finite differences in float64.
+    - A critic that predicts the returns receives no gradient.
+    - While the critic equals the old critic, values above their return fall and values below it rise.
+    - Tokens outside loss_mask do not affect the result, even if they are NaN or infinite.
+    - Loss, gradients and metric sums add up over any split into micro-batches, in any order of rows.
+
+    Args:
+        value_loss: Critic objective, called with values and micro-batches of an example.
+        seed: Seed of the example batch.
+
+    Raises:
+        ConformanceError: The objective breaks a rule.
+    """
+    subject, example = Subject(inputs=("values",), call=value_loss), example_batch(seed=seed)
+    values, columns = example.inputs["values"], example.micro.columns
+    perfect = with_changes(example, returns=values)
+    check_rules(subject, example, at_zero=perfect, rule="a critic that predicts the returns must receive no gradient")
+    on_policy = with_changes(example, values=torch.where(columns["loss_mask"], values, 0.0))
+    above = torch.where(columns["loss_mask"], values - columns["returns"], 0.0)
+    check_direction(evaluate(subject, on_policy)[1][0], above, rule="a value must move toward its return")
 
 
 def _check_sign(subject: Subject, example: ExampleBatch) -> None:
@@ -123,26 +143,24 @@ def _check_sign(subject: Subject, example: ExampleBatch) -> None:
     mask, offsets = example.micro.columns["loss_mask"], example.micro.offsets
     is_even = row_index(offsets, num_tokens=len(mask)) % 2 == 0
     advantages = torch.where(mask, torch.where(is_even, 1.0, -0.5), 0.0).double()
-    old = torch.where(mask, example.policy_logprobs, 0.0)
-    columns = {"advantages": advantages, "old_logprobs": old, "rollout_logprobs": old}
-    on_policy = replace(example, micro=with_columns(example.micro, columns))
-    gradient = evaluate(subject, on_policy)[1][0] - evaluate(subject, with_zeros(on_policy, "advantages"))[1][0]
+    old = torch.where(mask, example.inputs["policy_logprobs"], 0.0)
+    on_policy = with_changes(example, advantages=advantages, old_logprobs=old, rollout_logprobs=old)
+    gradient = evaluate(subject, on_policy)[1][0] - evaluate(subject, _without_advantages(on_policy))[1][0]
     check_direction(gradient, -advantages, rule=SIGN)
 
 
-def _watched(policy_loss: PolicyLoss) -> PolicyLoss:
-    """Return the loss with a check of its result and inputs at every call."""
-
-    def call(tokens: PolicyTokens) -> TokenLosses:
-        copies = copies_of(_tensors_of(tokens))
-        found: object = policy_loss(tokens)
-        check_untouched(copies, _tensors_of(tokens), who="the policy loss")
-        check_token_losses(found, num_tokens=tokens.num_tokens)
-        return found  # type: ignore[return-value]  # checked
-
-    return call
+def _without_advantages(example: ExampleBatch) -> ExampleBatch:
+    return with_changes(example, advantages=torch.zeros_like(example.micro.columns["advantages"]))
 
 
-def _tensors_of(tokens: PolicyTokens) -> dict[str, Tensor]:
-    columns = {column.name: getattr(tokens, column.name) for column in fields(tokens)}
-    return {name: values for name, values in columns.items() if values is not None}
+def _check_token_losses(losses: object, *, num_tokens: int) -> None:
+    """Check that a result is `TokenLosses`, a record that checks its types, of num_tokens tokens."""
+    if not isinstance(losses, TokenLosses):
+        raise ConformanceError(f"{POLICY_LOSS_RESULT}; found {described(losses)}.")
+    if not losses.losses.is_floating_point() or losses.losses.shape != (num_tokens,):
+        raise ConformanceError(f"{POLICY_LOSS_RESULT}, T = {num_tokens}; the losses are {described(losses.losses)}.")
+    for name, values in losses.diagnostics.items():
+        if values.shape != (num_tokens,):
+            raise ConformanceError(
+                f"{POLICY_LOSS_RESULT}, T = {num_tokens}; diagnostic {name!r} is {described(values)}."
+            )

@@ -1,1 +1,0 @@
-"""Mixtures of experts: the router, the dispatch of tokens to experts, and the experts."""
