@@ -201,8 +201,7 @@ class ScriptedEngine:
 
 
 def _tell(request: GenerateRequest, index: int, sample: Sample) -> None:
-    news = None if request.on_tokens is None else sample.news(index)
-    if news is not None and request.on_tokens is not None:
+    if request.on_tokens is not None and (news := sample.news(index)) is not None:
         request.on_tokens(news)
 
 

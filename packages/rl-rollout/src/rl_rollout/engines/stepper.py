@@ -105,27 +105,21 @@ class Stepper(Protocol):
     @property
     def traits(self) -> EngineTraits:
         """Properties of the engine."""
-        ...
 
     def admit(self, samples: Sequence[Sample]) -> None:
         """Add new samples, in this order."""
-        ...
 
     def step(self) -> list[Sample]:
         """Advance every sample by one step. Return the samples that finished, with their finish_reason."""
-        ...
 
     def remove(self, samples: Sequence[Sample]) -> None:
         """Drop samples. Unknown ones are ignored."""
-        ...
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """Free memory. Called only without samples, and if traits.can_sleep. Level 2 drops the weights."""
-        ...
 
     def wake(self) -> None:
         """Allocate the memory again. After level 2, no requests come before an update of all weights."""
-        ...
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Replace all weights, or the adapter. Affected samples continue under the new weights.
@@ -133,7 +127,6 @@ class Stepper(Protocol):
         Raises:
             EngineError: The update is refused and nothing changed. Any other error is a failure.
         """
-        ...
 
     def prepare(self, structure: Structure) -> None:
         """Compile a structure. Called in its own thread, only for kinds in traits.structures.
@@ -141,11 +134,9 @@ class Stepper(Protocol):
         Raises:
             EngineError: The structure cannot be enforced.
         """
-        ...
 
     def close(self) -> None:
         """Free all resources."""
-        ...
 
 
 class SleepState:

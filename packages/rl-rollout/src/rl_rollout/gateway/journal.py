@@ -263,7 +263,10 @@ def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = 
             opening, place = next(records, (None, 0))
             if not isinstance(opening, _Opening) or opening.session_id != file.stem:
                 raise ValueError("its first record must be the opening of the session that the file is named after")
-            session, size = _opened(opening, sampling), place
+            fields = msgspec.structs.asdict(opening)
+            del fields["unix_s"]
+            drawn = sampling or (lambda _turn: SamplingParams(max_tokens=1))
+            session, size = Session(**fields, key="", sampling=drawn), place
             for record, size in records:  # noqa: B007 - the last one is the result
                 _take(session, record)
         except Exception as error:  # an untrusted file may make any library raise
@@ -283,13 +286,6 @@ def _records(stream: BinaryIO, size: int) -> Iterator[tuple[Any, int]]:
             raise ValueError(f"the record at byte {place} does not match its checksum")
         place += FRAME.size + length
         yield _decode(payload), place
-
-
-def _opened(opening: _Opening, sampling: Callable[[int], SamplingParams] | None) -> Session:
-    fields = msgspec.structs.asdict(opening)
-    del fields["unix_s"]
-    drawn = sampling or (lambda _turn: SamplingParams(max_tokens=1))
-    return Session(**fields, key="", sampling=drawn)
 
 
 def _take(session: Session, record: Any) -> None:

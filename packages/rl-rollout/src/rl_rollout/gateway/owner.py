@@ -1,6 +1,7 @@
 """The owner's routes over HTTP: open, reward and finish sessions."""
 
 import asyncio
+import hmac
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from rl_core.registry import unknown_name
 from rl_rollout.gateway.journal import Journal
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.requests import BodyReader, ErrorsInFormat, secret_of, unless_gone
-from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions, same_secret
+from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.options import read_options
 from rl_rollout.loops.protocol import SessionResult
 
@@ -100,11 +101,9 @@ class OwnedGateway(Protocol):
         self, prompt_uid: str, session_index: int, *, limits: SessionLimits, metadata: Mapping[str, Json]
     ) -> Session:
         """Open a session."""
-        ...
 
     async def finish(self, session: Session) -> SessionResult:
         """Finish a session."""
-        ...
 
 
 class OwnerRoutes:
@@ -221,7 +220,8 @@ class OwnerRoutes:
         return body
 
     def _admit(self, request: Request) -> None:
-        if not same_secret(self._gateway.owner_key, secret_of(request)):
+        expected, secret = self._gateway.owner_key.encode(), secret_of(request).encode(errors="replace")
+        if not hmac.compare_digest(expected, secret):  # in a time independent of their content
             raise RefusedError("this route needs the owner's key.", kind="authentication_error", code="invalid_api_key")
 
 

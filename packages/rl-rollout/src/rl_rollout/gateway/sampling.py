@@ -114,7 +114,7 @@ def read_sampling(
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
         raise refused_field(stop, stops, "a string or a list of at most 16 strings")
     ends = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
-    if not isinstance(ends, list) or len(ends) > 1024 or not all(_is_int(one) and one >= 0 for one in ends):
+    if not isinstance(ends, list) or len(ends) > 1024 or not all(type(one) is int and one >= 0 for one in ends):
         raise refused_field("stop_token_ids", ends, "a list of token ids")
     return RequestedSampling(
         max_tokens=body.get(max_tokens),
@@ -125,7 +125,3 @@ def read_sampling(
         structure_field=schema_field,
         without_effect=tuple(name for name in without_effect if body.get(name) is not None),
     )
-
-
-def _is_int(value: Json) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

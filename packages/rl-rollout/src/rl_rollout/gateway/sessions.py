@@ -296,11 +296,6 @@ class Sessions:
         self._by_key.pop(session.key_digest, None)
 
 
-def same_secret(expected: str, given: str) -> bool:
-    """Return True if two secrets are equal, in a time independent of their content."""
-    return hmac.compare_digest(expected.encode(), given.encode(errors="replace"))
-
-
 def _over(reason: str) -> RefusedError:
     return RefusedError(f"the session {reason}.", kind="permission_error", code="session_limit")
 

@@ -123,9 +123,7 @@ class Replica:
         if self.is_joining:
             return "starting"
         state = self._process_state
-        if state == "serving":
-            return "draining" if self.is_leaving or self.is_draining else "serving"
-        return state
+        return "draining" if state == "serving" and (self.is_leaving or self.is_draining) else state
 
     @property
     def is_running(self) -> bool:

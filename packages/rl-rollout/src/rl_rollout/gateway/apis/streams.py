@@ -27,23 +27,18 @@ class WireApi(Protocol):
 
     def whole(self, answer: Answer) -> str:
         """Return the answer as JSON."""
-        ...
 
     def begin(self, live: StreamedAnswer) -> Iterable[str]:
         """Yield the events at the start of a stream."""
-        ...
 
     def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:
         """Yield the events for new "reasoning" or "content" of a choice."""
-        ...
 
     def end(self, answer: Answer) -> Iterable[str]:
         """Yield the events at the end of a stream."""
-        ...
 
     def fail(self, error: RefusedError) -> str:
         """Return the event for an error."""
-        ...
 
 
 async def events(live: StreamedAnswer, api: WireApi, is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[str]:
