@@ -23,8 +23,7 @@ from rl_rollout.simulation import Workload
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
-from rl_trainer_parts.reporting.consoles import make_console
-from rl_trainer_parts.reporting.trackers import make_trackers
+from rl_trainer_parts.reporting.trackers import make_console, make_trackers
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay

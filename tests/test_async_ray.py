@@ -43,14 +43,28 @@ def test_on_policy_over_ray_with_vllm_and_megatron_equals_the_synchronous_traine
     assert learnt(run, step=5) == learnt(sync, step=5)
 
 
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """Start a Ray cluster for runs to join."""
+    yield start_ray(RayOptions(num_cpus=8, object_store_bytes=300 << 20))
+    stop_ray()
+
+
 @pytest.mark.slow
-def test_everything_is_an_actor(inputs: TinyRun, tmp_path: Path):
+def test_everything_is_an_actor_of_a_cluster_that_the_run_joins_and_leaves(
+    cluster: Any, inputs: TinyRun, tmp_path: Path
+):
+    from ray._private.state import actors
+
     run = copy_tiny_run(inputs, tmp_path)
     settings: dict[str, Any] = {
+        "cluster__ray_address": cluster.get_runtime_context().gcs_address,
         "roles__placement": "ray",
         "rollout__placement": "ray",
         "replicas__count": 2,
+        "replicas__gpus": 0,
         "cluster__placement": "ray",
+        "cluster__gpus_per_rank": 0,
         "parallel__ranks": 2,
         "rollout__max_response_tokens": 40,
         "vllm__max_num_seqs": 8,
@@ -67,29 +81,9 @@ def test_everything_is_an_actor(inputs: TinyRun, tmp_path: Path):
     published = [row.metrics for row in rows if "weights/canary_max_diff" in row.metrics]  # a step can have two updates
     assert published
     assert all(metrics["weights/canary_max_diff"] < 1e-3 for metrics in published)
-
-
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    """Start a Ray cluster for runs to join."""
-    yield start_ray(RayOptions(num_cpus=2, object_store_bytes=300 << 20))
-    stop_ray()
-
-
-def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(cluster: Any, inputs: TinyRun, tmp_path: Path):
-    from ray._private.state import actors
-
-    run = copy_tiny_run(inputs, tmp_path)
-    address = cluster.get_runtime_context().gcs_address
-    with async_training(
-        run, roles__placement="ray", cluster__ray_address=address, trainer__steps=2, **SHORT
-    ) as process:
-        finish(process)
-    assert set(run_states(run.run_folder).values()) == {"done"}
-    wait_until(lambda: {one["State"] for one in actors().values()} == {"DEAD"}, "the run's actors to end")
-    assert len(actors()) >= 3, "the roles and the queue were in the cluster"
-    free, total = cluster.available_resources(), cluster.cluster_resources()
-    assert free["CPU"] == total["CPU"] == 2.0
+    wait_until(lambda: {actor["State"] for actor in actors().values()} == {"DEAD"}, "the run's actors to end")
+    assert len(actors()) >= 7, "roles, engines, ranks and the queue were in the cluster"
+    assert cluster.available_resources()["CPU"] == cluster.cluster_resources()["CPU"] == 8.0
 
 
 def test_an_address_without_ray_is_refused(inputs: TinyRun, capsys: pytest.CaptureFixture[str]):

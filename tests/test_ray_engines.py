@@ -6,6 +6,7 @@ import signal
 
 import nested_rollouter
 import pytest
+from cluster_conformance.checks import death_of
 
 from rl_core.cluster import ClusterOptions, RestartPolicy, RoleSpec, open_cluster
 from rl_core.cluster.processes.guard import is_running
@@ -38,7 +39,7 @@ def test_engines_of_an_actor_end_with_it_and_leave_their_resources_to_the_next(t
             engine = await rollouter.call("start", deadline_s=300)
             tokens = await rollouter.call("generate", deadline_s=60)
             os.kill(rollouter.pid, signal.SIGKILL)
-            await rollouter.wait_death()
+            await death_of(rollouter)
             await asyncio.to_thread(wait_until, lambda: not is_running(engine), "the engine to end", deadline_s=60)
             another = await rollouter.call("start", deadline_s=300)
             again = await rollouter.call("generate", deadline_s=60)

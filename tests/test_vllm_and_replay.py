@@ -22,7 +22,7 @@ from rl_distill.objectives import supervised_objective
 from rl_metrics.reductions import Recorder
 from rl_rollout.engines import GenerateRequest, ReplicatedEngine, SamplingParams, publish_to
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_trainer_parts.learning.replay import record_replay
+from rl_trainer_parts.learning.step import record_replay
 from rl_trainer_parts.settings.metrics import MetricSettings
 
 pytest.importorskip("vllm")

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from rl_core import Batch, Prompt
+from rl_rollout.loops.options import LOOPS
 from rl_rollout.loops.protocol import LoopContext, SessionResult
-from rl_rollout.loops.registry import LOOPS
 from rl_rollout.loops.single_turn import SingleTurnLoop
 
 KILLED_AT = 3

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from rl_core.gpus import GpuUse, meter
+from rl_core import gpus
+from rl_core.gpus import GpuUse
 
 GIB = 2**30
 USE = GpuUse(max_memory_allocated_gb=20.0, max_memory_reserved_gb=24.0, memory_total_gb=80.0, gpu_utilization=0.5)
@@ -27,9 +28,9 @@ class FakeGpu:
 def fake_gpu() -> Iterator[None]:
     """Let this process compute on the fake GPU, without the thread that samples it."""
     with (
-        patch.object(meter, "own_gpu", FakeGpu),
-        patch.object(meter, "_meters", []),
-        patch.object(meter.GpuMeter, "watch", lambda _: None),
+        patch.object(gpus, "own_gpu", FakeGpu),
+        patch.object(gpus, "_meters", []),
+        patch.object(gpus.GpuMeter, "watch", lambda _: None),
     ):
         yield
 

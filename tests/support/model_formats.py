@@ -177,14 +177,14 @@ def safetensors_header(folder: Path) -> Format:
 def safetensors(folder: Path) -> Format:
     """Weights, read by safetensors."""
     from rl_distill.architecture.policy_config import parse_policy_config
-    from rl_distill.checkpoints.hf_folder import read_policy_tensors
+    from rl_distill.checkpoints.hf_folder import PolicyTensors
     from rl_distill.teacher.model_folder import model_fingerprint
 
     def read() -> None:
         import torch
 
         model_fingerprint(folder)
-        read_policy_tensors(folder, parse_policy_config(CONFIG), dtype=torch.float32)
+        dict(PolicyTensors(folder, parse_policy_config(CONFIG)).whole(torch.float32))
 
     return Format(_tensors(folder), read, is_others=True)
 

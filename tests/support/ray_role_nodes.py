@@ -7,11 +7,12 @@ import signal
 import tempfile
 import time
 
+from cluster_conformance.checks import death_of
 from ray_nodes import DEADLINE_S, kill, ray, say, start_cluster  # first, because it sets Ray's authentication
 
 from rl_core.cluster import ClusterOptions, ResourcePool, RestartPolicy, RoleSpec, open_cluster
 from rl_core.cluster.processes.guard import is_running
-from rl_core.cluster.ray.incarnation import dump_there, read_there
+from rl_core.cluster.ray.role_process import dump_there, read_there
 from rl_core.errors import RLError
 from rl_core.testing import wait_until
 
@@ -59,13 +60,13 @@ async def main(nodes):
             "Thread 0x" in dumped,
         )
         os.kill(far.pid, signal.SIGKILL)
-        error = await far.wait_death()
+        error = await death_of(far)
         say("process", f"learner[{far.rank}]" in str(error), "last words from afar" in str(error))
 
         lost = next(role for role in learners if node_of(role) == nodes[1].node_id)
         moved = [role for role in engines if node_of(role) == nodes[1].node_id]
         child = await lost.call("start_child", own_session=True)
-        deaths = [asyncio.ensure_future(role.wait_death()) for role in (lost, *moved)]
+        deaths = [asyncio.ensure_future(death_of(role)) for role in (lost, *moved)]
         await asyncio.sleep(0)
         began_at = time.monotonic()
         kill(nodes[1])

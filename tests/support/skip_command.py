@@ -8,7 +8,7 @@ import msgspec
 from skip_groups import make_groups, make_prompts_of
 
 from rl_rollout.cli import main
-from rl_rollout.skip import Circumstances, EntryKey, EntryStore
+from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin
 from rl_rollout.skip.fingerprint import make_fingerprint
 from rl_rollout.skip.manifest import decode_manifest, encode_manifest
 from rl_rollout.skip.rows import TOKEN_DTYPES
@@ -21,7 +21,7 @@ def fill(directory: str | Path, steps=(1, 2, 3), *, groups=None, policy=None, ki
     store = EntryStore(str(directory))
     for step in steps:
         made = groups or make_groups(2, 3, seed=step)
-        circumstances = Circumstances(
+        circumstances = RolloutOrigin(
             policy=policy or {"weights": f"{step}abcdef0123456789"},
             tokenizer={"vocabulary": "v"},
             sampling={"temperature": 0.5},

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from skip_groups import make_groups
 
-from rl_core.files.checksums import checksum
+from rl_core.files.durable import checksum
 from rl_core.files.zarr_arrays import encode_array, plan_array
 from rl_rollout.skip import EntryKey, EntryStore
 from rl_rollout.skip.rows import iter_arrays

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import chaos_clock
 
-from rl_core.files.file_modes import current_umask
+from rl_core.files.durable import current_umask
 
 MODULES = {
     "async_driver",

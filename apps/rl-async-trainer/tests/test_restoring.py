@@ -12,7 +12,7 @@ from rl_async_trainer.schedule.run_state import AsyncState
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.errors import RolloutError
 from rl_core.testing import make_prompts, make_trajectory
-from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.prompts.source import PromptSupply
 from rl_rollout.rollouter.group_events import refusal
 from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer_parts.rollouts.setup import TRAIN

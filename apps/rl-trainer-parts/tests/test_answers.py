@@ -11,7 +11,7 @@ from rl_core.data.records import NO_VERSION
 from rl_core.testing import make_prompt, make_trajectory
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_trainer_parts.rollouts.answers import answers_of, first_answers, generation_samples, prediction_in
+from rl_trainer_parts.rollouts.answers import answers_of, first_answers, generation_samples
 
 PROMPT = Prompt(uid="p", input_ids=np.asarray([1, 2], dtype=np.int32), ground_truth={"value": 95, "is_whole": True})
 FAILED = SessionResult(failure="the engine fell")
@@ -37,7 +37,8 @@ def group(*sessions: SessionResult, prompt: Prompt = PROMPT) -> GroupResult:
     [({"pred": "42"}, "42"), ({"pred": 42}, "42"), ({"pred": None}, None), ({"pred": ["42"]}, None), ({}, None)],
 )
 def test_a_prediction_is_text_or_a_number(extras: dict[str, Any], expected: str | None) -> None:
-    assert prediction_in(extras) == expected
+    (answer,) = answers_of([group(session(0, extras=extras))], source="engine")
+    assert answer.prediction == expected
 
 
 def test_each_session_is_an_answer() -> None:

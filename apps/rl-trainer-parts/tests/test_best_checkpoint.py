@@ -11,9 +11,8 @@ from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
 from rl_metrics.targets import EXACT, TargetOptions
 from rl_sync_trainer.main import main
-from rl_trainer_parts.run.best_checkpoint import best_checkpoint
 from rl_trainer_parts.run.folder import FORMAT
-from rl_trainer_parts.run.goal import Goal
+from rl_trainer_parts.run.goal import Goal, best_checkpoint
 from rl_trainer_parts.settings.schema import TrainerSettings
 
 ACCURACY, LENGTH = "val-core/math/acc/mean@1", "val-aux/math/length/mean@1"

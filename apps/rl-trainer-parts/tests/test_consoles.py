@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_trainer_parts.reporting.consoles import make_console
+from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.settings.schema import Settings
 
 STEP = {"critic/rewards/mean": 0.5, "actor/ppo_kl": -8.9e-9, "rollout_corr/kl": 1e-9}

@@ -15,7 +15,6 @@ from rl_metrics.trackers.jsonl import JsonlTracker
 from rl_metrics.trackers.tracker import Fanout
 from rl_trainer_parts.reporting.health import FILE, HealthWatch, watch_health
 from rl_trainer_parts.run.stopping import StopSignal
-from rl_trainer_parts.settings.metrics import HealthSettings
 from rl_trainer_parts.settings.sources import build_settings
 
 HEALTHY = {"actor/ppo_kl": 0.01, "actor/entropy": 0.3}
@@ -31,10 +30,10 @@ class Run:
         self.events = EventLog(folder / "events.jsonl")
         self.stop = StopSignal()
         self.trackers = Fanout({"jsonl": JsonlTracker(folder / "metrics.jsonl")})
+        values = {"policy": {"path": "p"}, "prompts": {"train": "t"}, "trainer": {"steps": last_step}}
         watch = HealthWatch(
-            HealthSettings(**settings),
+            build_settings({**values, "health": settings}),
             folder,
-            last_step=last_step,
             console=ConsoleTracker(console=Console(file=self.said, width=1000)),
             events=self.events,
             pause=self.stop.pause,

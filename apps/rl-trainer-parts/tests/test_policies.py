@@ -19,7 +19,7 @@ from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
 from rl_distill.options import LoraOptions
 from rl_sync_trainer.main import main
-from rl_trainer_parts.commands.policies import export_adapter, export_policy, find_policy, opened_policy
+from rl_trainer_parts.commands.policies import export_policy, find_policy, opened_policy
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -158,7 +158,7 @@ def test_options_of_export_that_do_not_fit(
     assert main(["export", str(adapter_run), target, "--adapter", "--merge"]) == 2
     assert "accepts either --adapter, to write the adapter alone, or --merge" in capsys.readouterr().err
     with pytest.raises(SettingsError, match="exists and is not empty"):
-        export_adapter(adapter_run, tmp_path)
+        export_policy(adapter_run, tmp_path, adapter_alone=True)
 
 
 def test_an_adapter_is_opened_merged_for_a_while(run: Path, adapter_run: Path) -> None:

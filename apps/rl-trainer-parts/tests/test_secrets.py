@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_core.secret_settings import REDACTED
+from rl_metrics.trackers import ConsoleTracker
 from rl_rollout.rewards import build_scorer
-from rl_trainer_parts.reporting.trackers import _mlflow, _wandb
+from rl_trainer_parts.reporting.trackers import make_trackers
 from rl_trainer_parts.run.folder import open_run
 from rl_trainer_parts.settings.fields import plain_settings
 from rl_trainer_parts.settings.schema import Settings
@@ -87,20 +89,26 @@ def test_the_file_of_a_run_is_refused_where_it_lacks_a_secret(tmp_path: Path) ->
         load_settings(file, environment={})
 
 
-@pytest.mark.parametrize("maker", [_wandb, _mlflow])
-def test_trackers_get_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("wandb", "WandbTracker"), ("mlflow", "MlflowTracker")])
+def test_trackers_get_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
     seen: dict[str, Mapping[str, Any]] = {}
 
-    def tracker(*_: Any, **given: Any) -> None:
-        seen.update(config=given["config"])
+    class Tracker:
+        def __init__(self, *_: Any, config: Mapping[str, Any], **__: Any) -> None:
+            seen.update(config=config)
 
-    monkeypatch.setattr("rl_metrics.trackers.WandbTracker", tracker)
-    monkeypatch.setattr("rl_metrics.trackers.MlflowTracker", tracker)
-    maker(settings_in(tmp_path), tmp_path, *([lambda: "finished"] if maker is _mlflow else []))
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(f"rl_trainer_parts.reporting.trackers.{kind}", Tracker)
+    settings = settings_in(tmp_path)
+    metrics = replace(settings.metrics, trackers=(name,), report=False)
+    console = ConsoleTracker(kind="off")
+    make_trackers(settings.model_copy(update={"metrics": metrics}), tmp_path, console).close()
     text = json.dumps(seen["config"])
     assert REDACTED in text
     assert not [secret for secret in SECRETS if secret in text]
-    assert seen["config"] == plain_settings(settings_in(tmp_path))
+    assert seen["config"]["reward"] == plain_settings(settings)["reward"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from rl_core import Batch, Trajectory
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.architecture.tensor_shapes import forward_flops
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_trainer_parts.reporting.speeds import with_speeds
+from rl_trainer_parts.reporting.step_metrics import with_speeds
 from rl_trainer_parts.settings.schema import Settings
 
 CONFIG = {

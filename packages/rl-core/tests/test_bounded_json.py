@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.errors import DataError
 from rl_core.files import read_json
-from rl_core.files.bounded_json import load_json, load_json_as
+from rl_core.files.plain_files import load_json, load_json_as
 
 
 @pytest.mark.parametrize(

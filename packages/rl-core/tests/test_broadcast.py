@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from rl_core.errors import DeadlineError, NotReadyError, SettingsError, TransferError
-from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
+from rl_core.weights.broadcast import BroadcastTransport, JoinedSource, WeightSources
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
 from rl_core.weights.digests import tensor_checksum
 from rl_core.weights.secret_sockets import hang_up
-from rl_core.weights.update import Broadcast, WeightUpdate
+from rl_core.weights.update import Broadcast, WeightSource, WeightUpdate
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -43,6 +43,12 @@ def specs(update: WeightUpdate) -> list[TensorSpec]:
     return [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
 
 
+def sent_by(meeting: Broadcast, *, version: int) -> WeightUpdate:
+    """Return an update without tensors from this sender."""
+    source = WeightSource(sender="the sender of weights", meeting=meeting, rectangles=[])
+    return WeightUpdate(version=version, digests={}, sources=[source])
+
+
 def is_soon(holds: Callable[[], bool]) -> bool:
     """Wait up to a minute for a condition; return whether it holds."""
     ends_at = time.monotonic() + 60
@@ -57,15 +63,16 @@ class Receiver:
     """An engine with one worker, in this process."""
 
     def __init__(self) -> None:
-        self.receiver = BroadcastReceiver(num_workers=1)
+        self.sources = WeightSources(num_workers=1)
+        self.joined: list[JoinedSource] = []
         self.group: BroadcastGroup | None = None
 
     def take(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
-        name = self.receiver.name
-        meeting = self.receiver.announce(update)
-        if self.group is None or self.receiver.name != name:
+        joined = self.sources.announce(update)
+        if self.group is None or self.joined != joined:
             self.close_group()
-            self.group = BroadcastGroup(meeting, self.receiver.name, rank=1, size=2, device=CPU)
+            self.joined = joined
+            self.group = BroadcastGroup(joined[0].meeting, joined[0].engine, rank=1, size=2, device=CPU)
         return dict(self.group.receive(specs(update)))
 
     def close_group(self) -> None:
@@ -73,7 +80,7 @@ class Receiver:
             self.group.close()
 
     def close(self) -> None:
-        self.receiver.close()
+        self.sources.close()
         self.close_group()
 
 
@@ -155,13 +162,13 @@ def test_a_closed_transport_serves_nobody() -> None:
 def test_nobody_at_the_address_is_said_so() -> None:
     nowhere = Broadcast(backend="tcp", host="127.0.0.1", port=1, secret="00", bucket_bytes=8, deadline_s=1.0)
     with pytest.raises(TransferError, match=r"cannot be reached at 127\.0\.0\.1:1"):
-        BroadcastReceiver(num_workers=1).announce(WeightUpdate(version=1, digests={}, broadcast=nowhere))
+        WeightSources(num_workers=1).announce(sent_by(nowhere, version=1))
 
 
 def test_an_engine_whose_workers_do_not_come_is_given_up(transport: BroadcastTransport) -> None:
     impatient = BroadcastTransport(bucket_bytes=128, deadline_s=1.5)
     update = impatient.pack(TENSORS, version=1, tied={})
-    BroadcastReceiver(num_workers=2).announce(update)
+    WeightSources(num_workers=2).announce(update)
     assert_arrived(Receiver().take(update), update)  # the sender serves another engine in the meantime
     started = time.monotonic()
     impatient.close()
@@ -170,16 +177,17 @@ def test_an_engine_whose_workers_do_not_come_is_given_up(transport: BroadcastTra
 
 RECEIVER_PROGRAM = """
 import json, sys, torch
-from rl_core.weights.broadcast import BroadcastReceiver
+from rl_core.weights.broadcast import WeightSources
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
-from rl_core.weights.digests import TensorDigest, tensor_checksum
-from rl_core.weights.update import Broadcast, WeightUpdate
+from rl_core.weights.digests import tensor_checksum
+from rl_core.weights.update import Broadcast, WeightSource, WeightUpdate
 
 meeting, version, specs, stops = json.loads(sys.argv[1])
 specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs]
-receiver = BroadcastReceiver(num_workers=1)
-meeting = receiver.announce(WeightUpdate(version=version, digests={}, broadcast=Broadcast(**meeting)))
-group = BroadcastGroup(meeting, receiver.name, rank=1, size=2, device=torch.device("cpu"))
+source = WeightSource(sender="the sender", meeting=Broadcast(**meeting), rectangles=[])
+engine = WeightSources(num_workers=1)
+(joined,) = engine.announce(WeightUpdate(version=version, digests={}, sources=[source]))
+group = BroadcastGroup(joined.meeting, joined.engine, rank=1, size=2, device=torch.device("cpu"))
 for name, tensor in group.receive(specs):
     print(name, tensor_checksum(tensor), flush=True)
     if stops:
@@ -188,8 +196,7 @@ for name, tensor in group.receive(specs):
 
 
 def receiver_process(update: WeightUpdate, *, stops: bool) -> "subprocess.Popen[str]":
-    assert update.broadcast is not None
-    words = json.dumps([dataclasses.asdict(update.broadcast), update.version, specs(update), stops])
+    words = json.dumps([dataclasses.asdict(update.sources[0].meeting), update.version, specs(update), stops])
     return subprocess.Popen(
         [sys.executable, "-c", RECEIVER_PROGRAM, words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -217,7 +224,7 @@ def test_a_receiver_that_ends_midway_is_given_up_and_disturbs_no_other(ending: s
         started = time.monotonic()
         transport.pack({"a": torch.ones(3)}, version=2, tied={})  # waits for receivers of the last update
         assert time.monotonic() - started < 60
-        assert is_soon(lambda: list(transport._engines) == [other.receiver.name])
+        assert is_soon(lambda: list(transport._engines) == [other.joined[0].engine])
     finally:
         process.kill()
         process.communicate()
@@ -247,16 +254,14 @@ def test_an_engine_that_the_sender_gave_up_meets_it_anew(transport: BroadcastTra
 
 def test_a_worker_on_a_cpu_says_why_nccl_does_not_reach_it(transport: BroadcastTransport) -> None:
     update = transport.pack({"a": torch.ones(1)}, version=1, tied={})
-    assert update.broadcast is not None
-    by_nccl = dataclasses.replace(update.broadcast, backend="nccl")
+    by_nccl = dataclasses.replace(update.sources[0].meeting, backend="nccl")
     with pytest.raises(TransferError, match=r"by NCCL, but this member .* is on a CPU"):
         BroadcastGroup(by_nccl, "a group", rank=1, size=2, device=CPU)
 
 
 def test_a_meeting_is_plain_values(transport: BroadcastTransport) -> None:
-    update = transport.pack({"a": torch.ones(1)}, version=1, tied={})
-    assert update.broadcast is not None
-    assert Broadcast(**json.loads(json.dumps(dataclasses.asdict(update.broadcast)))) == update.broadcast
+    meeting = transport.pack({"a": torch.ones(1)}, version=1, tied={}).sources[0].meeting
+    assert Broadcast(**json.loads(json.dumps(dataclasses.asdict(meeting)))) == meeting
 
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

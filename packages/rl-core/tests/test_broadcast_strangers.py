@@ -17,7 +17,7 @@ from listening_sockets import listening_sockets
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rl_core.errors import SettingsError, TransferError
-from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
+from rl_core.weights.broadcast import BroadcastTransport, WeightSources
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec, UniqueIdStore
 from rl_core.weights.secret_sockets import MAX_STRANGERS, connect, receive_message, send_message
 from rl_core.weights.update import Broadcast, WeightUpdate
@@ -42,17 +42,16 @@ def opened() -> Iterator[ExitStack]:
 
 def pack(transport: BroadcastTransport) -> tuple[WeightUpdate, Broadcast]:
     update = transport.pack(WEIGHTS, version=1, tied={})
-    assert update.broadcast is not None
-    return update, update.broadcast
+    return update, update.sources[0].meeting
 
 
-def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> BroadcastReceiver:
+def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> WeightSources:
     """Receive an update in an engine that stays connected."""
-    receiver = BroadcastReceiver(num_workers=num_workers)
-    stack.callback(receiver.close)
-    meeting = receiver.announce(update)
+    engine = WeightSources(num_workers=num_workers)
+    stack.callback(engine.close)
+    (joined,) = engine.announce(update)
     groups = [
-        BroadcastGroup(meeting, receiver.name, rank=rank, size=num_workers + 1, device=CPU)
+        BroadcastGroup(joined.meeting, joined.engine, rank=rank, size=num_workers + 1, device=CPU)
         for rank in range(1, num_workers + 1)
     ]
     for group in groups:
@@ -60,7 +59,7 @@ def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> Bro
     with ThreadPoolExecutor(num_workers) as threads:
         for found in threads.map(lambda group: dict(group.receive([TensorSpec("a", (1000,), "float32")])), groups):
             assert torch.equal(found["a"], WEIGHTS["a"])
-    return receiver
+    return engine
 
 
 def listening_addresses() -> set[tuple[str, int]]:
@@ -198,15 +197,15 @@ def test_a_worker_that_comes_twice_or_unasked_takes_nobodys_place(
     transport: BroadcastTransport, opened: ExitStack
 ) -> None:
     update, meeting = pack(transport)
-    receiver = BroadcastReceiver(num_workers=1)
-    opened.callback(receiver.close)
-    receiver.announce(update)
-    group = BroadcastGroup(meeting, receiver.name, rank=1, size=2, device=CPU)
+    engine = WeightSources(num_workers=1)
+    opened.callback(engine.close)
+    (joined,) = engine.announce(update)
+    group = BroadcastGroup(meeting, joined.engine, rank=1, size=2, device=CPU)
     opened.callback(group.close)
     (spec,) = [TensorSpec("a", (1000,), "float32")]
     assert len(dict(group.receive([spec]))) == 1
     for rank in (1, 2):
-        second = BroadcastGroup(meeting, receiver.name, rank=rank, size=2, device=CPU)
+        second = BroadcastGroup(meeting, joined.engine, rank=rank, size=2, device=CPU)
         with pytest.raises(TransferError, match="could not be transferred"):
             list(second.receive([spec]))
         second.close()
@@ -221,7 +220,7 @@ def test_nothing_listens_once_the_expected_receivers_have_come(opened: ExitStack
     take(update, opened)
     assert is_soon_refused(meeting.port)
     update, _ = pack(transport)
-    assert first.announce(update) == meeting  # connected receivers are still served
+    assert [one.meeting for one in first.announce(update)] == [meeting]  # connected receivers are still served
     thief = opened.enter_context(socket.socket())
     thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with pytest.raises(OSError, match="in use"):

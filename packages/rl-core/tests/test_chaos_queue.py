@@ -164,9 +164,9 @@ def run_chaos(seed: int, folder: Path, *, num_faults: int, num_groups: int) -> s
             run.close()
 
 
-@pytest.mark.one_python("20 random faults; test_queue_kills.py has them one by one")
+@pytest.mark.one_python("10 random faults; test_queue_kills.py has them one by one")
 def test_random_faults_lose_nothing_and_count_nothing_twice(tmp_path: Path, seed: int) -> None:
-    print(run_chaos(seed, tmp_path, num_faults=20, num_groups=300))  # noqa: T201
+    print(run_chaos(seed, tmp_path, num_faults=10, num_groups=150))  # noqa: T201
 
 
 @pytest.mark.soak

@@ -14,8 +14,8 @@ import pytest
 
 from rl_core.cluster import Cluster, ClusterOptions, RoleSpec, open_cluster
 from rl_core.cluster.local import LocalLauncher
-from rl_core.cluster.processes.guard import MARK_VARIABLE, Family, descendants, family_members, is_running
-from rl_core.cluster.processes.incarnation import describe_exit
+from rl_core.cluster.processes.guard import MARK_VARIABLE, ProcessFamily, descendants, family_members, is_running
+from rl_core.cluster.processes.role_process import describe_exit
 from rl_core.cluster.role_spec import load_factory
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError, SettingsError
 from rl_core.testing import wait_until
@@ -251,7 +251,7 @@ def test_a_role_and_its_children_end_when_its_parent_is_killed(state, tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         try:
             mark, pid = parent.stdout.readline().split()
-            family = Family(mark, int(pid))
+            family = ProcessFamily(mark, int(pid))
             if state == "busy":
                 wait_until((tmp_path / "blocked").exists, "the role to be busy")
             assert len(family_members(family)) == 3
@@ -272,15 +272,15 @@ def test_ctrl_c_does_not_end_a_role():
 def test_no_mark_is_nobody_s_mark():
     """Without this check, a guard would end every process of the host."""
     with pytest.raises(ValueError, match="at least 32 characters; found ''"):
-        family_members(Family(""))
-    assert family_members(Family("0" * 32)) == []
+        family_members(ProcessFamily(""))
+    assert family_members(ProcessFamily("0" * 32)) == []
 
 
 def test_known_processes_are_told_by_the_time_of_their_start():
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
         ((pid, started),) = [pair for pair in descendants(os.getpid()) if pair[0] == child.pid]
-        assert family_members(Family("0" * 32, known=frozenset({(pid, started)}))) == [child.pid]
-        assert family_members(Family("0" * 32, known=frozenset({(pid, started - 1)}))) == []
+        assert family_members(ProcessFamily("0" * 32, known=frozenset({(pid, started)}))) == [child.pid]
+        assert family_members(ProcessFamily("0" * 32, known=frozenset({(pid, started - 1)}))) == []
         child.communicate(b"\n", timeout=START_S)
 
 

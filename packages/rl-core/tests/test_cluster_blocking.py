@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleSpec
-from rl_core.cluster.processes.guard import Family, family_members, is_running
+from rl_core.cluster.processes.guard import ProcessFamily, family_members, is_running
 from rl_core.errors import NotReadyError, RoleDiedError, SettingsError
 from rl_core.testing import wait_until
 
@@ -163,7 +163,7 @@ def test_ctrl_c_during_a_start_leaves_nothing(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent, ended(parent):
         marks = lambda: [path.read_text() for path in tmp_path.glob("mark-*")]
         wait_until(lambda: len(list(filter(None, marks()))) == 2, "both factories to run", deadline_s=START_S)
-        found = [process for mark in marks() for process in family_members(Family(mark))]
+        found = [process for mark in marks() for process in family_members(ProcessFamily(mark))]
         assert len(found) == 2
         parent.send_signal(signal.SIGINT)
         assert parent.communicate(timeout=START_S)[0] == "broken off\n"

@@ -75,11 +75,10 @@ def test_amounts_in_words():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"size": 0}, "size of at least 1; found 0"),
-        ({"cpus": -1}, "at least 0 CPUs"),
-        ({"cpus": float("nan")}, "at least 0 CPUs"),
-        ({"cpus": float("inf")}, "at least 0 CPUs and GPUs; found inf and 0"),
-        ({"gpus": float("inf")}, "at least 0 CPUs and GPUs; found 0 and inf"),
+        ({"size": 0}, "size of ResourcePool.* of at least 1; found 0"),
+        ({"cpus": -1}, "cpus of ResourcePool.* of at least 0; found -1"),
+        ({"cpus": float("nan")}, "cpus of ResourcePool.* of at least 0; found nan"),
+        ({"gpus": float("inf")}, "gpus of ResourcePool.* a finite number of at least 0; found inf"),
         ({"gpus": 1.5}, "whole number of GPUs, or a fraction of one; found 1.5"),
         ({"strategy": "near"}, "'strict_spread'; found 'near'"),
     ],

@@ -10,7 +10,7 @@ from cluster_conformance import RemoteClusterConformance
 from cluster_conformance.checks import START_S, echo
 
 from rl_core.cluster import ClusterOptions, RoleSpec, group, open_cluster
-from rl_core.cluster.processes import incarnation
+from rl_core.cluster.processes import role_process
 from rl_core.cluster.processes.output import PrefixedOutput
 from rl_core.errors import RoleDiedError
 
@@ -23,7 +23,7 @@ class TestProcess(RemoteClusterConformance):
 
 def test_a_killed_rank_is_the_reason_though_its_end_takes_longer_to_tell_than_its_peers_errors(tmp_path, monkeypatch):
     """A rank's descendants end before its death is reported, which can take long on a busy machine."""
-    real_end, real_settle, may_tell = incarnation.end_family, group._settle, threading.Event()
+    real_end, real_settle, may_tell = role_process.end_family, group._settle, threading.Event()
 
     def end_family(family):
         may_tell.wait(60)
@@ -41,7 +41,7 @@ def test_a_killed_rank_is_the_reason_though_its_end_takes_longer_to_tell_than_it
                     await asyncio.sleep(0.01)
 
             monkeypatch.setattr(group, "_settle", settle)
-            monkeypatch.setattr(incarnation, "end_family", end_family)
+            monkeypatch.setattr(role_process, "end_family", end_family)
             with pytest.raises(RoleDiedError, match=r"echo\[1\].*SIGKILL"):
                 await ranks.call_all("fail_with", 1, tmp_path / "died")
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+from rl_core import gpus
 from rl_core.errors import EngineError
-from rl_core.gpus import GpuUse, driver, gpu_use_of, meter, open_driver, own_gpu_use
-from rl_core.gpus.meter import GpuMeter
+from rl_core.gpus import GpuMeter, GpuUse, TorchGpu, driver, gpu_use_of, own_gpu_use
 
 GIB = 2**30
 
@@ -48,20 +48,11 @@ class FakeNvml:
     def nvmlInit(self):
         pass
 
-    def nvmlDeviceGetCount(self):
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return index
-
     def nvmlDeviceGetHandleByUUID(self, uuid):
         try:
             return ["GPU-card-0", "GPU-card-1"].index(uuid)
         except ValueError:
             raise self.NVMLError from None
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return SimpleNamespace(used=(handle + 1) * GIB, total=80 * GIB)
 
     def nvmlDeviceGetUtilizationRates(self, handle):
         return SimpleNamespace(gpu=(20, 60)[handle])
@@ -70,10 +61,10 @@ class FakeNvml:
 @pytest.fixture
 def no_thread(monkeypatch):
     monkeypatch.setattr(GpuMeter, "watch", lambda self: None)
-    monkeypatch.setattr(meter, "_meters", [])
-    open_driver.cache_clear()
+    monkeypatch.setattr(gpus, "_meters", [])
+    driver.cache_clear()
     yield
-    open_driver.cache_clear()
+    driver.cache_clear()
 
 
 @pytest.mark.usefixtures("no_thread")
@@ -112,30 +103,28 @@ def test_a_process_that_does_not_compute_on_a_gpu_has_no_figures(monkeypatch, to
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_the_driver_reads_all_cards_or_none(monkeypatch):
-    nvml = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    found = driver.open_driver()
-    assert [(one.utilization, one.used_bytes) for one in found.read_all()] == [(0.2, GIB), (0.6, 2 * GIB)]
-    assert found.utilization("GPU-unknown") is None
-    nvml.nvmlDeviceGetCount = lambda: (_ for _ in ()).throw(FakeNvml.NVMLError)
-    assert found.read_all() == []
+def test_a_card_that_the_driver_does_not_know_has_no_utilization(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    cuda = FakeCuda()
+    assert TorchGpu(cuda).utilization() == 0.6
+    cuda.get_device_properties = lambda index: SimpleNamespace(total_memory=80 * GIB, uuid="unknown")
+    assert TorchGpu(cuda).utilization() is None
 
 
 @pytest.mark.usefixtures("no_thread")
 def test_a_machine_without_the_library_or_a_driver_has_no_driver(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert driver.open_driver() is None
-    open_driver.cache_clear()
+    assert driver() is None
+    driver.cache_clear()
     nvml = FakeNvml()
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(FakeNvml.NVMLError)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert driver.open_driver() is None
+    assert driver() is None
 
 
 def test_the_library_has_what_its_stand_in_has():
     names = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML"))]
-    assert len(names) == 7
+    assert len(names) == 4
     assert [name for name in names if not hasattr(pynvml, name)] == []
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from queue_conformance import QueueConformance
+from queue_conformance.calls import CallChecks
 
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError, SettingsError
@@ -60,7 +61,7 @@ def test_a_lease_that_runs_out_in_real_time_wakes_its_waiter():
 
 @pytest.mark.parametrize("capacity_rows", [0, -1])
 def test_a_queue_needs_room_for_a_row(capacity_rows):
-    with pytest.raises(SettingsError, match=rf"at least 1; found {capacity_rows}"):
+    with pytest.raises(SettingsError, match=rf"capacity_rows .* at least 1 or None; found {capacity_rows}"):
         InProcessQueue([TRAIN], options=QueueOptions(capacity_rows=capacity_rows))
 
 
@@ -106,7 +107,7 @@ def _time_puts(num_groups):
     return spent
 
 
-class TestInProcessQueueWithAJournal(QueueBackendConformance):
+class TestInProcessQueueWithAJournal(QueueBackendConformance, CallChecks):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path):
         self.folders = (tmp_path / str(number) for number in itertools.count())

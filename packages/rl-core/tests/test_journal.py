@@ -227,9 +227,9 @@ def test_a_queue_that_is_closed_twice_closes_no_file_of_others(tmp_path, opened)
 def test_another_format_is_refused(tmp_path, opened):
     opened(tmp_path).close()
     with sqlite3.connect(tmp_path / DATABASE) as connection:
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"4",))
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (b"2",))
     connection.close()
-    with pytest.raises(JournalError, match=r"has format 4; expected one of \(1, 2, 3\)"):
+    with pytest.raises(JournalError, match="has format 2; expected 3"):
         opened(tmp_path)
 
 
@@ -367,51 +367,6 @@ def test_a_finish_that_was_lost_on_its_way_is_done_when_it_is_repeated(tmp_path,
     queue = ready(opened(tmp_path / "q"), num_prompts=1)
     assert isinstance(queue._send(as_retry(Finish("train", ["p0"], -5)), deadline_s=1.0), Done)
     assert queue.ledger()[0].state == "done"
-
-
-# -- journals of older formats
-
-
-def as_format(directory, version, partition):
-    """Rewrite a journal in format 1, or in format 2 with a partition per record; return the number of groups."""
-    key = {} if partition is None else {"partition": partition}
-    with sqlite3.connect(directory / DATABASE) as connection:
-        records = connection.execute("SELECT number, record FROM groups").fetchall()
-        for number, record in records:
-            old = json.dumps(json.loads(record) | key).encode()
-            connection.execute("UPDATE groups SET record = ? WHERE number = ?", (old, number))
-        ((tasks,),) = connection.execute("SELECT value FROM meta WHERE key = 'tasks'").fetchall()
-        old_tasks = json.dumps([task | key for task in json.loads(tasks)]).encode()
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'tasks'", (old_tasks,))
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (str(version).encode(),))
-    connection.close()
-    return len(records)
-
-
-@pytest.mark.parametrize(("version", "partition"), [(1, None), (2, "train")])
-def test_a_journal_of_an_older_format_is_resumed(tmp_path, opened, version, partition):
-    queue = ready(opened(tmp_path, REFERENCE, LATE), num_prompts=3, large=True)
-    lease = queue.lease("reference", groups=2, deadline_s=0)
-    queue.ack(lease, {"reference_logprobs": ragged_like(lease.batch, "reference_logprobs", [-1.0, -2.0])})
-    before = entries(queue)
-    queue.close()
-    assert as_format(tmp_path, version, partition) == 3
-    report = inspect_journal(tmp_path)
-    assert (report["format_version"], report["states"]) == (version, {"settled": 3})
-    queue = opened(tmp_path, REFERENCE, LATE)
-    assert entries(queue) == before
-    assert uids_of(queue.lease("train", groups=2, deadline_s=0)) == ["p0", "p1"]
-    assert inspect_journal(tmp_path)["format_version"] == 3
-
-
-def test_a_journal_with_partitions_is_refused(tmp_path, opened):
-    ready(opened(tmp_path), num_prompts=1).close()
-    as_format(tmp_path, 2, "eval")
-    message = r"must be a queue without partitions; found tasks of partitions \['eval'\]\. Finish its prompts"
-    with pytest.raises(JournalError, match=message):
-        opened(tmp_path)
-    with pytest.raises(JournalError, match=message):
-        inspect_journal(tmp_path)
 
 
 def test_a_journal_that_knew_partial_groups_is_resumed(tmp_path, opened):

@@ -16,7 +16,6 @@ from offered_weights import OfferedTo, held
 
 from rl_core.errors import TransferError, WeightProofError
 from rl_core.weights.broadcast import (
-    BroadcastReceiver,
     HeldRectangle,
     RankSender,
     SenderOptions,
@@ -24,6 +23,7 @@ from rl_core.weights.broadcast import (
     receive_plan,
 )
 from rl_core.weights.digests import digest_tensors, tensor_checksum
+from rl_core.weights.receiving import _SenderLink
 from rl_core.weights.rectangle_sums import digest_rectangles, join_digests
 from rl_core.weights.update import Rectangle, WeightUpdate
 
@@ -281,15 +281,15 @@ def test_a_rank_that_ends_midway_is_named(opened: ExitStack, engine: OfferedTo) 
 def test_a_rank_that_leaves_between_its_answer_and_its_turn_holds_no_other_up(
     ranks: Ranks, engine: OfferedTo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update, go_on, told = ranks.offer(1), BroadcastReceiver.go_on, []
+    update, go_on, told = ranks.offer(1), _SenderLink.go_on, []
 
-    def leave_before_the_second(self: BroadcastReceiver, *, goes_on: bool = True) -> None:
+    def leave_before_the_second(self: _SenderLink, *, goes_on: bool = True) -> None:
         told.append(goes_on)
         if len(told) == 2:
             raise TransferError("the sender of weights at 127.0.0.1 is gone")
         go_on(self, goes_on=goes_on)
 
-    monkeypatch.setattr(BroadcastReceiver, "go_on", leave_before_the_second)
+    monkeypatch.setattr(_SenderLink, "go_on", leave_before_the_second)
     with pytest.raises(TransferError, match="is gone"):
         engine.take(update)
     started = time.monotonic()

@@ -9,7 +9,7 @@ import pytest
 
 from rl_core import Batch, InProcessQueue, QueueOptions, Ragged, RowKey, SharedMemoryQueue, TaskSpec
 from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
-from rl_core.errors import DataError, DeadlineError, JournalError, RLError, ShapeError
+from rl_core.errors import DataError, DeadlineError, JournalError, RLError, SettingsError, ShapeError
 from rl_core.queue.messages import encode_frame
 from rl_core.testing import make_prompt, make_prompts, make_trajectory, ragged_like
 
@@ -28,14 +28,14 @@ def queue(request, tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, -1.0])
 def test_times_that_are_none_are_refused(queue, value):
-    with pytest.raises(DataError, match="deadline_s"):
+    with pytest.raises(SettingsError, match="deadline_s of claim must be"):
         queue.claim(prompts=1, deadline_s=value)
     queue.put("p0", 0, [make_trajectory("p0", 0)])
     queue.put("p0", 1, [])
-    with pytest.raises(DataError, match="lease_s"):
+    with pytest.raises(SettingsError, match="lease_s"):
         queue.lease("train", groups=1, lease_s=value, deadline_s=0)
     lease = queue.lease("train", groups=1, deadline_s=0)
-    with pytest.raises(DataError, match="lease_s"):
+    with pytest.raises(SettingsError, match="lease_s"):
         queue.extend(lease, lease_s=value)
     queue.ack(lease)
 
@@ -46,8 +46,8 @@ def test_numbers_of_numpy_are_numbers(queue):
     queue.set_policy_version(np.int64(3))
     queue.put("n", np.int32(0), [])
     assert queue.ledger()[1].state == "dropped"
-    for wrong in (2.0, "2", None, 1 << 70):
-        with pytest.raises(DataError, match="num_sessions"):
+    for wrong in (2.5, "2", None, 1 << 70):
+        with pytest.raises(SettingsError, match="num_sessions"):
             queue.issue([make_prompt("m")], num_sessions=wrong)
     assert len(queue.ledger()) == 2
 
@@ -139,7 +139,7 @@ def test_full_stays_full_while_a_task_could_take_what_is_ready():
     queue.close()
 
 
-@pytest.mark.parametrize("body", [b"\x92\xa3Ask\xa2\xff\xfe", b"\x91" * 100_000 + b"\x01"])
+@pytest.mark.parametrize("body", [b"\x92\xaaStateQuery\xa2\xff\xfe", b"\x91" * 100_000 + b"\x01"])
 def test_frames_that_cannot_be_read_leave_the_server_alone(body):
     queue = SharedMemoryQueue([TRAIN])
     stream, _ = queue._open(1e12)

@@ -58,6 +58,18 @@ class Record:
 ARRAY = np.array([1, 2], np.int32)
 
 
+def test_a_field_that_is_not_an_argument_is_set_after_the_check():
+    @settings_record
+    class Doubled:
+        count: PositiveInt
+        twice: int = field(init=False)
+
+        def __post_init__(self):
+            object.__setattr__(self, "twice", 2 * self.count)
+
+    assert Doubled(count=2).twice == 4
+
+
 @pytest.mark.parametrize(
     ("name", "given", "held"),
     [

@@ -17,7 +17,7 @@ from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
 from rl_core.data.ragged import offsets_of
 from rl_core.data.segment import HEADER, Schema, decode_segment, plan_segment, segment_size
 from rl_core.errors import DataError, SegmentError
-from rl_core.files.checksums import checksum
+from rl_core.files.durable import checksum
 
 FAST = settings(max_examples=60, deadline=None)
 OWN = {

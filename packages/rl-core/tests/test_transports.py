@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from rl_core.errors import DiskError, NotReadyError
 from rl_core.weights.digests import tensor_checksum
-from rl_core.weights.tensor_files import write_safetensors
-from rl_core.weights.transports import SharedFileTransport, TensorTransport
+from rl_core.weights.transports import SharedFileTransport, TensorTransport, write_safetensors
 
 
 def tensors(value):

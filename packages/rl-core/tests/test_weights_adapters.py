@@ -31,7 +31,7 @@ from rl_core.weights import (
     publish_weights,
     tensor_checksum,
 )
-from rl_core.weights.broadcast import BroadcastReceiver, BroadcastTransport
+from rl_core.weights.broadcast import BroadcastTransport, WeightSources
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
 
 TIED = {"lm_head.weight": "embed.weight"}
@@ -130,13 +130,13 @@ def broadcast() -> Iterator[BroadcastTransport]:
 
 def test_an_adapter_is_received_over_the_network(broadcast: BroadcastTransport) -> None:
     update = packed(broadcast)
-    receiver = BroadcastReceiver(num_workers=1)
-    meeting = receiver.announce(update)
-    group = BroadcastGroup(meeting, receiver.name, rank=1, size=2, device=torch.device("cpu"))
+    engine = WeightSources(num_workers=1)
+    (joined,) = engine.announce(update)
+    group = BroadcastGroup(joined.meeting, joined.engine, rank=1, size=2, device=torch.device("cpu"))
     specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
     found = dict(group.receive(specs))
     group.close()
-    receiver.close()
+    engine.close()
     assert {name: tensor_checksum(tensor) for name, tensor in found.items()} == {
         name: digest.checksum for name, digest in update.digests.items()
     }

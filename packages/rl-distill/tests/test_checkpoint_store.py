@@ -101,7 +101,7 @@ def test_a_state_that_is_no_json_is_refused_before_anything_is_written(store: Ch
 
 
 def test_nothing_is_kept_is_refused(folder: Path) -> None:
-    with pytest.raises(SettingsError, match=">= 1"):
+    with pytest.raises(SettingsError, match="at least 1"):
         CheckpointStore(folder, keep=0)
 
 

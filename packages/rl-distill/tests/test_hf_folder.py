@@ -16,7 +16,6 @@ from rl_distill.checkpoints.hf_folder import (
     INDEX_FILE,
     WEIGHTS_FILE,
     PolicyTensors,
-    read_policy_tensors,
     tensor_shapes,
     write_policy_folder,
 )
@@ -96,7 +95,7 @@ def test_stored_numbers_become_what_is_asked_for(tied_policy: Path, tmp_path: Pa
     stored = {name: tensor.to(dtype) for name, tensor in load_file(tied_policy / WEIGHTS_FILE).items()}
     save_file(stored, tmp_path / WEIGHTS_FILE)
 
-    found = read_policy_tensors(tmp_path, config_of(tied_policy), dtype=torch.float32)
+    found = dict(PolicyTensors(tmp_path, config_of(tied_policy)).whole(torch.float32))
 
     assert all(torch.equal(found[name], tensor.float()) for name, tensor in stored.items())
 
@@ -187,7 +186,7 @@ def test_tensors_that_nobody_needs_are_mentioned(tied_policy: Path, tmp_path: Pa
     )
 
     with structlog.testing.capture_logs() as logs:
-        read_policy_tensors(tmp_path, config_of(tied_policy), dtype=torch.float32)
+        dict(PolicyTensors(tmp_path, config_of(tied_policy)).whole(torch.float32))
 
     assert [(log["event"], log["num_tensors"], log["first"]) for log in logs] == [
         ("tensors_ignored", 1, "model.vision.weight")
@@ -196,7 +195,7 @@ def test_tensors_that_nobody_needs_are_mentioned(tied_policy: Path, tmp_path: Pa
 
 def test_a_folder_keeps_configuration_and_tokenizer(tied_policy: Path, tmp_path: Path):
     config = {**read_policy_config(tied_policy), "torch_dtype": "float32", "own_field": [1, 2]}
-    tensors = read_policy_tensors(tied_policy, config_of(tied_policy), dtype=torch.bfloat16)
+    tensors = dict(PolicyTensors(tied_policy, config_of(tied_policy)).whole(torch.bfloat16))
 
     write_policy_folder(tmp_path / "new", config, tensors, source_dir=tied_policy)
 

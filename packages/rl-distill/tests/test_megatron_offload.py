@@ -92,7 +92,7 @@ def test_ranks_that_share_an_optimizer_can_have_it_on_their_hosts(
 def test_between_steps_nothing_of_the_optimizer_is_on_the_device(tied_policy: Path, make_batch: Callable[..., Batch]):
     learner = MegatronLearner(tied_policy, replace(OPTIONS, dtype="bfloat16", offload_optimizer=True))
     model: RankModel = learner._ranks._host._models["policy"]  # type: ignore[union-attr]
-    adam = model._trained()
+    adam = model.tensors.adam
 
     def on_device() -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in adam.tensors())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rl_core.errors import DataError
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import tensor_shapes
-from rl_distill.checkpoints.hf_folder import read_policy_tensors, write_policy_folder
+from rl_distill.checkpoints.hf_folder import PolicyTensors, write_policy_folder
 from rl_distill.checkpoints.merged_folder import merge_adapter
 from rl_distill.checkpoints.peft_folder import AdapterFolder, read_adapter, write_adapter
 from rl_distill.options import LoraOptions
@@ -209,7 +209,7 @@ def test_a_learner_begins_with_its_own_kind_alone(
 
 def expected_merge(policy: Path, adapter: Path) -> dict[str, torch.Tensor]:
     """Return the base tensors in float32 with the adapter added."""
-    weights = read_policy_tensors(policy, parse_policy_config(read_policy_config(policy)), dtype=torch.float32)
+    weights = dict(PolicyTensors(policy, parse_policy_config(read_policy_config(policy))).whole(torch.float32))
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name in [name for name in tensors if "lora_A" in name]:
         b = tensors[name.replace("lora_A", "lora_B")]
@@ -220,7 +220,7 @@ def expected_merge(policy: Path, adapter: Path) -> dict[str, torch.Tensor]:
 def test_a_merge_into_shards_of_bfloat16_rounds_once(untied_policy: Path, tmp_path: Path):
     config_json = read_policy_config(untied_policy)
     config = parse_policy_config(config_json)
-    weights = read_policy_tensors(untied_policy, config, dtype=torch.bfloat16)
+    weights = dict(PolicyTensors(untied_policy, config).whole(torch.bfloat16))
     write_policy_folder(tmp_path / "base", config_json, weights, source_dir=untied_policy, max_shard_bytes=8_000)
     assert len(list((tmp_path / "base").glob("model-*.safetensors"))) > 3
     make_adapter(tmp_path / "adapter", tmp_path / "base", ends=("up_proj", "lm_head"))

@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from rl_core.data.row_keys import RowKey
-from rl_core.files.checksums import checksum
+from rl_core.files.durable import checksum
 from rl_distill.teacher import score_entries
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.scores import TeacherRow, TeacherScores

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.cluster.role_report import RoleReport
+from rl_core.cluster import RoleReport
 from rl_core.errors import DataError
 from rl_metrics.hang.report import (
     HANG_FILE,

@@ -21,6 +21,8 @@ from rl_metrics.trackers.mlflow import MlflowTracker, mlflow_name
 from rl_metrics.trackers.servers import COLUMNS
 from rl_metrics.trackers.tracker import BackgroundTracker, Fanout
 
+pytestmark = pytest.mark.one_python("its work is MLflow's")
+
 RUN = """
 import sys
 from pathlib import Path

@@ -219,7 +219,7 @@ def test_an_engine_that_fails_is_no_reward_unless_a_retry_made_it_good(tmp_path)
         ({"command": ["true"], "remote": True}, "an agent needs exactly one of command"),
         ({"remote": True}, "remote agents need gateway.owner_key"),
         ({"function": "own_agents.py:plain"}, "must be an `async def`"),
-        ({"command": ["true"], "time_limit_s": 0}, "time_limit_s of an agent must be above 0"),
+        ({"command": ["true"], "time_limit_s": 0}, "time_limit_s of agent loop 'agent' must be a number above 0"),
         ({"command": ["true"], "time_limit_s": 4000}, "limits.wall_s (3600) must be at least time_limit_s (4000)"),
         ({"command": ["true"], "gateway": {"service": {"decided_by": "client"}}}, 'must be "run"'),
         ({"command": ["true"], "gateway": {"host": "192.0.2.1"}}, "cannot listen on 192.0.2.1"),

@@ -102,7 +102,9 @@ def test_fingerprint_follows_content(tmp_path):
 
 
 def test_impossible_options_are_refused():
-    with pytest.raises(SettingsError, match="max_tokens must be at least 1; found 0"):
+    with pytest.raises(
+        SettingsError, match="max_tokens of PromptOptions must be a whole number of at least 1; found 0"
+    ):
         PromptOptions(max_tokens=0)
     with pytest.raises(SettingsError, match="no prompt file"):
         load()

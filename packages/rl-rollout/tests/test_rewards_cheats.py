@@ -38,7 +38,7 @@ CHEATS = {
         """,
     "answers with what is no answer": r"""
         TEXTS = ['5', '[]', '[[1],2]', '[' * 200_000, '["value",["float","0x1p999999"],[]]',
-                 '["value",["int","zz"],[]]', '["value",5,[]]', '["value",["none",null],[[99,["none",null]]]]',
+                 '["value",["int","zz"],[]]', '["value",5,[]]', '["value",["NoneType",null],[[99,["NoneType",null]]]]',
                  '["raised",[],""]', '["raised",5,5]',
                  '["ask","getattr",0,[["str","__globals__"]],{}]', '["value",["yours",0],[]]', '{"value":1}', '\xff']
         def f(x):
@@ -91,7 +91,7 @@ CHEATS = {
         """,
     "replaces what sends": """
         import json
-        json.dumps = lambda *given, **named: '["value", ["none", null], []]'
+        json.dumps = lambda *given, **named: '["value", ["NoneType", null], []]'
         os.write = lambda fd, data: len(data)
         def f(x): return 9
         """,

@@ -16,8 +16,7 @@ from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.rewards import RewardInput, RewardScorer, resolve_reward
 from rl_rollout.rewards.code_peer import Broken, NotPlain, Peer, Remote, decode, encode
-from rl_rollout.rewards.code_reward import CodeReward, program_of
-from rl_rollout.rewards.code_tests import Step, read_tests, same_output
+from rl_rollout.rewards.code_reward import CodeReward, TestStep, program_of, read_tests, same_output
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -162,16 +161,16 @@ def test_ground_truths():
     assert read_tests({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}) == read_tests(DOUBLES)
     assert read_tests({"tests": ["assert f(1) == 1"], "setup": "import math"}) == (
         [],
-        [Step(kind="setup", source="import math"), Step(kind="check", source="assert f(1) == 1")],
+        [TestStep(kind="setup", source="import math"), TestStep(kind="check", source="assert f(1) == 1")],
     )
     assert read_tests(["x = 3\nassert f(x) == -x", "assert {1: (2,)} == f(1)", "assert f(1) is None"])[1] == [
-        Step(kind="between", source="x = 3"),
-        Step(kind="check", source="assert f(x) == -x"),
-        Step(kind="check", source="assert {1: (2,)} == f(1)"),
-        Step(kind="check", source="assert f(1) is None"),
+        TestStep(kind="between", source="x = 3"),
+        TestStep(kind="check", source="assert f(x) == -x"),
+        TestStep(kind="check", source="assert {1: (2,)} == f(1)"),
+        TestStep(kind="check", source="assert f(1) is None"),
     ]
     human_eval = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"
-    assert read_tests(human_eval) == ([], [Step(kind="check", source=human_eval)])
+    assert read_tests(human_eval) == ([], [TestStep(kind="check", source=human_eval)])
     assert len(read_tests(ASSERTS)[1]) == 3
 
 
@@ -320,7 +319,7 @@ def test_a_program_may_call_what_a_test_hands_it_and_nothing_else():
     questions, answers = os.pipe(), os.pipe()
     peer = Peer(questions[0], answers[1], None)
     peer._keep(len)
-    os.write(questions[1], b'["ask","getattr",0,[["str","__self__"]],{}]\n["value",["none",null],[]]\n')
+    os.write(questions[1], b'["ask","getattr",0,[["str","__self__"]],{}]\n["value",["NoneType",null],[]]\n')
     assert peer.ask("name", "f") is None
     _, refused = os.read(answers[0], 1 << 16).splitlines()
     assert json.loads(refused)[:2] == ["raised", ["AttributeError", "Exception", "BaseException", "object"]]
@@ -358,13 +357,13 @@ def test_by_name_with_options_through_the_scorer():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "some"}, "mode of reward 'code' must be one of"),
-        ({"compare": "bytes"}, "compare of reward 'code' must be one of"),
-        ({"checks": "none"}, "checks of reward 'code' must be one of"),
+        ({"mode": "some"}, "mode of CodeReward must be one of"),
+        ({"compare": "bytes"}, "compare of CodeReward.* must be one of"),
+        ({"checks": "none"}, "checks of CodeReward.* must be one of"),
         ({"limits": {"processes": 1}}, "limits.processes of reward 'code' must be at least 2"),
-        ({"total_s": 0}, "total_s of reward 'code' must be above 0"),
-        ({"limits": {"wall": 3}}, "limits of reward 'code' have no 'wall'. Did you mean 'wall_s'"),
-        ({"limits": {"wall_s": -3}}, "sandbox limit wall_s must be at least"),
+        ({"total_s": 0}, "total_s of CodeReward.* must be a number above 0; found 0"),
+        ({"limits": {"wall": 3}}, "unknown limit of reward 'code' 'wall'. Did you mean 'wall_s'"),
+        ({"limits": {"wall_s": -3}}, "wall_s of SandboxLimits must be a number above 0; found -3.0"),
         ({"tests": 3}, "has no option 'tests'"),
         ({"sandbox": 3}, "has no option 'sandbox'"),
     ],

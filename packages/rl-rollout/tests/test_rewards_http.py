@@ -120,11 +120,13 @@ def test_a_header_may_refer_to_the_environment_and_is_shown_nowhere(service, mon
     assert "sk-1" not in repr(reward_of(service, headers=headers))
 
 
-@pytest.mark.parametrize("value", ["sk-12345678\n", "sk-1\r\nX: 1", " sk-12345678", 12345678])
+@pytest.mark.parametrize("value", ["sk-12345678\n", "sk-12345678\r\nX: 1", " sk-12345678", 12345678])
 def test_a_header_that_the_client_would_quote_in_its_error_is_refused_without_it(service, value):
-    with pytest.raises(SettingsError, match=r"value of the header 'A' \(not shown\) must be a string") as caught:
+    with pytest.raises(
+        SettingsError, match=r"value of the header 'A' \(not shown\)|headers of .* with int at 'A'"
+    ) as caught:
         reward_of(service, headers={"A": value})
-    assert "1" not in str(caught.value)
+    assert "12345678" not in str(caught.value)
 
 
 def test_the_password_of_a_url_is_not_shown():
@@ -132,11 +134,10 @@ def test_the_password_of_a_url_is_not_shown():
         resolve_reward("http", {"url": "ftp://me:sk-12345678@host"})
 
 
-@pytest.mark.parametrize("retries", [2, 2.5])
-def test_after_the_last_retry_it_is_a_failure(service, retries):
+def test_after_the_last_retry_it_is_a_failure(service):
     service.answers = [(503, {}, b"busy")]
     with pytest.raises(ConnectionError, match="answered with status 503 3 times, last with 'busy'"):
-        ask(service, retries=retries)
+        ask(service, retries=2)
     assert len(service.requests) == 3
 
 
@@ -212,8 +213,8 @@ def test_one_reward_serves_one_event_loop_after_another_and_many_calls_at_once(s
     [
         ({"url": "ftp://x"}, "must start with http:// or https://"),
         ({"url": "score"}, "must start with http"),
-        ({"url": "http://x", "retries": -1}, "retries of reward 'http' must be at least 0"),
-        ({"url": "http://x", "timeout_s": 0}, "timeout_s of reward 'http'"),
+        ({"url": "http://x", "retries": -1}, "retries of HttpReward.* must be a whole number of at least 0"),
+        ({"url": "http://x", "timeout_s": 0}, "timeout_s of HttpReward.* must be a finite number above 0"),
         ({"url": "http://x", "send": ["logprobs"]}, "send of reward 'http' has 'logprobs'; known: prompt_uid"),
         ({"url": "http://x", "token_env": "NO_SUCH_VARIABLE"}, "environment variable 'NO_SUCH_VARIABLE' is not set"),
         ({}, "needs the option 'url'"),

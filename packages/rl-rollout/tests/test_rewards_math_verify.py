@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, RoleError
-from rl_rollout.rewards import MathVerify, RewardInput, RewardScorer, call_clock
+from rl_rollout.rewards import MathVerify, RewardInput, RewardScorer, calls
 from rl_rollout.rewards.check_processes import CheckProcesses
 
 HANGS = "9^{9^{9^{9}}} + 1"  # sympy computes a number too large for memory, in one C call
@@ -171,14 +171,13 @@ def test_the_start_of_a_worker_does_not_count_against_the_timeout_of_the_scorer(
         return process
 
     monkeypatch.setattr(processes.workers[0], "_start", start_slowly)
-    monkeypatch.setattr(call_clock, "now", lambda: (*ready_at, time.perf_counter())[0])  # nothing later counts
+    monkeypatch.setattr(calls, "now", lambda: (*ready_at, time.perf_counter())[0])  # nothing later counts
 
     def in_thread(given):
         return float(processes.check({}) == {})
 
     async def in_loop(given):
-        clock = call_clock.current_clock()
-        return float(await asyncio.to_thread(processes.check, {}, clock=clock) == {})
+        return float(await asyncio.to_thread(processes.check, {}) == {})
 
     scorer = RewardScorer(in_loop if is_async else in_thread, timeout_s=0.1)
     given_input = RewardInput(prompt_uid="p", response_text="", response_ids=np.array([1]))

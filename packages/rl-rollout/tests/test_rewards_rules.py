@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from rl_rollout.rewards import RewardInput, exact_match, last_boxed, last_number, number_match
-from rl_rollout.rewards.answers import final_answer
+from rl_rollout.rewards.answers import final_answer, opens_thinking
 from rl_rollout.rewards.math_notation import plain_math
 from rl_rollout.rewards.quantities import quantity
-from rl_rollout.rewards.thinking import opens_thinking
 
 
 def response(text, ground_truth):

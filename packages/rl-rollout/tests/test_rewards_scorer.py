@@ -8,7 +8,7 @@ import pytest
 from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
 from rl_rollout.rewards import RewardInput, RewardResult, RewardScorer, quick, resolve_reward
-from rl_rollout.rewards.threaded import CallThreads
+from rl_rollout.rewards.calls import CallThreads
 
 
 def responses(*texts):
@@ -242,7 +242,7 @@ def test_close_reaches_the_function():
 
 def test_impossible_options_are_refused():
     for options in ({"timeout_s": 0.0}, {"max_concurrency": 0}):
-        with pytest.raises(SettingsError, match="timeout_s > 0 and max_concurrency >= 1"):
+        with pytest.raises(SettingsError, match=rf"{next(iter(options))} of RewardScorer must be a .*; found 0"):
             RewardScorer(length, **options)
 
 

@@ -10,10 +10,10 @@ from skip_groups import assert_same_groups, make_groups, make_prompts_of
 from rl_core.errors import RolloutError
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip import Circumstances, EntryKey, SkipCache, SkipOptions, StepRollouts
+from rl_rollout.skip import EntryKey, RolloutOrigin, SkipCache, SkipOptions, StepRollouts
 from rl_rollout.skip.cache import renamed
 
-CIRCUMSTANCES = Circumstances(policy=None, tokenizer="t", sampling=None, group_size=2, loop=None, versions={})
+CIRCUMSTANCES = RolloutOrigin(policy=None, tokenizer="t", sampling=None, group_size=2, loop=None, versions={})
 
 
 class Runs:

@@ -12,11 +12,11 @@ import structlog
 from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError, DataError, SettingsError
-from rl_rollout.skip import Circumstances, EntryKey, EntryStore, SkipCache, SkipOptions
+from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin, SkipCache, SkipOptions
 from rl_rollout.skip import cache as cache_module
 
 KEY = EntryKey(step=1)
-STORED = Circumstances(
+STORED = RolloutOrigin(
     policy={"weights": "abc"},
     tokenizer={"vocabulary": "v1", "template": "t1"},
     sampling={"temperature": 1.0, "top_p": 1.0, "max_tokens": 16},
@@ -361,5 +361,5 @@ def test_impossible_options_are_refused_all_at_once():
 
 
 def test_every_part_of_the_circumstances_is_compared():
-    names = {field.name for field in dataclasses.fields(Circumstances)}
+    names = {field.name for field in dataclasses.fields(RolloutOrigin)}
     assert {name.partition(".")[0] for name in CHANGES} == names

@@ -12,12 +12,12 @@ from skip_groups import assert_same_groups, make_groups, make_prompts_of
 from rl_core.errors import CacheMismatchError
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip import Circumstances, EntryKey, EntryStore, GroupwiseCache, SkipCache, SkipOptions
+from rl_rollout.skip import EntryKey, EntryStore, GroupwiseCache, RolloutOrigin, SkipCache, SkipOptions
 from rl_rollout.skip.cache import renamed
 
 DEADLINE_S = 60.0
 NUM_SESSIONS = 2
-CIRCUMSTANCES = Circumstances(
+CIRCUMSTANCES = RolloutOrigin(
     policy={"start": "abc", "origin": "policy", "versions": None},
     tokenizer="t",
     sampling=None,
@@ -35,14 +35,14 @@ class Run:
         gates: Generation of these places waits.
     """
 
-    def __init__(self, directory: Path, *, circumstances: Circumstances = CIRCUMSTANCES, **options: Any) -> None:
+    def __init__(self, directory: Path, *, circumstances: RolloutOrigin = CIRCUMSTANCES, **options: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.generated: list[int] = []
         self.gates: dict[int, asyncio.Event] = {}
         say = lambda name, **fields: self.events.append((name, fields))
         cache = SkipCache(SkipOptions(enabled=True, directory=str(directory), **options), on_event=say)
 
-        async def current() -> Circumstances:
+        async def current() -> RolloutOrigin:
             return circumstances
 
         self.cache = GroupwiseCache(cache, current, groups_per_step=2, replaces_failed=True)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import BrokenEntryError
-from rl_core.files.bounded_json import count_values, load_json, preview, preview_path
+from rl_core.files.plain_files import count_values, load_json, preview, preview_path
 from rl_rollout.skip import EntryKey
 from rl_rollout.skip.manifest import ArraySpec, Counts, FileSpec, Manifest, decode_manifest, encode_manifest
 

@@ -11,10 +11,10 @@ from flat_store import FlatStore
 from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
-from rl_rollout.skip import Circumstances, EntryKey, EntryStore, SkipCache, SkipOptions
-from rl_rollout.skip.entry_folder import open_folder
+from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin, SkipCache, SkipOptions
 from rl_rollout.skip.manifest import MANIFEST
 from rl_rollout.skip.remote_folder import LEFT_AFTER_S
+from rl_rollout.skip.store import open_folder
 
 KEY, OTHER = EntryKey(step=7), EntryKey(step=8)
 ORPHAN = f"{KEY.name}/arrays-{'0' * 16}"
@@ -374,7 +374,7 @@ def test_names_of_entries_take_one_listing_however_many_there_are(flat):
 
 
 def test_a_skip_cache_stores_replays_and_sets_aside_on_an_object_store(url):
-    circumstances = Circumstances(policy={"weights": "w"}, tokenizer="t", sampling={}, group_size=2, loop="l")
+    circumstances = RolloutOrigin(policy={"weights": "w"}, tokenizer="t", sampling={}, group_size=2, loop="l")
     groups = make_groups(seed=4)
     events: list[str] = []
     options = SkipOptions(enabled=True, directory=url)

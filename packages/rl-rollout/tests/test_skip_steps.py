@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import SettingsError
-from rl_rollout.skip.steps import StepSelection
+from rl_rollout.skip.options import StepSelection
 
 LAST = 60
 

@@ -17,7 +17,7 @@ from skip_forgery import forge
 from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_rollout.skip import Circumstances, EntryKey, EntryStore, SkipCache, SkipOptions
+from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin, SkipCache, SkipOptions
 from rl_rollout.skip import manifest as manifests
 from rl_rollout.skip.store import EntryTooLargeError
 
@@ -180,7 +180,7 @@ def run_step(cache, step):
     async def generate():
         return GROUPS
 
-    made_of = Circumstances(policy="p", tokenizer="t", sampling={}, group_size=2, loop="l", versions={})
+    made_of = RolloutOrigin(policy="p", tokenizer="t", sampling={}, group_size=2, loop="l", versions={})
     return asyncio.run(cache.rollouts(EntryKey(step=step), make_prompts_of(GROUPS), made_of, generate))
 
 

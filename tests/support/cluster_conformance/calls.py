@@ -68,20 +68,6 @@ class CallChecks(ClusterChecks):
         with refuses(SettingsError, "'greet'", "3 roles 'echo'", "found 2"):
             self.run(self.group.call_each("greet", [("a",), ("b",)]))
 
-    def test_results_come_as_they_finish(self) -> None:
-        async def use() -> list[int]:
-            order = []
-            await self.group.call(1, "open")
-            async for rank, result in self.group.as_finished("wait_until_open"):
-                assert rank == result
-                order.append(rank)
-                if len(order) < 3:
-                    await self.group.call([0, 2][len(order) - 1], "open")
-            await self.group.call_all("shut")
-            return order
-
-        assert self.run(use()) == [1, 0, 2]
-
     def test_arrays_travel_both_ways(self) -> None:
         value = {"rows": np.arange(1_000_000, dtype=np.int32).reshape(1000, 1000), "none": np.zeros((0, 3))}
         for found in self.run(self.group.call_all("echo", value)):

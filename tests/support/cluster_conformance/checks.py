@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_core.cluster import Cluster, ClusterOptions, RoleGroup, RoleSpec, open_cluster
+from rl_core.cluster import Cluster, ClusterOptions, Role, RoleGroup, RoleSpec, open_cluster
 from rl_core.cluster.processes.guard import is_running
+from rl_core.errors import RLError
 from rl_core.testing.clock import wait_until
 
 Result = TypeVar("Result")
@@ -75,6 +76,14 @@ def echo(**changes: Any) -> RoleSpec:
     known = {"name", "factory", "rank", "environment", "cpus", "gpus", "restart"} & set(changes)
     fields = {name: changes.pop(name) for name in known}
     return RoleSpec(**{"name": "echo", "factory": ECHO, **fields}, kwargs=changes)
+
+
+async def death_of(*roles: Role) -> RLError:
+    """Wait until one of these roles dies; return the error of its death."""
+    died: asyncio.Future[RLError] = asyncio.get_running_loop().create_future()
+    for role in roles:
+        role.on_death(lambda _, error: None if died.done() else died.set_result(error))
+    return await died
 
 
 @contextmanager

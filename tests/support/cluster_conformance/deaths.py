@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Sequence
 
-from cluster_conformance.checks import NOTICED_S, START_S, ClusterChecks, catches, echo, until, within
+from cluster_conformance.checks import NOTICED_S, START_S, ClusterChecks, catches, death_of, echo, until, within
 from rl_core.cluster import Cluster, RestartedRole, RestartPolicy, Role
 from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import RLError, RoleDiedError, RoleError
@@ -41,13 +41,12 @@ class DeathChecks(ClusterChecks):
             role.on_death(lambda *said: heard.append(said))
             os.kill(role.pid, signal.SIGKILL)
             with within(NOTICED_S):
-                error = await role.wait_death()
+                error = await death_of(role)
             for word in ("echo[3]", f"pid {role.pid}", "the answer of 'say'", "almost out of memory"):
                 assert word in str(error), f"the message lacks {word}: {error}"
             assert not role.is_alive
             assert [(died.rank, told is error) for died, told in heard] == [(3, True)]
             await until(lambda: not any(map(is_running, children)), "its children to end")
-            assert await role.wait_death()  # also for an earlier death
 
         self.with_cluster(use)
 
@@ -162,7 +161,7 @@ class RestartChecks(ClusterChecks):
             role = await cluster.start(echo(flag=flag, restart=restart), deadline_s=START_S)
             flag.write_text("die 0")
             os.kill(role.pid, signal.SIGKILL)
-            await role.wait_death()
+            await death_of(role)
             with refuses(RoleDiedError, "echo[0] is dead", "during its start", "was restarted 2 times"):
                 await role.call("greet", "you")
 
@@ -189,7 +188,7 @@ class RestartChecks(ClusterChecks):
             restart = RestartPolicy(max_restarts=1, backoff_s=60.0)
             role = await cluster.start(echo(restart=restart), deadline_s=START_S)
             os.kill(role.pid, signal.SIGKILL)
-            await role.wait_death()
+            await death_of(role)
             waiting = asyncio.ensure_future(role.call("greet", "you"))
             with within(NOTICED_S):
                 await cluster.close()

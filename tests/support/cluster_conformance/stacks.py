@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 
-from cluster_conformance.checks import START_S, ClusterChecks, echo, until
+from cluster_conformance.checks import START_S, ClusterChecks, death_of, echo, until
 from rl_core.cluster import Cluster, Role
 from rl_core.cluster.stacks import is_silent
 
@@ -96,9 +96,8 @@ class BlockedStackChecks(ClusterChecks):
     def test_a_dead_rank_says_so_beside_the_others(self) -> None:
         async def use(cluster: Cluster) -> None:
             group = await cluster.start_group(echo(), size=2, deadline_s=START_S)
-            group[0].on_death(lambda *_: None)
             os.kill(group[0].pid, signal.SIGKILL)
-            await group.wait_death()
+            await death_of(*group)
             dead, well = await group.stacks(deadline_s=LONG_S)
             assert "echo[0] is dead" in dead
             assert "SIGKILL" in dead or "Ray says" in dead

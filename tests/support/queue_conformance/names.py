@@ -4,20 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from queue_conformance.tools import LOG
+from queue_conformance.tools import LOG, TRAIN_LATE
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError
 from rl_core.queue.client import TransferQueue
-from rl_core.testing.queue_checks import (
-    DEADLINE_S,
-    REFERENCE,
-    TRAIN,
-    TRAIN_LATE,
-    QueueChecks,
-    put_all,
-    refuses,
-    states_of,
-    uids_of,
-)
+from rl_core.testing.queue_checks import DEADLINE_S, REFERENCE, TRAIN, QueueChecks, put_all, refuses, states_of, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
@@ -194,9 +184,9 @@ class NameChecks(QueueChecks):
         for call in (lease, queue.finish):
             with refuses(DataError, "'p1'", "more than once"):
                 call("train", ["p1", "p0", "p1"])
-            with refuses(DataError, "list of uids", "'p0'"):
+            with refuses(ValueError, "must be a sequence, each a string", "'p0'"):
                 call("train", "p0")
-            with refuses(DataError, "list of uids"):
+            with refuses(ValueError, "must be a sequence, each a string"):
                 call("train", make_prompts(1))  # type: ignore[arg-type]
             for task in ("tarin", "generate"):
                 with refuses(DataError, f"'{task}'"):

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from queue_conformance.tools import batch_of
+from queue_conformance.tools import OWN, TOP_K, batch_of, declared
 from rl_core.data.batch import Batch
 from rl_core.data.columns import COLUMNS, column_dtype
 from rl_core.data.ragged import Ragged
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import AlreadySettledError, DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError
-from rl_core.testing.queue_checks import OWN, REFERENCE, TOP_K, TRAIN, QueueChecks, declared, put_all, refuses, uids_of
+from rl_core.testing.queue_checks import REFERENCE, TRAIN, QueueChecks, put_all, refuses, uids_of
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 

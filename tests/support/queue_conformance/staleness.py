@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from queue_conformance.tools import LOG
+from queue_conformance.tools import LOG, sampled_by
 from rl_core.errors import DataError, NothingToLeaseError, OutdatedLeaseError
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import TaskSpec
@@ -15,7 +15,6 @@ from rl_core.testing.queue_checks import (
     QueueChecks,
     put_all,
     refuses,
-    sampled_by,
     uids_of,
 )
 from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like

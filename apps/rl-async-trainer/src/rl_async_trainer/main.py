@@ -102,7 +102,7 @@ def train(words: list[str]) -> int:
     resume, dry_run, best = (take_flag(words, flag) for flag in ("--resume", "--dry-run", "--best"))
     replayed = take_option(words, "--replay")
     settings = read_settings(words)
-    from rl_trainer_parts.reporting.consoles import make_console
+    from rl_trainer_parts.reporting.trackers import make_console
 
     with closing(make_console(settings)) as console:
         where = f"run {settings.run_folder}, {settings.trainer.steps} steps"

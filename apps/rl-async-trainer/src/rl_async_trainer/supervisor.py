@@ -20,7 +20,7 @@ from rl_async_trainer.settings import AsyncSettings
 from rl_core.files import open_lock_file
 from rl_metrics.run_files import EventLog
 from rl_trainer_parts.commands.output import counted
-from rl_trainer_parts.reporting.consoles import make_console
+from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.run.folder import RunFolder
 
 PIPE_VARIABLE = "RL_ASYNC_TRAINER_PIPE"

@@ -61,7 +61,7 @@ def train(words: list[str]) -> int:
     from rl_trainer_parts.settings.sources import load_settings
 
     settings = load_settings(file, words, os.environ)
-    from rl_trainer_parts.reporting.consoles import make_console
+    from rl_trainer_parts.reporting.trackers import make_console
 
     with closing(make_console(settings)) as console:
         where = f"run {settings.run_folder}, {settings.trainer.steps} steps"

@@ -38,7 +38,7 @@ class Axes:
         return f"[{', '.join(self.names)}]"
 
 
-class Rule(NamedTuple):
+class ValueRule(NamedTuple):
     """The rule for one value.
 
     Attributes:
@@ -100,7 +100,7 @@ def advice_for(value: Any) -> str:
 # -- rules of annotations
 
 
-def known_rules(kind: Any, names: Iterable[str]) -> dict[str, Rule]:
+def known_rules(kind: Any, names: Iterable[str]) -> dict[str, ValueRule]:
     """Return the rules of a record's fields or a function's parameters; annotations without a rule are omitted."""
     try:
         hints = get_type_hints(kind, include_extras=True)
@@ -110,7 +110,7 @@ def known_rules(kind: Any, names: Iterable[str]) -> dict[str, Rule]:
     return {name: rule for name, rule in found.items() if rule is not None}
 
 
-def rule_of(hint: Any) -> Rule | None:
+def rule_of(hint: Any) -> ValueRule | None:
     """Return the rule of an annotation; None if it accepts any value."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -119,9 +119,9 @@ def rule_of(hint: Any) -> Rule | None:
     if hint in PLAIN:
         return PLAIN[hint]
     if isinstance(hint, type) and (hint.__module__, hint.__name__) == ("torch", "Tensor"):
-        return Rule("a Tensor", frozenset({hint}), _tensor_fit(hint), Axes())
+        return ValueRule("a Tensor", frozenset({hint}), _tensor_fit(hint), Axes())
     if origin is Literal:
-        return Rule(f"one of {', '.join(map(repr, parts))}", frozenset(), _only(lambda value: value in parts))
+        return ValueRule(f"one of {', '.join(map(repr, parts))}", frozenset(), _only(lambda value: value in parts))
     if origin in (Union, types.UnionType):
         return _union_rule([rule_of(part) for part in parts])
     if isinstance(hint, TypeVar) and hint.__constraints__:
@@ -136,7 +136,7 @@ def rule_of(hint: Any) -> Rule | None:
         return _collection_rule(kind, parts)
     if origin is not None or kind in (object, Any) or getattr(kind, "_is_protocol", False):
         return None
-    return Rule(f"a {kind.__name__}", frozenset({kind}), _only(lambda value: isinstance(value, kind)))
+    return ValueRule(f"a {kind.__name__}", frozenset({kind}), _only(lambda value: isinstance(value, kind)))
 
 
 def _only(fits: Callable[[Any], bool]) -> Fit:
@@ -148,18 +148,18 @@ def _only(fits: Callable[[Any], bool]) -> Fit:
     return fit
 
 
+BOUND_WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""A bound of a number in words, by the name of its limit in annotated_types and in pydantic's errors."""
+
 BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "gt": ("above", operator.gt),
-    "ge": ("of at least", operator.ge),
-    "lt": ("below", operator.lt),
-    "le": ("at most", operator.le),
+    **{name: (words, getattr(operator, name)) for name, words in BOUND_WORDS.items()},
     "min_length": ("of length at least", lambda value, limit: len(value) >= limit),
     "max_length": ("of length at most", lambda value, limit: len(value) <= limit),
 }
 """Constraints of annotated_types by the name of their limit: the words of a message, and the comparison."""
 
 
-def _bounded(rule: Rule | None, marks: Iterable[Any]) -> Rule | None:
+def _bounded(rule: ValueRule | None, marks: Iterable[Any]) -> ValueRule | None:
     """The rule with the bounds among an annotation's marks; NaN is within no bound, and a bool is not a number."""
     flat = [one for mark in marks for one in (mark if isinstance(mark, GroupedMetadata) else (mark,))]
     limits = [_limit(mark) for mark in flat if isinstance(mark, BaseMetadata)]
@@ -170,7 +170,7 @@ def _bounded(rule: Rule | None, marks: Iterable[Any]) -> Rule | None:
         for name, limit in limits
         if abs(limit) != math.inf
     )
-    words = f"of {words}" if words.startswith("at most") else words
+    words = f"of {words}" if words.startswith("at ") else words
     expected = "a finite number" if ("lt", math.inf) in limits else rule.expected
     expected += f"{' ' if rule.exact else ', '}{words}" if words else ""
 
@@ -180,7 +180,7 @@ def _bounded(rule: Rule | None, marks: Iterable[Any]) -> Rule | None:
             raise TypeError
         return fitting
 
-    return Rule(expected, frozenset(), fit)
+    return ValueRule(expected, frozenset(), fit)
 
 
 def _limit(mark: BaseMetadata) -> tuple[str, Any]:
@@ -190,7 +190,7 @@ def _limit(mark: BaseMetadata) -> tuple[str, Any]:
     return name, getattr(mark, name)
 
 
-def _array_rule(hint: Any, axes: Axes) -> Rule:
+def _array_rule(hint: Any, axes: Axes) -> ValueRule:
     optional = [part for part in get_args(hint) if part is not NONE] if NONE in get_args(hint) else [hint]
     (_, (scalar,)) = get_args(optional[0])[0], get_args(get_args(optional[0])[1])
     dtype = None if scalar is Any else np.dtype(scalar)
@@ -208,7 +208,7 @@ def _array_rule(hint: Any, axes: Axes) -> Rule:
         return array
 
     expected = f"{axes if axes.names else 'an array of'} {dtype or 'numbers'}"
-    return Rule(expected, frozenset({NONE} if optional[0] is not hint else ()), fit, axes)
+    return ValueRule(expected, frozenset({NONE} if optional[0] is not hint else ()), fit, axes)
 
 
 def several(values: Iterable[KindT], kind: type[KindT], name: str) -> list[KindT]:
@@ -254,7 +254,7 @@ def array_of(value: Any, *, who: str, dtype: Any = None) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.asarray(value)
         return array if dtype is None or array.dtype == dtype else converted(array, np.dtype(dtype))
-    except Exception as reason:  # a user's type can raise any exception, as in `Rule.fit`
+    except Exception as reason:  # a user's type can raise any exception, as in `ValueRule.fit`
         raise ShapeError(_refusal(who, f"an array of {dtype or 'numbers'}", value, reason)) from reason
 
 
@@ -283,7 +283,7 @@ def _tensor_fit(kind: Any) -> Fit:
     return fit
 
 
-def _union_rule(rules: Sequence[Rule | None]) -> Rule | None:
+def _union_rule(rules: Sequence[ValueRule | None]) -> ValueRule | None:
     known = [rule for rule in rules if rule is not None]
     if len(known) < len(rules):
         return None
@@ -297,10 +297,10 @@ def _union_rule(rules: Sequence[Rule | None]) -> Rule | None:
         raise last
 
     exact = frozenset[type]().union(*(rule.exact for rule in known))
-    return Rule(" or ".join(rule.expected for rule in known), exact, fit)
+    return ValueRule(" or ".join(rule.expected for rule in known), exact, fit)
 
 
-def _collection_rule(kind: Any, parts: tuple[Any, ...]) -> Rule:
+def _collection_rule(kind: Any, parts: tuple[Any, ...]) -> ValueRule:
     """The rule for tuples, lists, sets and sequences; a tuple of fixed length has an annotation per item."""
     is_fixed = kind is tuple and ... not in parts
     rules = [rule_of(part) for part in parts if part is not ...]
@@ -320,11 +320,11 @@ def _collection_rule(kind: Any, parts: tuple[Any, ...]) -> Rule:
 
     names = [rule.expected if rule is not None else "anything" for rule in rules]
     name = {frozenset: "a set", tuple: "a tuple"}.get(kind, "a sequence")
-    return Rule(f"{name}, {', '.join(names) if is_fixed else f'each {names[0]}'}", frozenset(), fit)
+    return ValueRule(f"{name}, {', '.join(names) if is_fixed else f'each {names[0]}'}", frozenset(), fit)
 
 
-def _mapping_rule(of_keys: Rule | None, of_values: Rule | None) -> Rule:
-    def has_all(rule: Rule | None, values: Iterable[Any]) -> bool:
+def _mapping_rule(of_keys: ValueRule | None, of_values: ValueRule | None) -> ValueRule:
+    def has_all(rule: ValueRule | None, values: Iterable[Any]) -> bool:
         return rule is None or rule.exact.issuperset(map(type, values))
 
     def fit(value: Any) -> Any:
@@ -337,10 +337,10 @@ def _mapping_rule(of_keys: Rule | None, of_values: Rule | None) -> Rule:
         return value if is_kept else dict(fitting)
 
     names = [rule.expected if rule is not None else "anything" for rule in (of_keys, of_values)]
-    return Rule(f"a mapping, {names[0]} to {names[1]}", frozenset(), fit)
+    return ValueRule(f"a mapping, {names[0]} to {names[1]}", frozenset(), fit)
 
 
-def _item(value: Any, rule: Rule | None, at: object) -> Any:
+def _item(value: Any, rule: ValueRule | None, at: object) -> Any:
     """Convert one item; an error names its key or index in the collection."""
     try:
         return value if rule is None or type(value) in rule.exact else rule.fit(value)
@@ -365,11 +365,11 @@ def _is_whole(value: Any) -> bool:
     return is_number and (isinstance(value, Integral) or value == value // 1)
 
 
-def _plain(expected: str, kind: type, fit: Fit) -> Rule:
-    return Rule(expected, frozenset({kind}), fit)
+def _plain(expected: str, kind: type, fit: Fit) -> ValueRule:
+    return ValueRule(expected, frozenset({kind}), fit)
 
 
-PLAIN: dict[Any, Rule] = {
+PLAIN: dict[Any, ValueRule] = {
     int: _plain("a whole number", int, _number(int, allows=_is_whole)),
     float: _plain("a number", float, _number(float, allows=lambda value: isinstance(value, Real))),
     bool: _plain("True or False", bool, _number(bool, allows=lambda value: isinstance(value, bool))),

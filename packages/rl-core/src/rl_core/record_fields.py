@@ -23,11 +23,12 @@ from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from rl_core.annotation_rules import Axes, Rule, known_rules
+from rl_core.annotation_rules import BOUND_WORDS, Axes, ValueRule, known_rules
 from rl_core.errors import DataError, SettingsError, ShapeError
 from rl_core.secret_settings import redact_option
 
 __all__ = [
+    "BOUND_WORDS",
     "Axes",
     "FiniteFloat",
     "NonNegativeFloat",
@@ -100,7 +101,7 @@ def converts_arguments(function: FunctionT) -> FunctionT:
     rules = cache(lambda: known_rules(function, names))
     who = function.__qualname__.split(".")[-2] if function.__name__ == "__init__" else function.__name__
 
-    def fitted(name: str, value: Any, rule: Rule | None) -> Any:
+    def fitted(name: str, value: Any, rule: ValueRule | None) -> Any:
         if rule is None or type(value) in rule.exact:
             return value
         return _fitted(name, value, rule, who=who, error=DataError if name in positions else SettingsError)
@@ -134,7 +135,7 @@ def fit_options(function: Callable[..., Any], options: Mapping[str, Any], *, own
     return fitting
 
 
-def _fitted(name: str, value: Any, rule: Rule, *, who: str, error: type[Exception]) -> Any:
+def _fitted(name: str, value: Any, rule: ValueRule, *, who: str, error: type[Exception]) -> Any:
     try:
         return rule.fit(value)
     except Exception as reason:
@@ -153,19 +154,19 @@ class _Rules:
         )
         self._arrays: Any = attrgetter(*(name for name, _ in self.arrays)) if len(self.arrays) > 1 else None
         self._are_alike = len({axes for _, axes in self.arrays}) == 1
-        self._to_look_at: dict[tuple[type, ...], list[tuple[int, str, Rule]]] = {}
+        self._to_convert: dict[tuple[type, ...], list[tuple[int, str, ValueRule]]] = {}
 
     def changes(self, made: Any, error: type[Exception]) -> list[tuple[str, Any]]:
         """Return the fields whose converted value differs from the given one."""
         values = self._values(made)
         kinds = tuple(map(type, values))
-        looks = self._to_look_at.get(kinds)
-        if looks is None:
-            looks = [(i, *named) for i, named in enumerate(self._rules) if kinds[i] not in named[1].exact]
-            if len(self._to_look_at) < MAX_KNOWN:
-                self._to_look_at[kinds] = looks
+        unfitting = self._to_convert.get(kinds)
+        if unfitting is None:
+            unfitting = [(i, *named) for i, named in enumerate(self._rules) if kinds[i] not in named[1].exact]
+            if len(self._to_convert) < MAX_KNOWN:
+                self._to_convert[kinds] = unfitting
         changed, refused = [], list[tuple[Exception, Exception]]()
-        for index, name, rule in looks:
+        for index, name, rule in unfitting:
             value = values[index]
             try:
                 fitting = rule.fit(value)
@@ -214,15 +215,15 @@ def _checked(kind: type[RecordT], error: type[Exception]) -> type[RecordT]:
 
 
 def _names_of(kind: Any) -> Sequence[str]:
-    return kind._fields if issubclass(kind, tuple) else [one.name for one in fields(kind)]
+    return kind._fields if issubclass(kind, tuple) else [one.name for one in fields(kind) if one.init]
 
 
 def _who(made: Any, *, until: str) -> str:
     """The record's leading names and numbers, such as Trajectory(prompt_uid='p7', session_index=3)."""
-    said = []
+    leading = []
     for name in _names_of(type(made)):
         value = getattr(made, name)
         if type(value) not in (str, int) or name == until:
             break
-        said.append(f"{name}={redact_option(name, value)!r}")
-    return type(made).__name__ + (f"({', '.join(said)})" if said else "")
+        leading.append(f"{name}={redact_option(name, value)!r}")
+    return type(made).__name__ + (f"({', '.join(leading)})" if leading else "")

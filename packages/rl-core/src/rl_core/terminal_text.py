@@ -18,8 +18,8 @@ MAX_WIDTH = 48
 
 def printable(text: str, *, width: int | None = MAX_WIDTH) -> str:
     """Return one line without control sequences or invisible characters, cut if it is too long."""
-    shown = "".join(character if _is_plain(character) else _escaped(character) for character in text)
-    return shown if width is None or len(shown) <= width else shown[: width - 3] + "..."
+    plain = "".join(character if _is_plain(character) else _escaped(character) for character in text)
+    return plain if width is None or len(plain) <= width else plain[: width - 3] + "..."
 
 
 def escaped(text: str) -> str:

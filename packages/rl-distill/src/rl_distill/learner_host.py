@@ -16,13 +16,7 @@ from rl_core.cluster import RoleReport, RoleView, process_report
 from rl_core.data import IntArray, Json
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.record_fields import settings_record
-from rl_core.weights import (
-    Canary,
-    ProofTolerances,
-    PublishReport,
-    WeightTransport,
-    WeightUpdate,
-)
+from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightTransport, WeightUpdate
 from rl_distill.checkpoints.store import CheckpointStore, Saved
 from rl_distill.learners import Learners
 
@@ -252,12 +246,8 @@ class LearnerHost:
     def _save(self, step: int, state: Mapping[str, Json], *, also_keep: Sequence[int]) -> None:
         learners, in_background = self._started, self._options.saves_in_background
         with self.doing(f"writes a checkpoint of step {step}"):
-            self._store.begin(
-                step,
-                state,
-                lambda folder: learners.save(folder, in_background=in_background),
-                also_keep=also_keep,
-            )
+            write = partial(learners.save, in_background=in_background)
+            self._store.begin(step, state, write, also_keep=also_keep)
             if not in_background:
                 self._store.wait()
 
@@ -283,11 +273,10 @@ class LearnerHost:
     async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-        except (
-            RoleDiedError
-        ) as error:  # a rank died, and the other ranks cannot continue without it: restart all of them
+        except RoleDiedError as error:
             if not self._options.ends_with_ranks:
                 raise
+            # A rank died, and the others cannot continue without it: restart all of them.
             raise SystemExit(f"the learner host exits: {error}") from error
 
 

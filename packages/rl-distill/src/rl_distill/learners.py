@@ -101,8 +101,7 @@ class Learners:
             sequences: Token ids.
             replays: Omit the logprobs; `proven` computes them with the experts that an engine chose.
         """
-        nothing = [None] * len(sequences)
-        logprobs = None if replays else self._canary_logprobs(sequences, nothing)
+        logprobs = None if replays else self._canary_logprobs(sequences, [None] * len(sequences))
         return Canary(sequences=list(sequences), logprobs=logprobs)
 
     def proven(self, canary: Canary, report: PublishReport, *, tolerances: ProofTolerances) -> PublishReport:
@@ -118,9 +117,9 @@ class Learners:
     ) -> list[FloatArray]:
         keys = [RowKey(f"canary-{index}", 0, 0) for index in range(len(sequences))]
         columns = {"input_ids": Ragged.from_rows(sequences, dtype="int32")}
-        told = [one for one in experts if one is not None]
-        if told:
-            columns["routed_experts"] = Ragged(np.concatenate(told), columns["input_ids"].offsets)
+        known = [of_sequence for of_sequence in experts if of_sequence is not None]
+        if known:
+            columns["routed_experts"] = Ragged(np.concatenate(known), columns["input_ids"].offsets)
         return list(self.policy.logprobs(Batch(keys, columns)))
 
     def pack(

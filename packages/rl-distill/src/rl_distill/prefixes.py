@@ -73,9 +73,8 @@ def prefix_forest(rows: Sequence[Int64s], *, min_shared: int) -> PrefixForest:
     parent: list[int] = []
     lengths: list[int] = []
     paths: list[list[int]] = [[] for _ in rows]
-    pending = (
-        [(0, len(rows), 0, -1)] if rows else []
-    )  # order[low:high] agree up to depth; `above` is the segment before
+    # order[low:high] agree up to depth; `above` is the segment before.
+    pending = [(0, len(rows), 0, -1)] if rows else []
     while pending:
         low, high, depth, above = pending.pop()
         common = min(shared[low : high - 1], default=len(rows[order[low]]))

@@ -74,9 +74,8 @@ def _gain(rows: int, inputs: int, outputs: int) -> float:
     """
     a, b = torch.ones(rows, inputs), torch.ones(outputs, inputs).t()
     calls: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.mm, _onednn)
-    times = [[_seconds(product, a, b) for product in calls] for _ in range(16)][
-        1:
-    ]  # the first call of each is a warm-up
+    times = [[_seconds(product, a, b) for product in calls] for _ in range(16)]
+    del times[0]  # a warm-up
     return max(min(of_torch for of_torch, _ in times), 1e-9) / max(min(of_onednn for _, of_onednn in times), 1e-9)
 
 

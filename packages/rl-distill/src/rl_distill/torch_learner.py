@@ -28,7 +28,7 @@ from rl_distill.checkpoints.checkpoint import (
     require_empty,
     state_shapes,
 )
-from rl_distill.checkpoints.hf_folder import read_heads, read_policy_tensors
+from rl_distill.checkpoints.hf_folder import PolicyTensors, read_heads
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_pieces
 from rl_distill.learner import (
     LearnerOptions,
@@ -52,13 +52,7 @@ from rl_distill.objectives.teacher_tokens import teacher_tokens
 from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.packing import Pack, pack_batch, unpack_trained, unpack_values
 from rl_distill.products import chosen_products, computing_with
-from rl_distill.stepping import (
-    check_open,
-    check_trainable,
-    clip_scale,
-    learning_rate_at,
-    open_policy,
-)
+from rl_distill.stepping import check_open, check_trainable, clip_scale, learning_rate_at, open_policy
 
 __all__ = ["TorchLearner"]
 
@@ -153,7 +147,7 @@ class TorchLearner:
             self._model: Any = model.to(self._device)
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         if self._source.policy_dir is not None:
-            self._copy_weights(read_policy_tensors(self._source.policy_dir, self._source.config, dtype=dtype))
+            self._copy_weights(dict(PolicyTensors(self._source.policy_dir, self._source.config).whole(dtype)))
         is_main = dtype == torch.float32
         self._mains = {n: p if is_main else p.detach().float().clone() for n, p in self._parameters.items()}
         self._adam = _adamw(list(self._mains.values()), options)

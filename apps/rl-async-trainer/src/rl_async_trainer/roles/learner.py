@@ -27,11 +27,11 @@ from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
-from rl_trainer_parts.reporting.speeds import with_speeds
 from rl_trainer_parts.reporting.step_metrics import (
     make_memory_watch,
     record_distributions,
     summarize_step,
+    with_speeds,
 )
 from rl_trainer_parts.rollouts.answers import Answer
 from rl_trainer_parts.rollouts.setup import TRAIN, make_transport

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 
-from rl_core.errors import SettingsError
 from rl_core.registry import nearest_name
 from rl_distill.objectives import (
     ADVANTAGES,
@@ -16,6 +15,7 @@ from rl_distill.objectives import (
 )
 from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.objective import gdpo_components, make_policy_objective
+from rl_trainer_parts.settings.fields import problems_of
 from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings
 
@@ -55,8 +55,7 @@ def algorithm_problems(settings: Settings) -> Iterator[str]:
     """Problems of options and combinations whose names are known."""
     if learns_from_rewards(settings):
         yield from _advantage(settings)
-    for find in (_policy_loss, _kl, _correction):
-        yield from find(settings)
+    yield from (*_policy_loss(settings), *_kl(settings), *_correction(settings))
 
 
 def _advantage(settings: Settings) -> Iterator[str]:
@@ -82,20 +81,15 @@ def _advantage(settings: Settings) -> Iterator[str]:
             f"components that the reward function returns; found {algorithm.advantage_options}."
         )
     elif algorithm.advantage in ADVANTAGES.names():
-        try:
-            try_advantage(algorithm.advantage, algorithm.advantage_options)
-        except SettingsError as error:
-            yield f"algorithm.advantage_options: {error}"
+        options = algorithm.advantage_options
+        yield from problems_of("algorithm.advantage_options: ", try_advantage, algorithm.advantage, options)
 
 
 def _policy_loss(settings: Settings) -> Iterator[str]:
     algorithm = settings.algorithm
     if algorithm.policy_loss not in POLICY_LOSSES.names() or algorithm.kl_estimator not in KL_ESTIMATORS.names():
         return  # reported by another check
-    try:
-        make_policy_objective(settings)
-    except SettingsError as error:
-        yield f"algorithm.policy_loss = {algorithm.policy_loss!r}: {error}"
+    yield from problems_of(f"algorithm.policy_loss = {algorithm.policy_loss!r}: ", make_policy_objective, settings)
 
 
 PER_RESPONSE = {"gspo": "arXiv:2507.18071", "geo_mean": "arXiv:2507.20673"}
@@ -143,7 +137,5 @@ def _correction(settings: Settings) -> Iterator[str]:
         )
     for name, bound in correction.reject.items():
         if name in REJECTION_CRITERIA.names():
-            try:
-                rejection_limits(bound, is_signed=REJECTION_CRITERIA.get(name).is_signed)
-            except SettingsError as error:
-                yield f"correction.reject, {name}: {error}"
+            is_signed = REJECTION_CRITERIA.get(name).is_signed
+            yield from problems_of(f"correction.reject, {name}: ", rejection_limits, bound, is_signed=is_signed)

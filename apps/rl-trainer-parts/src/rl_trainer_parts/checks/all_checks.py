@@ -3,10 +3,10 @@
 import contextlib
 import datetime
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from rl_core.errors import CacheError, EngineError, MissingExtraError, SettingsError
+from rl_core.errors import EngineError, SettingsError
 from rl_distill import check_ranks
 from rl_metrics.health import GUIDE, require_rules, with_thresholds, without
 from rl_rollout import can_score_again, resolve_filter
@@ -15,10 +15,9 @@ from rl_rollout.loops import LOOPS
 from rl_rollout.skip import StepSelection, open_folder
 from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
-from rl_trainer_parts.checks.lora import lora_problems
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
-from rl_trainer_parts.checks.shared_gpu import shared_gpu_problems
-from rl_trainer_parts.settings.fields import with_value
+from rl_trainer_parts.checks.trainable import lora_problems
+from rl_trainer_parts.settings.fields import problems_of, with_value
 from rl_trainer_parts.settings.metrics import LEVELS
 from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings
@@ -75,33 +74,24 @@ SHOWN_NAMES = ("run.name", "metrics.wandb_project", "metrics.mlflow_experiment")
 
 
 def _options(settings: Settings) -> Iterator[str]:
-    yield from (f"optimizer.{problem}" for problem in settings.optimizer.problems())
-    yield from (f"reward.{problem}" for problem in settings.reward.problems())
-    yield from (f"rollout_cache.{problem}" for problem in settings.rollout_cache.problems())
-    yield from (f"trainer.target.{problem}" for problem in settings.trainer.target.problems())
-    yield from _skip(settings)
-    if settings.dynamic_sampling.filter:
-        try:
-            resolve_filter(settings.dynamic_sampling.filter)
-        except SettingsError as error:
-            problem = f"dynamic_sampling.filter: {error}"
-            yield f"{problem}{value_hint('dynamic_sampling.filter', settings.dynamic_sampling.filter)}"
+    for name in ("optimizer", "reward", "rollout_cache", "trainer.target"):
+        yield from (f"{name}.{problem}" for problem in attrgetter(name)(settings).problems())
+    yield from _rollout_cache(settings)
+    if group_filter := settings.dynamic_sampling.filter:
+        hint = value_hint("dynamic_sampling.filter", group_filter)
+        for problem in problems_of("dynamic_sampling.filter: ", resolve_filter, group_filter):
+            yield f"{problem}{hint}"
 
 
-def _skip(settings: Settings) -> Iterator[str]:
-    """Problems of a skip cache that depend on other settings or on the disk."""
-    skip = settings.rollout_cache
-    if not skip.enabled or any(skip.problems()):
+def _rollout_cache(settings: Settings) -> Iterator[str]:
+    """Problems of a rollout cache that depend on other settings or on the disk."""
+    cache = settings.rollout_cache
+    if not cache.enabled or any(cache.problems()):
         return
-    try:
-        open_folder(skip.directory).check()
-    except (CacheError, MissingExtraError) as error:
-        yield f"rollout_cache.directory: {error}"
-    last = settings.trainer.steps
-    if not StepSelection.parse(skip.steps).count_before(last + 1):
-        steps = with_value(settings, "trainer.steps")
-        yield f"rollout_cache.steps = {skip.steps!r} selects no step up to {steps}."
-    if skip.rewards == "again":
+    yield from problems_of("rollout_cache.directory: ", lambda: open_folder(cache.directory).check())
+    if not StepSelection.parse(cache.steps).count_before(settings.trainer.steps + 1):
+        yield f"rollout_cache.steps = {cache.steps!r} selects no step up to {with_value(settings, 'trainer.steps')}."
+    if cache.rewards == "again":
         with contextlib.suppress(SettingsError):  # another check reports an unknown loop
             if not can_score_again(LOOPS.get(settings.rollout.loop)):
                 yield (
@@ -119,8 +109,6 @@ def _validation(settings: Settings) -> Iterator[str]:
             "in training, or prompts.validation_samples = 1."
         )
     yield from _without_validation(settings)
-    if temperature == float("inf"):
-        yield "prompts.validation_temperature must be finite; found inf."
 
 
 def _date(settings: Settings) -> Iterator[str]:
@@ -199,10 +187,7 @@ def _names(settings: Settings) -> Iterator[str]:
 def _parallel(settings: Settings) -> Iterator[str]:
     """Problems of impossible layouts, and of ranks and engines without a place to run."""
     parallel, cluster = settings.parallel, settings.cluster
-    try:
-        check_ranks(parallel)
-    except SettingsError as error:
-        yield from (f"parallel.{line}" for line in str(error).splitlines())
+    yield from problems_of("parallel.", check_ranks, parallel)
     if parallel.ranks > 1 and settings.policy.backend != "megatron":
         yield (
             f'parallel.ranks = {parallel.ranks} needs policy.backend = "megatron"; found {settings.policy.backend!r}.'
@@ -242,7 +227,7 @@ def _replicas(settings: Settings) -> Iterator[str]:
             f"replicas.count = {replicas.count}, replicas.cpus and replicas.gpus need engines in separate "
             'processes: set rollout.placement to "process" or "ray"; found "inline".'
         )
-    yield from shared_gpu_problems(settings)
+    yield from _shared_gpu(settings)
     if settings.weights.transport not in ("file", "ipc") and placement == "inline":
         yield (
             f'weights.transport = "{settings.weights.transport}" needs engines in separate processes: set '
@@ -253,6 +238,31 @@ def _replicas(settings: Settings) -> Iterator[str]:
         yield (
             "replicas.gpus must be set when the run joins a Ray cluster, whose GPUs are not visible from here: 1 for a "
             "GPU per replica, 0 to generate on CPUs; found none."
+        )
+
+
+def _shared_gpu(settings: Settings) -> Iterator[str]:
+    """Problems of settings for an engine and a learner that share a GPU."""
+    rollout, cluster = settings.rollout, settings.cluster
+    wanted = 'weights.transport = "ipc" needs one engine in its own process and a single-rank learner on the same GPU'
+    other = 'or use weights.transport = "file"'
+    is_ipc = settings.weights.transport == "ipc"
+    if is_ipc and (rollout.placement != "process" or settings.replicas.count > 1):
+        yield (
+            f'{wanted}: set rollout.placement to "process" and replicas.count to 1, {other}; found '
+            f"{rollout.placement!r} and {settings.replicas.count}."
+        )
+    if is_ipc and settings.vllm.tensor_parallel_size > 1:
+        yield f"{wanted}: set vllm.tensor_parallel_size to 1, {other}; found {settings.vllm.tensor_parallel_size}."
+    if is_ipc and (settings.parallel.ranks > 1 or cluster.placement != "inline"):
+        yield (
+            f'{wanted}: set cluster.placement to "inline" and parallel.ranks to 1, {other}; found '
+            f"{cluster.placement!r} and {settings.parallel.ranks}."
+        )
+    if not rollout.offload_keeps_weights and settings.lora.rank and settings.lora.serving == "adapter":
+        yield (
+            "rollout.offload_keeps_weights = false drops the engine's weights, and an adapter update does not restore "
+            'the base weights. Set it to true, or lora.serving to "merged".'
         )
 
 
@@ -279,16 +289,9 @@ def _health(settings: Settings) -> Iterator[str]:
     for name, number in health.thresholds.items():
         if math.isnan(number):
             yield f"health.thresholds: {name} must be a number; found {number}."
-    look_ups: dict[str, Callable[[], object]] = {
-        "health.thresholds": lambda: with_thresholds(GUIDE, health.thresholds),
-        "health.off": lambda: without(GUIDE, health.off),
-        "health.pause_on": lambda: require_rules(GUIDE, health.pause_on, also=LEVELS),
-    }
-    for setting, look_up in look_ups.items():
-        try:
-            look_up()
-        except SettingsError as error:
-            yield f"{setting}: {error}"
+    yield from problems_of("health.thresholds: ", with_thresholds, GUIDE, health.thresholds)
+    yield from problems_of("health.off: ", without, GUIDE, health.off)
+    yield from problems_of("health.pause_on: ", require_rules, GUIDE, health.pause_on, also=LEVELS)
     for rule in health.pause_on:
         if rule in health.off:
             yield f"health.pause_on has {rule}, which health.off disables. Remove it from one of them."
@@ -297,17 +300,12 @@ def _health(settings: Settings) -> Iterator[str]:
 
 
 def _files(settings: Settings) -> Iterator[str]:
-    prompts = settings.prompts
-    for name, path in (
-        ("prompts.train", prompts.train),
-        ("prompts.validation", prompts.validation),
-        ("prompts.test", prompts.test),
-    ):
+    file, critic = settings.file, settings.critic.path
+    for name in ("prompts.train", "prompts.validation", "prompts.test"):
+        path = attrgetter(name)(settings)
         if path is not None and not path.exists():
-            yield missing_path(path, setting=name, kind="dataset", file=settings.file)
-    yield from check_policy_folder(settings.policy.path, setting="policy.path", file=settings.file)
-    if settings.critic.path is not None:
-        yield from check_policy_folder(
-            settings.critic.path, setting="critic.path", needs_tokenizer=False, file=settings.file
-        )
+            yield missing_path(path, setting=name, kind="dataset", file=file)
+    yield from check_policy_folder(settings.policy.path, setting="policy.path", file=file)
+    if critic is not None:
+        yield from check_policy_folder(critic, setting="critic.path", needs_tokenizer=False, file=file)
     yield from teacher_files(settings)

@@ -2,22 +2,22 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from rl_core import Prompt
 from rl_core.cluster import ResourcePool, Shares, count_room, describe_shares, machine_shares
 from rl_core.errors import DataError, EngineError, SettingsError
-from rl_distill import PolicyConfig, check_layout, parse_policy_config, read_policy_config, teacher_layout
+from rl_distill import PolicyConfig, check_layout, teacher_layout
 from rl_distill.teacher import ESTIMATORS, TeacherOptions, TeacherRouter, check_same_vocabulary, route_problems
 from rl_rollout.engines import max_positions
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards, objective_options
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.learning.off_policy import check_texts, text_problems
 from rl_trainer_parts.learning.start_learners import rank_pool
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
-from rl_trainer_parts.settings.fields import with_value
+from rl_trainer_parts.settings.fields import problems_of, with_value
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -29,10 +29,7 @@ def distillation_problems(settings: Settings) -> Iterator[str]:
     if not chosen.is_on:
         return
     if not found:
-        try:
-            objective_options(settings)
-        except SettingsError as error:
-            yield f"distillation: {error}"
+        yield from problems_of("distillation: ", objective_options, settings)
     yield from route_problems(chosen)
     yield from _temperature(settings)
     yield from _unused(settings)
@@ -74,9 +71,8 @@ def _unused(settings: Settings) -> Iterator[str]:
 
 
 def _places(settings: Settings) -> Iterator[str]:
-    for name, teacher in settings.distillation.teachers.items():
-        on_ray = teacher.placement == "ray"
-        if on_ray and settings.cluster.ray_address is not None and teacher.resources.gpus is None:
+    for name, teacher in settings.distillation.teachers.items() if settings.cluster.ray_address is not None else ():
+        if teacher.placement == "ray" and teacher.resources.gpus is None:
             yield (
                 f"distillation.teachers.{name}.resources.gpus must be set when the run joins a Ray cluster, "
                 "whose GPUs are not visible from here: 1 for a GPU per rank, 0 to score on CPUs; found none."
@@ -120,7 +116,9 @@ def _described(pool: ResourcePool) -> str:
 
 def teacher_files(settings: Settings) -> Iterator[str]:
     """Problems of the teachers' models."""
-    student = _config(settings.policy.path)
+    student = None
+    with contextlib.suppress(SettingsError, DataError, OSError, ValueError):  # other checks report it
+        student = model_config(settings.policy.path)
     for name, teacher in settings.distillation.teachers.items():
         setting = f"distillation.teachers.{name}"
         found = list(check_policy_folder(teacher.model, setting=f"{setting}.model", file=settings.file))
@@ -129,7 +127,7 @@ def teacher_files(settings: Settings) -> Iterator[str]:
             continue
         yield from (f"{setting}.{problem}" for problem in _lengths(settings, teacher))
         try:
-            config = parse_policy_config(read_policy_config(teacher.model))
+            config = model_config(teacher.model)
             if teacher.engine == "megatron":
                 check_layout(teacher_layout(teacher.tensor, config), config)
         except (SettingsError, DataError) as error:
@@ -169,13 +167,6 @@ def _vocabulary(settings: Settings, config: PolicyConfig, student: PolicyConfig 
         )
 
 
-def _config(folder: Path) -> PolicyConfig | None:
-    """Read a policy's configuration; None if another check already reports it."""
-    with contextlib.suppress(SettingsError, DataError, OSError, ValueError):
-        return parse_policy_config(read_policy_config(folder))
-    return None
-
-
 def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iterable[Prompt]) -> None:
     """Check that teachers' tokenizers, routes and texts fit the run.
 
@@ -193,12 +184,8 @@ def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iter
     if not chosen.teachers:
         return
     found: list[str] = []
-    for name, teacher in chosen.teachers.items():
-        if chosen.other_tokenizer == "refuse":
-            try:
-                check_same_vocabulary(settings.policy.path, teacher.model, teacher_name=name)
-            except SettingsError as error:
-                found.append(str(error))
+    for name, teacher in chosen.teachers.items() if chosen.other_tokenizer == "refuse" else ():
+        found += problems_of("", check_same_vocabulary, settings.policy.path, teacher.model, teacher_name=name)
     found += TeacherRouter(chosen).problems(prompts)
     if found:
         raise SettingsError("\n".join(found))

@@ -1,9 +1,6 @@
 """Check that the installed engines support the models, and the agent loop its options, before models load."""
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from rl_core.errors import EngineError, SettingsError
 from rl_rollout.engines import engine_class
@@ -25,8 +22,12 @@ def check_engines(settings: Settings) -> None:
     """
     if settings.cluster.ray_address is not None:
         return
-    found = []
-    for setting, engine, folder, options in _served(settings):
+    found, served = [], [("rollout.engine", settings.rollout.engine, settings.policy.path, engine_options(settings))]
+    for name, teacher in settings.distillation.teachers.items():
+        if teacher.engine == "vllm":
+            setting, options = f"distillation.teachers.{name}.engine", teacher_engine_options(settings, name)
+            served.append((setting, "vllm", teacher.model, options))
+    for setting, engine, folder, options in served:
         check = getattr(engine_class(engine), "check", None)
         try:
             if check is not None:
@@ -61,12 +62,3 @@ def check_loop(settings: Settings, tokenizer: PromptTokenizer) -> list[str]:
                 loop.close()
     except SettingsError as error:
         raise SettingsError(f"rollout.loop = {rollout.loop!r} with rollout.loop_options: {error}") from error
-
-
-def _served(settings: Settings) -> Iterator[tuple[str, str, Path, Any]]:
-    """Each engine as (setting that names it, name, model folder, options)."""
-    yield "rollout.engine", settings.rollout.engine, settings.policy.path, engine_options(settings)
-    for name, teacher in settings.distillation.teachers.items():
-        if teacher.engine == "vllm":
-            setting = f"distillation.teachers.{name}.engine"
-            yield setting, "vllm", teacher.model, teacher_engine_options(settings, name)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from rl_core.errors import DataError
 from rl_core.files import read_json_object
+from rl_trainer_parts.settings.fields import problems_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A Hugging Face hub id: owner and name."""
@@ -65,10 +65,7 @@ def check_policy_folder(
     if not config.is_file():
         yield f"{setting}: {path} has no config.json, so it is not a Hugging Face model folder."
     else:
-        try:
-            read_json_object(config)
-        except DataError as error:
-            yield f"{setting}: {error}"
+        yield from problems_of(f"{setting}: ", read_json_object, config)
     has_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if needs_tokenizer and not has_tokenizer:
         yield (

@@ -3,6 +3,7 @@
 A file often keeps such settings while one run turns a feature off, so they cause a note instead of an error.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -31,56 +32,32 @@ class Unused:
     because: str
 
 
+def unused_with(setting: str, values: list[object], *names: str) -> Unused:
+    """Settings without an effect while another setting has one of these values; None and "" mean it is not set."""
+    words = " or ".join(map(json.dumps, values))
+    because = f"without {setting}" if values[0] in (None, "") else f"with {setting} = {words}"
+    return Unused(names=names, when=lambda s: attrgetter(setting)(s) in values, because=because)
+
+
 _SHARED = {one.name for one in fields(TransformersOptions)}
-_VLLM_ALONE = tuple(f"vllm.{one.name}" for one in fields(VLLMOptions) if one.name not in _SHARED)
+_VLLM_ALONE = [f"vllm.{one.name}" for one in fields(VLLMOptions) if one.name not in _SHARED]
+_MEGATRON_ALONE = (
+    *("optimizer.shared_prefix_tokens", "optimizer.recompute", "optimizer.recompute_modules", "optimizer.kernels"),
+    *("optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather", "optimizer.offload_optimizer"),
+    *("trainer.background_checkpoints", "parallel."),
+)
 
 RULES = (
     Unused(names=("critic.",), when=lambda s: not needs_critic(s), because='without algorithm.advantage = "gae"'),
-    Unused(
-        names=("correction.cap", "correction.floor"),
-        when=lambda s: s.correction.weights == "none",
-        because='with correction.weights = "none"',
-    ),
-    Unused(
-        names=("dynamic_sampling.max_rounds",),
-        when=lambda s: not s.dynamic_sampling.filter,
-        because="without dynamic_sampling.filter",
-    ),
-    Unused(
-        names=("rollout_cache.",),
-        when=lambda s: not s.rollout_cache.enabled,
-        because="with rollout_cache.enabled = false",
-    ),
-    Unused(
-        names=("replicas.restarts",),
-        when=lambda s: s.rollout.placement == "inline",
-        because='with rollout.placement = "inline"',
-    ),
-    Unused(
-        names=("weights.host", "weights.deadline_s"),
-        when=lambda s: s.weights.transport in ("file", "ipc"),
-        because='with weights.transport = "file" or "ipc"',
-    ),
-    Unused(
-        names=("weights.bucket_mib",),
-        when=lambda s: s.weights.transport == "file",
-        because='with weights.transport = "file"',
-    ),
-    Unused(
-        names=("cluster.start_deadline_s", "cluster.call_deadline_s"),
-        when=lambda s: s.cluster.placement == "inline",
-        because='with cluster.placement = "inline"',
-    ),
-    Unused(
-        names=("algorithm.kl_estimator",),
-        when=lambda s: not s.algorithm.kl_coefficient,
-        because="with algorithm.kl_coefficient = 0",
-    ),
-    Unused(
-        names=("algorithm.kl_horizon",),
-        when=lambda s: s.algorithm.kl_target is None,
-        because="without algorithm.kl_target",
-    ),
+    unused_with("correction.weights", ["none"], "correction.cap", "correction.floor"),
+    unused_with("dynamic_sampling.filter", [""], "dynamic_sampling.max_rounds"),
+    unused_with("rollout_cache.enabled", [False], "rollout_cache."),
+    unused_with("rollout.placement", ["inline"], "replicas.restarts"),
+    unused_with("weights.transport", ["file", "ipc"], "weights.host", "weights.deadline_s"),
+    unused_with("weights.transport", ["file"], "weights.bucket_mib"),
+    unused_with("cluster.placement", ["inline"], "cluster.start_deadline_s", "cluster.call_deadline_s"),
+    unused_with("algorithm.kl_coefficient", [0], "algorithm.kl_estimator"),
+    unused_with("algorithm.kl_target", [None], "algorithm.kl_horizon"),
     Unused(
         names=("algorithm.advantage", "algorithm.advantage_options", "algorithm.session_rule"),
         when=lambda s: not learns_from_rewards(s),
@@ -96,35 +73,10 @@ RULES = (
         when=lambda s: not s.reward.failures.max_retries,
         because="without retries: reward.on_failure and reward.retries",
     ),
-    Unused(
-        names=("rollout.offload_keeps_weights",),
-        when=lambda s: not s.rollout.offload_engine,
-        because="with rollout.offload_engine = false",
-    ),
-    Unused(
-        names=("optimizer.decay", "optimizer.min_learning_rate"),
-        when=lambda s: s.optimizer.decay_steps is None,
-        because="without optimizer.decay_steps",
-    ),
-    Unused(
-        names=(
-            *(
-                "optimizer.shared_prefix_tokens",
-                "optimizer.recompute",
-                "optimizer.recompute_modules",
-                "optimizer.kernels",
-            ),
-            *("optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather", "optimizer.offload_optimizer"),
-            *("trainer.background_checkpoints", "parallel."),
-        ),
-        when=lambda s: s.policy.backend == "torch",
-        because='with policy.backend = "torch"',
-    ),
-    Unused(
-        names=_VLLM_ALONE,
-        when=lambda s: s.rollout.engine == "transformers",
-        because='with rollout.engine = "transformers"',
-    ),
+    unused_with("rollout.offload_engine", [False], "rollout.offload_keeps_weights"),
+    unused_with("optimizer.decay_steps", [None], "optimizer.decay", "optimizer.min_learning_rate"),
+    unused_with("policy.backend", ["torch"], *_MEGATRON_ALONE),
+    unused_with("rollout.engine", ["transformers"], *_VLLM_ALONE),
     Unused(
         names=(
             *("prompts.validation_limit", "prompts.validation_samples", "prompts.validation_temperature"),
@@ -133,26 +85,10 @@ RULES = (
         when=lambda s: s.prompts.validation is None and s.prompts.test is None,
         because="without prompts.validation and prompts.test",
     ),
-    Unused(
-        names=("trainer.validate_every", "metrics.probes"),
-        when=lambda s: s.prompts.validation is None,
-        because="without prompts.validation",
-    ),
-    Unused(
-        names=("metrics.log_rollout_tokens",),
-        when=lambda s: not s.metrics.log_rollouts,
-        because="with metrics.log_rollouts = 0",
-    ),
-    Unused(
-        names=("metrics.trace_memory",),
-        when=lambda s: not s.metrics.details_every,
-        because="with metrics.details_every = 0",
-    ),
-    Unused(
-        names=("metrics.report_every",),
-        when=lambda s: not s.metrics.report,
-        because="with metrics.report = false",
-    ),
+    unused_with("prompts.validation", [None], "trainer.validate_every", "metrics.probes"),
+    unused_with("metrics.log_rollouts", [0], "metrics.log_rollout_tokens"),
+    unused_with("metrics.details_every", [0], "metrics.trace_memory"),
+    unused_with("metrics.report", [False], "metrics.report_every"),
     Unused(
         names=("metrics.replay_rows",),
         when=lambda s: not s.metrics.details_every or not replays(s),
@@ -168,11 +104,7 @@ RULES = (
         when=lambda s: "mlflow" not in s.metrics.trackers,
         because='without "mlflow" in metrics.trackers',
     ),
-    Unused(
-        names=("health.every", "health.thresholds", "health.off"),
-        when=lambda s: not s.health.enabled,
-        because="with health.enabled = false",
-    ),
+    unused_with("health.enabled", [False], "health.every", "health.thresholds", "health.off"),
     Unused(
         names=("distillation.beta",),
         when=lambda s: s.distillation.is_on and s.distillation.loss != "js",
@@ -186,11 +118,8 @@ RULES = (
 )
 """Settings of both trainers."""
 
-OF_TEACHERS = {
-    "vllm": (),
-    "megatron": ("kv_cache_gib", "gpu_memory_utilization"),
-}
-"""Settings of a teacher that its engine does not use."""
+OF_VLLM_TEACHERS = ("kv_cache_gib", "gpu_memory_utilization")
+"""Settings of a teacher that only vLLM uses."""
 
 
 def unused_settings(settings: Settings, also: Iterable[Unused] = ()) -> Iterator[str]:
@@ -206,20 +135,14 @@ def unused_settings(settings: Settings, also: Iterable[Unused] = ()) -> Iterator
         if attrgetter(name)(settings) != field.default and field.entry_kind is None
     ]
     for rule in (*RULES, *also):
-        found = [name for name in changed if _is_among(name, rule.names)]
-        if found and rule.when(settings):
-            yield _line(found, rule.because)
-    yield from _of_teachers(settings)
-
-
-def _of_teachers(settings: Settings) -> Iterator[str]:
-    chosen = settings.distillation
-    for name, teacher in chosen.teachers.items():
-        defaults = {one.name: one.default for one in fields(teacher)}
-        unused = [key for key in OF_TEACHERS[teacher.engine] if getattr(teacher, key) != defaults[key]]
-        if unused:
-            table = f"distillation.teachers.{name}"
-            yield _line([f"{table}.{key}" for key in unused], f'with {table}.engine = "{teacher.engine}"')
+        unused = [name for name in changed if _is_among(name, rule.names)]
+        if unused and rule.when(settings):
+            yield _line(unused, rule.because)
+    for teacher_name, teacher in settings.distillation.teachers.items():
+        table, defaults = f"distillation.teachers.{teacher_name}", {one.name: one.default for one in fields(teacher)}
+        unused = [f"{table}.{key}" for key in OF_VLLM_TEACHERS if getattr(teacher, key) != defaults[key]]
+        if unused and teacher.engine != "vllm":
+            yield _line(unused, f'with {table}.engine = "{teacher.engine}"')
 
 
 def _is_among(name: str, patterns: Iterable[str]) -> bool:

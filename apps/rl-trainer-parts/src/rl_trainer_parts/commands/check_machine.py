@@ -1,29 +1,24 @@
 """`check-machine [SETTINGS.toml]`: check whether this machine can run a trainer, or these settings."""
 
-from dataclasses import replace
-
 from rl_core.terminal_text import json_text
 from rl_trainer_parts.commands.output import counted, say
-from rl_trainer_parts.machine.judging import ANY_RUN, judge_cluster, judge_machine
+from rl_trainer_parts.machine.judging import ANY_RUN, judge_machine
 from rl_trainer_parts.machine.needs import needs_of
-from rl_trainer_parts.machine.readings import ask_cluster, read_machine
+from rl_trainer_parts.machine.readings import read_machine
 from rl_trainer_parts.settings.schema import Settings
 
 WIDTH = 14
 
 
-def check_machine(settings: Settings | None, *, as_json: bool, uses_ray: bool = False) -> int:
+def check_machine(settings: Settings | None, *, as_json: bool) -> int:
     """Print every check with its advice, and return 1 if there is a problem, else 0.
 
     Args:
         settings: Settings of a run; None checks for the default settings.
         as_json: Print one JSON object.
-        uses_ray: Without settings, also report Ray clusters on this machine.
     """
-    needs = replace(ANY_RUN, uses_ray=uses_ray) if settings is None else needs_of(settings)
+    needs = ANY_RUN if settings is None else needs_of(settings)
     checks = judge_machine(read_machine(needs.run_folder), needs)
-    if needs.ray_address is not None:
-        checks.append(judge_cluster(needs.ray_address, ask_cluster(needs.ray_address)))
     count = {state: sum(check.state == state for check in checks) for state in ("problem", "warning")}
     if as_json:
         listed = [{**check._asdict(), "advice": check.advice} for check in checks]

@@ -34,8 +34,8 @@ export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest
   --base FOLDER  Where the adapter's base model is now, if it has moved."""
 CHECK_MACHINE_HELP = """\
 {program} check-machine [SETTINGS.toml] [--json] [--section.name=value ...]: check whether this machine can train.
-  It checks Python, packages, GPUs, memory, shared memory, ports, Ray, disk and limits, and suggests fixes. With
-  settings, it compares them with what that run needs. Exit status: 0 no problem, 1 problems.
+  It checks Python, packages, GPUs, memory, shared memory and disk, and suggests fixes. With settings, it compares
+  them with what that run needs. Exit status: 0 no problem, 1 problems.
   --json  Print one JSON object."""
 WITH_SETTINGS = ("train", "validate")
 """Commands whose --help explains settings."""
@@ -91,50 +91,39 @@ class Program:
         refuse_unknown_flags(words, ("--json",))
         from rl_trainer_parts.commands.check_machine import check_machine
 
-        if not words:
-            return check_machine(None, as_json=as_json, uses_ray="roles" in self.settings().model_fields)
-        file = take_file(words, f"{self.name} check-machine")
-        from rl_trainer_parts.settings.sources import load_settings
-
-        return check_machine(load_settings(file, words, os.environ, kind=self.settings()), as_json=as_json)
+        settings = self._load(take_file(words, f"{self.name} check-machine"), words) if words else None
+        return check_machine(settings, as_json=as_json)
 
     def _validate(self, words: list[str]) -> int:
         """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""
         policy, best = take_option(words, "--policy"), take_flag(words, "--best")
         file = take_file(words, f"{self.name} validate")
         from rl_trainer_parts.commands.policies import opened_policy
+        from rl_trainer_parts.run.goal import best_checkpoint
 
+        if best and policy is None:  # the best checkpoint of the run in `policy.path`, or of the settings' own run
+            settings = self._load(file, words)
+            is_run = (settings.policy.path / "checkpoints").is_dir()
+            policy = str(settings.policy.path if is_run else settings.run_folder)
+        if best:
+            policy = str(best_checkpoint(Path(policy or ""), say))
         with ExitStack() as opened:
-            if best:
-                policy = str(self._best_of(file, words, named=policy))
             if policy is not None:
                 words.append(f"--policy.path={opened.enter_context(opened_policy(Path(policy)))}")
-            return self._evaluate(file, words, named=policy)
+            settings = self._load(file, words)
+            if policy is not None:  # a full model, or one with its own adapter
+                settings = settings.model_copy(update={"lora": replace(settings.lora, path=None)})
+            say(f"{self.name}: evaluating {policy or settings.policy.path}")
+            from rl_trainer_parts.commands.train import validate
 
-    def _best_of(self, file: Path | None, words: list[str], *, named: str | None) -> Path:
-        """The best checkpoint of the run that the user named, or of the run in `policy.path`, or of the settings'."""
-        from rl_trainer_parts.run.best_checkpoint import best_checkpoint
-        from rl_trainer_parts.settings.sources import load_settings
-
-        if named is not None:
-            return best_checkpoint(Path(named), say)
-        settings = load_settings(file, words, os.environ, kind=self.settings())
-        is_run = (settings.policy.path / "checkpoints").is_dir()
-        return best_checkpoint(settings.policy.path if is_run else settings.run_folder, say)
-
-    def _evaluate(self, file: Path | None, words: list[str], *, named: str | None) -> int:
-        """Print the metrics of the settings' policy, under the name that the user gave it, if any."""
-        from rl_trainer_parts.settings.sources import load_settings
-
-        settings = load_settings(file, words, os.environ, kind=self.settings())
-        if named is not None:  # a full model, or one with its own adapter
-            settings = settings.model_copy(update={"lora": replace(settings.lora, path=None)})
-        say(f"{self.name}: evaluating {named or settings.policy.path}")
-        from rl_trainer_parts.commands.validate import validate
-
-        for name, value in validate(settings, say).items():
-            say(f"{name} {value:.4f}")
+            for name, value in validate(settings, say).items():
+                say(f"{name} {value:.4f}")
         return 0
+
+    def _load(self, file: Path | None, words: list[str]) -> "Settings":
+        from rl_trainer_parts.settings.sources import load_settings
+
+        return load_settings(file, words, os.environ, kind=self.settings())
 
     def _explain(self, words: list[str]) -> int:
         """Explain all settings, one section, or one setting."""
@@ -195,28 +184,22 @@ def export(words: list[str]) -> int:
     if set(HELP) & set(words):
         say(EXPORT_HELP)
         return 0
-    best = take_flag(words, "--best")
-    merge, adapter_alone, base = (
-        take_flag(words, "--merge"),
-        take_flag(words, "--adapter"),
-        take_option(words, "--base"),
-    )
+    best, merge, adapter_alone = (take_flag(words, flag) for flag in ("--best", "--merge", "--adapter"))
+    base = take_option(words, "--base")
     if len(words) != 2:
         raise SettingsError("export needs a checkpoint (or a run folder) and the folder to write.")
     if adapter_alone and (merge or base is not None):
         other = "--merge" if merge else "--base"
         raise SettingsError(f"export accepts either --adapter, to write the adapter alone, or {other}, to merge it.")
-    from rl_trainer_parts.commands.policies import export_adapter, export_policy
+    from rl_trainer_parts.commands.policies import export_policy
 
     path, target = map(Path, words)
     if best:
-        from rl_trainer_parts.run.best_checkpoint import best_checkpoint
+        from rl_trainer_parts.run.goal import best_checkpoint
 
         path = best_checkpoint(path, say)
-    if adapter_alone:
-        source = export_adapter(path, target)
-    else:
-        source = export_policy(path, target, merges=merge, base=None if base is None else Path(base))
+    base_folder = None if base is None else Path(base)
+    source = export_policy(path, target, merges=merge, base=base_folder, adapter_alone=adapter_alone)
     say(f"exported {source} to {target}")
     return 0
 
@@ -270,14 +253,10 @@ def take_option(words: list[str], option: str) -> str | None:
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == option:
-            if equals:
-                del words[index]
-                return value
-            if index + 1 >= len(words):
+            del words[index]
+            if not equals and index == len(words):
                 raise SettingsError(f"{option} needs a value.")
-            value = words[index + 1]
-            del words[index : index + 2]
-            return value
+            return value if equals else words.pop(index)
     return None
 
 

@@ -2,34 +2,37 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from itertools import chain
 from typing import Literal
 
 from rl_core.cluster import count_room, describe_shares, machine_shares
 from rl_distill import (
     LoraOptions,
     PolicyConfig,
+    adapted_modules,
+    adapter_size,
     count_parameters,
     kept_activations,
-    parse_policy_config,
     rank_memory,
-    read_policy_config,
 )
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
-from rl_trainer_parts.commands.adapter_plan import describe_adapter
-from rl_trainer_parts.commands.objective_plan import describe_objective
 from rl_trainer_parts.commands.output import counted, size_text
-from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew, why_not_replayed
+from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards
+from rl_trainer_parts.learning.mixtures import expert_shape, model_config, routes_anew, why_not_replayed
+from rl_trainer_parts.learning.objective import clip_range
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
+from rl_trainer_parts.machine.needs import BYTES
 from rl_trainer_parts.rollouts.engines import longest_trajectory, replica_pool
 from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EXPERT_BYTES = 2
+FULL_TRAINING_RATE = 1e-5
+"""Learning rates for full RL training are rarely above this."""
+
 INDENT = " " * 13
 PLACES = {"process": ("a process", "processes"), "ray": ("a Ray actor", "Ray actors")}
 
@@ -51,11 +54,15 @@ def describe_plan(
         inline_engine: Where an inline engine runs.
         inline_rank: Where a single inline rank runs.
     """
-    roles = _roles(settings, loop_lines, inline_engine, inline_rank)
-    adapter = describe_adapter(settings, _config(settings.policy.path))
-    objective = describe_objective(settings)
-    rest = (*_arithmetic(settings, counts), *_memory(settings), *_files(settings))
-    return "\n".join([*roles, *adapter, *objective, *rest])
+    lines = chain(
+        _roles(settings, loop_lines, inline_engine, inline_rank),
+        _adapter(settings, model_config(settings.policy.path)) if settings.lora.rank else (),
+        _objective(settings),
+        _arithmetic(settings, counts),
+        _memory(settings),
+        _files(settings),
+    )
+    return "\n".join(lines)
 
 
 def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, inline_rank: str) -> Iterator[str]:
@@ -99,26 +106,20 @@ def _engine_place(settings: Settings) -> str:
 def _ranks(settings: Settings, inline_rank: str) -> Iterator[str]:
     parallel, cluster = settings.parallel, settings.cluster
     if cluster.placement == "inline":
-        yield f"             one rank, {inline_rank}"
+        yield f"{INDENT}one rank, {inline_rank}"
         return
     where = PLACES[cluster.placement][parallel.ranks > 1]
     sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context", "data", "expert")}
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no parallelism"
-    yield f"             {counted(parallel.ranks, 'rank')} in {where}: {layout}"
-    gpus = gpus_per_rank(settings)
-    if cluster.cpus_per_rank or gpus:
-        yield f"             reserved for each: {describe_shares(cluster.cpus_per_rank, gpus)}"
-        yield from _room(settings)
-
-
-def _room(settings: Settings) -> Iterator[str]:
-    """Compare the reserved resources with this machine's; only Ray knows those of a joined cluster."""
-    if settings.cluster.ray_address is not None:
-        return
-    there, ranks = machine_shares(), settings.parallel.ranks
-    room = count_room(there, settings.cluster.cpus_per_rank, gpus_per_rank(settings), at_most=ranks)
-    verdict = "" if room == ranks else f", room for {room} of {ranks} ranks, so a run here would be refused"
-    yield f"             this machine has {describe_shares(there.cpus, len(there.gpus))}{verdict}"
+    yield f"{INDENT}{counted(parallel.ranks, 'rank')} in {where}: {layout}"
+    cpus, gpus, ranks = cluster.cpus_per_rank, gpus_per_rank(settings), parallel.ranks
+    if cpus or gpus:
+        yield f"{INDENT}reserved for each: {describe_shares(cpus, gpus)}"
+    if (cpus or gpus) and cluster.ray_address is None:  # only Ray knows the resources of a joined cluster
+        machine = machine_shares()
+        room = count_room(machine, cpus, gpus, at_most=ranks)
+        verdict = "" if room == ranks else f", room for {room} of {ranks} ranks, so a run here would be refused"
+        yield f"{INDENT}this machine has {describe_shares(machine.cpus, len(machine.gpus))}{verdict}"
 
 
 def _teachers(settings: Settings) -> Iterator[str]:
@@ -137,20 +138,12 @@ def _teachers(settings: Settings) -> Iterator[str]:
         parts = [f"{chosen.route_by} {', '.join(sources)}"] if sources else []
         parts += ["all others" if sources else "all prompts"] if name == chosen.fallback else []
         yield f"{INDENT}{teacher.model}, for {' and '.join(parts)}"
-    yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {_beside(chosen)}"
+    rewards = f"beside task rewards (coefficient {chosen.coefficient:g})" if chosen.use_task_rewards else ""
+    yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {rewards or 'no task rewards'}"
     if chosen.texts is not None:
         yield f"{INDENT}from the texts in column {chosen.texts!r}, in place of rollouts"
     if chosen.cache is not None:
         yield f"{INDENT}with scores stored in {chosen.cache}"
-
-
-def _teacher_memory(settings: Settings) -> Iterator[str]:
-    """Memory of the teachers' weights."""
-    for name, teacher in settings.distillation.teachers.items():
-        config = _config(teacher.model)
-        weights = size_text(count_parameters(config).total * BYTES[teacher.dtype])
-        cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
-        yield f"  teacher    {name}: {teacher.replicas} x {weights} weights{cache}, for {_parameters(config)}"
 
 
 def _compared(chosen: DistillationOptions) -> str:
@@ -162,8 +155,53 @@ def _compared(chosen: DistillationOptions) -> str:
     return f"{chosen.loss} of the top {counted(chosen.top_k, 'token')}, {rest[chosen.tail]}"
 
 
-def _beside(chosen: DistillationOptions) -> str:
-    return f"beside task rewards (coefficient {chosen.coefficient:g})" if chosen.use_task_rewards else "no task rewards"
+def _adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
+    """Lines about an adapter: trained parameters, size of an update, learning rate."""
+    lora, rate = settings.lora, settings.optimizer.learning_rate
+    targets, total = adapted_modules(config, lora), count_parameters(config).total
+    trained, size = adapter_size(config, lora), BYTES[settings.optimizer.dtype]
+    modules = dict.fromkeys(name.rpartition(".")[2] for name in targets)
+    matrices = counted(len(targets), "matrix", "matrices")
+    yield "Adapter"
+    yield f"  trains     {trained:,} of {total:,} parameters ({trained / total:.2%}); the others are frozen"
+    yield f"{INDENT}rank {lora.rank}, B @ A scaled by {lora.scaling:g}, on {matrices}:"
+    yield f"{INDENT}{', '.join(modules)}"
+    yield f"{INDENT}starts from {lora.path or 'an adapter without effect'}"
+    if lora.serving == "adapter":
+        yield f"  an update  {size_text(trained * size)}, served beside the base model (lora.serving = adapter)"
+    else:
+        yield f"  an update  {size_text(total * size)}, all weights with the adapter merged (lora.serving = merged)"
+    if rate > FULL_TRAINING_RATE:
+        yield f"  rate       {rate:g}; LoRA usually needs ten times the learning rate of full training"
+    else:
+        yield f"  rate       optimizer.learning_rate = {rate:g} looks like a rate for full training;"
+        yield f"{INDENT}LoRA usually needs ten times as much, {10 * rate:g}"
+
+
+def _objective(settings: Settings) -> Iterator[str]:
+    """Lines about advantage, policy loss, clip range, aggregation, KL and correction."""
+    algorithm, correction = settings.algorithm, settings.correction
+    yield "Objective"
+    if has_policy_gradient(settings):
+        source = f"advantage {algorithm.advantage}" if learns_from_rewards(settings) else "advantages from the teachers"
+        low, high = ("none" if bound is None else f"{bound:g}" for bound in clip_range(settings))
+        clip = "" if low == high == "none" else f", clip {low} below and {high} above"
+        yield f"  policy     {source}; loss {algorithm.policy_loss}{clip}"
+        scored = "engine" if algorithm.old_logprobs == "rollout" else "learner before the update"
+        yield f"{INDENT}against the logprobs of the {scored}"
+    yield f"  average    {algorithm.aggregation}"
+    if algorithm.kl_coefficient:
+        target = "" if algorithm.kl_target is None else f", adapted to {algorithm.kl_target:g} nats a token"
+        kind = f"{algorithm.kl_estimator} in the {algorithm.kl_in}"
+        yield f"  KL         {kind}, coefficient {algorithm.kl_coefficient:g}{target}"
+    else:
+        yield "  KL         none"
+    if algorithm.entropy_coefficient:
+        yield f"  entropy    bonus with coefficient {algorithm.entropy_coefficient:g}"
+    if correction.weights != "none":
+        yield f"  correction weights per {correction.weights}, at most {correction.cap:g}"
+    if correction.reject:
+        yield f"  rejection  by {', '.join(correction.reject)}"
 
 
 def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
@@ -178,29 +216,29 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
     if settings.dynamic_sampling.filter:
         sampling = settings.dynamic_sampling
         rounds = counted(sampling.max_rounds, "round")
-        yield f"             from groups that {sampling.filter} keeps, in at most {rounds} of generation"
+        yield f"{INDENT}from groups that {sampling.filter} keeps, in at most {rounds} of generation"
     if settings.rollout_cache.enabled:
         cache = settings.rollout_cache
-        yield f"             steps {cache.steps} from the rollout cache {cache.directory} (action {cache.action})"
+        yield f"{INDENT}steps {cache.steps} from the rollout cache {cache.directory} (action {cache.action})"
     updates = counted(trainer.minibatches * trainer.epochs, "optimizer update")
-    yield f"             in {updates}, at most {counted(micro_batches, 'micro-batch', 'micro-batches')} in total"
+    yield f"{INDENT}in {updates}, at most {counted(micro_batches, 'micro-batch', 'micro-batches')} in total"
     made_of = f"{settings.prompts.max_tokens} + {rollout.max_response_tokens} = " if longest == bound else ""
     yield f"  tokens     at most {made_of}{longest} a trajectory"
     yield from _sharing(settings)
     if longest > settings.optimizer.micro_batch_tokens:
-        yield f"             one longer than optimizer.micro_batch_tokens = {settings.optimizer.micro_batch_tokens}"
+        yield f"{INDENT}one longer than optimizer.micro_batch_tokens = {settings.optimizer.micro_batch_tokens}"
         yield "             becomes a micro-batch of its own"
     trajectories = counted(trainer.steps * samples, "trajectory", "trajectories")
     yield f"  the run    {counted(trainer.steps, 'step')}, {trajectories}, {epochs:.2f} epochs"
     yield f"  problems   {counts.train} to train on, {counts.test} to test at the start and the end,"
-    yield f"             {counts.validation} for validation {_every(trainer.validate_every)}"
+    yield f"{INDENT}{counts.validation} for validation {_every(trainer.validate_every)}"
     yield from _ending(trainer)
     if settings.prompts.validation_samples > 1:
-        yield f"             {settings.prompts.validation_samples} responses to each of these"
+        yield f"{INDENT}{settings.prompts.validation_samples} responses to each of these"
     if counts.form:
         yield f"  prompts    {counts.form}; the longest has {counts.longest} tokens"
     if counts.dropped:
-        yield f"             {counted(counts.dropped, 'row')} longer than prompts.max_tokens left out"
+        yield f"{INDENT}{counted(counts.dropped, 'row')} longer than prompts.max_tokens left out"
 
 
 def _every(steps: int) -> str:
@@ -215,29 +253,32 @@ def _sharing(settings: Settings) -> Iterator[str]:
         return
     prompt, longest = settings.prompts.max_tokens, longest_trajectory(settings)
     share = (rollout.group_size - 1) * prompt / (rollout.group_size * longest)
-    yield f"             a group's prompt of {least} or more tokens is computed once, which saves up to {share:.0%}"
+    yield f"{INDENT}a group's prompt of {least} or more tokens is computed once, which saves up to {share:.0%}"
 
 
 def _memory(settings: Settings) -> Iterator[str]:
-    policy, algorithm = _config(settings.policy.path), settings.algorithm
+    policy, rollout = model_config(settings.policy.path), settings.rollout
     engine = count_parameters(policy).total * BYTES[settings.vllm.dtype]
     yield f"Memory, without activations, for {_parameters(policy)}"
     yield f"  learner    {_on_ranks(settings, policy, 'policy')} (weights, gradients, optimizer)"
     yield from _activations(settings, policy)
     if needs_critic(settings):
-        critic = _config(settings.critic.path or settings.policy.path)
+        critic = model_config(settings.critic.path or settings.policy.path)
         yield f"  critic     {_on_ranks(settings, critic, 'critic')}, like the learner, for {_parameters(critic)}"
-    if algorithm.kl_coefficient:
+    if settings.algorithm.kl_coefficient:
         shared = "none: it shares the learner's" if settings.lora.rank else _on_ranks(settings, policy, "frozen")
         yield f"  reference  {shared} (weights)"
-    yield from _teacher_memory(settings)
+    for name, teacher in settings.distillation.teachers.items():
+        config = model_config(teacher.model)
+        weights = size_text(count_parameters(config).total * BYTES[teacher.dtype])
+        cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
+        yield f"  teacher    {name}: {teacher.replicas} x {weights} weights{cache}, for {_parameters(config)}"
     cache = f" + {settings.vllm.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
     yield f"  engine     {size_text(engine)} weights{cache if settings.rollout.engine == 'vllm' else ''}"
-    yield from _experts(settings)
-
-
-def _config(folder: Path) -> PolicyConfig:
-    return parse_policy_config(read_policy_config(folder))
+    if shape := expert_shape(settings):
+        token = EXPERT_BYTES * math.prod(shape)
+        step = rollout.prompts_per_step * rollout.group_size * longest_trajectory(settings) * token
+        yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {size_text(step)} a step"
 
 
 def _parameters(config: PolicyConfig) -> str:
@@ -262,18 +303,7 @@ def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     is_known = settings.policy.backend == "megatron" and learner.kernels != "plain" and learner.dtype == "bfloat16"
     if is_known and not settings.lora.rank:
         kept = max(kept_activations(config, settings.parallel, learner))
-        yield f"             and {size_text(kept)} of activations on a GPU for full micro-batches"
-
-
-def _experts(settings: Settings) -> Iterator[str]:
-    """Memory of the experts that a mixture's engine records beside each token of its KV cache."""
-    shape, rollout = expert_shape(settings), settings.rollout
-    if shape is None:
-        return
-    token = EXPERT_BYTES * math.prod(shape)
-    longest = longest_trajectory(settings)
-    step = rollout.prompts_per_step * rollout.group_size * longest * token
-    yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {size_text(step)} a step"
+        yield f"{INDENT}and {size_text(kept)} of activations on a GPU for full micro-batches"
 
 
 def _ending(trainer: TrainerSettings) -> Iterator[str]:

@@ -5,18 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from rl_core.errors import DataError, SettingsError
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 from rl_trainer_parts.checks.model_folder import missing_path
-from rl_trainer_parts.run.best_checkpoint import best_checkpoint
 from rl_trainer_parts.run.folder import require_format
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.run.goal import best_checkpoint
+from rl_trainer_parts.settings.schema import SettingsT
 
 ADAPTER_CONFIG = "adapter_config.json"
-
-Chosen = TypeVar("Chosen", bound=Settings)
 
 
 def find_policy(path: Path) -> Path:
@@ -49,7 +46,7 @@ def find_policy(path: Path) -> Path:
     return path / ("policy" if has_policy else "adapter")
 
 
-def with_best_policy(settings: Chosen, say: Callable[[str], None]) -> Chosen:
+def with_best_policy(settings: SettingsT, say: Callable[[str], None]) -> SettingsT:
     """Settings that start from the best checkpoint of the run in `policy.path`.
 
     Args:
@@ -99,55 +96,36 @@ def opened_policy(path: Path) -> Iterator[Path]:
         yield folder
 
 
-def export_policy(path: Path, target: Path, *, merges: bool = False, base: Path | None = None) -> Path:
+def export_policy(
+    path: Path, target: Path, *, merges: bool = False, base: Path | None = None, adapter_alone: bool = False
+) -> Path:
     """Write a policy, with any adapter merged into its base, to a new folder; return its source.
 
     Args:
         path: As in `find_policy`.
-        target: New Hugging Face folder.
+        target: New folder.
         merges: Refuse a policy without an adapter.
         base: Hugging Face folder of the adapter's base; None uses the one the adapter names.
+        adapter_alone: Write the adapter in peft's format, without its base.
 
     Raises:
-        SettingsError: The target is not empty, the source has no policy, or it has no adapter although a base is given
-            or a merge is required.
+        SettingsError: The target is not empty, the source has no policy, or it has no adapter although an option needs
+            one.
         DataError: The adapter or its base cannot be used.
         CheckpointError: The checkpoint is torn.
     """
     source = find_policy(path)
-    if merges:
-        _require_adapter(source, "--merge")
-    if base is not None:
-        _require_adapter(source, "--base")
-    if not is_adapter(source):
+    options = {"--merge": merges, "--base": base is not None, "--adapter": adapter_alone}
+    for option, is_used in options.items():
+        if is_used and not is_adapter(source):
+            raise SettingsError(f"{source} has no adapter, because all weights were trained. Leave out {option}.")
+    if adapter_alone or not is_adapter(source):
         _write_new(target, lambda part: shutil.copytree(source, part))
     else:
-        _write_new(target, lambda part: _merge(source, part, base=base))
+        from rl_distill.checkpoints.merged_folder import merge_adapter  # imports torch
+
+        _write_new(target, lambda part: merge_adapter(source, part, base=base))
     return source
-
-
-def export_adapter(path: Path, target: Path) -> Path:
-    """Copy an adapter in peft's format to a new folder; return its source.
-
-    Raises:
-        SettingsError: The target is not empty, or the source has no adapter.
-        CheckpointError: The checkpoint is torn.
-    """
-    source = find_policy(path)
-    _require_adapter(source, "--adapter")
-    _write_new(target, lambda part: shutil.copytree(source, part))
-    return source
-
-
-def _merge(source: Path, target: Path, *, base: Path | None) -> None:
-    from rl_distill.checkpoints.merged_folder import merge_adapter  # imports torch
-
-    merge_adapter(source, target, base=base)
-
-
-def _require_adapter(source: Path, option: str) -> None:
-    if not is_adapter(source):
-        raise SettingsError(f"{source} has no adapter, because all weights were trained. Leave out {option}.")
 
 
 def _write_new(target: Path, write: Callable[[Path], object]) -> None:

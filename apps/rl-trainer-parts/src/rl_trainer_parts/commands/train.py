@@ -1,8 +1,8 @@
-"""The `train` command of both trainers: check everything that can be checked, then run."""
+"""The commands `train` and `validate` of both trainers: check everything that can be checked, then run."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.algorithm import aggregation_notes
@@ -13,6 +13,7 @@ from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.commands.output import say
 from rl_trainer_parts.machine.this_machine import machine_problems
+from rl_trainer_parts.rollouts.evaluation import validate_policy
 from rl_trainer_parts.rollouts.inputs import Inputs, PromptCounts, read_inputs, what_to_look_at
 from rl_trainer_parts.run.folder import (
     RunFolder,
@@ -23,19 +24,17 @@ from rl_trainer_parts.run.folder import (
     require_free,
     require_resumable,
 )
-from rl_trainer_parts.settings.schema import Settings
-
-Chosen = TypeVar("Chosen", bound=Settings)
+from rl_trainer_parts.settings.schema import Settings, SettingsT
 
 
 def train_checked(
-    settings: Chosen,
+    settings: SettingsT,
     *,
     console: ConsoleTracker,
     resume: bool,
     dry_run: bool,
-    describe: Callable[[Chosen, PromptCounts, Sequence[str]], str],
-    launch: Callable[[Chosen, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
+    describe: Callable[[SettingsT, PromptCounts, Sequence[str]], str],
+    launch: Callable[[SettingsT, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
     also_refused: Iterable[str] = (),
     also_unused: Iterable[Unused] = (),
 ) -> int:
@@ -82,3 +81,23 @@ def train_checked(
         return 0
     with open_run(settings, resume=resume, say=console.say) as folder:
         return asyncio.run(launch(settings, inputs, folder, console))
+
+
+def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]:
+    """Evaluate the policy on the validation and test prompts and return its metrics.
+
+    Args:
+        settings: A run's settings.
+        say: Prints warnings and hints.
+
+    Raises:
+        SettingsError: A setting is impossible.
+        DataError: A user's file cannot be used.
+    """
+    check_settings(settings)
+    inputs = read_inputs(settings)
+    for note in what_to_look_at(settings, inputs):
+        say(f"note: {note}")
+    check_loop(settings, inputs.tokenizer)
+    check_engines(settings)
+    return asyncio.run(validate_policy(settings, inputs))

@@ -1,5 +1,8 @@
 """Distillation in a run: the options of the objective, and the teachers' metrics."""
 
+from dataclasses import fields
+from typing import Any
+
 from rl_distill.objectives import DistillationObjectiveOptions
 from rl_distill.teacher import ServiceReport
 from rl_metrics.reductions import Recorder
@@ -35,17 +38,9 @@ def objective_options(settings: Settings) -> DistillationObjectiveOptions:
         SettingsError: An option is impossible.
     """
     chosen = settings.distillation
-    return DistillationObjectiveOptions(
-        loss=chosen.loss,
-        distribution=chosen.distribution,
-        tail=chosen.tail,
-        beta=chosen.beta,
-        temperature=chosen.temperature,
-        max_loss=chosen.max_loss,
-        min_logprob=chosen.min_logprob,
-        coefficient=chosen.coefficient,
-        teachers=tuple(chosen.teachers),
-    )
+    names = (option.name for option in fields(DistillationObjectiveOptions) if option.name != "teachers")
+    options: Any = {name: getattr(chosen, name) for name in names}
+    return DistillationObjectiveOptions(**options, teachers=tuple(chosen.teachers))
 
 
 def record_teachers(recorder: Recorder, report: ServiceReport) -> None:

@@ -1,8 +1,20 @@
-"""Whether rollouts record the experts of each token, and the learner of a mixture replays them."""
+"""A model's configuration; whether rollouts record each token's experts, and the learner of a mixture replays them."""
+
+from pathlib import Path
 
 from rl_core.errors import RLError
-from rl_distill import parse_policy_config, read_policy_config
+from rl_distill import PolicyConfig, parse_policy_config, read_policy_config
 from rl_trainer_parts.settings.schema import Settings
+
+
+def model_config(folder: Path) -> PolicyConfig:
+    """The configuration of a Hugging Face folder's model.
+
+    Raises:
+        DataError: The folder has none, or one of its fields cannot be used.
+        SettingsError: The architecture is not supported.
+    """
+    return parse_policy_config(read_policy_config(folder))
 
 
 def expert_shape(settings: Settings) -> tuple[int, int] | None:
@@ -31,7 +43,7 @@ def why_not_replayed(settings: Settings) -> str:
 
 def _mixture_shape(settings: Settings) -> tuple[int, int] | None:
     try:
-        config = parse_policy_config(read_policy_config(settings.policy.path))
+        config = model_config(settings.policy.path)
     except RLError:  # the checks report it
         return None
     return None if config.mixture is None else (config.num_layers, config.mixture.top_k)

@@ -35,11 +35,6 @@ class LearningParts:
     skipped: SkippedUpdates
 
     @property
-    def recomputes_old_logprobs(self) -> bool:
-        """True when the learner scores a batch before training on it."""
-        return self.settings.algorithm.old_logprobs == "recompute"
-
-    @property
     def sampled_logprobs(self) -> SampledLogprobs:
         """Column with the sampling policy's logprobs, as the update uses them."""
         return sampled_logprobs(self.settings)

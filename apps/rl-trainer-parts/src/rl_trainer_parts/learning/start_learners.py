@@ -1,13 +1,13 @@
 """Start the models that learn: the policy, and a critic and a reference if the algorithm needs them."""
 
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_distill import LearnerOptions, adapter_size, parse_policy_config, read_policy_config
-from rl_distill.learner import Learner
+from rl_distill import LearnerOptions, adapter_size
 from rl_distill.learners import Learners
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -75,8 +75,8 @@ def describe_parameters(settings: Settings, num_parameters: int) -> str:
     """The policy's parameters, trained parameters and ranks, in words."""
     trained = ""
     if settings.lora.rank:
-        config = parse_policy_config(read_policy_config(settings.policy.path))
-        trained = f", trains {adapter_size(config, settings.lora):,} of an adapter"
+        size = adapter_size(model_config(settings.policy.path), settings.lora)
+        trained = f", trains {size:,} of an adapter"
     ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
     return f"{num_parameters:,} parameters{trained}{ranks}"
 
@@ -116,13 +116,9 @@ def gpus_per_rank(settings: Settings) -> float:
 def _torch_learners(settings: Settings) -> Learners:
     from rl_distill.torch_learner import TorchLearner
 
-    models = [TorchLearner(settings.policy.path, settings.optimizer)]
-    if settings.algorithm.kl_coefficient:
-        models.append(TorchLearner(settings.policy.path, settings.optimizer))
-    reference = models[1] if len(models) > 1 else None
-    return Learners(policy=models[0], reference=reference, critic=None, close=lambda: _close_all(models))
-
-
-def _close_all(models: Sequence[Learner]) -> None:
-    for model in models:
-        model.close()
+    count = 2 if settings.algorithm.kl_coefficient else 1
+    policy, *references = (TorchLearner(settings.policy.path, settings.optimizer) for _ in range(count))
+    closed = ExitStack()
+    for model in (policy, *references):
+        closed.callback(model.close)
+    return Learners(policy=policy, reference=next(iter(references), None), critic=None, close=closed.close)

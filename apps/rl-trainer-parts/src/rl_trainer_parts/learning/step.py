@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from rl_core import Batch
 from rl_distill.objectives import AdaptiveKL, mean_reference_kl
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.preparation import prepare_batch
-from rl_trainer_parts.learning.replay import record_replay
 from rl_trainer_parts.learning.updates import update, with_update, without_experts
 
 
@@ -41,6 +42,33 @@ def learn(
     return trained, adapted_kl(parts, kl, trained, recorder).state()
 
 
+def record_replay(parts: LearningParts, rows: Batch, recorder: Recorder, *, step: int) -> None:
+    """Record, on a sample, the mismatch between engine and learner with and without replay of the engine's experts.
+
+    Args:
+        parts: The learner's side.
+        rows: The step's rows before its update, with `routed_experts` if the policy is a mixture that replays.
+        recorder: The step's recorder.
+        step: Step number, from 1.
+    """
+    settings = parts.settings
+    count = min(settings.metrics.replay_rows, len(rows))
+    if not count or "routed_experts" not in rows or not settings.metrics.has_details(step):
+        return
+    sample = rows.select(np.unique(np.linspace(0, len(rows) - 1, count).astype(np.int64)))  # spread over the groups
+    mask = sample.ragged("loss_mask").values
+    if not mask.any():
+        return
+    rollout = sample.ragged("rollout_logprobs").values[mask].astype(np.float64)
+    with recorder.timer("replay_mismatch"):
+        for name, batch in (("replay", sample), ("no_replay", without_experts(sample))):
+            found = parts.learners.policy.logprobs(batch, temperature=settings.rollout.temperature)
+            log_ratio = found.values[mask] - rollout
+            with np.errstate(over="ignore"):
+                recorder.record(f"router/k3_kl/{name}", float((np.expm1(log_ratio) - log_ratio).mean()))
+            recorder.record(f"router/logprobs_diff_mean/{name}", float(np.abs(log_ratio).mean()))
+
+
 def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> Batch:
     """Add the reference's and the learner's logprobs and the critic's values, if the settings need them."""
     temperature, learners = parts.settings.rollout.temperature, parts.learners
@@ -48,7 +76,7 @@ def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> 
         with recorder.timer("ref"):
             found = learners.reference.logprobs(rows, temperature=temperature)
         rows = rows.with_columns({"reference_logprobs": found})
-    if parts.recomputes_old_logprobs:
+    if parts.settings.algorithm.old_logprobs == "recompute":
         with recorder.timer("old_log_prob"):
             found = learners.policy.logprobs(rows, temperature=temperature)
         rows = rows.with_columns({"old_logprobs": found})

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_core.errors import SettingsError
-from rl_distill import parse_policy_config, read_policy_config
 from rl_distill.teacher import (
     ESTIMATORS,
+    EngineReplica,
     MakeReplica,
     ReplicatedTeacher,
     ScoreCache,
@@ -26,8 +26,9 @@ from rl_distill.teacher import (
     model_traits,
     read_pieces,
 )
-from rl_rollout.engines import VLLMOptions, end_token_ids, max_positions
+from rl_rollout.engines import EnginePlacement, ProcessEngine, VLLMOptions, end_token_ids, max_positions
 from rl_rollout.prompts import PromptTokenizer
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -47,7 +48,7 @@ def make_teachers(
     chosen = settings.distillation
     if not chosen.teachers:
         return None
-    caches = make_caches(settings)
+    caches = {} if chosen.cache is None else make_caches(settings, chosen.cache)
     teachers: list[ReplicatedTeacher] = []
     for name, teacher in chosen.teachers.items():
         plan = TeacherPlan(
@@ -68,7 +69,7 @@ def make_teachers(
         teachers,
         TeacherRouter(chosen),
         ServiceOptions(
-            vocab_size=vocab_size(settings.policy.path),
+            vocab_size=model_config(settings.policy.path).vocab_size,
             top_k=chosen.num_top,
             with_hidden=chosen.needs_hidden,
             deadline_s=chosen.deadline_s,
@@ -79,19 +80,17 @@ def make_teachers(
     )
 
 
-def make_caches(settings: Settings) -> dict[str, ScoreCache]:
-    """Cached scores of each teacher; empty when no cache is set.
+def make_caches(settings: Settings, folder: Path) -> dict[str, ScoreCache]:
+    """Cached scores of each teacher.
 
     Raises:
         CacheError: Its folder cannot be used.
         MissingExtraError: The cache needs a library that is not installed.
     """
     chosen = settings.distillation
-    if chosen.cache is None:
-        return {}
     return {
         name: ScoreCache(
-            chosen.cache,
+            folder,
             ScoreKind(
                 teacher=model_fingerprint(teacher.model),
                 dtype=teacher.dtype,
@@ -106,25 +105,34 @@ def make_caches(settings: Settings) -> dict[str, ScoreCache]:
 
 def replica_maker(settings: Settings, name: str, *, log_directory: Path | None) -> MakeReplica:
     """Factory of a teacher's replicas, called again after each death; every replica has its own log folder."""
-    teacher = settings.distillation.teachers[name]
-    make = _engine_replica if teacher.engine == "vllm" else _megatron_replica
+    chosen, teacher = settings.distillation, settings.distillation.teachers[name]
+    pool = teacher_pool(settings, name)
 
-    def cluster_of(index: int) -> ClusterOptions:
+    def make(index: int) -> TeacherReplica:
         logs = None if log_directory is None else log_directory / "teachers" / f"{name}-{index}"
         ray = RayOptions(address=settings.cluster.ray_address)
-        return ClusterOptions(kind=teacher.placement, ray=ray, log_directory=logs)
+        cluster = ClusterOptions(kind=teacher.placement, ray=ray, log_directory=logs)
+        if teacher.engine == "vllm":
+            options = teacher_engine_options(settings, name)
+            host = EnginePlacement(cluster=cluster, pool=pool, deadline_s=chosen.start_deadline_s)
+            return EngineReplica(ProcessEngine("vllm", teacher.model, options, host=host, index=index))
+        from rl_distill.teacher.megatron_teacher import MegatronPlace, MegatronReplica  # imports torch
 
-    return lambda index: make(settings, name, cluster_of(index), index)
+        place = MegatronPlace(
+            tensor=teacher.tensor,
+            cluster=cluster,
+            pool=pool,
+            dtype=teacher.dtype,
+            max_batch_tokens=teacher.max_batch_tokens,
+            max_tokens=longest_trajectory(settings, teacher),
+            num_threads=teacher.num_threads,
+            temperature=chosen.temperature,
+            start_deadline_s=chosen.start_deadline_s,
+            call_deadline_s=chosen.deadline_s,
+        )
+        return MegatronReplica(teacher.model, place)
 
-
-def _engine_replica(settings: Settings, name: str, cluster: ClusterOptions, index: int) -> TeacherReplica:
-    from rl_distill.teacher import EngineReplica
-    from rl_rollout.engines import EnginePlacement, ProcessEngine
-
-    chosen, teacher = settings.distillation, settings.distillation.teachers[name]
-    options = teacher_engine_options(settings, name)
-    host = EnginePlacement(cluster=cluster, pool=teacher_pool(settings, name), deadline_s=chosen.start_deadline_s)
-    return EngineReplica(ProcessEngine("vllm", teacher.model, options, host=host, index=index))
+    return make
 
 
 def teacher_engine_options(settings: Settings, name: str) -> VLLMOptions:
@@ -144,26 +152,6 @@ def teacher_engine_options(settings: Settings, name: str) -> VLLMOptions:
     )
 
 
-def _megatron_replica(settings: Settings, name: str, cluster: ClusterOptions, index: int) -> TeacherReplica:
-    from rl_distill.teacher.megatron_teacher import MegatronPlace, MegatronReplica
-
-    del index
-    chosen, teacher = settings.distillation, settings.distillation.teachers[name]
-    place = MegatronPlace(
-        tensor=teacher.tensor,
-        cluster=cluster,
-        pool=teacher_pool(settings, name),
-        dtype=teacher.dtype,
-        max_batch_tokens=teacher.max_batch_tokens,
-        max_tokens=longest_trajectory(settings, teacher),
-        num_threads=teacher.num_threads,
-        temperature=chosen.temperature,
-        start_deadline_s=chosen.start_deadline_s,
-        call_deadline_s=chosen.deadline_s,
-    )
-    return MegatronReplica(teacher.model, place)
-
-
 def longest_trajectory(settings: Settings, teacher: TeacherOptions) -> int:
     """Maximum trajectory length of a teacher: as set, or the maximum of prompt and response.
 
@@ -178,32 +166,18 @@ def longest_trajectory(settings: Settings, teacher: TeacherOptions) -> int:
 def teacher_pool(settings: Settings, name: str) -> ResourcePool | None:
     """Resources reserved for a teacher; None when it shares this machine's CPUs.
 
-    A slot belongs to a rank with Megatron, and to a replica with all its processes with vLLM.
+    Each rank gets the GPUs that are set, or one if this machine has GPUs. A slot belongs to a rank with Megatron, and
+    to a replica with all its processes with vLLM.
     """
     teacher = settings.distillation.teachers[name]
-    cpus, gpus = teacher.resources.cpus, teacher_gpus(teacher)
+    cpus, gpus = teacher.resources.cpus, teacher.resources.gpus
+    gpus = float(bool(visible_gpus())) if gpus is None else gpus
     if not cpus and not gpus:
         return None
-    size, parts = (
-        (teacher.replicas * teacher.tensor, 1)
-        if teacher.engine == "megatron"
-        else (
-            teacher.replicas,
-            teacher.tensor,
-        )
-    )
-    return ResourcePool(name=f"teacher {name}", size=size, cpus=cpus * parts, gpus=gpus * parts)
-
-
-def teacher_gpus(teacher: TeacherOptions) -> float:
-    """GPUs per rank of a replica: as set, else one if this machine has GPUs."""
-    found = teacher.resources.gpus
-    return float(bool(visible_gpus())) if found is None else found
-
-
-def vocab_size(folder: Path) -> int:
-    """Vocabulary size in the model's config.json."""
-    return parse_policy_config(read_policy_config(folder)).vocab_size
+    if teacher.engine == "megatron":
+        return ResourcePool(name=f"teacher {name}", size=teacher.replicas * teacher.tensor, cpus=cpus, gpus=gpus)
+    ranks = teacher.tensor
+    return ResourcePool(name=f"teacher {name}", size=teacher.replicas, cpus=cpus * ranks, gpus=gpus * ranks)
 
 
 def make_aligners(settings: Settings) -> Mapping[str, TeacherAligner]:

@@ -67,12 +67,12 @@ def without_experts(batch: Batch) -> Batch:
     return batch.only(batch.names - {"routed_experts"})
 
 
-def with_update(prepared: Batch, said: Mapping[str, Ragged], *, loss_mask: Ragged) -> Batch:
+def with_update(prepared: Batch, results: Mapping[str, Ragged], *, loss_mask: Ragged) -> Batch:
     """A trained batch as metrics and records show it.
 
     Args:
         prepared: The batch that was trained.
-        said: Result of `update`.
+        results: Result of `update`.
         loss_mask: Mask that includes the tokens rejected by the correction: sampled, but not scored by the update.
 
     Returns:
@@ -80,12 +80,10 @@ def with_update(prepared: Batch, said: Mapping[str, Ragged], *, loss_mask: Ragge
     """
     trained, mask = prepared.ragged("loss_mask").values, loss_mask.values
     unscored = mask & ~trained
-    columns = {
-        name: Ragged(np.where(unscored, np.float32(np.nan), column.values), column.offsets)
-        if unscored.any()
-        else column
-        for name, column in said.items()
-    }
+    columns = dict(results)
+    if unscored.any():
+        for name, column in results.items():
+            columns[name] = Ragged(np.where(unscored, np.float32(np.nan), column.values), column.offsets)
     return prepared.with_columns({"loss_mask": loss_mask, **columns})
 
 
@@ -116,13 +114,10 @@ def minibatches(batch: Batch, *, count: int, epochs: int) -> Iterator[Batch]:
     group = batch.group_index()
     num_groups = int(group.max()) + 1
     edges = np.linspace(0, num_groups, min(count, num_groups) + 1).round().astype(np.int64)
-    parts = (
-        [batch]
-        if len(edges) == 2
-        else [
-            batch.select(np.flatnonzero((group >= start) & (group < stop))) for start, stop in itertools.pairwise(edges)
-        ]
-    )
+    parts = [batch]
+    if len(edges) > 2:
+        rows = (np.flatnonzero((group >= start) & (group < stop)) for start, stop in itertools.pairwise(edges))
+        parts = [batch.select(part) for part in rows]
     for _ in range(epochs):
         yield from parts
 

@@ -1,8 +1,7 @@
 """Compare a machine with the needs of any trainer or of one run, and suggest fixes."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
@@ -18,17 +17,13 @@ ANY_RUN = Needs(libraries=frozenset(("torch", "transformers", "vllm", "megatron-
 PYTHONS = ("3.11", "3.13")
 """The oldest and the newest tested versions."""
 
-LEAST_OPEN_FILES = 4096
 LEAST_SHARED_MEMORY = GIB
 LEAST_MEMORY = 4 * GIB
 LEAST_DISK = 10 * GIB
 MOSTLY = 0.9
 
-LIBRARIES = {
-    "torch": "rl-sync-trainer[vllm]",
-    "transformers": "rl-sync-trainer[vllm]",
+LIBRARIES = dict.fromkeys(("torch", "transformers", "vllm", "megatron-core"), "rl-sync-trainer[vllm]") | {
     "vllm": "rl-sync-trainer[vllm], or locks/cpu.txt on a CPU,",
-    "megatron-core": "rl-sync-trainer[vllm]",
     "ray": "rl-core[ray]",
 }
 """The extra to install for each library."""
@@ -51,12 +46,7 @@ ADVICE = {
     "vllm.kv_cache_gib.",
     "shared memory": "In Docker, use --shm-size=16g or --ipc=host. In Kubernetes, mount an emptyDir with medium: "
     'Memory on /dev/shm. Or set weights.transport = "tcp".',
-    "ports": "Ranks, engines and Ray communicate over loopback: allow it in the sandbox or container. If ports are "
-    "in use, pass others to `ray start`: --port, --dashboard-port, --ray-client-server-port.",
-    "ray cluster": "Start the cluster by `ray start --head` with the Ray and Python of this environment and the same "
-    "RAY_AUTH_TOKEN, and open its ports to this machine.",
     "disk": "Free disk space, choose another folder with --run.directory, or lower trainer.keep_checkpoints.",
-    "limits": "Run `ulimit -n 65536` before you start the run, because Ray opens many files.",
 }
 
 
@@ -86,30 +76,17 @@ def judge_machine(machine: Machine, needs: Needs = ANY_RUN) -> list[Check]:
         machine: Readings of the machine.
         needs: Needs of a run; by default those of the default settings.
     """
-    checks = [_python(machine), _packages(machine), *(_library(machine, name, needs) for name in LIBRARIES)]
-    checks += _misfits(machine)
-    if needs.model_problems:
-        checks.append(Check("model", "problem", " ".join(needs.model_problems)))
-    aside = f"; the settings reserve {needs.cpus:g}" if needs.cpus else ""
-    checks.append(Check("cpus", "problem" if needs.cpus > machine.num_cpus else "ok", f"{machine.num_cpus:g}{aside}"))
-    checks += [*_processes(machine, needs), *_gpus(machine, needs)]
-    checks += [_memory(machine, needs), _shared_memory(machine, needs), _ports(machine)]
-    checks += _ray(machine) if needs.uses_ray else ()
-    is_low = 0 <= machine.open_files < LEAST_OPEN_FILES
-    found = f"{machine.open_files} open files allowed per process"
-    return [*checks, _disk(machine, needs), Check("limits", "warning" if is_low else "ok", found)]
-
-
-def judge_cluster(address: str, answer: dict[str, Any]) -> Check:
-    """The check of the Ray cluster that the settings name.
-
-    Args:
-        address: Address in the settings.
-        answer: Result of `ask_cluster`.
-    """
-    if "error" in answer:
-        return Check("ray cluster", "problem", answer["error"])
-    return Check("ray cluster", "ok", f"{address} has {answer['found']}")
+    return [
+        _python(machine),
+        _packages(machine),
+        *(_library(machine, name, needs) for name in LIBRARIES),
+        *_misfits(machine),
+        *_model_and_cpus(machine, needs),
+        *_gpus(machine, needs),
+        _memory(machine, needs),
+        _shared_memory(machine, needs),
+        _disk(machine, needs),
+    ]
 
 
 def _python(machine: Machine) -> Check:
@@ -143,9 +120,9 @@ def _library(machine: Machine, name: str, needs: Needs) -> Check:
     if version is None:
         if not is_needed:
             return Check(name, "ok", "not installed, not needed")
-        is_any = needs == replace(ANY_RUN, uses_ray=needs.uses_ray)
-        whose = "default" if is_any else "these"
-        return Check(name, "warning" if is_any else "problem", f"not installed, but {whose} settings need it")
+        state: State = "warning" if needs == ANY_RUN else "problem"
+        whose = "default" if needs == ANY_RUN else "these"
+        return Check(name, state, f"not installed, but {whose} settings need it")
     bounds, tested = machine.bounds.get(name), machine.tested.get(shown)
     found = version if shown == name else f"{version} ({shown})"
     found += f", tested with {tested}" if tested is not None and tested != version else ""
@@ -168,8 +145,12 @@ def _misfits(machine: Machine) -> Iterator[Check]:
         yield Check("vllm", "warning", "this build is for GPUs, but this machine has none")
 
 
-def _processes(machine: Machine, needs: Needs) -> Iterator[Check]:
-    """Processes that compete for the CPUs of a machine without GPUs."""
+def _model_and_cpus(machine: Machine, needs: Needs) -> Iterator[Check]:
+    """The model's folder, reserved CPUs, and processes that compete for the CPUs of a machine without GPUs."""
+    if needs.model_problems:
+        yield Check("model", "problem", " ".join(needs.model_problems))
+    reserved = f"; the settings reserve {needs.cpus:g}" if needs.cpus else ""
+    yield Check("cpus", "problem" if needs.cpus > machine.num_cpus else "ok", f"{machine.num_cpus:g}{reserved}")
     if not machine.gpu_names and needs.processes > machine.num_cpus:
         found = f"{needs.processes} processes on {machine.num_cpus:g} CPUs slow each other down"
         yield Check("processes", "warning", found)
@@ -225,25 +206,6 @@ def _shared_memory(machine: Machine, needs: Needs) -> Check:
     if wanted > space.free:
         return Check(name, "problem", found)
     return Check(name, "warning" if space.total < LEAST_SHARED_MEMORY else "ok", found)
-
-
-def _ports(machine: Machine) -> Check:
-    if machine.loopback_error:
-        return Check("ports", "problem", f"no port of 127.0.0.1 can be bound ({machine.loopback_error})")
-    if machine.taken_ports and not machine.ray_heads:
-        taken = ", ".join(map(str, machine.taken_ports))
-        return Check("ports", "warning", f"{taken} in use, which `ray start --head` uses by default")
-    return Check("ports", "ok", "127.0.0.1 can be bound; Ray's default ports are free, or Ray uses them")
-
-
-def _ray(machine: Machine) -> Iterator[Check]:
-    ours = machine.installed.get("ray")
-    for pid, version in machine.ray_heads.items():
-        found = f"a cluster of Ray {version or 'of an unknown version'} runs here (process {pid})"
-        if ours is not None and version and version != ours:
-            yield Check("ray cluster", "warning", f"{found}, but this environment has {ours}, which cannot join it")
-        else:
-            yield Check("ray cluster", "ok", found)
 
 
 def _disk(machine: Machine, needs: Needs) -> Check:

@@ -1,19 +1,23 @@
 """Compute a run's needs from its settings and its models' configurations."""
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_distill import LoraOptions, adapter_size, count_parameters, parse_policy_config, rank_memory, read_policy_config
+from rl_distill import LoraOptions, adapter_size, count_parameters, rank_memory
 from rl_trainer_parts.checks.engines import check_engines
 from rl_trainer_parts.checks.model_folder import check_policy_folder
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.rollouts.engines import gpus_per_replica
 from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LIBRARIES = {"vllm": "vllm", "megatron": "megatron-core", "ray": "ray"}
+"""The library that an engine, a back end or a placement needs."""
+
 STATE_BYTES = 12
 """Bytes in a checkpoint for each trained parameter: the float32 weight and Adam's two moments."""
 
@@ -31,7 +35,6 @@ class Needs:
         cpus: CPUs reserved on this machine.
         gpus: GPUs reserved on this machine.
         processes: Number of learner ranks and of engine ranks in other processes on this machine.
-        uses_ray: True if Ray places a part of the run.
         rank: Policy, critic and reference on the rank that needs the most.
         engine: Weights of one engine, on one of its GPUs.
         memory: All ranks and engines with KV caches, on CPUs.
@@ -40,7 +43,6 @@ class Needs:
         gpu_utilization: Share of a GPU's memory that the engine reserves; 0 if it reserves only what it needs.
         shares_gpu: True if engine and learner use one GPU at the same time.
         run_folder: Folder of the run.
-        ray_address: Address of the Ray cluster to join; None without one.
     """
 
     libraries: frozenset[str]
@@ -48,7 +50,6 @@ class Needs:
     cpus: float = 0.0
     gpus: float = 0.0
     processes: int = 0
-    uses_ray: bool = False
     rank: int = 0
     engine: int = 0
     memory: int = 0
@@ -57,7 +58,6 @@ class Needs:
     gpu_utilization: float = 0.0
     shares_gpu: bool = False
     run_folder: Path = Path("runs")
-    ray_address: str | None = None
 
 
 def needs_of(settings: Settings) -> Needs:
@@ -65,42 +65,33 @@ def needs_of(settings: Settings) -> Needs:
 
     A run that joins a Ray cluster needs only libraries here, because its models run on the cluster's machines.
     """
-    uses_ray = "ray" in settings.placements.values()
-    needs = Needs(libraries=_libraries(settings, uses_ray=uses_ray), run_folder=settings.run_folder, uses_ray=uses_ray)
-    if not uses_ray or settings.cluster.ray_address is None:
+    parts = {settings.rollout.engine, settings.policy.backend, *settings.placements.values()}
+    parts |= {teacher.engine for teacher in settings.distillation.teachers.values()}
+    needed = (library for part, library in LIBRARIES.items() if part in parts)
+    needs = Needs(libraries=frozenset(("torch", "transformers", *needed)), run_folder=settings.run_folder)
+    is_elsewhere = "ray" in parts and settings.cluster.ray_address is not None
+    if not is_elsewhere:
         needs = replace(needs, processes=_processes(settings))
     if problems := [*check_policy_folder(settings.policy.path, setting="policy.path", file=settings.file)]:
         return replace(needs, model_problems=tuple(problems))
-    if uses_ray and settings.cluster.ray_address is not None:
-        return replace(needs, ray_address=settings.cluster.ray_address)
+    if is_elsewhere:
+        return needs
     try:
-        needs = replace(needs, model_problems=tuple(_engine_problems(settings)))
-        return _sizes(settings, needs)
+        needs = _sizes(settings, needs)
     except (SettingsError, DataError) as error:
         return replace(needs, model_problems=(f"policy.path: {error}",))
-
-
-def _engine_problems(settings: Settings) -> Iterator[str]:
-    """What the installed engines do not support of the models, such as a size of attention heads."""
-    try:
-        check_engines(settings)
-    except SettingsError as error:
-        yield from str(error).splitlines()
-    except MissingExtraError:  # listed among the libraries
-        return
-
-
-def _libraries(settings: Settings, *, uses_ray: bool) -> frozenset[str]:
-    parts = {settings.rollout.engine, settings.policy.backend}
-    parts |= {teacher.engine for teacher in settings.distillation.teachers.values()}
-    chosen = {"vllm": "vllm" in parts, "megatron-core": "megatron" in parts, "ray": uses_ray}
-    return frozenset(("torch", "transformers", *(name for name, is_needed in chosen.items() if is_needed)))
+    with suppress(MissingExtraError):  # listed among the libraries
+        try:
+            check_engines(settings)
+        except SettingsError as error:  # such as a size of attention heads
+            return replace(needs, model_problems=tuple(str(error).splitlines()))
+    return needs
 
 
 def _processes(settings: Settings) -> int:
     """Ranks of the learner and of the engines; an inline engine of one rank shares the learner's process."""
-    is_inline, tensor = settings.rollout.placement == "inline", settings.vllm.tensor_parallel_size
-    if is_inline:
+    tensor = settings.vllm.tensor_parallel_size
+    if settings.rollout.placement == "inline":
         return settings.parallel.ranks + (tensor if tensor > 1 else 0)
     return settings.parallel.ranks + settings.replicas.count * tensor
 
@@ -108,7 +99,7 @@ def _processes(settings: Settings) -> int:
 def _sizes(settings: Settings, needs: Needs) -> Needs:
     rollout, engine, lora = settings.rollout, settings.vllm, settings.lora
     policy, each = settings.policy.path, BYTES[settings.optimizer.dtype]
-    config = parse_policy_config(read_policy_config(policy))
+    config = model_config(policy)
     total = count_parameters(config).total
     trained = adapter_size(config, lora) if lora.rank else total
     checkpoint, rank = (STATE_BYTES + each) * trained, _rank(settings, policy, "policy", lora)
@@ -117,7 +108,7 @@ def _sizes(settings: Settings, needs: Needs) -> Needs:
     if needs_critic(settings):
         critic = settings.critic.path or policy
         rank += _rank(settings, critic, "critic")
-        checkpoint += STATE_BYTES * count_parameters(parse_policy_config(read_policy_config(critic))).total
+        checkpoint += STATE_BYTES * count_parameters(model_config(critic)).total
     is_vllm = rollout.engine == "vllm"
     is_apart = _is_apart(settings)
     weights = total * BYTES[engine.dtype]
@@ -144,11 +135,10 @@ def shared_memory_bytes(settings: Settings) -> int:
         SettingsError: The policy's configuration is not supported.
         DataError: It cannot be read.
     """
-    lora, config = settings.lora, parse_policy_config(read_policy_config(settings.policy.path))
+    lora, config = settings.lora, model_config(settings.policy.path)
     is_adapter = bool(lora.rank) and lora.serving == "adapter"
-    update = BYTES[settings.optimizer.dtype] * (
-        adapter_size(config, lora) if is_adapter else count_parameters(config).total
-    )
+    sent = adapter_size(config, lora) if is_adapter else count_parameters(config).total
+    update = BYTES[settings.optimizer.dtype] * sent
     if _is_apart(settings):  # the old file is replaced when the new one is complete
         return 2 * update if settings.weights.transport == "file" else 0
     has_workers = settings.rollout.engine == "vllm" and settings.vllm.tensor_parallel_size > 1
@@ -164,5 +154,5 @@ def _rank(
     settings: Settings, model: Path, kind: Literal["policy", "critic", "frozen"], lora: LoraOptions | None = None
 ) -> int:
     """Size of a model in bytes on the rank that needs the most."""
-    config, lora = parse_policy_config(read_policy_config(model)), lora or LoraOptions()
-    return max(map(sum, rank_memory(config, settings.parallel, dtype=settings.optimizer.dtype, kind=kind, lora=lora)))
+    dtype, lora = settings.optimizer.dtype, lora or LoraOptions()
+    return max(map(sum, rank_memory(model_config(model), settings.parallel, dtype=dtype, kind=kind, lora=lora)))

@@ -1,8 +1,4 @@
-"""Query GPUs or a Ray cluster in a child process, which a driver may crash and Ray may block.
-
-As a script, it prints one line of JSON. `query.py gpus` prints the fields of `Cuda`; `query.py ray HOST:PORT` joins a
-Ray cluster as a run does.
-"""
+"""Query GPUs in a child process, which a driver may crash; as a script, it prints the fields of `Cuda` as JSON."""
 
 import importlib
 import json
@@ -34,23 +30,5 @@ def query_gpus() -> dict[str, Any]:
     return {**found, "gpus": gpus, "apart": apart}
 
 
-def query_ray(address: str) -> dict[str, Any]:
-    """Return the cluster's nodes and resources as text, or an error."""
-    from rl_core.cluster import RayOptions, describe_shares, start_ray, stop_ray
-    from rl_core.errors import RLError
-
-    try:
-        ray = start_ray(RayOptions(address=address))
-        there = ray.cluster_resources()
-        shares = describe_shares(there.get("CPU", 0.0), there.get("GPU", 0.0))
-        alive = sum(node["Alive"] for node in ray.nodes())
-        return {"found": f"{alive} node{'' if alive == 1 else 's'} with {shares}"}
-    except RLError as error:
-        return {"error": str(error)}
-    finally:
-        stop_ray()
-
-
 if __name__ == "__main__":
-    answer = query_gpus() if sys.argv[1] == "gpus" else query_ray(sys.argv[2])
-    sys.stdout.write(f"\n{json.dumps(answer)}\n")
+    sys.stdout.write(f"\n{json.dumps(query_gpus())}\n")

@@ -24,16 +24,15 @@ def machine_problems(settings: Settings) -> Iterator[str]:
         return
     kernels, transport = settings.optimizer.kernels, settings.weights.transport
     if settings.policy.backend == "megatron" and kernels in ("fused", "transformer_engine"):
-        if not _has_gpu():
-            yield _needs_gpu("optimizer.kernels", kernels, instead="auto")
+        yield from _without_gpu("optimizer.kernels", kernels, instead="auto")
         if kernels == "transformer_engine" and find_spec("transformer_engine") is None:
             yield (
                 'optimizer.kernels = "transformer_engine" needs the module transformer_engine, which is not installed '
                 "here. Install `transformer-engine[pytorch]` for this machine's torch and CUDA, or set "
                 'optimizer.kernels = "auto".'
             )
-    if transport in ON_CPUS and not _has_gpu():
-        yield _needs_gpu("weights.transport", transport, instead=ON_CPUS[transport])
+    if transport in ON_CPUS:
+        yield from _without_gpu("weights.transport", transport, instead=ON_CPUS[transport])
     yield from _shared_memory(settings)
 
 
@@ -52,13 +51,10 @@ def _shared_memory(settings: Settings) -> Iterator[str]:
         )
 
 
-def _needs_gpu(setting: str, found: str, *, instead: str) -> str:
-    return f'{setting} = "{found}" needs a GPU, and this machine has none. Set {setting} = "{instead}" to train here.'
-
-
-def _has_gpu() -> bool:
-    if visible_gpus():
-        return True
+def _without_gpu(setting: str, value: str, *, instead: str) -> Iterator[str]:
+    """The problem of a setting that needs a GPU, if this machine has none."""
     import torch  # finds GPUs without a device file, such as AMD's
 
-    return torch.cuda.is_available()
+    if not visible_gpus() and not torch.cuda.is_available():
+        text = f'{setting} = "{value}" needs a GPU, and this machine has none.'
+        yield f'{text} Set {setting} = "{instead}" to train here.'

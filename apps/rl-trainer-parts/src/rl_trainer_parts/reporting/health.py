@@ -1,6 +1,7 @@
 """Health checks during training: a tracker that writes health.json, reports findings and can pause a run."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,9 +24,8 @@ from rl_metrics.health import (
 )
 from rl_metrics.reductions import Histogram
 from rl_metrics.run_files import EventLog, GenerationSample, read_events, read_history
-from rl_metrics.targets import TargetOptions
 from rl_metrics.trackers import ConsoleTracker, Fanout
-from rl_trainer_parts.settings.metrics import LEVELS, HealthSettings
+from rl_trainer_parts.settings.metrics import LEVELS
 from rl_trainer_parts.settings.schema import Settings
 
 FILE = "health.json"
@@ -54,24 +54,11 @@ def watch_health(
         events: Logs findings.
         pause: Pauses the run; its argument is the reason.
     """
-    if not settings.health.enabled:
-        return
-    learns = settings.distillation
-    try:
-        watch = HealthWatch(
-            settings.health,
-            folder,
-            last_step=settings.trainer.steps,
-            console=console,
-            events=events,
-            pause=pause,
-            target=settings.trainer.target,
-            family="policy_gradient" if not learns.is_on else "mixed" if learns.use_task_rewards else "distillation",
-        )
-    except OSError as error:  # a run without health checks is better than no run
-        log.warning("health_failed", error=str(error))
-    else:
-        trackers.add("health", watch)
+    if settings.health.enabled:
+        try:
+            trackers.add("health", HealthWatch(settings, folder, console=console, events=events, pause=pause))
+        except OSError as error:  # a run without health checks is better than no run
+            log.warning("health_failed", error=str(error))
 
 
 class HealthWatch:
@@ -82,44 +69,33 @@ class HealthWatch:
 
     def __init__(
         self,
-        settings: HealthSettings,
+        settings: Settings,
         folder: Path,
         *,
-        last_step: int,
         console: ConsoleTracker,
         events: EventLog,
         pause: Callable[[str], None],
-        family: Family = "policy_gradient",
-        target: TargetOptions | None = None,
     ) -> None:
-        """Read the state that earlier launches left.
-
-        Args:
-            settings: When to check, by which rules, and on which to pause.
-            folder: The run's folder.
-            last_step: The run's last step; the tracker does not pause there.
-            console: Shows findings.
-            events: Logs findings.
-            pause: Pauses the run; its argument is the reason.
-            family: What the run learns from; rules that do not apply to it are skipped.
-            target: What validation should reach; None has no target.
+        """Read the state that earlier launches left; for the arguments see `watch_health`.
 
         Raises:
             SettingsError: A rule or threshold is unknown.
         """
-        self._settings = settings
-        self._family = family
-        self._target = target or TargetOptions()
+        teachers = settings.distillation
+        self._settings = settings.health
+        self._family: Family = "policy_gradient"
+        if teachers.is_on:
+            self._family = "mixed" if teachers.use_task_rewards else "distillation"
+        self._target = settings.trainer.target
         self._folder = folder
-        self._last_step = last_step
+        self._last_step = settings.trainer.steps  # the tracker does not pause there
         self._console = console
         self._events = events
         self._pause_run = pause
-        self._rules = without(with_thresholds(GUIDE, settings.thresholds), settings.off)
+        self._rules = without(with_thresholds(GUIDE, settings.health.thresholds), settings.health.off)
         before = read_history(folder / METRICS) if (folder / METRICS).is_file() else None
         is_read = reads(self._rules)
-        kept = self._target.metric
-        self._history = GrowingHistory(lambda name: name == kept or is_read(name), before=before)
+        self._history = GrowingHistory(lambda name: name == self._target.metric or is_read(name), before=before)
         self._is_resumed = len(self._history) > 0
         self._first_step: int | None = None
         self._told = {finding.rule: finding.severity for finding in _findings_before(folder)}
@@ -133,7 +109,9 @@ class HealthWatch:
         self._is_judged = False
         if step and (step % self._settings.every == 0 or step >= self._last_step):
             verdict = self._judge()
-            if self._may_pause(step):
+            # A resumed run has as many steps to recover.
+            has_had_time = not self._is_resumed or step >= self._first_step - 1 + self._settings.every
+            if step < self._last_step and has_had_time:
                 self._pause(verdict)
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -177,7 +155,7 @@ class HealthWatch:
         part.write_text(json.dumps(verdict.to_json(), indent=1) + "\n")
         part.replace(
             self._folder / FILE
-        )  # not synced: the next check writes it again, and the loop must not wait for the disk
+        )  # not synced: the loop must not wait for the disk, and a check writes it again
 
     def _tell(self, verdict: Verdict) -> None:
         """Report new, worse and resolved findings once each."""
@@ -211,19 +189,13 @@ class HealthWatch:
             advice=list(finding.advice),
         )
 
-    def _may_pause(self, step: int) -> bool:
-        """False at the last step, and while a resumed run still has time to recover."""
-        if step >= self._last_step or self._first_step is None:
-            return False
-        return not self._is_resumed or step >= self._first_step - 1 + self._settings.every
-
     def _pause(self, verdict: Verdict) -> None:
-        wanted = self._settings.pause_on
-        levels = [SEVERITY_RANKS[level] for level in LEVELS if level in wanted]
+        pause_on = self._settings.pause_on
+        least = min((SEVERITY_RANKS[level] for level in LEVELS if level in pause_on), default=math.inf)
         matching = [
-            one.rule
-            for one in verdict.findings
-            if one.rule in wanted or any(SEVERITY_RANKS[one.severity] >= level for level in levels)
+            finding.rule
+            for finding in verdict.findings
+            if finding.rule in pause_on or SEVERITY_RANKS[finding.severity] >= least
         ]
         if matching:
             self._pause_run(f"health.pause_on: {', '.join(matching)}")

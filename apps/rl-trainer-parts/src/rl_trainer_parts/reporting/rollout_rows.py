@@ -13,7 +13,7 @@ from rl_core import Batch
 from rl_core.data import Json
 from rl_metrics.run_files import FLOAT_COLUMNS, RolloutLog, RolloutRow
 from rl_rollout.prompts import PromptTokenizer
-from rl_trainer_parts.rollouts.extras import EXTRA, problem_id, said_fields, took_s
+from rl_trainer_parts.rollouts.extras import EXTRA, problem_id, record_fields, took_s
 from rl_trainer_parts.settings.schema import Settings
 
 MAX_EXTRAS = 4096
@@ -58,7 +58,7 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
     starts = batch.dense("num_prompt_tokens").tolist()
     for index, (key, extras, start) in enumerate(zip(batch.keys, batch.extras, starts, strict=True)):
         columns = {name: tuple(column[index][start:].tolist()) for name, column in present.items()}
-        turns, said = RolloutRow.turns_in(extras), said_fields(extras)
+        turns = RolloutRow.turns_in(extras)
         left_out = (EXTRA, "turns") if turns else (EXTRA,)
         row = RolloutRow(
             step=step,
@@ -74,7 +74,7 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
             columns={"token_ids": tuple(ids[index][start:].tolist()), **columns},
             extras=bounded({name: value for name, value in extras.items() if name not in left_out}),
             turns=turns,
-            **({"problem": problem_id(ids[index][:start])} | said),
+            **({"problem": problem_id(ids[index][:start])} | record_fields(extras)),
         )
         yield tuple(ids[index][:start].tolist()), row
 

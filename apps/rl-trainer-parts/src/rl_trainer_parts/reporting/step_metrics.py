@@ -1,18 +1,22 @@
-"""Metrics of a step's batch and sessions, in both trainers."""
+"""Metrics of a step's batch, sessions and speed, in both trainers."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from rl_core import Batch
 from rl_core.data import Timings, Trajectory
+from rl_distill import forward_flops
 from rl_metrics.reductions import (
     MemoryWatch,
     Recorder,
     batch_distributions,
+    model_flops_utilization,
+    per_token_times,
     slowest_trajectory,
     spread,
     summarize_batch,
@@ -22,7 +26,13 @@ from rl_metrics.reductions import (
     summarize_tool_calls,
 )
 from rl_rollout import GroupResult
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
+
+TRAINING_PASSES = 3
+"""FLOPs of a backward pass, in forward passes."""
+
+_config = lru_cache(maxsize=4)(model_config)
 
 
 def summarize_step(settings: Settings, batch: Batch, *, version: int, step_s: float) -> dict[str, float]:
@@ -116,3 +126,27 @@ def slowest_session(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "response_tokens": slowest.num_response_tokens,
         **asdict(slowest.timings),
     }
+
+
+def with_speeds(settings: Settings, metrics: Mapping[str, float], batch: Batch) -> dict[str, float]:
+    """A step's metrics plus `timing_per_token_ms/*` and, if `metrics.peak_tflops` is set, `perf/mfu/*`.
+
+    Args:
+        settings: The run's settings.
+        metrics: The step's metrics, with the times of its phases.
+        batch: The trained batch.
+    """
+    found = dict(metrics) | per_token_times(metrics)
+    peak_tflops = settings.metrics.peak_tflops
+    if peak_tflops is None:
+        return found
+    lengths = batch.ragged("input_ids").lengths.tolist()
+    policy = _config(settings.policy.path)
+    forward = forward_flops(policy, lengths)
+    trained = TRAINING_PASSES * settings.trainer.epochs
+    flops = {"actor": trained * forward, "actor_infer": forward, "ref": forward}
+    if "timing_s/update_critic" in metrics:
+        critic = _config(settings.critic.path or settings.policy.path)
+        flops["critic"] = trained * forward_flops(critic, lengths, has_head=False)
+    devices = settings.parallel.ranks
+    return found | model_flops_utilization(metrics, flops=flops, peak_tflops=peak_tflops, num_devices=devices)

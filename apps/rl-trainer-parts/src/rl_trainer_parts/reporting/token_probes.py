@@ -2,16 +2,17 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import structlog
 
 from rl_core import Trajectory
 from rl_core.data import IntArray
+from rl_core.errors import DataError
+from rl_core.record_fields import record
 from rl_metrics.run_files import JsonLinesWriter, read_json_lines
 from rl_rollout.prompts import PromptTokenizer
 from rl_rollout.rollouter import PolicyScores
@@ -41,7 +42,7 @@ Score = Callable[[Sequence[IntArray], int], Awaitable[PolicyScores]]
 """Scores sequences with the current weights, and returns the top alternatives per token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TokenProbe:
     """A response token that is probed at every validation.
 
@@ -125,8 +126,7 @@ class TokenProbes:
         except asyncio.CancelledError:
             asking.cancel()
             raise
-        error = _error_of(asking, self._deadline_s)
-        if error is not None:
+        if error := _error_of(asking, self._deadline_s):
             self._is_off = True
             log.warning("probes_failed", error=error)
 
@@ -227,22 +227,10 @@ def _error_of(asking: "asyncio.Future[None]", deadline_s: float) -> str | None:
 def _read_probes(path: Path) -> list[TokenProbe]:
     """Records in the file, in order; empty if it is missing, and without unreadable lines."""
     probes: dict[str, TokenProbe] = {}
-    try:
+    with suppress(OSError):
         for row in read_json_lines(path):
-            probe = _probe_of(row)
-            if probe is not None:
+            with suppress(KeyError, DataError):
+                values = {"name": row["probe"], "ids": row["ids"], "num_prompt_tokens": row["num_prompt_tokens"]}
+                probe = TokenProbe(**values)
                 probes.setdefault(probe.name, probe)
-    except OSError:
-        return []
     return list(probes.values())
-
-
-def _probe_of(row: Mapping[str, Any]) -> TokenProbe | None:
-    name, ids, num_prompt_tokens = row.get("probe"), row.get("ids"), row.get("num_prompt_tokens")
-    if not isinstance(name, str) or not isinstance(ids, list) or type(num_prompt_tokens) is not int:
-        return None
-    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-        return None
-    if not 0 < num_prompt_tokens < len(ids) <= MAX_TOKENS:
-        return None
-    return TokenProbe(name=name, ids=tuple(ids), num_prompt_tokens=num_prompt_tokens)

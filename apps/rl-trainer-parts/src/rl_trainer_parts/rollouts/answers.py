@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -48,13 +47,8 @@ class Answer:
     @property
     def prediction(self) -> str | None:
         """The extracted answer for majority votes; None if unknown."""
-        return prediction_in(self.trajectory.extras) if self.failure is None else None
-
-
-def prediction_in(extras: Mapping[str, Any]) -> str | None:
-    """A response's answer for majority votes: the text or number in the reward's extra "pred"."""
-    found = extras.get(PREDICTION)
-    return str(found) if isinstance(found, str | int | float) else None
+        prediction = self.trajectory.extras.get(PREDICTION) if self.failure is None else None
+        return str(prediction) if isinstance(prediction, str | int | float) else None
 
 
 def answers_of(groups: Iterable[GroupResult], *, source: str) -> list[Answer]:

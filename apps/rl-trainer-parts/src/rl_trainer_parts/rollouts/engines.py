@@ -7,8 +7,9 @@ from typing import Any
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_core.errors import DeadlineError, SettingsError
-from rl_distill import adapted_modules, parse_policy_config, read_policy_config
+from rl_distill import adapted_modules
 from rl_rollout.engines import RolloutEngine, TransformersOptions, VLLMOptions, engine_class
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -147,6 +148,6 @@ def _room_for_adapter(settings: Settings) -> dict[str, Any]:
     lora = settings.lora
     if not lora.rank or lora.serving != "adapter":
         return {}
-    config = parse_policy_config(read_policy_config(settings.policy.path))
-    modules = {name.rpartition(".")[2] for name in adapted_modules(config, lora)}
+    adapted = adapted_modules(model_config(settings.policy.path), lora)
+    modules = {name.rpartition(".")[2] for name in adapted}
     return {"max_lora_rank": lora.rank, "lora_target_modules": tuple(sorted(modules))}

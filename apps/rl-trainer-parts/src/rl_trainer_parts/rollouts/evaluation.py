@@ -1,6 +1,6 @@
 """Validation and test: which prompts, how they are sampled, and the metrics."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from rl_core import Prompt
@@ -24,8 +24,8 @@ DRAW_SEED = 0
 
 def chosen_problems(settings: Settings, prompts: PromptSet) -> list[Prompt]:
     """The prompts to evaluate: all, or the first `prompts.validation_limit`."""
-    limit = settings.prompts.validation_limit
-    return [prompts[index] for index in range(min(len(prompts), limit or len(prompts)))]
+    count = min(len(prompts), settings.prompts.validation_limit or len(prompts))
+    return [prompts[index] for index in range(count)]
 
 
 def validation_sampling(settings: Settings) -> SamplingParams:
@@ -90,19 +90,13 @@ def with_results(settings: Settings, results: Mapping[str, float], metrics: Mapp
         results: Results of the run so far.
         metrics: Metrics of a validation, and of the test as in `test/accuracy`.
     """
-    found = dict(results)
-    for name, value in _headlines(settings, metrics):
-        found.setdefault(f"{name}_first", value)
-        found[f"{name}_last"] = value
-    return found
-
-
-def _headlines(settings: Settings, metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    for name, value in measured(settings, metrics).items():
-        yield f"validation_{name}", value
-    for name, value in metrics.items():
-        if name.startswith("test/"):
-            yield name.replace("/", "_"), value
+    updated = dict(results)
+    headlines = {f"validation_{name}": value for name, value in measured(settings, metrics).items()}
+    headlines |= {name.replace("/", "_"): value for name, value in metrics.items() if name.startswith("test/")}
+    for name, value in headlines.items():
+        updated.setdefault(f"{name}_first", value)
+        updated[f"{name}_last"] = value
+    return updated
 
 
 def draw_samples(

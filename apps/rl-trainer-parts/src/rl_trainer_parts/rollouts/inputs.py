@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,17 +57,12 @@ class Inputs:
         """Number of prompts."""
         return PromptCounts(
             train=len(self.train),
-            validation=len(self.validation) if self.validation is not None else 0,
-            test=len(self.test) if self.test is not None else 0,
-            form=self.form,
+            validation=len(self.validation or ()),
+            test=len(self.test or ()),
+            form="messages, formatted by the chat template" if self.train[0].messages else "plain text, unchanged",
             longest=self.train.longest,
             dropped=sum(one.num_dropped for one in (self.train, self.validation, self.test) if one is not None),
         )
-
-    @property
-    def form(self) -> str:
-        """The form of the first prompt, in words."""
-        return "messages, formatted by the chat template" if self.train[0].messages else "plain text, unchanged"
 
 
 def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
@@ -76,13 +72,13 @@ def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
             "the prompts are plain text and reach the model unchanged, although its tokenizer has a chat template; "
             'prompts.plain_prompts = "chat" turns each into a user message'
         )
-    if settings.rollout.loop == "tools" and (not inputs.train[0].messages or _has_plain_turns(settings)):
-        yield (
-            "no chat template shows the model its tools, because "
-            + ('turns.kind is "plain"' if _has_plain_turns(settings) else "the prompts are plain text")
-            + "; the prompts themselves must describe them"
-        )
-    if settings.prompts.template_options and not _has_messages(inputs):
+    turns = settings.rollout.loop_options.get("turns")
+    has_plain_turns = isinstance(turns, Mapping) and turns.get("kind") == "plain"
+    if settings.rollout.loop == "tools" and (not inputs.train[0].messages or has_plain_turns):
+        why = 'turns.kind is "plain"' if has_plain_turns else "the prompts are plain text"
+        yield f"no chat template shows the model its tools, because {why}; the prompts themselves must describe them"
+    splits = (inputs.train, inputs.validation, inputs.test) if settings.prompts.template_options else ()
+    if splits and not any(prompt.messages for split in splits for prompt in split or ()):
         yield "prompts.template_options has no effect without prompts in the form of messages"
     named, own = model_end_tokens(settings.policy.path), inputs.tokenizer.eos_token_id
     if named and own is not None and own not in named:
@@ -95,17 +91,6 @@ def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
             f"{settings.policy.path} names no end token, so every response continues until it is truncated; set "
             "eos_token_id in its generation_config.json to the token that ends a turn in its chat template"
         )
-
-
-def _has_plain_turns(settings: Settings) -> bool:
-    turns = settings.rollout.loop_options.get("turns")
-    return isinstance(turns, Mapping) and turns.get("kind") == "plain"
-
-
-def _has_messages(inputs: Inputs) -> bool:
-    """True if a chat template formats any prompt."""
-    splits = (inputs.train, inputs.validation, inputs.test)
-    return any(prompt.messages for split in splits if split is not None for prompt in split)
 
 
 def read_inputs(settings: Settings) -> Inputs:
@@ -140,7 +125,8 @@ def read_inputs(settings: Settings) -> Inputs:
         validation=load(settings.prompts.validation),
         test=load(settings.prompts.test),
     )
-    _rehearse_reward(settings, inputs)
+    with closing(make_scorer(settings, tokenizer, ScriptedEngine({}))) as scorer:  # check it before models load
+        asyncio.run(scorer.rehearse(train[0]))
     return inputs
 
 
@@ -208,12 +194,3 @@ def make_scorer(settings: Settings, tokenizer: PromptTokenizer, engine: RolloutE
         return build_scorer(settings.reward, parts={"model": JudgeModel.with_tokenizer(engine, tokenizer)})
     except SettingsError as error:
         raise SettingsError(f"reward: {error}") from error
-
-
-def _rehearse_reward(settings: Settings, inputs: Inputs) -> None:
-    """Check the reward before models load."""
-    scorer = make_scorer(settings, inputs.tokenizer, ScriptedEngine({}))
-    try:
-        asyncio.run(scorer.rehearse(inputs.train[0]))
-    finally:
-        scorer.close()

@@ -1,7 +1,7 @@
 """The path of rollouts: the engine's agent loop, the queue, and the transport of weights."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -65,8 +65,8 @@ def queue_tasks(settings: Settings, *, order: Literal["arrival", "issue"]) -> li
     columns = rollout_columns(settings)
     if not has_teachers(settings):
         return [TaskSpec(name=TRAIN, needs=columns, order=order)]
-    chosen = settings.distillation
-    scored = teacher_task(with_hidden=chosen.needs_hidden, with_aligner=chosen.other_tokenizer == "align")
+    teachers = settings.distillation
+    scored = teacher_task(with_hidden=teachers.needs_hidden, with_aligner=teachers.other_tokenizer == "align")
     return [scored, TaskSpec(name=TRAIN, needs=columns | scored.gives, order=order)]
 
 
@@ -114,8 +114,7 @@ def open_rollout(
     audit = AuditOptions(share=chosen.audit_share, rescored_share=chosen.rescored_share, seed=settings.run.seed)
     if settings.vllm.dtype == "float32":
         audit = replace(audit, rescored_tolerance=FLOAT32_TOLERANCE)
-    scorer = make_scorer(settings, tokenizer, engine)
-    try:
+    with closing(make_scorer(settings, tokenizer, engine)) as scorer:
         rollout = Rollout(
             engine,
             resolve_loop(chosen.loop, chosen.loop_options),
@@ -125,12 +124,8 @@ def open_rollout(
             options=RolloutOptions(audit=audit),
             served=served,
         )
-        try:
+        with closing(rollout):
             yield rollout
-        finally:
-            rollout.close()
-    finally:
-        scorer.close()
 
 
 def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
@@ -144,26 +139,23 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
     Raises:
         DataError: A trajectory lacks such a component.
     """
-    names = gdpo_components(settings)
     trajectories = [trajectory for _, trajectory in pairs]
     batch = _with_experts(Batch.from_trajectories(trajectories), expert_shape(settings))
     if settings.metrics.log_rollouts:
         batch = batch.with_extras([rollout_extras(prompt, trajectory) for prompt, trajectory in pairs])
     if settings.distillation.texts is not None:  # texts have no reward
         batch = batch.only(batch.names - {"reward"})
-    if not names:
-        queue.put_batch(batch)
-        return
-    for trajectory in trajectories:
-        lacking = sorted(set(names) - trajectory.reward_components.keys())
-        if lacking:
-            raise DataError(
-                f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function "
-                f"returned {sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. It "
-                "must return every component for every response."
-            )
-    components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
-    queue.put_batch(with_reward_components(batch, components))
+    if names := gdpo_components(settings):
+        for trajectory in trajectories:
+            if lacking := sorted(set(names) - trajectory.reward_components.keys()):
+                raise DataError(
+                    f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function "
+                    f"returned {sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. It "
+                    "must return every component for every response."
+                )
+        components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
+        batch = with_reward_components(batch, components)
+    queue.put_batch(batch)
 
 
 def _with_experts(batch: Batch, shape: tuple[int, int] | None) -> Batch:

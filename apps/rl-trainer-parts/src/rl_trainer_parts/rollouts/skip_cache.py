@@ -2,8 +2,8 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from rl_core import Prompt
 from rl_core.data import Json
@@ -16,18 +16,16 @@ from rl_rollout import GroupResult, Rollout
 from rl_rollout.engines import SamplingParams
 from rl_rollout.prompts import PromptTokenizer
 from rl_rollout.skip import (
-    Circumstances,
     EntryKey,
     GroupwiseCache,
+    RolloutOrigin,
     SkipCache,
     StepRollouts,
     package_versions,
     with_file_contents,
 )
 from rl_trainer_parts.rollouts.setup import sampling_params
-from rl_trainer_parts.settings.schema import Settings
-
-SettingsT = TypeVar("SettingsT", bound=Settings)
+from rl_trainer_parts.settings.schema import Settings, SettingsT
 
 
 class SkipCacheReplay:
@@ -47,7 +45,7 @@ class SkipCacheReplay:
         """
         self._settings = settings
         self._cache = SkipCache(settings.rollout_cache, on_event=say)
-        self._common: Circumstances | None = None
+        self._common: RolloutOrigin | None = None
         if settings.rollout_cache.enabled:
             self._common = _common_circumstances(settings, tokenizer)
         self._report: PublishReport | None = None
@@ -70,30 +68,20 @@ class SkipCacheReplay:
         """Stored rollouts, or those of `generate`; see `SkipCache.rollouts`."""
         if self._common is None or not self._cache.serves(key):
             return StepRollouts(groups=tuple(await generate()))
-        await rollout.start()  # a tool server lists its tools only while it runs
-        circumstances = self._circumstances(self._common, rollout, sampling, num_sessions)
-        found = await self._cache.rollouts(key, prompts, circumstances, generate)
-        if found.is_replayed and self._settings.rollout_cache.rewards == "again":
-            return replace(found, groups=tuple(await rollout.score_again(found.groups)))
-        return found
-
-    def _circumstances(
-        self, common: Circumstances, rollout: Rollout, sampling: SamplingParams, num_sessions: int
-    ) -> Circumstances:
         if self._report is None:
             raise NotReadyError("rollouts were requested before weights were published. Publish first.")
-        return replace(
-            common,
-            policy={
-                "weights": self._report.fingerprint,
-                "origin": str(self._settings.policy.path.absolute()),
-                "version": self._report.version,
-            },
-            sampling=drawn_by(sampling),
-            group_size=num_sessions,
-            tools=rollout.tool_schemas,
-            versions={**common.versions, "engine": self._engine},
+        policy: Json = {
+            "weights": self._report.fingerprint,
+            "origin": str(self._settings.policy.path.absolute()),
+            "version": self._report.version,
+        }
+        circumstances = await _circumstances(
+            replace(self._common, policy=policy, group_size=num_sessions), rollout, sampling, engine=self._engine
         )
+        step = await self._cache.rollouts(key, prompts, circumstances, generate)
+        if step.is_replayed and self._settings.rollout_cache.rewards == "again":
+            return replace(step, groups=tuple(await rollout.score_again(step.groups)))
+        return step
 
 
 def with_absolute_cache(settings: SettingsT) -> SettingsT:
@@ -142,29 +130,29 @@ def groupwise_cache(
         CacheError: The directory cannot be used.
         MissingExtraError: The cache needs a library that is not installed.
     """
-    groups_per_step = settings.rollout.prompts_per_step
-    common = _common_circumstances(settings, tokenizer)
-    policy = {"start": model_fingerprint(settings.policy.path), "origin": str(settings.policy.path.absolute())}
-
-    async def circumstances() -> Circumstances:
-        await rollout.start()  # a tool server lists its tools only while it runs
-        return replace(
-            common,
-            policy={**policy, "versions": None},
-            sampling=drawn_by(sampling_params(settings)),
-            group_size=settings.rollout.group_size,
-            tools=rollout.tool_schemas,
-            versions={**common.versions, "engine": engine},
-            source={"prompts": prompts_digest, "groups_per_step": groups_per_step},
-        )
-
+    groups_per_step, path = settings.rollout.prompts_per_step, settings.policy.path
+    common = replace(
+        _common_circumstances(settings, tokenizer),
+        policy={"start": model_fingerprint(path), "origin": str(path.absolute()), "versions": None},
+        group_size=settings.rollout.group_size,
+        source={"prompts": prompts_digest, "groups_per_step": groups_per_step},
+    )
     return GroupwiseCache(
         SkipCache(settings.rollout_cache, on_event=say),
-        circumstances,
+        partial(_circumstances, common, rollout, sampling_params(settings), engine=engine),
         groups_per_step=groups_per_step,
         replaces_failed=replaces_failed,
         score_again=rollout.score_again if settings.rollout_cache.rewards == "again" else None,
     )
+
+
+async def _circumstances(
+    common: RolloutOrigin, rollout: Rollout, sampling: SamplingParams, *, engine: str
+) -> RolloutOrigin:
+    """Add sampling, tools and engine; a tool server lists its tools only while it runs."""
+    await rollout.start()
+    versions = {**common.versions, "engine": engine}
+    return replace(common, sampling=drawn_by(sampling), tools=rollout.tool_schemas, versions=versions)
 
 
 def drawn_by(sampling: SamplingParams) -> Json:
@@ -173,14 +161,14 @@ def drawn_by(sampling: SamplingParams) -> Json:
     return {name: value for name, value in found.items() if name != "stop" or value}  # older entries lack the field
 
 
-def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Circumstances:
+def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> RolloutOrigin:
     """The run's constants, read once at its start: later changes to files are ignored.
 
     For secrets, only names are included.
     """
     reward = redact(asdict(settings.reward), keep_references=False)
     loop_options = redact(settings.rollout.loop_options, keep_references=False)
-    return Circumstances(
+    return RolloutOrigin(
         policy=None,
         tokenizer=tokenizer.fingerprint,
         sampling=None,

@@ -4,12 +4,13 @@ import datetime
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tomli_w
 
@@ -17,17 +18,18 @@ from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import open_lock_file, read_toml, write_durably
 from rl_core.secret_settings import redact
 from rl_distill.checkpoints import CheckpointStore
-from rl_trainer_parts.run.folder_access import WITHHELD, make_run_folder
 from rl_trainer_parts.settings.fields import ENTRY, changeable_on_resume, find_setting, leaves, plain_settings
-from rl_trainer_parts.settings.schema import ReadableBy, Settings
-
-Chosen = TypeVar("Chosen", bound=Settings)
+from rl_trainer_parts.settings.schema import ReadableBy, Settings, SettingsT
 
 FORMAT = 2
 """Number of the format of a run's folder: of its settings, checkpoints and records. Folders without it have 1."""
 
 READERS = {1: "version 0.1 (commit c72489a1)"}
 """What reads each older format."""
+
+
+WITHHELD: Mapping[ReadableBy, int] = {"owner": 0o077, "group": 0o027, "everyone": 0o022}
+"""The umask for each setting."""
 
 
 class RunFolder:
@@ -62,17 +64,16 @@ class RunFolder:
             with suppress(FileExistsError):
                 self.path.parent.mkdir(parents=True)
             self._umask_before = os.umask(self._umask)
-            make_run_folder(self.path, self._umask)
+            _make_folder(self.path, self._umask)
             lock = open_lock_file(self.path / ".lock")
-        except OSError as error:
+        except (OSError, SettingsError) as error:
             self.release()
+            if isinstance(error, SettingsError):
+                raise
             raise SettingsError(
                 f"run folder {self.path} cannot be created ({error}). Choose another folder with "
                 "--run.directory=FOLDER."
             ) from None
-        except SettingsError:
-            self.release()
-            raise
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -113,7 +114,7 @@ class RunFolder:
     def write_settings(self, settings: Settings) -> None:
         """Write the effective settings, with defaults and without literal secrets, and the number of their format."""
         write_durably(self.path / "format", f"{FORMAT}\n".encode())
-        write_durably(self.path / "settings.toml", tomli_w.dumps(_without_none(plain_settings(settings))).encode())
+        write_durably(self.path / "settings.toml", tomli_w.dumps(plain_settings(settings, has_none=False)).encode())
 
     def check_resume(self, settings: Settings) -> None:
         """Refuse to resume with settings that would change what the run learns.
@@ -128,8 +129,8 @@ class RunFolder:
             before = _flat(redact(read_toml(file), keep_references=False), type(settings))
         except (DataError, AttributeError) as error:
             raise SettingsError(f"{file}, written when the run started, is not readable: {error}.") from None
-        plain = redact(plain_settings(settings), keep_references=False)
-        now = _flat(_without_none(plain), type(settings))
+        plain = redact(plain_settings(settings, has_none=False), keep_references=False)
+        now = _flat(plain, type(settings))
         changeable = changeable_on_resume(type(settings))
         differing = [
             f"  {name}: the run has {before.get(name, 'none')!r}, now {now.get(name, 'none')!r}"
@@ -161,6 +162,33 @@ class RunFolder:
         file = self.path / "summary.json"
         write_durably(file, (json.dumps(summary, indent=2) + "\n").encode())
         return file
+
+
+def _make_folder(path: Path, umask: int) -> None:
+    """Create a folder whose mode follows a umask, or change an existing one's mode.
+
+    Raises:
+        SettingsError: The folder belongs to another user, who could read and change its files, or keeps another mode.
+        OSError: The folder cannot be created.
+    """
+    path.mkdir(exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.geteuid() and os.geteuid() != 0:
+        raise SettingsError(
+            f"run folder {path} must belong to user {os.geteuid()}; found user {found.st_uid}, who could read and "
+            "change the run. Choose another folder with --run.directory=FOLDER or another name with --run.name=NAME."
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    wanted = (mode & ~0o777) | (0o777 & ~umask)
+    if mode == wanted:
+        return
+    path.chmod(wanted)
+    left = stat.S_IMODE(path.stat().st_mode) & umask
+    if left:
+        raise SettingsError(
+            f"run folder {path} must not have the mode bits {umask:03o}; its file system keeps {left:03o}. "
+            "Choose another folder with --run.directory=FOLDER, or accept it with --run.readable_by=everyone."
+        )
 
 
 def require_format(path: Path) -> None:
@@ -228,7 +256,7 @@ def require_resumable(folder: RunFolder, settings: Settings) -> None:
         )
 
 
-def choose_date(settings: Chosen, *, resume: bool) -> Chosen:
+def choose_date(settings: SettingsT, *, resume: bool) -> SettingsT:
     """Resolve `prompts.date = none`: the resumed run's date, else today."""
     if settings.prompts.date is not None:
         return settings
@@ -237,7 +265,7 @@ def choose_date(settings: Chosen, *, resume: bool) -> Chosen:
     return settings.model_copy(update={"prompts": replace(settings.prompts, date=date)})
 
 
-def choose_products(settings: Chosen, *, resume: bool) -> Chosen:
+def choose_products(settings: SettingsT, *, resume: bool) -> SettingsT:
     """Resolve `optimizer.products = "auto"`: the resumed run's choice, else what is faster on this machine.
 
     Raises:
@@ -297,14 +325,6 @@ def open_run(settings: Settings, *, resume: bool, say: Callable[[str], None]) ->
             raise
     finally:
         folder.release()
-
-
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_none(value) if isinstance(value, Mapping) else value
-        for name, value in values.items()
-        if value is not None
-    }
 
 
 def _flat(values: Mapping[str, Any], kind: type[Settings]) -> dict[str, Any]:

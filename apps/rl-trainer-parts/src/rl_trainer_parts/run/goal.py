@@ -1,17 +1,13 @@
-"""What validation says about a run: its best step, whether the target is reached, and whether the run should stop."""
+"""What validation says about a run: its best step and checkpoint, whether the target is reached, when to stop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rl_metrics.run_files import read_history
-from rl_metrics.targets import (
-    EXACT,
-    Validated,
-    best_of,
-    best_to_keep,
-    num_since_best,
-    validations_of,
-)
+from rl_core.errors import CheckpointError, SettingsError
+from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
+from rl_metrics.run_files import open_run, read_history
+from rl_metrics.targets import EXACT, Validated, best_of, best_to_keep, num_since_best, target_of, validations_of
+from rl_trainer_parts.run.folder import require_format
 from rl_trainer_parts.settings.schema import TrainerSettings
 
 METRICS = "metrics.jsonl"
@@ -62,15 +58,14 @@ class Goal:
 
     def needs_checkpoint(self, step: int) -> bool:
         """Whether this step's checkpoint must be saved because its validation is, or may become, the best."""
-        return self._settings.keep_best and step in self.kept
+        return step in self.kept
 
     @property
     def kept(self) -> frozenset[int]:
         """Steps whose checkpoints are kept beside the newest: the best one, and those being validated."""
         if not self._settings.keep_best:
             return frozenset()
-        best = self.best
-        return frozenset(self._pending) | ({best.step} if best else frozenset())
+        return frozenset(self._pending) | ({self.best.step} if self.best else frozenset())
 
     @property
     def best(self) -> Validated | None:
@@ -85,13 +80,13 @@ class Goal:
             for one in trained:
                 if self._target.is_reached(one.value):
                     return f"trainer.target: {self._target.label} reached {one.value:.4g} at step {one.step}"
-        patience = self._settings.stop_when_no_better
-        best = best_of(self._in_order, self._target)
-        if patience is None or best is None or num_since_best(self._in_order, self._target) < patience:
+        patience, best = self._settings.stop_when_no_better, best_of(self._in_order, self._target)
+        num_worse = num_since_best(self._in_order, self._target)
+        if patience is None or best is None or num_worse < patience:
             return None
         return (
             f"trainer.stop_when_no_better: {self._target.label} has been no better than its {best.value:.4g} of step "
-            f"{best.step} for {num_since_best(self._in_order, self._target)} validations"
+            f"{best.step} for {num_worse} validations"
         )
 
     def summary(self) -> dict[str, str | float | int | bool | None]:
@@ -109,3 +104,43 @@ class Goal:
     @property
     def _in_order(self) -> list[Validated]:
         return [self._validations[step] for step in sorted(self._validations)]
+
+
+def best_checkpoint(run: Path, say: Callable[[str], None]) -> Path:
+    """The checkpoint with the best validation of a run; torn ones are reported and skipped.
+
+    Args:
+        run: The run's folder.
+        say: Reports which checkpoint it is, and why a better one is not used.
+
+    Raises:
+        SettingsError: The path is not a run's folder, or no checkpoint has a validation.
+        CheckpointError: The folder cannot be read.
+    """
+    if not (run / "checkpoints").is_dir():
+        raise SettingsError(f"--best needs the folder of a run with checkpoints/; {run} is none.")
+    require_format(run)
+    record = open_run(run)
+    target = target_of(record.settings)
+    of_checkpoints = [one for one in validations_of(record.history, target) if one.step > 0 and one.is_exact]
+    of_checkpoints.sort(key=lambda one: one.value if target.lower_is_better else -one.value)  # early before equal later
+    steps = CheckpointStore(run / "checkpoints", keep=1).steps()
+    if not steps:
+        raise SettingsError(f"run {run} has no checkpoint yet.")
+    for validation in of_checkpoints:
+        source = f"the validation of step {validation.step} ({target.label} = {validation.value:.4g})"
+        if validation.step not in steps:
+            say(f"note: {source} is better, but its checkpoint was not kept")
+            continue
+        folder = run / "checkpoints" / f"step_{validation.step}"
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError as error:
+            say(f"note: {source} is better, but its checkpoint is broken: {error}")
+            continue
+        say(f"best checkpoint: {folder}, by {source}")
+        return folder
+    raise SettingsError(
+        f"--best: none of the checkpoints of {run} (steps {', '.join(map(str, steps))}) has a validation that reports "
+        f"{target.label}. Use one of them by its path, or leave out --best for the newest."
+    )

@@ -156,8 +156,8 @@ class RunLifecycle:
     def begins(self, state: RunState) -> None:
         """Report what is trained, and from which step."""
         self._has_begun = True
-        title = method_title(self._settings)
-        self.console.begin(title, total_steps=self._settings.trainer.steps, done_steps=state.step)
+        total = self._settings.trainer.steps
+        self.console.begin(method_title(self._settings), total_steps=total, done_steps=state.step)
 
     def _say_stopping(self) -> None:
         """Report at once, whatever the main thread is doing, what the stop waits for and what happens next."""
@@ -178,10 +178,6 @@ class RunLifecycle:
         self.console.say(f"{status} after step {state.step}{by}; continue with --resume", style="bold yellow")
         return stop.exit_status
 
-    def _report(self) -> dict[str, Path]:
-        """Path of the report."""
-        return {"report": self._folder.path / "report.html"} if self._settings.metrics.report else {}
-
     def _finished(self, state: RunState) -> int:
         """The last step is finished."""
         self.ending = "finished"
@@ -190,15 +186,19 @@ class RunLifecycle:
         file = self._folder.write_summary(summary)
         self.events.write("run_finished", **summary)
         shown = {name: value for name, value in summary.items() if value is not None and name != "status"}
+        files = {"metrics": self._folder.path / "metrics.jsonl", "summary": file}
+        if self._settings.metrics.report:
+            files["report"] = self._folder.path / "report.html"
         self.console.summary(
             "run finished",
-            {**shown, "metrics": self._folder.path / "metrics.jsonl", "summary": file, **self._report()},
+            {**shown, **files},
             notes={"steps_wall_s": "(time in steps; samples_per_s is num_samples divided by it)"},
         )
         return 0
 
     def _summary(self, status: str, state: RunState) -> dict[str, Any]:
-        newest = self.store.steps()[-1:]
+        files = {step: str(self._folder.checkpoints / f"step_{step}") for step in self.store.steps()}
+        best = self.goal.best
         return {
             "status": status,
             "steps": state.step,
@@ -209,13 +209,7 @@ class RunLifecycle:
             "num_samples": state.num_samples,
             "policy_version": state.policy_version,
             "seed": self._settings.run.seed,
-            "checkpoint": str(self._folder.checkpoints / f"step_{newest[0]}") if newest else None,
-            **self._best(),
+            "checkpoint": next(reversed(files.values()), None),
+            **self.goal.summary(),
+            **({"best_checkpoint": files[best.step]} if best is not None and best.step in files else {}),
         }
-
-    def _best(self) -> dict[str, Any]:
-        """What validation says about the run, and the best checkpoint."""
-        best = self.goal.best
-        if best is None or best.step not in self.store.steps():
-            return self.goal.summary()
-        return {**self.goal.summary(), "best_checkpoint": str(self._folder.checkpoints / f"step_{best.step}")}

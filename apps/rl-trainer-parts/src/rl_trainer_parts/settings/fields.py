@@ -9,19 +9,45 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import SettingsError
+from rl_core.errors import RLError, SettingsError
+from rl_core.record_fields import BOUND_WORDS
 from rl_core.secret_settings import redact
-from rl_trainer_parts.settings.changeable import CHANGEABLE_BY_SECTION
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
 
 ENTRY = "NAME"
 """Placeholder for the name of a table entry, such as a teacher's."""
+
+CHANGEABLE: dict[str, tuple[str, ...]] = {
+    "run": ("if_exists", "readable_by"),
+    "trainer": (
+        *("steps", "validate_every", "validate_first", "checkpoint_every", "keep_checkpoints"),
+        *("keep_best", "target", "target.metric", "target.value", "target.stop", "target.lower_is_better"),
+        *("stop_when_no_better", "background_checkpoints", "proof_tolerance"),
+    ),
+    "prompts": ("validation_limit", "validation_samples", "validation_temperature"),
+    "reward": ("timeout_s", "max_concurrency", "max_calls_per_s", "retries", "backoff_s", "retry_on"),
+    "rollout": (
+        *("audit_share", "rescored_share", "placement", "offload_engine", "offload_keeps_weights"),
+        *("deadline_s", "start_deadline_s"),
+    ),
+    "cluster": ("ray_address", "cpus_per_rank", "start_deadline_s", "call_deadline_s"),
+    "vllm": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "gpu_memory_utilization", "num_threads"),
+    "optimizer": ("num_threads",),
+    "lora": ("serving",),
+    **dict.fromkeys(("metrics", "health", "rollout_cache", "replicas", "weights"), ()),
+    "distillation": ("cache", "deadline_s", "start_deadline_s"),
+    "distillation.teachers.NAME": (
+        *("replicas", "resources.cpus", "resources.gpus", "placement", "max_model_len", "tensor"),
+        *("max_batch_tokens", "num_threads", "kv_cache_gib", "gpu_memory_utilization", "sleep", "restarts"),
+    ),
+}
+"""Settings that may differ on resume, because they do not change what is learned; without names, a whole section."""
 
 ORIGINS = """Settings come from the command line, then environment variables (RL__TRAINER__STEPS=20), then the file.
 Relative paths start at the current folder. Exit status: 0 finished; 1 failed; 2 a mistake in settings or files;
@@ -34,9 +60,6 @@ INDENT = " " * 8
 WORDS = {type(None): "none", Path: "path", str: "text", float: "number", int: "integer", bool: "true | false"}
 """Types in a user's words."""
 
-BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-"""A bound in words, by its name in annotations and in pydantic's errors."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingField:
@@ -47,7 +70,7 @@ class SettingField:
         annotation: Type.
         default: Default value, or dataclasses.MISSING.
         meaning: Description in the section's docstring.
-        limits: Bounds by their name in `BOUNDS`.
+        limits: Bounds by their name in `BOUND_WORDS`.
     """
 
     name: str
@@ -95,12 +118,14 @@ class SettingField:
         """Bounds in words, such as "above 0 and at most 1" or "finite"; other keys have no words."""
         if "min_length" in limits:
             return f"of length {limits['min_length']} or more"
-        known = {key: limit for key, limit in limits.items() if key in BOUNDS and limit != -math.inf}
+        known = {key: limit for key, limit in limits.items() if key in BOUND_WORDS and limit != -math.inf}
         if "gt" in known and int in self._options:
             known = {"ge": known.pop("gt") + 1} | known
         if known.keys() == {"ge", "le"}:
             return f"from {short(known['ge'])} to {short(known['le'])}"
-        words = (f"{BOUNDS[key]} {short(limit)}" if limit != math.inf else "finite" for key, limit in known.items())
+        words = (
+            f"{BOUND_WORDS[key]} {short(limit)}" if limit != math.inf else "finite" for key, limit in known.items()
+        )
         return " and ".join(words)
 
     def refusal(self, found: object, where: str, hint: str = "") -> str:
@@ -125,6 +150,14 @@ def with_value(settings: Settings, name: str) -> str:
     return f"{name} = {value}{' (default)' if is_default else ''}"
 
 
+def problems_of(prefix: str, check: Callable[..., object], *values: Any, **named: Any) -> Iterator[str]:
+    """The lines of a check's error, each after a prefix, such as "lora."; none if the check passes."""
+    try:
+        check(*values, **named)
+    except RLError as error:
+        yield from (f"{prefix}{line}" for line in str(error).splitlines())
+
+
 def find_setting(name: str, kind: type[Settings] = Settings) -> SettingField | None:
     """A setting, including one of a table entry: `distillation.teachers.large.replicas`."""
     known = setting_fields(kind)
@@ -141,10 +174,14 @@ def find_setting(name: str, kind: type[Settings] = Settings) -> SettingField | N
     return table.entry_fields(entry).get(name)
 
 
+@functools.cache
 def changeable_on_resume(kind: type[Settings]) -> frozenset[str]:
     """Names of the settings that may differ on resume."""
-    names = (f"{section}.{name}" for section, names in CHANGEABLE_BY_SECTION.items() for name in names)
-    return frozenset((*names, *kind.also_changeable_on_resume))
+    changeable = {*kind.also_changeable_on_resume}
+    for section, names in CHANGEABLE.items():
+        changeable |= {f"{section}.{name}" for name in names}
+        changeable |= {name for name in setting_fields(kind) if not names and name.startswith(f"{section}.")}
+    return frozenset(changeable)
 
 
 def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
@@ -168,7 +205,7 @@ def _limits(annotation: Any) -> dict[str, float]:
     """The bounds in an annotation, such as `Annotated[int, Field(ge=1)]`, which may be optional."""
     marks = [mark for part in (annotation, *typing.get_args(annotation)) for mark in getattr(part, "__metadata__", ())]
     single = [one for mark in marks for one in getattr(mark, "metadata", (mark,))]
-    return {key: getattr(one, key) for one in single for key in BOUNDS if hasattr(one, key)}
+    return {key: getattr(one, key) for one in single for key in BOUND_WORDS if hasattr(one, key)}
 
 
 def attribute_meanings(kind: type) -> dict[str, str]:
@@ -241,20 +278,14 @@ def _section_lines(section: str, kind: type[Settings]) -> Iterator[str]:
 
 
 def _entry_lines(setting: SettingField, kind: type[Settings]) -> Iterator[str]:
-    changeable = changeable_on_resume(kind)
-    for one in (setting, *setting.entry_fields().values()):
-        yield from _explained(one, may_differ=one.name in changeable)
-
-
-def _explained(setting: SettingField, *, may_differ: bool) -> list[str]:
-    width = min(shutil.get_terminal_size().columns, 110)
-    is_required = setting.default is dataclasses.MISSING
-    default = "required" if is_required else f"default {written(setting.default)}"
-    about = "; ".join(filter(None, (setting.bound(setting.limits), default, "may differ on resume" * may_differ)))
-    words = textwrap.wrap(
-        setting.meaning, width - 8, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
-    )
-    return [f"  --{setting.name}={describe_type(setting.annotation)}  ({about})", *words]
+    width = min(shutil.get_terminal_size().columns, 110) - 2 * len(INDENT)
+    for field in (setting, *setting.entry_fields().values()):
+        default = "required" if field.default is dataclasses.MISSING else f"default {written(field.default)}"
+        resume = "may differ on resume" if field.name in changeable_on_resume(kind) else ""
+        about = "; ".join(filter(None, (field.bound(field.limits), default, resume)))
+        yield f"  --{field.name}={describe_type(field.annotation)}  ({about})"
+        words = textwrap.wrap(field.meaning, width, break_on_hyphens=False)
+        yield from (f"{INDENT}{line}" for line in words)
 
 
 def short(value: object) -> str:
@@ -273,7 +304,12 @@ def written(value: object) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Settings as nested dicts of plain values that may be written and shown: literal secrets are redacted."""
-    values = redact(settings.model_dump(mode="json"))
+def plain_settings(settings: Settings, *, has_none: bool = True) -> dict[str, Any]:
+    """Settings as nested dicts of plain values that may be written and shown: literal secrets are redacted.
+
+    Args:
+        settings: The run's settings.
+        has_none: Include the settings whose value is none, which TOML cannot express.
+    """
+    values = redact(settings.model_dump(mode="json", exclude_none=not has_none))
     return {section: dict(fields) for section, fields in values.items()}

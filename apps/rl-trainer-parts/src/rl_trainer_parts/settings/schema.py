@@ -4,9 +4,10 @@ Values come from, in order of precedence: the command line (`--trainer.steps=20`
 (`RL__TRAINER__STEPS=20`), the TOML file, the defaults here. The program never changes a setting.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -99,7 +100,7 @@ class PromptSettings:
     date: str | None = None
     validation_limit: PositiveInt | None = None
     validation_samples: PositiveInt = 1
-    validation_temperature: NonNegativeFloat = 0.0
+    validation_temperature: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,3 +415,6 @@ class Settings(BaseModel):
     def run_folder(self) -> Path:
         """The run's folder."""
         return self.run.directory / self.run.name
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)

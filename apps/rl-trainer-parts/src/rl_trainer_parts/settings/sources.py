@@ -194,10 +194,9 @@ def _explain(problem: Mapping[str, Any], origins: Mapping[str, str], kind: type[
         return f"{name}: required, and not set. {setting.meaning}"
     found = _shown(problem["input"], setting)
     if bound := setting.bound(problem.get("ctx", {})):
-        bounds = (setting.bound(setting.limits) if bound == "finite" else bound) + (
-            ", or none" if setting.is_optional else ""
-        )
-        return f"{name} must be {bounds}; found {short(problem['input']) or found}{where}."
+        bounds = setting.bound(setting.limits) if bound == "finite" else bound
+        optional = ", or none" if setting.is_optional else ""
+        return f"{name} must be {bounds}{optional}; found {short(problem['input']) or found}{where}."
     hint = _value_hint(name, problem["input"], setting.annotation)
     if not item:
         return setting.refusal(found, where, hint)
@@ -243,6 +242,5 @@ def _unknown(name: str, where: str, kind: type[Settings]) -> str:
     if now != name and not is_field and (now in known or any(one.startswith(f"{now}.") for one in known)):
         return f"{name}{where} is called {now} since version 0.2. Write {now}."
     if (section := name.partition(".")[0]) in RENAMED and section != name:
-        now = f"[{section}] is called [{RENAMED[section]}] since version 0.2."
-        return f"unknown setting {name!r}{where}. {now}{suggest(name, known)} `train --help` lists all of them."
+        where += f". [{section}] is called [{RENAMED[section]}] since version 0.2"
     return f"unknown setting {name!r}{where}.{suggest(name, known)} `train --help` lists all of them."

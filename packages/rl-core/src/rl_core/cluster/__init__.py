@@ -1,10 +1,10 @@
 """Roles that run in this process, in processes on this machine, or on Ray.
 
 Users configure roles with `options` and `role_spec`, and use `cluster`, `group`, `running_role` and `blocking`; `pools`
-and `shares` account for CPUs and GPUs. `incarnation` is the interface of every placement: `inline`,
-`processes.incarnation` (its child side is `child`) and `ray.incarnation` (its actor side is `actor`), started by the
-launchers in `local` and `ray.roles`. Calls use `calls`, `packing`, `frames` and `messages`. `served` runs the role's
-object, `output` handles its printed lines, `stacks`, `stack_dump` and `role_report` show its current activity, and
+and `shares` account for CPUs and GPUs. `role_process` is the interface of every placement: objects in this process and
+`processes.role_process` (its child side is `child`), started by `local`, and `ray.role_process` (its actor side is
+`actor`), started by `ray.roles`. Calls use `calls`, `packing`, `frames` and `messages`. `served` runs the role's
+object, `output` handles its printed lines, `stacks` and `stack_dump` show its current activity, and
 `guard` ends its leftover processes.
 """
 
@@ -14,11 +14,10 @@ from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
 from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole, next_incarnation
-from rl_core.cluster.role_report import RoleReport, RoleView, process_report
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
 from rl_core.cluster.running_role import RestartedRole, Role
 from rl_core.cluster.shares import Shares, count_room, describe_shares, machine_shares, visible_gpus
-from rl_core.cluster.stacks import cut_middle, process_stacks
+from rl_core.cluster.stacks import RoleReport, RoleView, cut_middle, process_report, process_stacks
 
 __all__ = [
     "BlockingGroup",

@@ -86,11 +86,11 @@ class BlockingGroup:
         closed = ["The group of roles is closed, or was called from its own thread."] * self.size
         if threading.current_thread() is self._thread:
             return closed
-        asked = self._group.stacks(deadline_s=deadline_s)
+        stacks = self._group.stacks(deadline_s=deadline_s)
         try:
-            answer = asyncio.run_coroutine_threadsafe(asked, self._loop)
+            answer = asyncio.run_coroutine_threadsafe(stacks, self._loop)
         except RuntimeError:  # the loop is closed
-            asked.close()
+            stacks.close()
             return closed
         longest_s = deadline_s + SPARE_S
         try:

@@ -17,7 +17,7 @@ STACKS = "(stacks)"
 MAX_NAMED = 5
 
 
-class Call(NamedTuple):
+class RoleCall(NamedTuple):
     """A call before it is sent.
 
     Attributes:
@@ -51,7 +51,7 @@ class Call(NamedTuple):
             ) from error
 
 
-class _Waiting(NamedTuple):
+class _PendingCall(NamedTuple):
     """A pending call, with its start on the monotonic clock."""
 
     method: str
@@ -65,7 +65,7 @@ class Calls:
     def __init__(self, spec: RoleSpec) -> None:
         """Start without pending calls."""
         self._spec = spec
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _PendingCall] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._failure: Callable[[str], BaseException] | None = None
@@ -79,7 +79,7 @@ class Calls:
             number = next(self._numbers)
             failure = self._failure
             if failure is None:
-                self._waiting[number] = _Waiting(method, future, time.monotonic())
+                self._waiting[number] = _PendingCall(method, future, time.monotonic())
         if failure is not None:
             future.set_exception(failure(method))
         return number, future

@@ -1,14 +1,13 @@
 """Starts roles in one kind of placement, and ends them together."""
 
 import asyncio
-from types import TracebackType
 
 from rl_core.cluster.group import RoleGroup
-from rl_core.cluster.incarnation import Launcher
 from rl_core.cluster.local import LocalLauncher
 from rl_core.cluster.options import ClusterOptions, ResourcePool
 from rl_core.cluster.pools import Slot, own_pool
 from rl_core.cluster.ray.session import import_ray
+from rl_core.cluster.role_process import Launcher
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.cluster.running_role import Role
 from rl_core.errors import DeadlineError, NotReadyError, SettingsError
@@ -78,9 +77,7 @@ class Cluster:
     async def __aenter__(self) -> "Cluster":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _open(self, spec: RoleSpec, deadline_s: float) -> None:

@@ -3,13 +3,13 @@
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_core.cluster.calls import Call
-from rl_core.cluster.incarnation import Launcher
+from rl_core.cluster.calls import RoleCall
 from rl_core.cluster.pools import Slot
+from rl_core.cluster.role_process import Launcher
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.cluster.running_role import DeathCallback, Role
 from rl_core.errors import RLError, RoleDiedError, SettingsError
@@ -115,7 +115,7 @@ class RoleGroup:
         Raises:
             Exception: See `Role.call`.
         """
-        parcel = self._launcher.pack(Call([role.spec for role in self._roles], method, args, kwargs))
+        parcel = self._launcher.pack(RoleCall([role.spec for role in self._roles], method, args, kwargs))
         return await self._together([role.send(method, parcel, deadline_s=deadline_s) for role in self._roles])
 
     async def call_each(
@@ -134,28 +134,6 @@ class RoleGroup:
         calls = zip(self._roles, arguments, strict=True)
         return await self._together([role.call(method, *one, deadline_s=deadline_s) for role, one in calls])
 
-    async def as_finished(
-        self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any
-    ) -> AsyncGenerator[tuple[int, Any], None]:
-        """Call all roles with the same arguments, and yield (rank, result) in the order of completion.
-
-        Raises:
-            Exception: A role's error on its turn; see `Role.call`. This does not wait for the others.
-        """
-        parcel = self._launcher.pack(Call([role.spec for role in self._roles], method, args, kwargs))
-        ranks = {
-            asyncio.ensure_future(role.send(method, parcel, deadline_s=deadline_s)): rank
-            for rank, role in enumerate(self._roles)
-        }
-        waiting = set(ranks)
-        try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for call in sorted(done, key=ranks.__getitem__):
-                    yield ranks[call], call.result()
-        finally:
-            await _drop(ranks)
-
     async def stacks(self, *, deadline_s: float) -> list[str]:
         """Return the current stacks of each role in rank order, including dead ones; see `Role.stacks`."""
         return await asyncio.gather(*(role.stacks(deadline_s=deadline_s) for role in self._roles))
@@ -164,15 +142,6 @@ class RoleGroup:
         """Register a callback for each death of a role, before any restart; runs on the group's event loop."""
         for role in self._roles:
             role.on_death(callback)
-
-    async def wait_death(self) -> RLError:
-        """Wait until a role dies; see `Role.wait_death`."""
-        waits = [asyncio.ensure_future(role.wait_death()) for role in self._roles]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
-        finally:
-            await _drop(waits)
 
     async def close(self) -> None:
         """Close every role, then raise the first error. Idempotent."""

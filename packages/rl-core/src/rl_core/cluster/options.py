@@ -1,14 +1,15 @@
 """Options of roles: placement, resources and restarts."""
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from rl_core.cluster.ray.session import RayOptions
 from rl_core.errors import SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveInt, settings_record
 
 Kind = Literal["inline", "process", "ray"]
 Strategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
@@ -33,12 +34,7 @@ class ClusterOptions:
     kind: Kind = "process"
     ray: RayOptions = field(default_factory=RayOptions)
     log_directory: Path | None = None
-    close_deadline_s: float = 20.0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        if self.close_deadline_s < 0:
-            raise SettingsError(f"close_deadline_s must be 0 or more; found {self.close_deadline_s:g}.")
+    close_deadline_s: Annotated[float, Ge(0)] = 20.0
 
 
 @settings_record
@@ -58,16 +54,14 @@ class ResourcePool:
     """
 
     name: str
-    size: int
-    cpus: float = 0.0
-    gpus: float = 0.0
+    size: PositiveInt
+    cpus: NonNegativeFloat = 0.0
+    gpus: NonNegativeFloat = 0.0
     strategy: Strategy = "pack"
 
     def __post_init__(self) -> None:
-        """Check the amounts."""
-        if self.size < 1:
-            raise SettingsError(f"pool {self.name!r} must have a size of at least 1; found {self.size}.")
-        check_amounts(f"pool {self.name!r}", self.cpus, self.gpus)
+        """Check the GPUs."""
+        check_gpus(f"pool {self.name!r}", self.gpus)
 
 
 @settings_record
@@ -84,27 +78,18 @@ class RestartPolicy:
             its weights here.
     """
 
-    max_restarts: int = 0
+    max_restarts: NonNegativeInt = 0
     within_s: float | None = None
     scope: Literal["role", "group"] = "role"
-    backoff_s: float = 1.0
+    backoff_s: Annotated[float, Ge(0)] = 1.0
     hook: str | RestartHook | None = None
 
-    def __post_init__(self) -> None:
-        """Check the policy."""
-        if self.max_restarts < 0 or self.backoff_s < 0:
-            raise SettingsError(
-                f"max_restarts and backoff_s must be 0 or more; found {self.max_restarts} and {self.backoff_s:g}."
-            )
 
-
-def check_amounts(who: str, cpus: float, gpus: float) -> None:
-    """Check amounts of CPUs and GPUs.
+def check_gpus(who: str, gpus: float) -> None:
+    """Check an amount of GPUs.
 
     Raises:
-        SettingsError: An amount is negative, or a fraction above one GPU.
+        SettingsError: It is a fraction above one GPU.
     """
-    if not (cpus >= 0 and gpus >= 0 and math.isfinite(cpus) and math.isfinite(gpus)):
-        raise SettingsError(f"{who} must request at least 0 CPUs and GPUs; found {cpus:g} and {gpus:g}.")
     if gpus > 1 and gpus != int(gpus):
         raise SettingsError(f"{who} must request a whole number of GPUs, or a fraction of one; found {gpus:g}.")

@@ -89,7 +89,7 @@ class PoolBook:
         try:
             while (slots := self._try_place(entry, specs)) is None:
                 if time.monotonic() > ends_at:
-                    raise DeadlineError(_say_taken(self._reserver, entry, specs, deadline_s))
+                    raise DeadlineError(_describe_shortage(self._reserver, entry, specs, deadline_s))
                 await asyncio.sleep(PAUSE_S)
         except BaseException:
             self._leave(entry, num_users=len(specs))
@@ -238,19 +238,16 @@ def _place(entry: _Entry, slots: list[Shares], specs: Sequence[RoleSpec]) -> lis
     return None
 
 
-def _say_taken(reserver: Reserver, entry: _Entry, specs: Sequence[RoleSpec], deadline_s: float) -> str:
+def _describe_shortage(reserver: Reserver, entry: _Entry, specs: Sequence[RoleSpec], deadline_s: float) -> str:
     pool = entry.pool
     wanted = f"{len(specs)} of role {specs[0].name!r} waited {deadline_s:g} s for "
     if entry.slots is None:
-        asked = f"pool {pool.name!r}: {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each"
-        return f"{wanted}{asked}; {reserver.describe_free()}. Release resources or request less."
-    cpus, gpus = (sum(values) for values in zip(*(_free_of(slot) for slot in entry.slots), strict=True))
+        whole_pool = f"pool {pool.name!r}: {pool.size} slots of {describe_shares(pool.cpus, pool.gpus)} each"
+        return f"{wanted}{whole_pool}; {reserver.describe_free()}. Release resources or request less."
+    cpus = sum(slot.free_cpus for slot in entry.slots)
+    gpus = sum(sum(slot.free_gpus.values()) for slot in entry.slots)
     return (
         f"{wanted}{describe_shares(*_part(pool, specs[0]))} each from pool {pool.name!r}, which has {pool.size} slots "
         f"of {describe_shares(pool.cpus, pool.gpus)}, with {describe_shares(cpus, gpus)} free in total. Close a role "
         "that uses the pool, or request a fraction of a slot."
     )
-
-
-def _free_of(slot: Shares) -> tuple[float, float]:
-    return slot.free_cpus, sum(slot.free_gpus.values())

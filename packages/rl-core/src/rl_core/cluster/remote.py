@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,25 +13,25 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.cluster.calls import Calls, describe_call
-from rl_core.cluster.incarnation import Birth
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions, RestartPolicy
 from rl_core.cluster.processes.guard import MARK_VARIABLE
-from rl_core.cluster.processes.stack_dump import ask_then_dump
+from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
+from rl_core.cluster.stacks import NOT_ANSWERED
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 
 
-class RemoteIncarnation(ABC):
-    """An `Incarnation` with remote calls; calls made in one turn of the event loop are sent together.
+class RemoteProcess(ABC):
+    """A `RoleProcess` with remote calls; calls made in one turn of the event loop are sent together.
 
-    A subclass starts the process, sends the calls, and calls `_tell_end` after the process ends.
+    A subclass starts the process, sends the calls, and calls `_report_end` after the process ends.
     """
 
-    def __init__(self, birth: Birth, options: ClusterOptions) -> None:
+    def __init__(self, request: LaunchRequest, options: ClusterOptions) -> None:
         """Initialize without a process."""
-        self._birth = birth
-        self._spec = birth.spec
+        self._request = request
+        self._spec = request.spec
         self._close_deadline_s = options.close_deadline_s
         self._mark = uuid.uuid4().hex
         self._calls = Calls(self._spec)
@@ -46,13 +47,13 @@ class RemoteIncarnation(ABC):
     async def start(self) -> None:
         """Wait for the role's object; see `Launcher.launch`."""
         spec = replace(self._spec, restart=RestartPolicy())  # its hook may not be picklable
-        limit = asyncio.timeout(self._birth.deadline_s)
+        limit = asyncio.timeout(self._request.deadline_s)
         try:
             async with limit:
                 await self._make(spec)
         except BaseException as error:
             is_late = isinstance(error, TimeoutError) and limit.expired()
-            text = await self._say_late() if is_late else ""
+            text = await self._describe_delay() if is_late else ""
             await self.kill("was ended because its start failed")
             if is_late:
                 raise named(DeadlineError(text), spec) from None
@@ -61,29 +62,49 @@ class RemoteIncarnation(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """See `Incarnation.pid`."""
+        """See `RoleProcess.pid`."""
 
     @property
     def is_alive(self) -> bool:
-        """See `Incarnation.is_alive`."""
+        """See `RoleProcess.is_alive`."""
         return self._because is None and not self._has_ended
 
     @property
     def last_heard(self) -> str:
-        """See `Incarnation.last_heard`."""
+        """See `RoleProcess.last_heard`."""
         return self._calls.last_heard
 
     @property
     def under_way(self) -> str:
-        """See `Incarnation.under_way`."""
+        """See `RoleProcess.under_way`."""
         return self._calls.under_way
 
     async def stacks(self, deadline_s: float) -> str:
-        """See `Incarnation.stacks`: a thread of the process answers, otherwise its signal handler."""
-        return await ask_then_dump(self._ask_stacks, self._dump, deadline_s)
+        """See `RoleProcess.stacks`: a thread of the process answers; after half of the time, its signal handler."""
+        half_s = deadline_s / 2
+        limit = asyncio.timeout(half_s)
+        try:
+            async with limit:
+                return await self._ask_stacks()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - half_s))
+        late = (
+            f"{NOT_ANSWERED} {since}, {half_s:.1f} s: C code holds its interpreter, it is stopped, or it gets no CPU "
+            "time. Its tasks are not known."
+        )
+        limit = asyncio.timeout(half_s)
+        try:
+            async with limit:
+                return f"{late}\n{await self._dump(0.8 * half_s)}"
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return f"{late}\nSending it a signal took longer than {half_s:.1f} s."
 
     async def call(self, method: str, parcel: Any) -> Any:
-        """See `Incarnation.call`."""
+        """See `RoleProcess.call`."""
         number, future = self._calls.begin(method)
         try:
             if not future.done():
@@ -95,7 +116,7 @@ class RemoteIncarnation(ABC):
             self._calls.forget(number)
 
     def watch(self, callback: Callable[[RLError], None]) -> None:
-        """See `Incarnation.watch`."""
+        """See `RoleProcess.watch`."""
         with self._lock:
             has_ended = self._has_ended
             if not has_ended:
@@ -104,7 +125,7 @@ class RemoteIncarnation(ABC):
             callback(self._death(None))
 
     async def close(self) -> None:
-        """See `Incarnation.close`."""
+        """See `RoleProcess.close`."""
         if self._because is None:
             self._because, self._is_closed = "was closed; start it again before calling it", True
         try:
@@ -116,7 +137,7 @@ class RemoteIncarnation(ABC):
             await self._end()
 
     async def kill(self, because: str) -> None:
-        """See `Incarnation.kill`."""
+        """See `RoleProcess.kill`."""
         self._because = self._because or because
         await self._end()
 
@@ -127,7 +148,7 @@ class RemoteIncarnation(ABC):
         """Make the object, by a call with an empty name."""
 
     @abstractmethod
-    async def _say_late(self) -> str:
+    async def _describe_delay(self) -> str:
         """Explain why it was not ready in time; may end the process to find out."""
 
     @abstractmethod
@@ -158,7 +179,7 @@ class RemoteIncarnation(ABC):
         calls, self._outgoing = self._outgoing, []
         self._send(calls)
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         """Report the end, first to watchers, then to pending calls."""
         with self._lock:
             self._has_ended = True

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from rl_core.cluster.options import RestartPolicy, check_amounts
+from rl_core.cluster.options import RestartPolicy, check_gpus
 from rl_core.errors import SettingsError
-from rl_core.record_fields import record, settings_record
+from rl_core.record_fields import NonNegativeFloat, record, settings_record
 
 
 @settings_record
@@ -32,13 +32,13 @@ class RoleSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
-    cpus: float | None = None
-    gpus: float | None = None
+    cpus: NonNegativeFloat | None = None
+    gpus: NonNegativeFloat | None = None
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 
     def __post_init__(self) -> None:
-        """Check the amounts."""
-        check_amounts(f"role {self.name!r}", self.cpus or 0.0, self.gpus or 0.0)
+        """Check the GPUs."""
+        check_gpus(f"role {self.name!r}", self.gpus or 0.0)
 
     def __str__(self) -> str:
         """Return the name with the rank, such as engine[0]."""
@@ -87,21 +87,8 @@ def load_factory(path: str) -> Any:
     return found
 
 
-async def make_object(factory_path: str, kwargs: Mapping[str, Any], context: RoleContext) -> Any:
-    """Make a role's object with its factory, which may use the context.
-
-    Raises:
-        SettingsError: The factory does not exist.
-        Exception: Whatever the factory raised.
-    """
-    factory = load_factory(factory_path)
-    if "context" not in kwargs and _takes_context(factory):
-        kwargs = {**kwargs, "context": context}
-    made = factory(**kwargs)
-    return await made if inspect.isawaitable(made) else made
-
-
-def _takes_context(factory: Any) -> bool:
+def takes_context(factory: Any) -> bool:
+    """Return True if a factory has a parameter for the role's context."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):  # a class written in C

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.cluster.calls import Call, describe_call
-from rl_core.cluster.incarnation import Birth, Incarnation, Launcher
+from rl_core.cluster.calls import RoleCall, describe_call
 from rl_core.cluster.messages import named
 from rl_core.cluster.pools import Slot
+from rl_core.cluster.role_process import Launcher, LaunchRequest, RoleProcess
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
 from rl_core.cluster.stacks import NOT_KNOWN
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
@@ -32,47 +32,42 @@ class RestartedRole:
     spec: RoleSpec
     incarnation: int
     launcher: Launcher
-    current: Incarnation
+    current: RoleProcess
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method; see `Role.call`."""
-        return await self.current.call(method, self.launcher.pack(Call([self.spec], method, args, kwargs)))
+        return await self.current.call(method, self.launcher.pack(RoleCall([self.spec], method, args, kwargs)))
 
 
 class Role:
-    """A running role, for use on the event loop that started it; created by `Cluster.start` and `RoleGroup`."""
+    """A running role, for use on the event loop that started it; created by `Cluster.start` and `RoleGroup`.
+
+    Attributes:
+        spec: Specification of the role.
+        incarnation: Starts at 1 and increases by one with each restart.
+        state: One of starting, serving, restarting, dead (permanently) or closed.
+    """
 
     def __init__(self, spec: RoleSpec, *, size: int, slot: Slot | None, launcher: Launcher) -> None:
         """Initialize without starting."""
-        self._spec = spec
+        self.spec = spec
+        self.incarnation = 0
+        self.state: State = "starting"
         self._size = size
         self._slot = slot
         self._launcher = launcher
-        self._current: Incarnation | None = None
-        self._state: State = "starting"
+        self._current: RoleProcess | None = None
         self._changed = asyncio.Event()
-        self._incarnation = 0
         self._fate = ""
         self._ending: BaseException | None = None
         self._callbacks: list[DeathCallback] = []
-        self._mourners: set[asyncio.Future[RLError]] = set()
         self.supervisor: DeathCallback | None = None
         """Decides about restarts; called before others are notified of the death."""
 
     @property
-    def spec(self) -> RoleSpec:
-        """Specification of the role."""
-        return self._spec
-
-    @property
     def rank(self) -> int:
         """Rank among equal roles."""
-        return self._spec.rank
-
-    @property
-    def incarnation(self) -> int:
-        """Starts at 1 and increases by one with each restart."""
-        return self._incarnation
+        return self.spec.rank
 
     @property
     def pid(self) -> int:
@@ -82,28 +77,18 @@ class Role:
             NotReadyError: It has no process because it is restarting or closed.
         """
         if self._current is None:
-            raise NotReadyError(f"{self._spec} has no process: it is {self._state}.")
+            raise NotReadyError(f"{self.spec} has no process: it is {self.state}.")
         return self._current.pid
-
-    @property
-    def state(self) -> State:
-        """One of starting, serving, restarting, dead (permanently) or closed."""
-        return self._state
 
     @property
     def death(self) -> RLError | None:
         """The error of its calls once it is permanently dead."""
-        return self._death() if self._state == "dead" else None
-
-    @property
-    def last_heard(self) -> str:
-        """Describe its last message, with its age."""
-        return "nothing" if self._current is None else self._current.last_heard
+        return self._death() if self.state == "dead" else None
 
     @property
     def is_alive(self) -> bool:
         """False while it restarts, and once it is closed or permanently dead."""
-        return self._state == "serving" and self._current is not None and self._current.is_alive
+        return self.state == "serving" and self._current is not None and self._current.is_alive
 
     async def call(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call a sync or async method; calls may overlap. Arguments must not change until it returns.
@@ -124,20 +109,20 @@ class Role:
             RoleError: An argument or the result cannot be pickled.
             Exception: Whatever the method raised, with the remote traceback as a note and attributes `role` and `rank`.
         """
-        parcel = self._launcher.pack(Call([self._spec], method, args, kwargs))
+        parcel = self._launcher.pack(RoleCall([self.spec], method, args, kwargs))
         return await self.send(method, parcel, deadline_s=deadline_s)
 
     async def send(self, method: str, parcel: Any, *, deadline_s: float | None) -> Any:
         """Call a method with arguments packed by the launcher."""
         began_at = time.time()
         limit = asyncio.timeout(deadline_s)
-        current: Incarnation | None = None
+        current: RoleProcess | None = None
         try:
             async with limit:
                 current = await self._serving()
                 return await current.call(method, parcel)
         except RoleDiedError as error:
-            if current is None or error.role != self._spec.name or error.rank != self._spec.rank:
+            if current is None or error.role != self.spec.name or error.rank != self.spec.rank:
                 raise
             raise RoleDiedError(f"{error} {self._fate}", role=error.role, rank=error.rank) from None
         except TimeoutError:
@@ -159,11 +144,11 @@ class Role:
             deadline_s: Maximum wait.
         """
         current = self._current
-        if self._state in ("dead", "closed") or current is None:
-            because = self._death() if self._state == "dead" else f"{self._spec} is {self._state}. {self._fate}"
+        if self.state in ("dead", "closed") or current is None:
+            because = self._death() if self.state == "dead" else f"{self.spec} is {self.state}. {self._fate}"
             return f"{because}".rstrip()
         heading = (
-            f"{self._spec} is {self._state} in pid {current.pid}; pending calls: {current.under_way}; its last "
+            f"{self.spec} is {self.state} in pid {current.pid}; pending calls: {current.under_way}; its last "
             f"message was {current.last_heard}."
         )
         try:
@@ -175,23 +160,6 @@ class Role:
         """Register a callback for each death, before any restart; runs on its event loop."""
         self._callbacks.append(callback)
 
-    async def wait_death(self) -> RLError:
-        """Wait for its next death, even if a restart follows; return the error that its calls get.
-
-        Raises:
-            NotReadyError: The role was closed.
-        """
-        if self._state == "dead":
-            return self._death()
-        if self._state == "closed":
-            raise self._closed()
-        died: asyncio.Future[RLError] = asyncio.get_running_loop().create_future()
-        self._mourners.add(died)
-        try:
-            return await died
-        finally:
-            self._mourners.discard(died)
-
     async def fail(self, because: str) -> None:
         """Kill its process and treat it as dead: its policy decides about a restart.
 
@@ -199,18 +167,15 @@ class Role:
             because: End of a sentence about the role, such as "did not answer for 60 s and was killed".
         """
         current = self._current
-        if current is None or self._state != "serving":
+        if current is None or self.state != "serving":
             return
-        self._has_died(current, named(RoleDiedError(f"{self._spec} {because}."), self._spec))
+        self._has_died(current, named(RoleDiedError(f"{self.spec} {because}."), self.spec))
         await current.kill(because)
 
     async def close(self) -> None:
         """Call the object's `close`, if defined, and end its process with its children. Idempotent."""
         current = self._current
         self._set("closed")
-        for died in self._mourners:
-            if not died.done():
-                died.set_exception(self._closed())
         try:
             if current is not None:
                 await current.close()
@@ -221,13 +186,13 @@ class Role:
 
     async def launch(self, deadline_s: float) -> None:
         """Start the next incarnation, which does not serve calls yet."""
-        self._incarnation += 1
+        self.incarnation += 1
         context = RoleContext(
-            name=self._spec.name, rank=self._spec.rank, size=self._size, address="", incarnation=self._incarnation
+            name=self.spec.name, rank=self.spec.rank, size=self._size, address="", incarnation=self.incarnation
         )
-        birth = Birth(spec=self._spec, context=context, slot=self._slot, deadline_s=round(deadline_s, 1))
-        current = await self._launcher.launch(birth)
-        if self._state == "closed":
+        request = LaunchRequest(spec=self.spec, context=context, slot=self._slot, deadline_s=round(deadline_s, 1))
+        current = await self._launcher.launch(request)
+        if self.state == "closed":
             await current.kill("was closed while it started")
             return
         self._current = current
@@ -252,12 +217,12 @@ class Role:
             NotReadyError: The incarnation has already ended.
         """
         if self._current is None:
-            raise NotReadyError(f"{self._spec} has no process: it is {self._state}.")
-        return RestartedRole(self._spec, self._incarnation, self._launcher, self._current)
+            raise NotReadyError(f"{self.spec} has no process: it is {self.state}.")
+        return RestartedRole(self.spec, self.incarnation, self._launcher, self._current)
 
     def serve(self) -> None:
         """Start to serve calls."""
-        if self._state != "closed":
+        if self.state != "closed":
             self._set("serving")
 
     def check_alive(self) -> None:
@@ -267,17 +232,17 @@ class Role:
             RoleDiedError: The incarnation died.
         """
         if self._current is None or not self._current.is_alive:
-            raise named(RoleDiedError(f"{self._spec} died right after its restart."), self._spec)
+            raise named(RoleDiedError(f"{self.spec} died right after its restart."), self.spec)
 
     def hold(self, fate: str) -> None:
         """Block calls; waiting ones fail with the role's outcome."""
-        if self._state != "closed":
+        if self.state != "closed":
             self._fate = fate
             self._set("restarting")
 
     def give_up(self, ending: BaseException, fate: str) -> None:
         """Mark the role as permanently dead."""
-        if self._state != "closed":
+        if self.state != "closed":
             self._ending, self._fate = ending, fate
             self._set("dead")
             self.give_slot_back()
@@ -290,46 +255,41 @@ class Role:
 
     # -- inside
 
-    def _has_died(self, current: Incarnation, error: RLError) -> None:
-        if current is not self._current or self._state == "closed":
+    def _has_died(self, current: RoleProcess, error: RLError) -> None:
+        if current is not self._current or self.state == "closed":
             return
         if self.supervisor is not None:
             self.supervisor(self, error)
-        for died in self._mourners:
-            if not died.done():
-                died.set_result(error)
         for callback in list(self._callbacks):
             callback(self, error)
 
-    async def _serving(self) -> Incarnation:
-        while self._state in ("starting", "restarting"):
+    async def _serving(self) -> RoleProcess:
+        while self.state in ("starting", "restarting"):
             await self._changed.wait()
-        if self._state == "closed":
+        if self.state == "closed":
             raise self._closed()
-        if self._state == "dead" or self._current is None:
+        if self.state == "dead" or self._current is None:
             raise self._death()
         return self._current
 
     def _closed(self) -> RLError:
-        return NotReadyError(f"{self._spec} was closed; start it again before calling it.")
+        return NotReadyError(f"{self.spec} was closed; start it again before calling it.")
 
     def _death(self) -> RLError:
-        error = named(RoleDiedError(f"{self._spec} is dead: {self._ending} {self._fate}".rstrip()), self._spec)
+        error = named(RoleDiedError(f"{self.spec} is dead: {self._ending} {self._fate}".rstrip()), self.spec)
         error.__cause__ = self._ending
         return error
 
-    def _late(self, method: str, current: Incarnation | None, began_at: float, deadline_s: float) -> RLError:
+    def _late(self, method: str, current: RoleProcess | None, began_at: float, deadline_s: float) -> RLError:
         since = time.strftime("%H:%M:%S", time.localtime(began_at))
         if current is None:
-            said = f"it was being restarted. {self._fate}"
+            news = f"it was being restarted. {self._fate}"
         else:
-            said = f"its last message was {current.last_heard}. It continues; its answer is dropped."
-        text = (
-            f"{self._spec} did not answer {describe_call(method)} within {deadline_s:g} s (called at {since}); {said}"
-        )
-        return named(DeadlineError(text), self._spec)
+            news = f"its last message was {current.last_heard}. It continues; its answer is dropped."
+        text = f"{self.spec} did not answer {describe_call(method)} within {deadline_s:g} s (called at {since}); {news}"
+        return named(DeadlineError(text), self.spec)
 
     def _set(self, state: State) -> None:
-        self._state = state
+        self.state = state
         self._changed.set()
         self._changed = asyncio.Event()

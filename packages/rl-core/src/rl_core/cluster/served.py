@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from rl_core.cluster.messages import RemoteError
 from rl_core.cluster.processes.packing import Packed, pack, unpack
-from rl_core.cluster.role_spec import RoleContext, RoleSpec, make_object
+from rl_core.cluster.role_spec import RoleContext, RoleSpec, load_factory, takes_context
 from rl_core.errors import RoleError, SettingsError
 
 
@@ -22,9 +22,18 @@ class ServedRole:
         self._spec: RoleSpec | None = None
 
     async def make(self, spec: RoleSpec, context: RoleContext) -> None:
-        """Make the object."""
+        """Make the object with its factory, which may use the context.
+
+        Raises:
+            SettingsError: The factory does not exist.
+            Exception: Whatever the factory raised.
+        """
         self._spec = spec
-        self._target = await make_object(spec.factory, spec.kwargs, context)
+        factory, kwargs = load_factory(spec.factory), spec.kwargs
+        if "context" not in kwargs and takes_context(factory):
+            kwargs = {**kwargs, "context": context}
+        made = factory(**kwargs)
+        self._target = await made if inspect.isawaitable(made) else made
 
     async def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a sync or async method.

@@ -1,4 +1,4 @@
-"""Stack reports of a process: the Python stacks of its threads, and where an event loop's tasks wait."""
+"""Reports of roles: their activity, the Python stacks of their threads, and where their event loop's tasks wait."""
 
 import asyncio
 import linecache
@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,65 @@ NOT_KNOWN = "Its stacks are not known"
 TURN_S = 0.2
 """Maximum time for one turn of an event loop before it counts as blocked."""
 MAX_DEPTH = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleView:
+    """A role's own view of its current activity.
+
+    Attributes:
+        doing: Description of the activity, as `status` prints it.
+        counts: Further counts, by name; a change is progress.
+    """
+
+    doing: str
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleReport:
+    """The report of one role.
+
+    Attributes:
+        name: Name such as "rollouter", "engine 1" or "learner[0]"; brackets mark ranks of one role.
+        state: State of `Role`: starting, serving, restarting, dead or closed.
+        since_s: Seconds in this state; for an unresponsive role, seconds without an answer.
+        doing: Description of its activity; empty if unknown.
+        stack: Text from `Role.stacks`; empty if not requested.
+        counts: Further counts by name, such as "running".
+        is_answering: False if it did not answer a request in time.
+    """
+
+    name: str
+    state: str = "serving"
+    since_s: float = 0.0
+    doing: str = ""
+    stack: str = ""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    is_answering: bool = True
+
+
+def process_report(
+    name: str, stack: str, *, asked_s: float, state: str = "serving", num_running: int = 0
+) -> RoleReport:
+    """Create the report of a role's subordinate process, such as an engine or a rank, from its stacks.
+
+    Args:
+        name: Name such as "engine[0]".
+        stack: Text from `Role.stacks`.
+        asked_s: Minimum seconds that an unresponsive process has not answered.
+        state: See `RoleReport`.
+        num_running: Number of running requests.
+    """
+    is_answering = not is_silent(stack)
+    return RoleReport(
+        name=name,
+        state=state,
+        since_s=0.0 if is_answering else asked_s,
+        stack=stack,
+        counts={"running": float(num_running)},
+        is_answering=is_answering,
+    )
 
 
 def process_stacks(loop: asyncio.AbstractEventLoop | None = None) -> str:
@@ -151,5 +211,5 @@ def _merged(found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _several(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    listed = ", ".join(names[:3])
+    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"

@@ -15,8 +15,8 @@ from rl_core.data.records import (
     Prompt,
     Timings,
     Trajectory,
+    are_equal_rewards,
 )
-from rl_core.data.reward_noise import are_equal_rewards
 from rl_core.data.row_keys import RowKey
 
 __all__ = [

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 Index = NDArray[np.int64]
 
 
-class _Layout(NamedTuple):
+class _RowLayout(NamedTuple):
     """Location of rows: piece number (None with a single piece) and start of each, and offsets if contiguous."""
 
     pieces: tuple[Array, ...]
@@ -55,7 +55,7 @@ class Ragged:
         lengths = offsets[1:] - offsets[:-1]
         if len(lengths) and int(lengths.min()) < 0:
             raise ShapeError("offsets must not decrease; found a negative row length.")
-        self._layout = _Layout((values,), None, offsets[:-1], offsets)
+        self._layout = _RowLayout((values,), None, offsets[:-1], offsets)
         self._lengths: Index = lengths
 
     @classmethod
@@ -93,7 +93,7 @@ class Ragged:
             numbers.append(np.broadcast_to(own, len(part)) if layout.piece is None else own[layout.piece])
         starts = np.concatenate([layout.starts for layout in layouts])
         lengths = np.concatenate([part._lengths for part in parts])
-        return cls._over(_Layout(tuple(pieces), np.concatenate(numbers), starts, None), lengths)
+        return cls._over(_RowLayout(tuple(pieces), np.concatenate(numbers), starts, None), lengths)
 
     @classmethod
     def aligned(cls, values: Mapping[str, Array], offsets: Index) -> dict[str, "Ragged"]:
@@ -102,13 +102,13 @@ class Ragged:
         for name, array in values.items():
             if columns and len(array) == offsets[-1]:
                 first = next(iter(columns.values()))
-                columns[name] = cls._over(_Layout((array,), None, offsets[:-1], offsets), first.lengths)
+                columns[name] = cls._over(_RowLayout((array,), None, offsets[:-1], offsets), first.lengths)
             else:
                 columns[name] = cls(array, offsets)
         return columns
 
     @classmethod
-    def _over(cls, layout: _Layout, lengths: Index) -> "Ragged":
+    def _over(cls, layout: _RowLayout, lengths: Index) -> "Ragged":
         """Build from rows anywhere in memory."""
         self = cls.__new__(cls)
         self._layout = layout if len(layout.pieces) > 1 else layout._replace(piece=None)
@@ -202,15 +202,15 @@ class Ragged:
         indices = row_indices(rows, num_rows=len(self))
         pieces, piece, starts, _ = self._layout
         piece = None if piece is None else piece[indices]
-        return Ragged._over(_Layout(pieces, piece, starts[indices], None), self._lengths[indices])
+        return Ragged._over(_RowLayout(pieces, piece, starts[indices], None), self._lengths[indices])
 
-    def _joined(self) -> _Layout:
+    def _joined(self) -> _RowLayout:
         """Make the rows contiguous, if they are not; later reads use the result."""
         if self._layout.offsets is None:
             runs = list(self.runs())
             values = runs[0] if len(runs) == 1 else np.concatenate(runs or [self._layout.pieces[0][:0]])
             offsets = offsets_of(self._lengths)
-            self._layout = _Layout((values,), None, offsets[:-1], offsets)  # at once: other threads may read
+            self._layout = _RowLayout((values,), None, offsets[:-1], offsets)  # at once: other threads may read
         return self._layout
 
 

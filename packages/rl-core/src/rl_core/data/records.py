@@ -20,6 +20,13 @@ Json = Any
 FinishReason = Literal["stop", "length", "abort"]
 """Why a response ended: an end token, the length limit, or an abort."""
 
+REWARD_NOISE = 1e-6
+"""Largest difference of equal rewards: some roundings in float32, whose unit is 1.2e-7, of terms of order 1.
+
+Larger rewards round more, in proportion. Smaller ones may be sums of such terms, so rewards that differ by less must be
+scaled up.
+"""
+
 NO_VERSION = -1
 """policy_versions of a token that no policy sampled (prompt, tool output)."""
 
@@ -105,3 +112,20 @@ class Trajectory:
     def num_response_tokens(self) -> int:
         """Tokens from the first sampled one to the end."""
         return len(self.input_ids) - self.num_prompt_tokens
+
+
+def are_equal_rewards(lowest: Any, highest: Any) -> Any:
+    """Return True if all rewards between these two differ only by rounding.
+
+    A group of such rewards has nothing to teach, and a division by its standard deviation would amplify the rounding.
+
+    Args:
+        lowest: A number, or an array or tensor of any shape.
+        highest: The same, not below `lowest`.
+
+    Returns:
+        A bool, or an array or tensor of bool in the arguments' shape.
+    """
+    difference = highest - lowest
+    is_noise = difference <= REWARD_NOISE
+    return (lowest == highest) | is_noise | (difference <= REWARD_NOISE / 2 * (abs(lowest) + abs(highest)))

@@ -24,7 +24,7 @@ from rl_core.data.columns import column_spec
 from rl_core.data.ragged import Array, Ragged
 from rl_core.data.row_keys import RowKeys
 from rl_core.errors import DataError, RLError, SegmentError, ShapeError, UndeclaredColumnError, UnknownColumnError
-from rl_core.files.checksums import checksum
+from rl_core.files.durable import checksum
 
 MAGIC = b"RLSEGMT\0"
 FORMAT_VERSION = 1

@@ -1,19 +1,22 @@
 """Files: durable writes, checksums, zarr arrays, and bounded reads of untrusted files."""
 
-from rl_core.files.bounded_json import count_values, load_json, load_json_as, preview, preview_path
-from rl_core.files.checksums import checksum
-from rl_core.files.durable import sync_file, sync_folder, write_durably
-from rl_core.files.file_modes import current_umask
-from rl_core.files.lock_files import open_lock_file
+from rl_core.files.durable import checksum, current_umask, sync_file, sync_folder, write_durably
 from rl_core.files.locked_folders import (
+    cache_folder,
     locked_folder,
     make_locked_folder,
+    open_lock_file,
     remove_unlocked_folders,
     temporary_folder,
 )
 from rl_core.files.plain_files import (
+    count_values,
+    load_json,
+    load_json_as,
     open_plain,
     parse_toml,
+    preview,
+    preview_path,
     read_json,
     read_json_object,
     read_plain,
@@ -22,7 +25,6 @@ from rl_core.files.plain_files import (
 )
 from rl_core.files.safetensors_header import StoredTensor, read_safetensors_header
 from rl_core.files.trials import run_trial, try_arrow_files
-from rl_core.files.user_caches import cache_folder
 
 __all__ = [
     "StoredTensor",

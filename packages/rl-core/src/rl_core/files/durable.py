@@ -1,8 +1,13 @@
-"""Files and folders that survive a crash."""
+"""Files and folders that survive a crash: durable writes, checksums, and the permissions of new files."""
 
 import contextlib
 import os
+import re
 from pathlib import Path
+
+import crc32c as _crc32c
+import numpy as np
+from numpy.typing import NDArray
 
 from rl_core.record_fields import converts_arguments
 
@@ -34,3 +39,23 @@ def sync_folder(folder: str | Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def checksum(buffer: bytes | bytearray | memoryview | NDArray[np.generic], start: int = 0) -> int:
+    """Return the crc32c of contiguous memory, continued from `start`; releases the GIL during computation."""
+    if isinstance(buffer, np.ndarray):
+        buffer = buffer.reshape(-1).view(np.uint8)
+    return int(_crc32c.crc32c(buffer, start))
+
+
+def current_umask() -> int:
+    """Return the umask of this process, without changing it if the kernel reports it."""
+    try:
+        match = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    if match is not None:
+        return int(match[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,9 +1,13 @@
-"""Folders that a process keeps locked, so that other processes can remove those of killed ones."""
+"""Folders and lock files of one user.
+
+A process keeps its folders locked, so that other processes can remove those of killed ones.
+"""
 
 import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -89,3 +93,46 @@ def _lock(path: Path, flags: int, also_of: Container[int], stack: ExitStack) -> 
     if user != os.geteuid() and user not in also_of:
         raise PermissionError(f"{path} belongs to user {user}")
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@converts_arguments
+def open_lock_file(path: Path) -> int:
+    """Open or create a lock file and return its descriptor, not yet locked.
+
+    Other users cannot open or lock the file, and cannot have created it.
+
+    Raises:
+        OSError: The path is a link, has several names, is not a file, belongs to another user, or cannot be created.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        status, folder = os.fstat(descriptor), path.parent.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise PermissionError(
+                f"{path} must be a regular file with one hard link; found another kind of file or more links"
+            )
+        own = (os.geteuid(), folder.st_uid) if os.geteuid() == 0 else (os.geteuid(),)
+        if status.st_uid not in own:
+            raise PermissionError(f"{path} must belong to user {os.geteuid()}; found user {status.st_uid}")
+        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != 0o600:
+            os.fchmod(descriptor, 0o600)  # created by an earlier version, or with another umask
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def cache_folder(project: str) -> Path | None:
+    """Return a project's folder in the user's caches, and create it.
+
+    Returns:
+        A writable folder; None if there is none, such as in a container whose user has no home folder, or whose HOME
+        belongs to another user. Callers then compute again.
+    """
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / project
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: HOME is unset, and the user has no entry in passwd
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None

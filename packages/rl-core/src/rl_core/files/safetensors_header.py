@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError, RLError
-from rl_core.files.bounded_json import count_values
-from rl_core.files.plain_files import open_plain
+from rl_core.files.plain_files import count_values, open_plain
 from rl_core.record_fields import converts_arguments
 
 MAX_HEADER_BYTES = 1 << 25

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from rl_core.data.records import Json
 from rl_core.errors import DataError, RLError
-from rl_core.files.bounded_json import preview
-from rl_core.files.plain_files import open_plain
-from rl_core.files.user_caches import cache_folder
+from rl_core.files.locked_folders import cache_folder
+from rl_core.files.plain_files import open_plain, preview
 from rl_core.record_fields import converts_arguments
 
 MEMORY_BYTES = 1 << 31
@@ -100,14 +99,16 @@ def _problem(script: Path, request: Mapping[str, Json], *, cpu_s: int) -> str | 
         )
     except subprocess.TimeoutExpired:
         return f"reading it took longer than {DEADLINE_S + 4 * cpu_s} s"
-    said = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
+    verdict = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"{said or 'reading it'} took longer than {cpu_s} s of CPU time"
+        return f"{verdict or 'reading it'} took longer than {cpu_s} s of CPU time"
     if done.returncode < 0:
-        return f"{said or 'reading it'} crashed the trial process with {signal.Signals(-done.returncode).name}"
+        return f"{verdict or 'reading it'} crashed the trial process with {signal.Signals(-done.returncode).name}"
     if done.returncode:
-        said = f"{said or 'reading it'} failed: " + done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return None if said == PASSED else preview(said.rstrip("."), most=400)[1:-1]
+        verdict = (
+            f"{verdict or 'reading it'} failed: " + done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        )
+    return None if verdict == PASSED else preview(verdict.rstrip("."), most=400)[1:-1]
 
 
 def _digest(

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from rl_core.data.records import Json
 from rl_core.errors import BrokenEntryError, MissingExtraError
-from rl_core.files.bounded_json import load_json, preview
-from rl_core.files.checksums import checksum
+from rl_core.files.durable import checksum
+from rl_core.files.plain_files import load_json, preview
 
 Parts = tuple[bytes | memoryview, ...]
 """Contents of a file as parts to write in order."""
@@ -219,25 +219,16 @@ def check_metadata(content: bytes, spec: ArraySpec, *, path: str) -> None:
         raise BrokenEntryError(where, "its checksum differs from the manifest")
     try:
         found = load_json(content, max_values=MAX_METADATA_BYTES)
+        fields = found if isinstance(found, dict) else {}
+        texts = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}  # 1, 1.0 and true differ
     except (ValueError, RecursionError) as error:
         raise BrokenEntryError(where, f"it is not JSON ({type(error).__name__}: {error})") from None
     expected = array_metadata(spec)
-    if not isinstance(found, dict) or set(found) != set(expected):
+    if texts.keys() != expected.keys():
         raise BrokenEntryError(where, f"it must be an object with {', '.join(sorted(expected))}")
     for name, value in expected.items():
-        if not _is_same(found[name], value):
+        if texts[name] != json.dumps(value, sort_keys=True):
             raise BrokenEntryError(where, f"{name} must be {json.dumps(value)}; found {preview(found[name])}")
-
-
-def _is_same(found: Json, expected: Json) -> bool:
-    """Return True if two JSON values are equal, with 1, 1.0 and true distinct at every level."""
-    if type(found) is not type(expected):
-        return False
-    if isinstance(found, dict):
-        return found.keys() == expected.keys() and all(_is_same(found[name], expected[name]) for name in found)
-    if isinstance(found, list):
-        return len(found) == len(expected) and all(map(_is_same, found, expected))
-    return bool(found == expected)
 
 
 def _check_blosc(body: memoryview, spec: ArraySpec, *, path: str) -> None:

@@ -1,37 +1,8 @@
-"""Answers of the queue's server: statistics, ledgers and leases."""
+"""Answers of the queue's server: statistics and leases."""
 
-from typing import Any
-
-import msgspec
-
-from rl_core.errors import DataError
 from rl_core.queue.core import QueueCore, RunningLease
 from rl_core.queue.messages import GENERATE, Leased, LeasedGroup
 from rl_core.queue.tasks import ROLLOUT_COLUMNS
-
-
-def answer_of(core: QueueCore, what: str, *, now: float) -> Any:
-    """Return the answer to an `Ask`.
-
-    Raises:
-        DataError: The question is unknown.
-    """
-    match what:
-        case "ledger":
-            return msgspec.to_builtins([group.entry() for group in core.groups])
-        case "unsettled":
-            return [
-                (
-                    group.prompt,
-                    group.missing_sessions,
-                    now - group.issued_at,
-                    group.attempt,
-                    GENERATE in group.leased,
-                )
-                for group in sorted(core.groups.issued.values(), key=lambda group: group.order)
-            ]
-        case _:
-            raise DataError(f"unknown request {what!r}.")
 
 
 def stats_of(core: QueueCore, *, now: float) -> dict[str, float]:

@@ -86,7 +86,7 @@ class Capacity:
         fits_bytes = options.capacity_bytes is None or size <= options.capacity_bytes
         if (fits_rows and fits_bytes) or num_rows == 0:
             return True
-        if groups.num_in("settled") == 0:
+        if groups.groups_in["settled"] == 0:
             return True
         waiting = waiting_tasks & groups.tasks.keys()
         with_ready = {name for name, task in groups.tasks.items() if task.num_ready}

@@ -6,25 +6,27 @@ import os
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from annotated_types import Ge
 
 from rl_core import errors
 from rl_core.annotation_rules import expect, several
 from rl_core.data.batch import Batch, Column
+from rl_core.data.outside_text import encodable
 from rl_core.data.records import Prompt, Trajectory
 from rl_core.errors import DataError, SegmentError, UndeclaredColumnError
-from rl_core.queue.arguments import asked, names_of, stored, whole
 from rl_core.queue.interface import (
     DEFAULT_DEADLINE_S,
     DEFAULT_LEASE_S,
     AnyLease,
     Claim,
+    Int63,
     Lease,
     LedgerEntry,
     TaskSpec,
@@ -34,8 +36,6 @@ from rl_core.queue.journal.database import Recovery
 from rl_core.queue.messages import (
     GENERATE,
     Ack,
-    Ask,
-    Done,
     Drop,
     Extend,
     Fail,
@@ -52,6 +52,7 @@ from rl_core.queue.messages import (
     Reserve,
     Reserved,
     SetPolicyVersion,
+    StateQuery,
 )
 from rl_core.queue.payload import Payload
 from rl_core.queue.prompts import decode_prompt, encode_prompt
@@ -65,9 +66,11 @@ from rl_core.queue.rows import (
     join,
     sessions_of,
 )
-from rl_core.record_fields import converts_arguments
+from rl_core.record_fields import PositiveFloat, converts_arguments
 
 MAX_READERS = 8
+NO_REASON = "no reason"
+Wait = Annotated[float, Ge(0)]
 
 
 class TransferQueue(ABC):
@@ -96,23 +99,23 @@ class TransferQueue(ABC):
     def _send(self, request: Request, *, deadline_s: float) -> Reply:
         """Send a request to the queue's server and return its answer; waits slightly longer than the given time."""
 
-    def issue(self, prompts: Iterable[Prompt], *, num_sessions: int) -> None:
+    @converts_arguments
+    def issue(self, prompts: Iterable[Prompt], *, num_sessions: Int63) -> None:
         """Add prompts, each to be settled by `num_sessions` sessions.
 
         Raises:
             DataError: A prompt uid was issued before, or an item is not a Prompt.
         """
-        number = whole(num_sessions, "num_sessions")
-        given = several(prompts, Prompt, "prompts")
-        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in given], number))
+        records = several(prompts, Prompt, "prompts")
+        self._call(Issue([(prompt.uid, self._pack(prompt)) for prompt in records], num_sessions))
 
     @converts_arguments
     def claim(
         self,
         *,
-        prompts: int,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-        claim_s: float = DEFAULT_LEASE_S,
+        prompts: Int63,
+        deadline_s: Wait = DEFAULT_DEADLINE_S,
+        claim_s: PositiveFloat = DEFAULT_LEASE_S,
     ) -> Claim:
         """Claim up to a maximum number of prompts to generate for, in issue order; waits for the first.
 
@@ -122,34 +125,28 @@ class TransferQueue(ABC):
         Raises:
             DeadlineError: No prompt became available.
         """
-        number = whole(prompts, "prompts")
-        request = LeaseRequest(GENERATE, number, claim_s, deadline_s, True)
-        reply = self._expect(self._call(request, deadline_s=deadline_s), Leased)
-        try:
-            unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
-        except BaseException:
-            with contextlib.suppress(errors.RLError):
-                self._call(Release(reply.lease_id))  # no other client knows of it
-            raise
-        return Claim(
-            lease_id=reply.lease_id,
-            prompts=unpacked,
-            sessions=tuple(tuple(group.sessions) for group in reply.groups),
-            expires_at=reply.expires_at,
-        )
+        request = LeaseRequest(GENERATE, prompts, claim_s, deadline_s, True)
+        with self._leasing(request) as reply:
+            return Claim(
+                lease_id=reply.lease_id,
+                prompts=tuple(self._unpack(group.prompt) for group in reply.groups),
+                sessions=tuple(tuple(group.sessions) for group in reply.groups),
+                expires_at=reply.expires_at,
+            )
 
     @converts_arguments
     def put(
         self,
         prompt_uid: str,
-        session_index: int,
+        session_index: Int63,
         trajectories: Iterable[Trajectory],
         *,
-        deadline_s: float = DEFAULT_DEADLINE_S,
+        deadline_s: Wait = DEFAULT_DEADLINE_S,
     ) -> None:
         """Settle one session with its trajectories atomically; waits while the queue is full.
 
-        DataError: The prompt or session is unknown, or a logprob is NaN.
+        Raises:
+            DataError: The prompt or session is unknown, or a logprob is NaN.
             AlreadySettledError: The session was already put or failed.
             DeadlineError: The queue stayed full.
         """
@@ -158,10 +155,10 @@ class TransferQueue(ABC):
         if rows:
             self.put_batch(batch_of_session(rows), deadline_s=deadline_s)
         else:
-            self._put_all(Batch((), {}), [(prompt_uid, [whole(session_index, "session_index")])], deadline_s=deadline_s)
+            self._put_all(Batch((), {}), [(prompt_uid, [session_index])], deadline_s=deadline_s)
 
     @converts_arguments
-    def put_batch(self, batch: Batch, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+    def put_batch(self, batch: Batch, *, deadline_s: Wait = DEFAULT_DEADLINE_S) -> None:
         """Settle every session in a batch atomically, as one segment.
 
         Args:
@@ -184,24 +181,24 @@ class TransferQueue(ABC):
                 return
 
     @converts_arguments
-    def fail(self, prompt_uid: str, session_index: int, *, reason: str) -> None:
+    def fail(self, prompt_uid: str, session_index: Int63, *, reason: str) -> None:
         """Settle one session without rows; a prompt is dropped when all of its sessions fail."""
-        self._call(Fail(prompt_uid, whole(session_index, "session_index"), stored(reason)))
+        self._call(Fail(prompt_uid, session_index, encodable(reason) or NO_REASON))
 
     @converts_arguments
     def drop(self, prompt_uid: str, *, reason: str, reissue: bool = False) -> None:
         """Remove a prompt and its rows, or issue it again; running leases on it become outdated."""
-        self._call(Drop(prompt_uid, stored(reason), bool(reissue)))
+        self._call(Drop(prompt_uid, encodable(reason) or NO_REASON, reissue))
 
     @converts_arguments
     def lease(
         self,
         task: str,
         *,
-        groups: int | None = None,
-        prompts: Iterable[str] | None = None,
-        deadline_s: float = DEFAULT_DEADLINE_S,
-        lease_s: float = DEFAULT_LEASE_S,
+        groups: Int63 | None = None,
+        prompts: Sequence[str] | None = None,
+        deadline_s: Wait = DEFAULT_DEADLINE_S,
+        lease_s: PositiveFloat = DEFAULT_LEASE_S,
         allow_fewer: bool = False,
     ) -> Lease:
         """Lease groups that are ready for a task, by number or by prompt.
@@ -221,7 +218,13 @@ class TransferQueue(ABC):
             DataError: A named prompt was never issued, is done or dropped, was acked by this task, or is or becomes too
                 stale. Nothing is leased.
         """
-        number, named = asked(task, groups, prompts)
+        if (groups is None) == (prompts is None) or task == GENERATE:
+            raise DataError(
+                f"a lease needs either groups or prompts, and a declared task; found {groups=}, {prompts=} for task "
+                f"{task!r}."
+            )
+        named = list(prompts or ())
+        number = len(named) if groups is None else groups
         if named and allow_fewer:
             raise DataError(
                 "a lease of named prompts returns exactly these; leave out allow_fewer, or name fewer prompts."
@@ -230,25 +233,19 @@ class TransferQueue(ABC):
         while True:
             remaining_s = max(ends_at - time.monotonic(), 0.0)
             request = LeaseRequest(task, number, lease_s, remaining_s, allow_fewer, named)
-            reply = self._expect(self._call(request, deadline_s=remaining_s), Leased)
-            try:
+            with self._leasing(request) as reply:
                 unpacked = tuple(self._unpack(group.prompt) for group in reply.groups)
                 batch = self._fetch(reply)
-            except BaseException:
-                with contextlib.suppress(errors.RLError):
-                    self._call(Release(reply.lease_id))  # no other client knows of it
-                raise
             if batch is not None:
                 return Lease(
                     lease_id=reply.lease_id, task=task, prompts=unpacked, batch=batch, expires_at=reply.expires_at
                 )
 
     @converts_arguments
-    def extend(self, lease: AnyLease, *, lease_s: float) -> AnyLease:
+    def extend(self, lease: AnyLease, *, lease_s: PositiveFloat) -> AnyLease:
         """Extend a lease to `lease_s` seconds from now."""
         task = lease.task if isinstance(lease, Lease) else GENERATE
-        done = self._expect(self._call(Extend(lease.lease_id, task, lease_s)), Done)
-        return replace(lease, expires_at=done.value)
+        return replace(lease, expires_at=self._call(Extend(lease.lease_id, task, lease_s)).value)
 
     def ack(self, lease: Lease, given: Mapping[str, Column] | None = None) -> None:
         """Finish a lease and add columns aligned with `lease.batch`, of any dtype that converts without loss.
@@ -277,7 +274,7 @@ class TransferQueue(ABC):
                 return
 
     @converts_arguments
-    def finish(self, task: str, prompt_uids: Iterable[str]) -> None:
+    def finish(self, task: str, prompt_uids: Sequence[str]) -> None:
         """Ack released groups by uid, atomically.
 
         Use it for work that becomes durable only after its lease is released.
@@ -287,7 +284,7 @@ class TransferQueue(ABC):
                 consumer of the task, or lacks sessions or columns. Nothing is acked.
         """
         number = -1 - (uuid.uuid4().int >> 66)  # 62 bits, and negative, unlike the numbers of leases
-        self._call(Finish(task, names_of(prompt_uids), number))
+        self._call(Finish(task, list(prompt_uids), number))
 
     @converts_arguments
     def release(self, lease: Lease | Claim) -> None:
@@ -295,9 +292,10 @@ class TransferQueue(ABC):
         with contextlib.suppress(errors.NotReadyError):  # closed: no lease exists
             self._call(Release(lease.lease_id))
 
-    def set_policy_version(self, version: int) -> None:
+    @converts_arguments
+    def set_policy_version(self, version: Int63) -> None:
         """Set the published policy version, from which staleness is measured; a lower version is ignored."""
-        self._call(SetPolicyVersion(whole(version, "version")))
+        self._call(SetPolicyVersion(version))
 
     def unsettled(self) -> list[Unsettled]:
         """Return the prompts that are not yet fully settled, in issue order."""
@@ -343,8 +341,19 @@ class TransferQueue(ABC):
     def _unpack(self, prompt: Any) -> Prompt:
         return prompt if isinstance(prompt, Prompt) else decode_prompt(prompt)
 
-    def _ask(self, what: str) -> Any:
-        return self._expect(self._call(Ask(what)), Done).value
+    def _ask(self, what: Literal["stats", "ledger", "unsettled", "recovery", "forget_finished"]) -> Any:
+        return self._call(StateQuery(what)).value
+
+    @contextlib.contextmanager
+    def _leasing(self, request: LeaseRequest) -> Iterator[Leased]:
+        """Lease groups or prompts for a `with` block, which releases them if it raises: no other client knows them."""
+        reply: Leased = self._call(request, deadline_s=request.deadline_s)
+        try:
+            yield reply
+        except BaseException:
+            with contextlib.suppress(errors.RLError):
+                self._call(Release(reply.lease_id))
+            raise
 
     def _put(self, batch: Batch, put: Put, *, deadline_s: float) -> None:
         reserve = Reserve(put.sessions, len(batch), batch.size_bytes, 0, put.put_id, deadline_s)
@@ -364,7 +373,7 @@ class TransferQueue(ABC):
         if not self._reserves:
             return self._payload.write(prepared, None), 0
         request = msgspec.structs.replace(reserve, segment_bytes=prepared.size_bytes)
-        reserved = self._expect(self._call(request, deadline_s=reserve.deadline_s), Reserved)
+        reserved: Reserved = self._call(request, deadline_s=reserve.deadline_s)
         return self._payload.write(prepared, reserved.place), reserved.reservation
 
     def _fetch(self, leased: Leased) -> Batch | None:
@@ -394,18 +403,14 @@ class TransferQueue(ABC):
             return [read(item) for item in places.items()]
         return list(_readers().map(read, places.items()))
 
-    def _call(self, request: Request, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Reply:
+    def _call(self, request: Request, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Any:
+        """Return the reply to a request, or raise the error with which it was refused."""
         reply = self._send(request, deadline_s=deadline_s)
         if isinstance(reply, Refused):
             if reply.kind == "NotReadyError" and reply.text.startswith("reservation"):
                 raise _ReservationLostError(reply.text)
             kind = getattr(errors, reply.kind, errors.RLError)
             raise kind(reply.text)
-        return reply
-
-    def _expect(self, reply: Reply, kind: type[Any]) -> Any:
-        if not isinstance(reply, kind):
-            raise errors.RoleError(f"the queue's server answered {type(reply).__name__} instead of {kind.__name__}.")
         return reply
 
 

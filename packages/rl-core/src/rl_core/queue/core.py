@@ -11,7 +11,7 @@ from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError
 from rl_core.queue.group import MAX_SESSIONS, LatePart, Part, QueuedGroup
 from rl_core.queue.index import SPARE_ENTRIES, GroupIndex
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.messages import GENERATE, Ack, Finish, LeaseRequest, Put, part_numbers
+from rl_core.queue.messages import GENERATE, Ack, Finish, LeaseRequest, Put
 from rl_core.queue.picking import Blocked, finished_groups, pick_named, pick_next
 from rl_core.queue.segment_table import SegmentTable
 
@@ -102,14 +102,18 @@ class QueueCore:
 
     def put(self, put: Put) -> None:
         """Add written rows of checked sessions, atomically."""
-        self._check_parts(put)
+        uids = {uid for uid, _ in put.sessions}
+        for part in put.parts:
+            if part.prompt_uid not in uids or part.num_rows < 1 or part.first < 0:
+                raise DataError(f"a put has rows of prompt {part.prompt_uid!r} but settles no session of it.")
         segment = self.segments.add(put.place) if put.parts else 0
         columns = frozenset(put.columns)
         groups = {uid: self.groups.find_open(uid) for uid, _ in put.sessions}
         for uid, indices in put.sessions:
             groups[uid].settled |= dict.fromkeys(indices, put.put_id)
         for part in put.parts:
-            groups[part.prompt_uid].add_part(Part(segment, *part_numbers(part), columns))
+            numbers = part.first, part.num_rows, part.num_tokens, part.size_bytes, part.oldest, part.newest
+            groups[part.prompt_uid].add_part(Part(segment, *numbers, columns))
             self.segments.need(segment)
         for group in groups.values():
             self._settle(group)
@@ -350,12 +354,6 @@ class QueueCore:
         if not claim.groups:
             del self.leases[lease_id]
             self._note_end(lease_id, "was fulfilled")
-
-    def _check_parts(self, put: Put) -> None:
-        sessions = {uid for uid, _ in put.sessions}
-        for part in put.parts:
-            if part.prompt_uid not in sessions or part.num_rows < 1 or part.first < 0:
-                raise DataError(f"a put has rows of prompt {part.prompt_uid!r} but settles no session of it.")
 
     def _is_stale(self, group: QueuedGroup, task: TaskSpec) -> bool:
         return (

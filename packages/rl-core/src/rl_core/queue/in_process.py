@@ -77,7 +77,7 @@ class InProcessQueue(TransferQueue):
         with self._condition:
             if self._unpinned:
                 numbers = [self._unpinned.popleft() for _ in range(len(self._unpinned))]
-                self._service.submit(Unpin(numbers), CLIENT, _ignore)
+                self._service.submit(Unpin(numbers), CLIENT, lambda _: None)
             self._service.submit(request, CLIENT, replies.append)
             self._service.run()
             self._wake_waiters()
@@ -105,7 +105,3 @@ class InProcessQueue(TransferQueue):
     def _pack(self, prompt: Prompt) -> Any:
         check_prompt(prompt)
         return encode_prompt(prompt) if self._has_journal else prompt  # a journal could not refuse it later
-
-
-def _ignore(reply: Reply) -> None:
-    """Discard the answer."""

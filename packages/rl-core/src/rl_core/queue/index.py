@@ -125,7 +125,7 @@ class GroupIndex:
         self._claims = self._every[-1]
         self.orders = itertools.count()
         self._groups: dict[str, QueuedGroup] = {}
-        self._groups_in: Counter[PromptState] = Counter()
+        self.groups_in: Counter[PromptState] = Counter()
         self._rows_in: Counter[PromptState] = Counter()
         self._bytes_in: Counter[PromptState] = Counter()
         self._finished: dict[int, QueuedGroup] = {}
@@ -198,7 +198,7 @@ class GroupIndex:
         old = group.counted
         new = Counted(group.state, group.num_rows, group.size_bytes, ready, possible)
         if old is None:
-            self._groups_in[new.state] += 1
+            self.groups_in[new.state] += 1
         if new != old:
             self._count(old or NOT_COUNTED, new, is_new=old is None)
             group.counted = new
@@ -220,17 +220,13 @@ class GroupIndex:
         finished = list(self._finished.values())
         self._finished.clear()
         for group in finished:
-            self._groups_in[group.state] -= 1
+            self.groups_in[group.state] -= 1
             del self._groups[group.uid]
         return finished
 
-    def num_in(self, state: PromptState) -> int:
-        """Return the number of groups in a state."""
-        return self._groups_in[state]
-
     def counts(self) -> dict[str, float]:
         """Return groups, rows and bytes for each non-empty state."""
-        counters = {"groups": self._groups_in, "rows": self._rows_in, "size_bytes": self._bytes_in}
+        counters = {"groups": self.groups_in, "rows": self._rows_in, "size_bytes": self._bytes_in}
         return {
             f"{name}/{state}": count
             for name, counter in counters.items()
@@ -240,7 +236,7 @@ class GroupIndex:
 
     def describe_states(self) -> str:
         """Return a summary such as "3 issued, 1 settled"."""
-        return ", ".join(f"{n} {state}" for state, n in sorted(self._groups_in.items()) if n) or "nothing issued"
+        return ", ".join(f"{n} {state}" for state, n in sorted(self.groups_in.items()) if n) or "nothing issued"
 
     def describe_wait(self, task: TaskGroups, *, now: float) -> str:
         """Describe why a task or producer does not receive more groups."""
@@ -261,8 +257,8 @@ class GroupIndex:
 
     def _count(self, old: Counted, new: Counted, *, is_new: bool) -> None:
         if old.state != new.state and not is_new:
-            self._groups_in[old.state] -= 1
-            self._groups_in[new.state] += 1
+            self.groups_in[old.state] -= 1
+            self.groups_in[new.state] += 1
         if old[:3] != new[:3]:
             self._rows_in[old.state] -= old.num_rows
             self._rows_in[new.state] += new.num_rows

@@ -2,14 +2,19 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
+
+from annotated_types import Gt, Lt
 
 from rl_core.data.batch import Batch
 from rl_core.data.records import Prompt
-from rl_core.record_fields import record, settings_record
+from rl_core.record_fields import NonNegativeInt, PositiveInt, record, settings_record
 
 DEFAULT_DEADLINE_S = 1800.0
 DEFAULT_LEASE_S = 3600.0
+
+Int63 = Annotated[int, Gt(-(1 << 62)), Lt(1 << 62)]
+"""A number that messages and the journal can store."""
 
 PromptState = Literal["issued", "settled", "done", "dropped"]
 
@@ -32,7 +37,7 @@ class TaskSpec:
     needs: frozenset[str]
     gives: frozenset[str] = frozenset()
     order: Literal["arrival", "issue"] = "arrival"
-    max_staleness: int | None = None
+    max_staleness: NonNegativeInt | None = None
 
 
 @settings_record
@@ -47,8 +52,8 @@ class QueueOptions:
             everything in memory. An existing journal is resumed.
     """
 
-    capacity_rows: int | None = None
-    capacity_bytes: int | None = None
+    capacity_rows: PositiveInt | None = None
+    capacity_bytes: PositiveInt | None = None
     directory: Path | None = None
 
 

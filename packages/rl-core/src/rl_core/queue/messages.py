@@ -1,7 +1,7 @@
 """Messages between clients and the server of a queue; decoding checks them against these types."""
 
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,11 +33,6 @@ class PartInfo(msgspec.Struct, array_like=True, frozen=True):
     size_bytes: int
     oldest: int = -1
     newest: int = -1
-
-
-def part_numbers(part: PartInfo) -> tuple[int, int, int, int, int, int]:
-    """Return the numbers of a part, without its prompt."""
-    return part.first, part.num_rows, part.num_tokens, part.size_bytes, part.oldest, part.newest
 
 
 class Issue(Message):
@@ -160,10 +155,10 @@ class SetPolicyVersion(Message):
     version: int
 
 
-class Ask(Message):
-    """Ask for "stats", "ledger", "unsettled" or "recovery", or request "forget_finished"."""
+class StateQuery(Message):
+    """Ask for the queue's state, or remove its finished prompts."""
 
-    what: str
+    what: Literal["stats", "ledger", "unsettled", "recovery", "forget_finished"]
 
 
 Request = (
@@ -180,7 +175,7 @@ Request = (
     | Lost
     | Unpin
     | SetPolicyVersion
-    | Ask
+    | StateQuery
 )
 
 
@@ -218,7 +213,7 @@ class Reserved(Message):
 
 
 class Done(Message):
-    """The request succeeded; `value` is the answer to an `Ask`, or the new expiry of a lease."""
+    """The request succeeded; `value` is the answer to a `StateQuery`, or the new expiry of a lease."""
 
     value: Any = None
 

@@ -67,10 +67,13 @@ def pick_named(groups: GroupIndex, request: LeaseRequest, *, drop_stale: DropSta
     """Return the named groups in the given order; None while one of them is not ready.
 
     Raises:
-        DataError: A group can never become ready, or was dropped as too stale.
+        DataError: A group can never become ready, was acked by the task, or was dropped as too stale.
     """
     task = groups.tasks[request.task]
-    named = [unacked_group(groups, task, uid) for uid in request.prompts]
+    named = [groups.find_open(uid) for uid in request.prompts]
+    acked = next((group.uid for group in named if task.name in group.acked), None)
+    if acked is not None:
+        raise DataError(f"prompt {acked!r} was already acked by task {task.name!r}; a task acks each prompt once.")
     stale = [group.uid for group in named if task.is_ready(group) and drop_stale(group)]
     if stale:
         raise DataError(
@@ -110,18 +113,6 @@ def finished_groups(groups: GroupIndex, finish: Finish) -> list[QueuedGroup]:
     return named
 
 
-def unacked_group(groups: GroupIndex, task: TaskGroups, uid: str) -> QueuedGroup:
-    """Return a group that a task has not acked yet.
-
-    Raises:
-        DataError: The task has acked it, or the group is unknown, done or dropped.
-    """
-    group = groups.find_open(uid)
-    if task.name in group.acked:
-        raise DataError(f"prompt {uid!r} was already acked by task {task.name!r}; a task acks each prompt once.")
-    return group
-
-
 def check_once(uids: Sequence[str]) -> None:
     """Check that no prompt is named twice.
 
@@ -143,8 +134,8 @@ def describe_named(groups: GroupIndex, request: LeaseRequest) -> str:
 
 def listed(items: list[str], *, quoted: bool = True) -> str:
     """Return the first items as text, with the number of the others."""
-    shown = ", ".join(repr(item) if quoted else item for item in items[:LARGEST_LIST])
-    return shown + (f" and {len(items) - LARGEST_LIST} more" if len(items) > LARGEST_LIST else "")
+    preview = ", ".join(repr(item) if quoted else item for item in items[:LARGEST_LIST])
+    return preview + (f" and {len(items) - LARGEST_LIST} more" if len(items) > LARGEST_LIST else "")
 
 
 def _why_not_ready(task: TaskGroups, group: QueuedGroup) -> str:

@@ -16,7 +16,7 @@ STATES = ("issued", "settled", "done", "dropped")
 NO_LABELS: Mapping[str, str] = {}
 
 
-class _Family(NamedTuple):
+class _MetricFamily(NamedTuple):
     """A metric family: name without the prefix, help text, distinguishing label, and whether it is a counter."""
 
     name: str
@@ -26,27 +26,27 @@ class _Family(NamedTuple):
 
 
 SINGLE = {
-    "rows": _Family("held_rows", "Rows stored in the queue."),
-    "rows/leased": _Family("leased_rows", "Rows of running leases."),
-    "rows/reserved": _Family("reserved_rows", "Rows being written."),
-    "size_bytes": _Family("held_bytes", "Bytes of the columns stored in the queue."),
-    "size_bytes/leased": _Family("leased_bytes", "Bytes of the columns of running leases."),
-    "size_bytes/reserved": _Family("reserved_bytes", "Bytes of the columns being written."),
-    "leases": _Family("leases", "Running leases."),
-    "claims": _Family("claims", "Running claims of producers."),
-    "oldest_lease_s": _Family("oldest_lease_seconds", "Age of the oldest running lease."),
-    "oldest_issued_s": _Family("oldest_issued_seconds", "Age of the oldest prompt with unsettled sessions."),
-    "leases_expired": _Family("leases_expired", "Leases and claims that expired.", is_counter=True),
-    "reissued": _Family("prompts_reissued", "Prompts issued again.", is_counter=True),
+    "rows": _MetricFamily("held_rows", "Rows stored in the queue."),
+    "rows/leased": _MetricFamily("leased_rows", "Rows of running leases."),
+    "rows/reserved": _MetricFamily("reserved_rows", "Rows being written."),
+    "size_bytes": _MetricFamily("held_bytes", "Bytes of the columns stored in the queue."),
+    "size_bytes/leased": _MetricFamily("leased_bytes", "Bytes of the columns of running leases."),
+    "size_bytes/reserved": _MetricFamily("reserved_bytes", "Bytes of the columns being written."),
+    "leases": _MetricFamily("leases", "Running leases."),
+    "claims": _MetricFamily("claims", "Running claims of producers."),
+    "oldest_lease_s": _MetricFamily("oldest_lease_seconds", "Age of the oldest running lease."),
+    "oldest_issued_s": _MetricFamily("oldest_issued_seconds", "Age of the oldest prompt with unsettled sessions."),
+    "leases_expired": _MetricFamily("leases_expired", "Leases and claims that expired.", is_counter=True),
+    "reissued": _MetricFamily("prompts_reissued", "Prompts issued again.", is_counter=True),
 }
 BY_LABEL = {
-    "groups": _Family("groups", "Groups in each state.", "state"),
-    "rows": _Family("rows", "Rows of the groups in each state.", "state"),
-    "size_bytes": _Family("size_bytes", "Bytes of the columns of the groups in each state.", "state"),
-    "waiting": _Family("waiting", "Waiting requests: puts for capacity, leases and claims for groups.", "kind"),
-    "waited_s": _Family("waited_seconds", "Total wait of answered requests.", "kind", is_counter=True),
-    "acks": _Family("acks", "Groups acked by each task.", "task", is_counter=True),
-    "drops": _Family("drops", "Prompts dropped, by the beginning of their reason.", "reason", is_counter=True),
+    "groups": _MetricFamily("groups", "Groups in each state.", "state"),
+    "rows": _MetricFamily("rows", "Rows of the groups in each state.", "state"),
+    "size_bytes": _MetricFamily("size_bytes", "Bytes of the columns of the groups in each state.", "state"),
+    "waiting": _MetricFamily("waiting", "Waiting requests: puts for capacity, leases and claims for groups.", "kind"),
+    "waited_s": _MetricFamily("waited_seconds", "Total wait of answered requests.", "kind", is_counter=True),
+    "acks": _MetricFamily("acks", "Groups acked by each task.", "task", is_counter=True),
+    "drops": _MetricFamily("drops", "Prompts dropped, by the beginning of their reason.", "reason", is_counter=True),
 }
 
 
@@ -73,14 +73,14 @@ def prometheus_text(stats: Mapping[str, float], *, labels: Mapping[str, str] = N
 
 def _families(stats: Mapping[str, float], labels: Mapping[str, str]) -> "list[Metric]":
     states = {f"{name}/{state}": 0.0 for name in ("groups", "rows", "size_bytes") for state in STATES}
-    members: dict[_Family, list[tuple[str, float]]] = {}
+    members: dict[_MetricFamily, list[tuple[str, float]]] = {}
     for key, value in {**states, **stats}.items():
         family, member = _family_of(key)
         members.setdefault(family, []).append((member, value))
     return [_metric(family, found, labels) for family, found in members.items()]
 
 
-def _family_of(key: str) -> tuple[_Family, str]:
+def _family_of(key: str) -> tuple[_MetricFamily, str]:
     stem, _, member = key.partition("/")
     family = SINGLE.get(key) or (BY_LABEL.get(stem) if member else None)
     if family is None:
@@ -89,7 +89,7 @@ def _family_of(key: str) -> tuple[_Family, str]:
     return family, member
 
 
-def _metric(family: _Family, members: list[tuple[str, float]], labels: Mapping[str, str]) -> "Metric":
+def _metric(family: _MetricFamily, members: list[tuple[str, float]], labels: Mapping[str, str]) -> "Metric":
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     own = [family.label] if family.label else []

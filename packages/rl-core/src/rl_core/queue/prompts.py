@@ -1,21 +1,11 @@
 """Encoding of prompts as JSON."""
 
-from typing import Any
+from dataclasses import fields
 
 import msgspec
-import numpy as np
 
 from rl_core.data.records import Prompt
-from rl_core.errors import DataError
-
-
-class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
-    uid: str
-    input_ids: list[int]
-    messages: list[dict[str, Any]]
-    data_source: str
-    ground_truth: Any
-    columns: dict[str, Any]
+from rl_core.errors import DataError, ShapeError
 
 
 def check_prompt(prompt: Prompt) -> None:
@@ -38,16 +28,11 @@ def encode_prompt(prompt: Prompt) -> bytes:
     """
     check_prompt(prompt)
     try:
-        return msgspec.json.encode(
-            _Encoded(
-                prompt.uid,
-                prompt.input_ids.tolist(),
-                [dict(message) for message in prompt.messages],
-                prompt.data_source,
-                prompt.ground_truth,
-                dict(prompt.columns),
-            )
-        )
+        columns = dict(prompt.columns)
+        messages = [dict(message) for message in prompt.messages]
+        found = {one.name: getattr(prompt, one.name) for one in fields(Prompt)}
+        found |= {"input_ids": prompt.input_ids.tolist(), "messages": messages, "columns": columns}
+        return msgspec.json.encode(found)
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise DataError(
             f"prompt {prompt.uid!r}, apart from its tokens, must consist of JSON values: {error}."
@@ -61,15 +46,6 @@ def decode_prompt(encoded: bytes) -> Prompt:
         DataError: The JSON is not a prompt.
     """
     try:
-        found = msgspec.json.decode(encoded, type=_Encoded)
-        input_ids = np.asarray(found.input_ids, dtype=np.int32)
-    except (msgspec.MsgspecError, OverflowError) as error:
+        return Prompt(**msgspec.json.decode(encoded))
+    except (msgspec.MsgspecError, TypeError, DataError, ShapeError) as error:
         raise DataError(f"a prompt cannot be decoded: {error}.") from error
-    return Prompt(
-        uid=found.uid,
-        input_ids=input_ids,
-        messages=tuple(found.messages),
-        data_source=found.data_source,
-        ground_truth=found.ground_truth,
-        columns=found.columns,
-    )

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_core.errors import DataError, DeadlineError, JournalError, NothingToLeaseError, RLError
-from rl_core.queue.answers import answer_of, leased_of, stats_of
+from rl_core.queue.answers import leased_of, stats_of
 from rl_core.queue.capacity import Capacity, SegmentStore
-from rl_core.queue.core import QueueCore, RunningLease
+from rl_core.queue.core import QueueCore
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.database import Recovery, SqliteJournal
 from rl_core.queue.messages import (
+    GENERATE,
     Ack,
-    Ask,
     Done,
     Drop,
     Extend,
@@ -33,6 +33,7 @@ from rl_core.queue.messages import (
     Reserve,
     Reserved,
     SetPolicyVersion,
+    StateQuery,
     Unpin,
 )
 from rl_core.queue.picking import Blocked, check_once, describe_named
@@ -44,7 +45,7 @@ LARGEST_SEGMENT = 1 << 40
 Answer = Callable[[Reply], None]
 
 
-class _Waiting(NamedTuple):
+class _WaitingRequest(NamedTuple):
     """A waiting request."""
 
     request: LeaseRequest | Reserve | Put
@@ -103,8 +104,8 @@ class QueueService:
             raise
         self._capacity = Capacity(store, reservation_s=reservation_s)
         self._is_pinning = is_pinning
-        self._leases: list[_Waiting] = []
-        self._puts: list[_Waiting] = []
+        self._leases: list[_WaitingRequest] = []
+        self._puts: list[_WaitingRequest] = []
         self._answers: list[tuple[Answer, Reply]] = []
         self._waited_s = {"put": 0.0, "lease": 0.0}
         self._event: tuple[str, float] = ("nothing yet", time.time())
@@ -122,7 +123,8 @@ class QueueService:
             return
         try:
             self._expire()
-            if isinstance(request, LeaseRequest | Reserve | Put) and not self._is_settled_put(request):
+            is_settled = isinstance(request, Put) and self.core.was_put(request.put_id, request.sessions)
+            if isinstance(request, LeaseRequest | Reserve | Put) and not is_settled:
                 self._check(request)
                 blocked = Blocked()
                 now = self._attempt(request, client, blocked)
@@ -140,23 +142,20 @@ class QueueService:
     def run(self) -> None:
         """Retry waiting requests, write changes, and send answers."""
         if self._leases or self._puts:
-            self._go_on()
+            if self.core.next_expiry() - self._clock() > LONGEST_PAUSE_S:
+                self._pause_s = SHORTEST_PAUSE_S
+            elif not self._is_changed:
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._expire()
+            self._is_changed = False
+            while self._retry(self._leases, "lease") or self._retry(self._puts, "put"):
+                pass
+            self._refuse_late()
         self._write()
         self._turn += 1
         answers, self._answers = self._answers, []
         for answer, reply in answers:
             answer(reply)
-
-    def _go_on(self) -> None:
-        if self.core.next_expiry() - self._clock() > LONGEST_PAUSE_S:
-            self._pause_s = SHORTEST_PAUSE_S
-        elif not self._is_changed:
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self._expire()
-        self._is_changed = False
-        while self._retry(self._leases, "lease") or self._retry(self._puts, "put"):
-            pass
-        self._refuse_late()
 
     @property
     def num_waiting(self) -> int:
@@ -172,13 +171,13 @@ class QueueService:
         ends = [waiting.ends_at for waiting in (*self._leases, *self._puts)]
         return min(until_expiry_s, *(end - time.monotonic() for end in ends), LONGEST_PAUSE_S * 60)
 
-    def withdraw(self, answer: Answer, unheard: int | None) -> None:
+    def withdraw(self, answer: Answer, undelivered: int | None) -> None:
         """Remove requests whose client no longer listens, and take back undelivered leases."""
         self._leases = [waiting for waiting in self._leases if waiting.answer != answer]
         self._puts = [waiting for waiting in self._puts if waiting.answer != answer]
-        if unheard is not None and unheard in self.core.leases:
-            self.core.end_lease(unheard, "was released because its consumer disconnected")
-            self._note(f"lease {unheard} was not delivered")
+        if undelivered is not None and undelivered in self.core.leases:
+            self.core.end_lease(undelivered, "was released because its consumer disconnected")
+            self._note(f"lease {undelivered} was not delivered")
 
     def disconnect(self, client: str) -> None:
         """Release everything that an ended client had leased or reserved, and drop its requests."""
@@ -223,7 +222,6 @@ class QueueService:
                     )
                 self._note(f"drop of prompt {request.prompt_uid!r}")
             case Extend():
-                _check_lease_s(request.lease_s)
                 value = now + request.lease_s
                 core.extend(core.current(request.lease_id, request.task), expires_at=value)
                 self._note(f"lease {request.lease_id} extended")
@@ -246,8 +244,8 @@ class QueueService:
             case SetPolicyVersion():
                 core.policy_version = max(core.policy_version, request.version)
                 self._note(f"policy version {request.version}")
-            case Ask():
-                value = self._answer(request)
+            case StateQuery():
+                value = self._state(request)
         return Done(value)
 
     def _fail(self, request: Fail) -> None:
@@ -269,44 +267,52 @@ class QueueService:
             self._capacity.end(request.reservation)
         self._note(f"ack of lease {request.lease_id} by task {request.task!r}")
 
-    def _answer(self, request: Ask) -> Any:
-        if request.what == "stats":
-            return self._stats()
-        if request.what == "recovery":
-            return msgspec.to_builtins(self._recovery)
-        if request.what == "forget_finished":
-            self._is_changed = True
-            return self.core.forget_finished()
-        return answer_of(self.core, request.what, now=self._clock())
-
-    def _stats(self) -> dict[str, float]:
-        stats = stats_of(self.core, now=self._clock())
-        stats["rows/reserved"], stats["size_bytes/reserved"] = self._capacity.num_rows, self._capacity.size_bytes
-        stats["waiting/put"], stats["waiting/lease"] = len(self._puts), len(self._leases)
-        stats |= {f"waited_s/{name}": waited for name, waited in self._waited_s.items()}
-        return {name: float(value) for name, value in stats.items()}
+    def _state(self, query: StateQuery) -> Any:
+        core, now = self.core, self._clock()
+        match query.what:
+            case "stats":
+                stats = stats_of(core, now=now)
+                stats |= {"rows/reserved": self._capacity.num_rows, "size_bytes/reserved": self._capacity.size_bytes}
+                stats |= {"waiting/put": len(self._puts), "waiting/lease": len(self._leases)}
+                stats |= {f"waited_s/{name}": waited for name, waited in self._waited_s.items()}
+                return {name: float(value) for name, value in stats.items()}
+            case "ledger":
+                return msgspec.to_builtins([group.entry() for group in core.groups])
+            case "unsettled":
+                return [
+                    (
+                        group.prompt,
+                        group.missing_sessions,
+                        now - group.issued_at,
+                        group.attempt,
+                        GENERATE in group.leased,
+                    )
+                    for group in sorted(core.groups.issued.values(), key=lambda group: group.order)
+                ]
+            case "recovery":
+                return msgspec.to_builtins(self._recovery)
+            case "forget_finished":
+                self._is_changed = True
+                return core.forget_finished()
 
     # -- requests that may wait
 
     def _check(self, request: LeaseRequest | Reserve | Put) -> None:
         core = self.core
-        if not request.deadline_s >= 0:  # also refuses NaN
-            raise DataError(f"deadline_s must be at least 0; found {request.deadline_s}.")
         if isinstance(request, LeaseRequest):
             core.groups.task_of(request)
             if request.groups < 1:
                 raise DataError(f"a lease must request at least 1 group; found {request.groups}.")
             check_once(request.prompts)
-            _check_lease_s(request.lease_s)
         elif isinstance(request, Reserve) and not 0 <= request.segment_bytes <= LARGEST_SEGMENT:
             raise DataError(f"a segment must have at most {LARGEST_SEGMENT} bytes; found {request.segment_bytes}.")
 
     def _wait(self, request: LeaseRequest | Reserve | Put, client: str, answer: Answer, blocked: Blocked) -> None:
         now = time.monotonic()
-        waiting = _Waiting(request, client, answer, now, now + request.deadline_s, self._turn, blocked)
+        waiting = _WaitingRequest(request, client, answer, now, now + request.deadline_s, self._turn, blocked)
         (self._leases if isinstance(request, LeaseRequest) else self._puts).append(waiting)
 
-    def _retry(self, queue: list[_Waiting], kind: str) -> bool:
+    def _retry(self, queue: list[_WaitingRequest], kind: str) -> bool:
         """Retry waiting requests, first come first served; return True if any was answered."""
         done, num_changes = [], self.core.num_changes
         for waiting in queue:
@@ -324,24 +330,19 @@ class QueueService:
 
     def _attempt(self, request: LeaseRequest | Reserve | Put, client: str, blocked: Blocked) -> Reply | None:
         """Return the answer of a request that may wait; None while it cannot be served."""
-        if isinstance(request, LeaseRequest):
-            return self._try_lease(request, client, blocked)
-        return self._try_put(request, client)
-
-    def _try_lease(self, request: LeaseRequest, client: str, blocked: Blocked) -> Reply | None:
+        if not isinstance(request, LeaseRequest):
+            return self._try_put(request, client)
+        groups = self.core.groups
         lease = self.core.try_lease(request, now=self._clock(), client=client, blocked=blocked)
-        if lease is not None:
-            self._note(f"lease {lease.lease_id} of {len(lease.groups)} groups for task {request.task!r}")
-            return self._leased(lease, client)
-        task = self.core.groups.task_of(request)
-        if task.num_possible == 0 and not task.is_of_claims and not request.prompts:
-            raise NothingToLeaseError(
-                f"task {request.task!r} requested {request.groups} groups, but no issued prompt can become ready for "
-                f"it: {self.core.groups.describe_states()}."
-            )
-        return None
-
-    def _leased(self, lease: RunningLease, client: str) -> Leased:
+        if lease is None:
+            task = groups.task_of(request)
+            if task.num_possible == 0 and not task.is_of_claims and not request.prompts:
+                raise NothingToLeaseError(
+                    f"task {request.task!r} requested {request.groups} groups, but no issued prompt can become ready "
+                    f"for it: {groups.describe_states()}."
+                )
+            return None
+        self._note(f"lease {lease.lease_id} of {len(lease.groups)} groups for task {request.task!r}")
         leased = leased_of(self.core, lease)
         if self._is_pinning:
             for number, place in leased.places.items():
@@ -357,13 +358,16 @@ class QueueService:
             self._capacity.end(request.reservation)
             return self._has_put(request)
         if isinstance(request, Put):
+            num_rows = sum(part.num_rows for part in request.parts)
             size_bytes = sum(part.size_bytes for part in request.parts)
-            if not self._fits(sum(part.num_rows for part in request.parts), size_bytes):
-                return None
+        else:
+            num_rows, size_bytes = request.num_rows, request.size_bytes
+        waiting = {waiting.request.task for waiting in self._leases}  # type: ignore[union-attr]
+        if not self._capacity.fits(self.core, num_rows, size_bytes, waiting_tasks=waiting):
+            return None
+        if isinstance(request, Put):
             self.core.put(request)
             return self._has_put(request)
-        if not self._fits(request.num_rows, request.size_bytes):
-            return None
         return Reserved(*self._capacity.reserve(request, client))
 
     def _has_put(self, request: Put) -> Done:
@@ -371,13 +375,6 @@ class QueueService:
         num_more = sum(len(more) for _, more in request.sessions) - 1
         self._note(f"put of session {indices[0]} of prompt {uid!r}{f' and {num_more} more' if num_more else ''}")
         return Done()
-
-    def _is_settled_put(self, request: Any) -> bool:
-        return isinstance(request, Put) and self.core.was_put(request.put_id, request.sessions)
-
-    def _fits(self, num_rows: int, size_bytes: int) -> bool:
-        waiting = {waiting.request.task for waiting in self._leases}  # type: ignore[union-attr]
-        return self._capacity.fits(self.core, num_rows, size_bytes, waiting_tasks=waiting)
 
     def _give_up_reservation(self, request: Any) -> None:
         """Free the reservation of a refused request; its client reserves again."""
@@ -388,17 +385,18 @@ class QueueService:
 
     def _refuse_late(self) -> None:
         now = time.monotonic()
+        event = f"{self._event[0]}, at {time.strftime('%H:%M:%S', time.localtime(self._event[1]))}"
         for queue in (self._leases, self._puts):
             for waiting in [waiting for waiting in queue if waiting.ends_at <= now]:
                 queue.remove(waiting)
                 self._waited("lease" if queue is self._leases else "put", waiting)
                 text = (
                     f"{self._describe(waiting.request)}, for {round(waiting.request.deadline_s, 3):g} s; "
-                    f"the queue's last event: {self.last_event}."
+                    f"the queue's last event: {event}."
                 )
                 self._answers.append((waiting.answer, refusal(DeadlineError(text))))
 
-    def _waited(self, kind: str, waiting: _Waiting) -> None:
+    def _waited(self, kind: str, waiting: _WaitingRequest) -> None:
         if waiting.turn < self._turn:
             self.num_waited += 1
             self._waited_s[kind] += time.monotonic() - waiting.since
@@ -418,11 +416,6 @@ class QueueService:
         if self._capacity.num_rows:
             held += f", {self._capacity.num_rows} rows being written by {self._capacity.clients}"
         return f"put of {rows} rows waited for capacity: {held}, {groups.describe_states()}"
-
-    @property
-    def last_event(self) -> str:
-        """The last event, with its time."""
-        return f"{self._event[0]}, at {time.strftime('%H:%M:%S', time.localtime(self._event[1]))}"
 
     def _note(self, event: str) -> None:
         self._event = (event, time.time())
@@ -475,11 +468,6 @@ class QueueService:
             self._written_version = self.core.policy_version
         self._answers = [(answer, refusal(error)) for answer, _ in self._answers]
         self._note(f"the journal could not be written: {error}")
-
-
-def _check_lease_s(lease_s: float) -> None:
-    if not 0 < lease_s < float("inf"):
-        raise DataError(f"lease_s must be positive and finite, in seconds; found {lease_s}.")
 
 
 def refusal(error: RLError) -> Refused:

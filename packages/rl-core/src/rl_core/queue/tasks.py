@@ -38,9 +38,6 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
         raise SettingsError(f"a queue needs at least one task, each with a name; found {names}.")
     if GENERATE in names:
         raise SettingsError(f"{GENERATE!r} is reserved for producers' claims; rename the task.")
-    for task in tasks:
-        if task.max_staleness is not None and task.max_staleness < 0:
-            raise SettingsError(f"max_staleness of task {task.name!r} must be at least 0; found {task.max_staleness}.")
     for name in sorted(frozenset().union(*(task.needs | task.gives for task in tasks))):
         column_spec(name)
     own = frozenset().union(*(task.needs - task.gives for task in tasks)) - BUILT_IN  # producers may provide them
@@ -57,17 +54,8 @@ def check_tasks(tasks: Sequence[TaskSpec]) -> None:
 
 
 def checked_options(tasks: Sequence[TaskSpec], options: QueueOptions | None) -> QueueOptions:
-    """Check the tasks and bounds, and return the options or the defaults.
-
-    Raises:
-        DataError: See `check_tasks`.
-        SettingsError: See `check_tasks`; or a bound is below 1.
-    """
+    """Check the tasks, and return the options or the defaults; raises as `check_tasks`."""
     check_tasks(tasks)
     options = QueueOptions() if options is None else options
     expect(options, "options", QueueOptions)
-    for name in ("capacity_rows", "capacity_bytes"):
-        found = getattr(options, name)
-        if found is not None and found < 1:
-            raise SettingsError(f"{name} must be at least 1; found {found}.")
     return options

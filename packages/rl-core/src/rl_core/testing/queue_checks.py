@@ -6,10 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
-
-from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
-from rl_core.data.records import NO_VERSION, Trajectory
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.testing.clock import FakeClock, wait_until
@@ -23,19 +19,9 @@ DEADLINE_S = 20.0
 TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}))
 TRAIN_IN_ORDER = TaskSpec(name="train", needs=frozenset({"input_ids", "reward"}), order="issue")
 REFERENCE = TaskSpec(name="reference", needs=frozenset({"input_ids"}), gives=frozenset({"reference_logprobs"}))
-TEACHER = TaskSpec(name="teacher", needs=frozenset({"input_ids"}), gives=frozenset({"teacher_logprobs"}))
-TRAIN_LATE = TaskSpec(name="train", needs=frozenset({"input_ids", "reference_logprobs"}))
 
 LARGE = 20_000
 """Number of tokens of a row that no backend sends inline."""
-
-TOP_K = 4
-OWN = {
-    "own_top_logprobs": ColumnSpec(dtype="float32", is_ragged=True, meaning="The teacher's largest logprobs."),
-    "own_top_ids": ColumnSpec(dtype="int32", is_ragged=True, meaning="The tokens of these."),
-    "own_embedding": ColumnSpec(dtype="float16", is_ragged=False, meaning="A few numbers of each row."),
-}
-"""User-defined columns, which `declared` declares for one check."""
 
 
 class QueueChecks:
@@ -106,29 +92,6 @@ def put_large(queue: TransferQueue, uid: str, session: int = 0, *, deadline_s: f
     row = make_trajectory(uid, session, num_response_tokens=LARGE)
     row.input_ids[:] = int(uid[1:])
     queue.put(uid, session, [row], deadline_s=deadline_s)
-
-
-def sampled_by(prompt_uid: str, session_index: int, *versions: int, output_index: int = 0) -> Trajectory:
-    """Create a trajectory with one token of each of these policy versions."""
-    return make_trajectory(
-        prompt_uid,
-        session_index,
-        output_index,
-        num_response_tokens=len(versions),
-        policy_versions=np.asarray([NO_VERSION, NO_VERSION, *versions], dtype=np.int32),
-    )
-
-
-@contextmanager
-def declared() -> Iterator[None]:
-    """Declare columns for one check."""
-    for name, spec in OWN.items():
-        declare_column(name, spec)
-    try:
-        yield
-    finally:
-        for name in OWN:
-            COLUMNS.pop(name, None)
 
 
 def uids_of(lease: Any) -> list[str]:

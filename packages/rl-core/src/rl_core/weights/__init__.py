@@ -22,8 +22,13 @@ from rl_core.weights.publish import (
     publish_weights,
     retry_proof,
 )
-from rl_core.weights.tensor_files import write_safetensors
-from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY, SharedFileTransport, TensorTransport
+from rl_core.weights.transports import (
+    FOLDER_PREFIX,
+    SHARED_MEMORY,
+    SharedFileTransport,
+    TensorTransport,
+    write_safetensors,
+)
 from rl_core.weights.update import (
     AdapterUpdate,
     Broadcast,

@@ -9,13 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
 from rl_core.weights.digests import digest_tensors
 from rl_core.weights.offers import HeldRectangle, RankOffer, RankSender, join_offers
 from rl_core.weights.receiving import (
-    BroadcastReceiver,
     JoinedSource,
     ReceivePlan,
     SourceGroups,
@@ -23,11 +20,10 @@ from rl_core.weights.receiving import (
     receive_plan,
 )
 from rl_core.weights.sender import SenderOptions, WeightSender
-from rl_core.weights.update import AdapterUpdate, WeightUpdate
+from rl_core.weights.update import AdapterUpdate, NamedTensors, Rectangle, WeightSource, WeightUpdate
 
 __all__ = [
     "BroadcastGroup",
-    "BroadcastReceiver",
     "BroadcastTransport",
     "DirectTransport",
     "HeldRectangle",
@@ -64,18 +60,15 @@ class BroadcastTransport(WeightSender):
         super().__init__(replace(options or SenderOptions(), **others))
 
     def pack(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`; engines still loading the last update have until the deadline to finish."""
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         digests = digest_tensors(copies)
-        self.offer(version, list(copies.values()))
-        return WeightUpdate(version=version, digests=digests, broadcast=self.meeting, tied=dict(tied), adapter=adapter)
+        self.offer(version, copies.values)
+        whole = [Rectangle(name, (0,) * len(digest.shape), digest.shape) for name, digest in digests.items()]
+        source = WeightSource(sender="the sender of weights", meeting=self.meeting, rectangles=whole)
+        return WeightUpdate(version=version, digests=digests, sources=[source], tied=dict(tied), adapter=adapter)
 
 
 class DirectTransport:
@@ -91,12 +84,7 @@ class DirectTransport:
         self._whole: BroadcastTransport | None = None
 
     def pack(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`."""
         if self._whole is None:

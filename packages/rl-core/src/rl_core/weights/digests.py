@@ -1,5 +1,6 @@
 """Proof of a tensor: a checksum of its bytes, and its product with a fixed vector."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 import numpy as np
 
 from rl_core.data.records import FloatArray
-from rl_core.files.checksums import checksum
+from rl_core.files.durable import checksum
 from rl_core.record_fields import record
 from rl_core.weights.word_sums import word_sums
 
@@ -21,6 +22,7 @@ MAX_DIGEST_THREADS = 4
 """Maximum parallel checksums; beyond it, memory bandwidth is the limit."""
 PROBED_AT_ONCE = 2**24
 """Number of elements converted to float32 at a time."""
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PEFT_PREFIX = "base_model.model."
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
@@ -47,6 +49,11 @@ class TensorDigest:
     dtype: str
     checksum: str
     probe: FloatArray = field(repr=False)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its contiguous values in bytes."""
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
 
     @property
     def kind(self) -> ChecksumKind:

@@ -5,13 +5,12 @@ Handles are those of `torch.multiprocessing.reductions`, but they are sent as pl
 unpickled.
 """
 
-import math
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +18,7 @@ from rl_core.errors import EngineError, NotReadyError, SettingsError, TransferEr
 from rl_core.files import locked_folder, require_plain
 from rl_core.weights.digests import TensorDigest, digest_tensors, to_host
 from rl_core.weights.transports import FOLDER_PREFIX, SHARED_MEMORY
-from rl_core.weights.update import AdapterUpdate, SharedBucket, SharedBuckets, WeightUpdate
+from rl_core.weights.update import AdapterUpdate, NamedTensors, SharedBucket, SharedBuckets, WeightUpdate
 
 __all__ = ["HostMemory", "IpcTransport", "opened"]
 
@@ -29,7 +28,7 @@ ALIGNMENT = 256
 CPU = "cpu"
 
 
-class Place(NamedTuple):
+class BucketOffset(NamedTuple):
     """Location of a tensor.
 
     Attributes:
@@ -41,27 +40,6 @@ class Place(NamedTuple):
     name: str
     bucket: int
     start: int
-
-
-class BucketMemory(Protocol):
-    """Memory that another process can open."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the memory."""
-        ...
-
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Allocate [size_bytes] uint8."""
-        ...
-
-    def share(self, bucket: torch.Tensor) -> SharedBucket:
-        """Return a handle that opens a full bucket, allocated here, in another process."""
-        ...
-
-    def close(self) -> None:
-        """Free all memory. Can be called twice."""
-        ...
 
 
 class CudaMemory:
@@ -81,11 +59,11 @@ class CudaMemory:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """See `BucketMemory.allocate`."""
+        """Allocate [size_bytes] uint8."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def share(self, bucket: torch.Tensor) -> SharedBucket:
-        """See `BucketMemory.share`.
+        """Return a handle that opens a full bucket, allocated here, in another process.
 
         torch would keep the memory until the receiver closes it, which a dead receiver never does. Here only the sender
         decides when to free it.
@@ -104,7 +82,7 @@ class CudaMemory:
         )
 
     def close(self) -> None:
-        """See `BucketMemory.close`: torch reclaims memory without references."""
+        """Do nothing: torch reclaims memory without references."""
 
 
 class HostMemory:
@@ -120,7 +98,7 @@ class HostMemory:
         self._close = weakref.finalize(self, stack.close)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """See `BucketMemory.allocate`."""
+        """See `CudaMemory.allocate`."""
         file = self._folder / secrets.token_hex(8)
         bucket = torch.from_file(str(file), shared=True, size=size_bytes, dtype=torch.uint8)
         self._files[bucket.data_ptr()] = file
@@ -128,11 +106,11 @@ class HostMemory:
         return bucket
 
     def share(self, bucket: torch.Tensor) -> SharedBucket:
-        """See `BucketMemory.share`."""
+        """See `CudaMemory.share`."""
         return SharedBucket(handle=str(self._files[bucket.data_ptr()]), size_bytes=len(bucket))
 
     def close(self) -> None:
-        """See `BucketMemory.close`."""
+        """Free all memory. Can be called twice."""
         self._close()
 
 
@@ -144,7 +122,7 @@ class IpcTransport:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         keeps: bool = True,
-        memory: BucketMemory | None = None,
+        memory: CudaMemory | HostMemory | None = None,
     ) -> None:
         """Set the memory; none is allocated yet.
 
@@ -156,18 +134,13 @@ class IpcTransport:
         Raises:
             SettingsError: There is no GPU.
         """
-        self._memory: BucketMemory = memory or CudaMemory()
+        self._memory = memory or CudaMemory()
         self._bucket_bytes, self._keeps = bucket_bytes, keeps
         self._buckets: list[torch.Tensor] = []
         self._is_closed = False
 
     def pack(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`.
 
@@ -179,13 +152,13 @@ class IpcTransport:
         self._require_here(tensors)
         self._free()
         digests = digest_tensors(tensors, kind=None if adapter is None else "crc32c")
-        sizes, places = bucket_plan(digests, self._bucket_bytes)
+        sizes, offsets = bucket_plan(digests, self._bucket_bytes)
         stamp = secrets.randbits(62)
         self._buckets = [self._memory.allocate(size) for size in sizes]
-        for bucket in self._buckets:
-            _stamp_of(bucket).copy_(torch.tensor([version, stamp]))
-        for place in places:
-            _view(self._buckets[place.bucket], place.start, digests[place.name]).copy_(tensors[place.name].detach())
+        for memory in self._buckets:
+            _stamp_of(memory).copy_(torch.tensor([version, stamp]))
+        for name, bucket, start in offsets:
+            _view(self._buckets[bucket], start, digests[name]).copy_(tensors[name].detach())
         shared = SharedBuckets(
             device=_identity(self._memory.device),
             stamp=stamp,
@@ -233,7 +206,7 @@ def opened(update: WeightUpdate) -> Iterator[dict[str, torch.Tensor]]:
     if shared is None:
         raise EngineError(f"weight update {update.version} is not in shared memory.")
     device = _device_of(shared, update.version)
-    sizes, places = bucket_plan(update.digests, shared.bucket_bytes)
+    sizes, offsets = bucket_plan(update.digests, shared.bucket_bytes)
     found = [bucket.size_bytes for bucket in shared.buckets]
     if found != sizes:
         raise EngineError(f"weight update {update.version} needs buckets of {sizes} bytes; found {found}.")
@@ -244,24 +217,24 @@ def opened(update: WeightUpdate) -> Iterator[dict[str, torch.Tensor]]:
     for number, stamp in enumerate(to_host([_stamp_of(bucket) for bucket in buckets])):
         if stamp.tolist() != [update.version, shared.stamp]:
             raise _gone(update.version, f"bucket {number} has another stamp")
-    yield {place.name: _view(buckets[place.bucket], place.start, update.digests[place.name]) for place in places}
+    yield {name: _view(buckets[bucket], start, update.digests[name]) for name, bucket, start in offsets}
 
 
-def bucket_plan(digests: Mapping[str, TensorDigest], bucket_bytes: int) -> tuple[list[int], list[Place]]:
+def bucket_plan(digests: Mapping[str, TensorDigest], bucket_bytes: int) -> tuple[list[int], list[BucketOffset]]:
     """Lay out tensors in buckets: in order, each bucket as full as possible.
 
     Returns:
         Size of each bucket in bytes, and the location of each tensor.
     """
     sizes: list[int] = []
-    places = []
+    offsets = []
     for name, digest in digests.items():
-        size = -(-_size_bytes(digest) // ALIGNMENT) * ALIGNMENT
+        size = -(-digest.size_bytes // ALIGNMENT) * ALIGNMENT
         if not sizes or sizes[-1] + size > bucket_bytes:
             sizes.append(ALIGNMENT)
-        places.append(Place(name, len(sizes) - 1, sizes[-1]))
+        offsets.append(BucketOffset(name, len(sizes) - 1, sizes[-1]))
         sizes[-1] += size
-    return sizes, places
+    return sizes, offsets
 
 
 def _open(bucket: SharedBucket, device: torch.device) -> torch.Tensor:
@@ -301,13 +274,8 @@ def _identity(device: torch.device) -> str:
     return CPU if device.type == CPU else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def _size_bytes(digest: TensorDigest) -> int:
-    dtype: torch.dtype = getattr(torch, digest.dtype)
-    return math.prod(digest.shape) * dtype.itemsize
-
-
 def _view(bucket: torch.Tensor, start: int, digest: TensorDigest) -> torch.Tensor:
-    flat = bucket[start : start + _size_bytes(digest)]
+    flat = bucket[start : start + digest.size_bytes]
     return flat.view(getattr(torch, digest.dtype)).reshape(digest.shape)
 
 

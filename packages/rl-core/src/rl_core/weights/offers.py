@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -67,7 +67,7 @@ class RankSender:
             self._sender.expect(options.num_receivers)
         self._sender.withdraw()
         digests = digest_rectangles((one.rectangle, one.shape, one.read()) for one in held)
-        self._sender.offer(version, _Reading(held))
+        self._sender.offer(version, lambda: (one.read() for one in held))
         rectangles = [one.rectangle for one in held]
         source = WeightSource(sender=self._name, meeting=self._sender.meeting, rectangles=rectangles)
         return RankOffer(source=source, digests=digests)
@@ -87,16 +87,6 @@ class RankSender:
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
-
-
-class _Reading:
-    """Elements of rectangles, read again by each iteration."""
-
-    def __init__(self, held: Sequence[HeldRectangle]) -> None:
-        self._held = held
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (one.read() for one in self._held)
 
 
 def join_offers(

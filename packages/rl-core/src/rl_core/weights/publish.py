@@ -88,10 +88,10 @@ async def publish_weights(
     scores: Sequence[Sequence[TokenScores]] = ()
     canary_diff, is_routed = 0.0, canary.logprobs is None
     if is_routed or math.isfinite(tolerances.canary):
-        asked = (receiver.score(canary.sequences, with_experts=is_routed) for receiver in receivers)
-        scores = await asyncio.gather(*asked)
+        scoring = (receiver.score(canary.sequences, with_experts=is_routed) for receiver in receivers)
+        scores = await asyncio.gather(*scoring)
     if not is_routed:
-        canary_diff = _worst(scores, lambda told: _check_scores(canary, told, tolerances))
+        canary_diff = _worst(scores, lambda of_engine: _check_scores(canary, of_engine, tolerances))
     return PublishReport(
         version=update.version,
         fingerprint=update.fingerprint,
@@ -131,10 +131,10 @@ def prove_canary(
         WeightProofError: A logprob differs by more than the tolerance.
     """
 
-    def check(told: Sequence[TokenScores]) -> float:
-        logprobs = score(canary.sequences, [one.routed_experts for one in told])
+    def check(scores: Sequence[TokenScores]) -> float:
+        logprobs = score(canary.sequences, [one.routed_experts for one in scores])
         scored = Canary(sequences=canary.sequences, logprobs=logprobs)
-        return _check_scores(scored, told, tolerances)
+        return _check_scores(scored, scores, tolerances)
 
     if not report.canary_scores:
         return report

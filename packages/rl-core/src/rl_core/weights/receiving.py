@@ -4,7 +4,7 @@ import socket
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from rl_core.errors import DeadlineError, TransferError
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
 from rl_core.weights.digests import ChecksumKind
 from rl_core.weights.secret_sockets import connect, receive_message, send_message
-from rl_core.weights.update import Broadcast, Rectangle, WeightSource, WeightUpdate
+from rl_core.weights.update import Broadcast, Rectangle, WeightUpdate
 
 
 class JoinedSource(NamedTuple):
@@ -58,63 +58,32 @@ def receive_plan(update: WeightUpdate) -> ReceivePlan:
         specs=specs,
         tied=list(update.tied),
         kinds={name: digest.kind for name, digest in update.digests.items()},
-        rectangles=[source.rectangles for source in update_sources(update)],
+        rectangles=[source.rectangles for source in update.sources],
     )
 
 
-def update_sources(update: WeightUpdate) -> Sequence[WeightSource]:
-    """Return the senders of an update; a single one sends every tensor whole.
-
-    Raises:
-        TransferError: The update is not sent over the network.
-    """
-    if update.sources:
-        return update.sources
-    if update.broadcast is None:
-        raise TransferError(f"weight update {update.version} is not sent over the network.")
-    whole = [Rectangle(name, (0,) * len(digest.shape), digest.shape) for name, digest in update.digests.items()]
-    return [WeightSource(sender="the sender of weights", meeting=update.broadcast, rectangles=whole)]
-
-
-class BroadcastReceiver:
-    """An engine's side before its workers receive: requests an update and learns whether it is served.
+class _SenderLink:
+    """An engine's connection to one sender for its requests.
 
     Attributes:
-        name: Name under which its workers connect to the sender; new for each connection.
+        engine: Name under which the engine's workers connect to the sender; new for each connection.
     """
 
-    def __init__(self, *, num_workers: int) -> None:
-        """Initialize without connecting.
-
-        Args:
-            num_workers: Number of receiving workers.
-        """
-        self.name = uuid.uuid4().hex
-        self._num_workers = num_workers
+    def __init__(self, meeting: Broadcast, *, num_workers: int) -> None:
+        self.engine = ""
+        self._meeting, self._num_workers = meeting, num_workers
         self._connection: socket.socket | None = None
-        self._joined: Broadcast | None = None
 
-    def announce(self, update: WeightUpdate) -> Broadcast:
-        """Request an update from its only sender; afterwards the workers connect (`BroadcastGroup`).
-
-        Raises:
-            TransferError: The sender has ended, or sends another version.
-            DeadlineError: The sender does not answer.
-        """
-        (source,) = update_sources(update)
-        self.ask(source.meeting, update.version, sender=source.sender)
-        self.go_on()
-        return source.meeting
-
-    def ask(self, meeting: Broadcast, version: int, *, sender: str) -> None:
+    def ask(self, version: int, *, sender: str) -> None:
         """Request an update; the sender waits for `go_on`.
 
         Raises:
             TransferError: The sender has ended, or sends another version.
             DeadlineError: The sender does not answer.
         """
+        meeting = self._meeting
         try:
-            answer = self._ask(meeting, version)
+            answer = self._ask(version)
         except TimeoutError as error:
             self.close()
             raise DeadlineError(
@@ -135,13 +104,11 @@ class BroadcastReceiver:
         Raises:
             TransferError: The sender has ended.
         """
-        if self._connection is None or self._joined is None:
-            raise TransferError("no update was requested.")
         try:
-            send_message(self._connection, {"goes_on": goes_on}, deadline_s=self._joined.deadline_s)
+            self._send({"goes_on": goes_on})
         except OSError as error:
             self.close()
-            raise TransferError(f"the sender of weights at {self._joined.host} has ended: {error}.") from error
+            raise TransferError(f"the sender of weights at {self._meeting.host} has ended: {error}.") from error
 
     def close(self) -> None:
         """Disconnect from the sender. Can be called twice."""
@@ -149,22 +116,26 @@ class BroadcastReceiver:
         if connection is not None:
             connection.close()
 
-    def _ask(self, meeting: Broadcast, version: int) -> dict[str, Any]:
-        if self._connection is not None and self._joined == meeting:
+    def _ask(self, version: int) -> dict[str, Any]:
+        if self._connection is not None:
             with suppress(ConnectionError):  # the sender dropped this engine, for example after a failed update
-                return self._request(self._connection, meeting, version)
+                return self._request(version)
         self.close()
-        self.name = uuid.uuid4().hex
+        meeting, self.engine = self._meeting, uuid.uuid4().hex
         secret = bytes.fromhex(meeting.secret)
         self._connection = connect(meeting.host, meeting.port, secret, deadline_s=meeting.deadline_s)
-        self._joined = meeting
-        hello = {"engine": self.name, "num_workers": self._num_workers}
-        send_message(self._connection, hello, deadline_s=meeting.deadline_s)
-        return self._request(self._connection, meeting, version)
+        self._send({"engine": self.engine, "num_workers": self._num_workers})
+        return self._request(version)
 
-    def _request(self, connection: socket.socket, meeting: Broadcast, version: int) -> dict[str, Any]:
-        send_message(connection, {"version": version}, deadline_s=meeting.deadline_s)
-        return receive_message(connection, deadline_s=meeting.deadline_s)
+    def _request(self, version: int) -> dict[str, Any]:
+        connection = self._send({"version": version})
+        return receive_message(connection, deadline_s=self._meeting.deadline_s)
+
+    def _send(self, message: Mapping[str, Any]) -> socket.socket:
+        if self._connection is None:
+            raise ConnectionError("it is disconnected")
+        send_message(self._connection, message, deadline_s=self._meeting.deadline_s)
+        return self._connection
 
 
 class WeightSources:
@@ -177,7 +148,7 @@ class WeightSources:
             num_workers: Number of receiving workers.
         """
         self._num_workers = num_workers
-        self._receivers: dict[Broadcast, BroadcastReceiver] = {}
+        self._links: dict[Broadcast, _SenderLink] = {}
 
     def announce(self, update: WeightUpdate) -> list[JoinedSource]:
         """Request an update from every sender; afterwards the workers connect (`SourceGroups`).
@@ -188,34 +159,33 @@ class WeightSources:
             TransferError: A sender has ended, or sends another version.
             DeadlineError: A sender does not answer.
         """
-        sources = update_sources(update)
-        meetings = {source.meeting for source in sources}
-        for meeting in [known for known in self._receivers if known not in meetings]:
-            self._receivers.pop(meeting).close()
-        asked: list[BroadcastReceiver] = []
+        sources = {source.meeting: source for source in update.sources}
+        for meeting in [known for known in self._links if known not in sources]:
+            self._links.pop(meeting).close()
+        requested: list[_SenderLink] = []
         try:
-            for source in sources:
-                receiver = self._receivers.setdefault(source.meeting, BroadcastReceiver(num_workers=self._num_workers))
-                receiver.ask(source.meeting, update.version, sender=source.sender)
-                asked.append(receiver)
+            for meeting, source in sources.items():
+                link = self._links.setdefault(meeting, _SenderLink(meeting, num_workers=self._num_workers))
+                link.ask(update.version, sender=source.sender)
+                requested.append(link)
         except (TransferError, DeadlineError):
-            for receiver in asked:
+            for link in requested:
                 with suppress(TransferError):
-                    receiver.go_on(goes_on=False)
+                    link.go_on(goes_on=False)
             raise
         try:
-            for receiver in asked:
-                receiver.go_on()
+            for link in requested:
+                link.go_on()
         except TransferError:
             self.close()  # the other senders must not wait for the workers
             raise
-        return [JoinedSource(one.meeting, self._receivers[one.meeting].name, one.sender) for one in sources]
+        return [JoinedSource(meeting, self._links[meeting].engine, one.sender) for meeting, one in sources.items()]
 
     def close(self) -> None:
         """Disconnect from every sender. Can be called twice."""
-        for receiver in self._receivers.values():
-            receiver.close()
-        self._receivers.clear()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
 
 
 class SourceGroups:
@@ -261,28 +231,24 @@ class SourceGroups:
         for number, rectangles in enumerate(plan.rectangles):
             for rectangle in rectangles:
                 pieces.setdefault(rectangle.name, []).append((number, rectangle))
-        with self._left_midway(), ThreadPoolExecutor(1, "receive weights") as thread:
-            streams = [
-                group.receive([TensorSpec(one.name, one.sizes, dtypes[one.name]) for one in rectangles], thread=thread)
-                for group, rectangles in zip(self._groups, plan.rectangles, strict=True)
-            ]
-            for spec in plan.specs:
-                found = ((one, self._next(streams, number)) for number, one in pieces.get(spec.name, ()))
-                yield spec.name, _put_together(spec, found, self._device)
+        try:
+            with ThreadPoolExecutor(1, "receive weights") as thread:
+                streams = [
+                    group.receive([TensorSpec(one.name, one.sizes, dtypes[one.name]) for one in part], thread=thread)
+                    for group, part in zip(self._groups, plan.rectangles, strict=True)
+                ]
+                for spec in plan.specs:
+                    parts = ((one, self._next(streams, number)) for number, one in pieces.get(spec.name, ()))
+                    yield spec.name, _put_together(spec, parts, self._device)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Leave every group. Can be called twice."""
         self.sources = []
         for group in self._groups:
             group.close()
-
-    @contextmanager
-    def _left_midway(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     def _next(self, streams: Sequence[Iterator[tuple[str, torch.Tensor]]], number: int) -> torch.Tensor:
         sender = self.sources[number].sender
@@ -293,10 +259,10 @@ class SourceGroups:
 
 
 def _put_together(
-    spec: TensorSpec, found: Iterator[tuple[Rectangle, torch.Tensor]], device: torch.device
+    spec: TensorSpec, parts: Iterator[tuple[Rectangle, torch.Tensor]], device: torch.device
 ) -> torch.Tensor:
     whole: torch.Tensor | None = None
-    for rectangle, part in found:
+    for rectangle, part in parts:
         if tuple(part.shape) == tuple(spec.shape):
             return part
         if whole is None:

@@ -30,7 +30,7 @@ REOPENS_S = 10.0
 PAUSE_S = 0.02
 
 
-class Listener:
+class SecretListener:
     """Accepts connections on one address; each one that proves the secret is handled in its own thread."""
 
     def __init__(self, host: str, secret: bytes, on_known: Callable[[socket.socket], None]) -> None:
@@ -123,7 +123,7 @@ class Listener:
 
 
 def connect(host: str, port: int, secret: bytes, *, deadline_s: float) -> socket.socket:
-    """Connect to a `Listener`; both sides prove the secret.
+    """Connect to a `SecretListener`; both sides prove the secret.
 
     Raises:
         OSError: No process listens, or the listener does not know the secret; TimeoutError if it does not answer.

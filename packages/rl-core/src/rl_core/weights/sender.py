@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,15 +19,24 @@ import torch
 from rl_core.errors import NotReadyError, RLError, SettingsError, TransferError
 from rl_core.record_fields import settings_record
 from rl_core.weights.broadcast_group import SENDER, BroadcastGroup
-from rl_core.weights.secret_sockets import SECRET_BYTES, Listener, hang_up, is_readable, receive_message, send_message
+from rl_core.weights.secret_sockets import (
+    SECRET_BYTES,
+    SecretListener,
+    hang_up,
+    is_readable,
+    receive_message,
+    send_message,
+)
 from rl_core.weights.update import Broadcast
 
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 4096
-LOOK_S = 0.05
+POLL_S = 0.05
 """Interval of checks that an engine is still alive while its workers are missing."""
 DEFAULT_BUCKET_BYTES = 256 * 2**20
+Packed = tuple[int, Callable[[], Iterable[torch.Tensor]]]
+"""A policy version, and a function that returns its tensors."""
 
 
 @settings_record
@@ -95,13 +104,13 @@ class WeightSender:
             )
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
         self._engines: dict[str, _Engine] = {}
-        self._packed: tuple[int, Iterable[torch.Tensor]] | None = None
+        self._packed: Packed | None = None
         self._num_receivers = options.num_receivers
         self._num_sending = 0
         self._serving: dict[threading.Thread, socket.socket] = {}
         self._changed = threading.Condition()
         self._is_closed = False
-        self._listener = Listener(options.host, secret, self._serve)
+        self._listener = SecretListener(options.host, secret, self._serve)
         self.meeting = Broadcast(
             backend=options.backend,
             host=options.host,
@@ -111,14 +120,14 @@ class WeightSender:
             deadline_s=options.deadline_s,
         )
 
-    def offer(self, version: int, tensors: Iterable[torch.Tensor]) -> None:
+    def offer(self, version: int, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Send these tensors on request from now on.
 
         Engines that are still receiving the previous version have until the deadline to finish.
 
         Args:
             version: Policy version.
-            tensors: Iterated again for each engine, in its thread; must not change until withdrawn.
+            tensors: Returns the tensors for each engine, in its thread; they must not change until withdrawn.
 
         Raises:
             NotReadyError: The sender is closed.
@@ -149,7 +158,7 @@ class WeightSender:
             hang_up(connection)
             thread.join()
 
-    def _replace(self, packed: tuple[int, Iterable[torch.Tensor]] | None) -> None:
+    def _replace(self, packed: Packed | None) -> None:
         with self._changed:
             self._packed = None  # no new transfer begins
             if not self._changed.wait_for(lambda: not self._num_sending, self.meeting.deadline_s):
@@ -226,7 +235,7 @@ class WeightSender:
                 return  # another sender refused
             if engine.group is None:
                 engine.group = self._meet(name, engine)
-            engine.group.send(packed[1])
+            engine.group.send(packed[1]())
         finally:
             with self._changed:
                 self._num_sending -= 1
@@ -237,7 +246,7 @@ class WeightSender:
         ends_at = time.monotonic() + self.meeting.deadline_s
         with self._changed:
             while not engine.is_whole and time.monotonic() < ends_at and not is_readable(engine.connection):
-                self._changed.wait(LOOK_S)  # disconnection is not signalled
+                self._changed.wait(POLL_S)  # disconnection is not signalled
             if not engine.is_whole:
                 raise TransferError(
                     f"{len(engine.workers)} of {engine.num_workers} workers of engine {name} connected before it "
@@ -267,7 +276,7 @@ def _number(hello: Mapping[str, Any], name: str, *, most: int) -> int:
     return found
 
 
-def _refusal(request: Mapping[str, Any], packed: tuple[int, Iterable[torch.Tensor]] | None) -> str | None:
+def _refusal(request: Mapping[str, Any], packed: Packed | None) -> str | None:
     version = request.get("version")
     if packed is not None and packed[0] == version:
         return None

@@ -1,5 +1,6 @@
-"""Transports of weights: tensors within a process, or a file in shared memory."""
+"""Transports of weights: tensors within a process, or a safetensors file in shared memory."""
 
+import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -7,12 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.errors import NotReadyError
+from rl_core.errors import DiskError, NotReadyError
 from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
 from rl_core.record_fields import converts_arguments
 from rl_core.weights.digests import digest_tensors
-from rl_core.weights.tensor_files import write_safetensors
-from rl_core.weights.update import AdapterUpdate, WeightUpdate
+from rl_core.weights.update import AdapterUpdate, NamedTensors, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -21,21 +21,11 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, not
 FOLDER_PREFIX = "rl-weights-"
 
 
-def host_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
-    """Return contiguous tensors in host memory; only tensors on a GPU are copied."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
 class TensorTransport:
     """Passes tensors within one process without a copy."""
 
     def pack(
-        self,
-        tensors: Mapping[str, "torch.Tensor"],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`; an adapter's slot is always proved by crc32c."""
         digests = digest_tensors(tensors, kind=None if adapter is None else "crc32c")
@@ -67,12 +57,7 @@ class SharedFileTransport:
         self._close = weakref.finalize(self, stack.close)
 
     def pack(
-        self,
-        tensors: Mapping[str, "torch.Tensor"],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`."""
         if not self._folder.is_dir():
@@ -81,7 +66,7 @@ class SharedFileTransport:
             )
         file = self._folder / "weights.safetensors"
         part = self._folder / "weights.part"
-        on_host = host_tensors(tensors)
+        on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         write_safetensors(on_host, part)
         part.replace(file)
         return WeightUpdate(
@@ -91,3 +76,36 @@ class SharedFileTransport:
     def close(self) -> None:
         """See `WeightTransport.close`."""
         self._close()
+
+
+@converts_arguments
+def write_safetensors(
+    tensors: Mapping[str, "torch.Tensor"], file: Path, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors into a safetensors file, with mode 0600; if that fails, an earlier file stays as it was.
+
+    Args:
+        tensors: Contiguous tensors in host memory.
+        file: Target file.
+        metadata: Text in the file's header.
+
+    Raises:
+        DiskError: The file cannot be written, for example because the disk is full.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    is_new = not file.exists()
+    try:
+        save_file(dict(tensors), file, metadata=None if metadata is None else dict(metadata))
+    except (SafetensorError, OSError) as error:  # safetensors has an error of its own for a full disk
+        if is_new:
+            file.unlink(missing_ok=True)
+        raise DiskError(f"{file} cannot be written: {error}. {_room(file.parent, tensors)}") from error
+
+
+def _room(folder: Path, tensors: Mapping[str, "torch.Tensor"]) -> str:
+    if not folder.is_dir():
+        return "Its folder does not exist."
+    size, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder).free
+    return f"It needs {size} bytes, and {free} are free in {folder}: free some, or choose a folder on another disk."

@@ -8,7 +8,6 @@ to the same numbers. A canary (known sequences with the learner's logprobs) prov
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 FINGERPRINT_BYTES = 16
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+NamedTensors = Mapping[str, "torch.Tensor"]
+"""Tensors by Hugging Face name."""
 
 
 @record
@@ -65,7 +65,7 @@ class Rectangle(NamedTuple):
 
 @record
 class WeightSource:
-    """One of several senders of an update.
+    """A sender of an update.
 
     Attributes:
         sender: Name for error messages, such as "learner[1]".
@@ -145,8 +145,7 @@ class WeightUpdate:
         digests: Digest of each tensor, by Hugging Face name (for an adapter by peft's name), computed by the sender.
         tensors: The tensors, if sender and engine share a process.
         file: A safetensors file in shared memory, if they do not share a process.
-        broadcast: Where to receive the tensors over the network, in the order of the digests.
-        sources: Senders of the tensors' rectangles, if each rank of the learner sends its own.
+        sources: Senders of the tensors' rectangles over the network; a single one sends every tensor whole.
         shared: Location of the tensors in the memory of the sender's GPU.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
@@ -155,9 +154,8 @@ class WeightUpdate:
 
     version: int
     digests: Mapping[str, TensorDigest]
-    tensors: Mapping[str, "torch.Tensor"] | None = None
+    tensors: NamedTensors | None = None
     file: Path | None = None
-    broadcast: Broadcast | None = None
     sources: Sequence[WeightSource] = ()
     shared: SharedBuckets | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -166,7 +164,7 @@ class WeightUpdate:
     @property
     def is_sent(self) -> bool:
         """True if the tensors come over the network."""
-        return self.broadcast is not None or bool(self.sources)
+        return bool(self.sources)
 
     @property
     def served(self) -> dict[str, TensorDigest]:
@@ -176,7 +174,7 @@ class WeightUpdate:
     @property
     def size_bytes(self) -> int:
         """Number of bytes sent to each engine."""
-        return sum(DTYPE_BYTES[digest.dtype] * math.prod(digest.shape) for digest in self.digests.values())
+        return sum(digest.size_bytes for digest in self.digests.values())
 
     @property
     def fingerprint(self) -> str:
@@ -288,12 +286,7 @@ class WeightTransport(Protocol):
     """Moves tensors from the learner to engines."""
 
     def pack(
-        self,
-        tensors: Mapping[str, "torch.Tensor"],
-        *,
-        version: int,
-        tied: Mapping[str, str],
-        adapter: AdapterUpdate | None = None,
+        self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """Prepare tensors for engines; valid until the next `pack` or `close`."""
         ...

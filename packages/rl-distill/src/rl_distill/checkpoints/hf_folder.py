@@ -90,7 +90,7 @@ class PolicyTensors:
         self._files = {path: _open(path) for path in paths}
         stored = _stored_tensors(self._files, listed)
         self._stored = {**stored, **_unfused(stored, num_experts=config.num_experts)}
-        shapes = tensor_shapes(config)
+        self._shapes = shapes = tensor_shapes(config)
         where = paths[0] if len(paths) == 1 else policy_dir
         _check(where, self._stored, {n: s for n, s in shapes.items() if n in self._stored or n not in optional})
         used = {(self._stored[name].path, self._stored[name].name) for name in shapes if name in self._stored}
@@ -137,19 +137,11 @@ class PolicyTensors:
         self.num_bytes_read += math.prod(sizes) * STORED_DTYPES[stored.dtype]
         return value.reshape(sizes).to(dtype)  # type: ignore[no-any-return]
 
-
-def read_policy_tensors(policy_dir: Path, config: PolicyConfig, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read all tensors of a policy from a Hugging Face folder.
-
-    Raises:
-        DataError: A file or tensor is missing, torn or of another shape.
-    """
-    tensors = PolicyTensors(policy_dir, config)
-    shapes = tensor_shapes(config)
-    return {
-        name: tensors.read(name, (0,) * len(shape), shape, dtype=dtype if is_trained(name) else torch.float32)
-        for name, shape in shapes.items()
-    }
+    def whole(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the policy in this dtype; None keeps the stored one. A router's bias is float32."""
+        for name, shape in self._shapes.items():
+            wanted = (dtype or self.dtype(name)) if is_trained(name) else torch.float32
+            yield name, self.read(name, (0,) * len(shape), shape, dtype=wanted)
 
 
 def _open(path: Path) -> Any:

@@ -4,14 +4,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rl_core.errors import DataError
 from rl_core.files import preview, temporary_folder
 from rl_core.record_fields import converts_arguments
-from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
+from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
+from rl_distill.architecture.tensor_shapes import Shape, tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import fingerprint_tensors
 from rl_distill.checkpoints.checkpoint import DTYPES
 from rl_distill.checkpoints.hf_folder import PolicyTensors, write_policy_folder
@@ -45,8 +44,8 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
                 f"{'has no such matrix' if found is None else f'has shape {list(found)}'}. Name the adapter's own base."
             )
     tensors = PolicyTensors(folder, config)
-    _check_base(adapter, folder, tensors, config)
-    write_policy_folder(target, config_json, _merged(tensors, config, adapter), source_dir=folder)
+    _check_base(adapter, folder, tensors)
+    write_policy_folder(target, config_json, _merged(tensors, adapter), source_dir=folder)
 
 
 @contextmanager
@@ -91,26 +90,19 @@ def _named_base(adapter: AdapterFolder) -> Path:
     return Path(adapter.base)
 
 
-def _check_base(adapter: AdapterFolder, folder: Path, tensors: PolicyTensors, config: PolicyConfig) -> None:
+def _check_base(adapter: AdapterFolder, folder: Path, tensors: PolicyTensors) -> None:
     """Raise an error if the adapter records the digest of its base model and this one differs."""
     if adapter.base_digest is None:
         return
     dtype, digest = adapter.base_digest
-    if fingerprint_tensors(_whole(tensors, config, dtype=DTYPES[dtype])) != digest:
+    if fingerprint_tensors(tensors.whole(DTYPES[dtype])) != digest:
         raise DataError(
             f"{folder} has different weights from the base model of {adapter.folder}. Name the folder it was trained "
             "on."
         )
 
 
-def _whole(tensors: PolicyTensors, config: PolicyConfig, *, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in this dtype; None keeps the stored one."""
-    for name, shape in tensor_shapes(config).items():
-        wanted = (dtype or tensors.dtype(name)) if is_trained(name) else torch.float32
-        yield name, tensors.read(name, (0,) * len(shape), shape, dtype=wanted)
-
-
-def _merged(tensors: PolicyTensors, config: PolicyConfig, adapter: AdapterFolder) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _whole(tensors, config, dtype=None):
+def _merged(tensors: PolicyTensors, adapter: AdapterFolder) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.whole(None):
         module = name.removesuffix(".weight")
         yield name, adapter.merged(module, tensor) if module in adapter.modules else tensor

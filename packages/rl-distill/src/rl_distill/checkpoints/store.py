@@ -15,9 +15,9 @@ from typing import Any
 import structlog
 
 from rl_core.data import Json
-from rl_core.errors import CheckpointError, DeadlineError, SettingsError
+from rl_core.errors import CheckpointError, DeadlineError
 from rl_core.files import preview, sync_file, sync_folder, write_durably
-from rl_core.record_fields import converts_arguments
+from rl_core.record_fields import PositiveInt, converts_arguments
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.plain_files import file_crc32c, read_json_object
 from rl_distill.daemon_thread import in_daemon_thread
@@ -54,7 +54,7 @@ class CheckpointStore:
     """The checkpoints of one run. Use it from one process and one thread at a time."""
 
     @converts_arguments
-    def __init__(self, directory: Path, *, keep: int, on_saved: Callable[[Saved], None] | None = None) -> None:
+    def __init__(self, directory: Path, *, keep: PositiveInt, on_saved: Callable[[Saved], None] | None = None) -> None:
         """Configure the store; nothing is written yet.
 
         Args:
@@ -65,8 +65,6 @@ class CheckpointStore:
         Raises:
             SettingsError: keep < 1.
         """
-        if keep < 1:
-            raise SettingsError(f"a store must keep >= 1 checkpoints; found {keep}.")
         self._directory = directory
         self._keep = keep
         self._on_saved = on_saved

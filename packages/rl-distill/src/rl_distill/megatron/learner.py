@@ -1,15 +1,15 @@
 """The Megatron learner: trains packed trajectories with megatron-core's models, parallelism and optimizer."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_core.data import Batch, Ragged, token_positions
+from rl_core.data import Batch, Ragged
 from rl_core.errors import DataError, NotReadyError, SettingsError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import PEFT_PREFIX
@@ -19,7 +19,7 @@ from rl_distill.checkpoints.checkpoint import critic_shapes
 from rl_distill.checkpoints.peft_folder import AdapterFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch, Objective, StepResult, ValueLoss
 from rl_distill.megatron.model import Head
-from rl_distill.megatron.ranked_model import RankedModel, TrainedModel
+from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, in_batch_order
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import LoraOptions
 from rl_distill.stepping import check_temperature
@@ -50,7 +50,8 @@ class MegatronLearner(TrainedModel):
             name: Name of the model on its ranks; None uses `kind`.
             lora: Adapter that trains instead of the weights; rank 0 trains all weights.
         """
-        super().__init__(policy, options, ranks=ranks, name=name, lora=lora)
+        self._lora = lora
+        super().__init__(policy, options, ranks=ranks, name=name)
         digest = None if lora.path is None or not lora.rank else AdapterFolder(lora.path).base_digest
         if digest is not None and digest[0] == options.dtype and digest[1] != self._base_digest:
             self.close()  # digests of another dtype cannot be compared
@@ -124,16 +125,19 @@ class MegatronLearner(TrainedModel):
         self._ranks.call_all("run", self._name, "load_teacher_heads", (list(folders),), {})
 
 
+@dataclass(frozen=True, slots=True)
 class BaseReference:
-    """The weights under a policy's adapter, as a reference that needs no extra memory. Routers choose their experts."""
+    """The weights under a policy's adapter, as a reference that needs no extra memory. Routers choose their experts.
 
-    def __init__(self, policy: MegatronLearner) -> None:
-        """Wrap a policy that has an adapter."""
-        self._policy = policy
+    Attributes:
+        policy: A policy that has an adapter.
+    """
+
+    policy: MegatronLearner
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
-        return self._policy._score(batch.only({"input_ids"}), temperature=temperature, is_base=True)
+        return self.policy._score(batch.only({"input_ids"}), temperature=temperature, is_base=True)
 
     def offload(self) -> int:
         """Do nothing and return 0, because the memory belongs to the policy."""
@@ -225,18 +229,7 @@ class MegatronTeacherModel(RankedModel):
             raise SettingsError(f"top_k must be from 0 to {most}, the size of the teacher's vocabulary; found {top_k}.")
         shares, rows = self._shares(batch.only({"input_ids"}))
         options = {"temperature": temperature, "top_k": top_k, "has_hidden": has_hidden}
-        found: list[dict[str, NDArray[Any]]] = self._call_shares("score", shares, **options)
-        ids = batch.ragged("input_ids")
-        shape = (len(ids.values), top_k + 1)
-        logprobs, tokens = np.zeros(shape, dtype=np.float32), np.full(shape, -1, dtype=np.int32)
-        hidden = np.zeros((len(ids.values), self.config.hidden_size), dtype=np.float32) if has_hidden else None
-        for of_rank, named in zip(rows, found, strict=True):
-            if not named:
-                continue
-            places = token_positions(ids.offsets[of_rank], ids.lengths[of_rank])
-            logprobs[places], tokens[places] = named["logprobs"], named["ids"]
-            if hidden is not None:
-                hidden[places] = named["hidden"]
-        tokens[ids.offsets[:-1]] = -1
-        offsets = ids.offsets
-        return Ragged(logprobs, offsets), Ragged(tokens, offsets), None if hidden is None else Ragged(hidden, offsets)
+        columns = in_batch_order(batch, rows, self._call_shares("score", shares, **options))
+        logprobs, ids = columns["logprobs"], columns["ids"].values.astype(np.int32)
+        ids[logprobs.offsets[:-1]] = -1
+        return logprobs, Ragged(ids, logprobs.offsets), columns.get("hidden")

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,

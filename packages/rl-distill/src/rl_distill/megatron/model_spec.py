@@ -29,6 +29,7 @@ from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig,
 from rl_distill.megatron.layers import SwiGLU, forget_between
 from rl_distill.megatron.lora import with_adapter
 from rl_distill.megatron.mixture import dispatch_locally, mixture_settings, mixture_spec
+from rl_distill.megatron.parallel import megatron_sizes
 from rl_distill.options import LoraOptions, ParallelOptions
 
 _WITHOUT_FUSIONS = dict.fromkeys(
@@ -165,6 +166,9 @@ def transformer_config(
         recompute_modules: Parts of a layer to recompute if the whole layer is not.
         kernels: Implementation of each part of the model.
     """
+    recomputation: dict[str, Any] = _FULL_RECOMPUTE if recompute else {}
+    if recompute_modules:
+        recomputation = {"recompute_granularity": "selective", "recompute_modules": list(recompute_modules)}
     return PolicyTransformerConfig(
         kernels=kernels,
         num_layers=policy.num_layers,
@@ -193,30 +197,15 @@ def transformer_config(
         perform_initialization=True,
         cuda_graph_scope=[],
         calculate_per_token_loss=True,
-        **(_FULL_RECOMPUTE if recompute else _selective_recompute(recompute_modules)),
-        **_sizes(parallel, dtype),
+        sequence_parallel=parallel.sequence,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        deallocate_pipeline_outputs=False,
+        **megatron_sizes(parallel),
+        **recomputation,
         **mixture_settings(policy),
         **_WITHOUT_FUSIONS,
     )
-
-
-def _selective_recompute(modules: Collection[str]) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
-
-
-def _sizes(parallel: ParallelOptions, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        "context_parallel_size": parallel.context,
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.expert_tensor,
-        "sequence_parallel": parallel.sequence,
-        "pipeline_dtype": dtype,
-        "variable_seq_lengths": True,
-        "deallocate_pipeline_outputs": False,
-    }
 
 
 def block_spec(

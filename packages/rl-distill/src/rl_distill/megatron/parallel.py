@@ -4,7 +4,7 @@ import os
 import socket
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from rl_distill.options import ParallelOptions
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Collectives that take longer fail on every waiting rank."""
+
+_STORE: dict[str, Any] = {"timeout": COLLECTIVE_TIMEOUT, "wait_for_workers": False, "use_libuv": True}
 
 
 Rendezvous = tuple[str, int]
@@ -42,16 +44,7 @@ def open_store(address: str, *, num_ranks: int) -> tuple[Rendezvous, Store]:
     listener.bind((address, 0))
     listener.listen(max(16, num_ranks))
     port: int = listener.getsockname()[1]
-    store = TCPStore(
-        address,
-        port,
-        num_ranks,
-        is_master=True,
-        timeout=COLLECTIVE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )
+    store = TCPStore(address, port, num_ranks, is_master=True, master_listen_fd=listener.detach(), **_STORE)
     return (address, port), store
 
 
@@ -77,7 +70,7 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, stor
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         else:
             _use_interface_of(rendezvous[0])
-            store = _client_store(rendezvous, num_ranks) if store is None else store
+            store = TCPStore(*rendezvous, num_ranks, is_master=False, **_STORE) if store is None else store
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
     if dist.get_world_size() != num_ranks:
         raise SettingsError(
@@ -86,22 +79,23 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, stor
         )
 
 
-def _client_store(rendezvous: Rendezvous, num_ranks: int) -> Store:
-    return TCPStore(
-        *rendezvous,
-        num_ranks,
-        is_master=False,
-        timeout=COLLECTIVE_TIMEOUT,
-        wait_for_workers=False,
-        use_libuv=True,
-    )
-
-
 def _use_interface_of(address: str) -> None:
     """Keep gloo and NCCL on loopback if the ranks meet there."""
     if address.startswith("127.") or address == "::1":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def megatron_sizes(parallel: ParallelOptions) -> dict[str, int | None]:
+    """Return the sizes of a layout by Megatron's names."""
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
 
 
 def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
@@ -115,15 +109,7 @@ def initialize_groups(parallel: ParallelOptions, *, seed: int) -> None:
         SettingsError: The process already has the groups of another layout.
     """
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor,
-            pipeline_model_parallel_size=parallel.pipeline,
-            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-            context_parallel_size=parallel.context,
-            expert_model_parallel_size=parallel.expert,
-            expert_tensor_parallel_size=parallel.expert_tensor,
-            create_gloo_process_groups=False,
-        )
+        parallel_state.initialize_model_parallel(**megatron_sizes(parallel), create_gloo_process_groups=False)
         with undisturbed_random_numbers():
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
     found = {

@@ -75,18 +75,17 @@ class RankModel:
         self._device = device or learner_device()
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
         self._chunks = build_chunks(plan, self._shards, device=self._device)
-        self._adam: MegatronAdam | None = None
         self._offloaded: Offloaded | None = None
         has_flash = self._chunks[0].config.kernels.attention == "varlen"
         self.shares_prefixes = has_flash or self._device.type == "cpu"
         self._sharing = _sharing(plan, has_flash=has_flash)
         self._teacher_heads: list[Tensor] = []
         self._routed = [0, 0]
-        if plan.trains:
-            self._adam = MegatronAdam(self._chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
-            if plan.options.offload_optimizer and self._device.type != "cpu":
-                self.keep_optimizer_on_host()
-        self.tensors = RankTensors(plan, self._chunks, self._shards, self._adam)
+        is_distributed = plan.parallel.distributed_optimizer
+        adam = MegatronAdam(self._chunks, plan.options, is_distributed=is_distributed) if plan.trains else None
+        self.tensors = RankTensors(plan, self._chunks, self._shards, adam)
+        if adam is not None and plan.options.offload_optimizer and self._device.type != "cpu":
+            self.keep_optimizer_on_host()
         self.sender = RankSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
@@ -162,7 +161,7 @@ class RankModel:
 
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self._trained().zero_grad()
+        self.tensors.adam.zero_grad()
         mask = "loss_mask" if "loss_mask" in share.batch else None
         comparison = comparison_of(objective)
         wanted = OutputRequest(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
@@ -223,7 +222,7 @@ class RankModel:
 
     def _update(self, loss: float, *, learning_rate: float) -> tuple[float, bool]:
         """Apply the optimizer if loss and gradient norm are finite; return the norm and whether it was applied."""
-        adam = self._trained()
+        adam = self.tensors.adam
         grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
         is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
         if is_applied:
@@ -248,7 +247,7 @@ class RankModel:
 
     def keep_optimizer_on_host(self) -> None:
         """Keep the optimizer's state in host memory between steps from now on."""
-        self._trained().keep_on_host()
+        self.tensors.adam.keep_on_host()
 
     def reload(self) -> None:
         """Restore what `offload` freed."""
@@ -273,13 +272,8 @@ class RankModel:
     def close(self) -> None:
         """Free the model."""
         self.sender.close()
-        self._chunks, self._adam = [], None
+        self._chunks = []
         del self.tensors
-
-    def _trained(self) -> MegatronAdam:
-        if self._adam is None:
-            raise TypeError("a frozen model has no optimizer")
-        return self._adam
 
     def _run(
         self,

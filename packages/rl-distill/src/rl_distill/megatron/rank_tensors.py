@@ -97,7 +97,7 @@ class RankTensors:
 
     def state_pieces(self) -> list[Piece]:
         """Return copies of this rank's checkpoint state: float32 weights (or the adapter) and Adam's moments."""
-        adam, parameters = self._trained(), self._parameters()
+        adam, parameters = self.adam, self._parameters()
         with adam.on_device():
             states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
             masters = [adam.master_weights(chunk) for chunk in parameters]
@@ -119,7 +119,7 @@ class RankTensors:
 
     def load_state(self, states: States, *, step: int) -> None:
         """Continue from the state loaded into `empty_state`."""
-        adam = self._trained()
+        adam = self.adam
         is_bf16 = self._plan.dtype != torch.float32
         with torch.no_grad(), adam.on_device():
             for index, parameters in enumerate(self._parameters()):
@@ -129,7 +129,13 @@ class RankTensors:
                 moments = {name: states[name][index] for name in ("exp_avg", "exp_avg_sq")}
                 adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
 
-    def _trained(self) -> MegatronAdam:
+    @property
+    def adam(self) -> MegatronAdam:
+        """Optimizer of the chunks.
+
+        Raises:
+            TypeError: The model is frozen.
+        """
         if self._adam is None:
             raise TypeError("a frozen model has no optimizer")
         return self._adam

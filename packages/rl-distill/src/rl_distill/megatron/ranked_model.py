@@ -19,13 +19,7 @@ from rl_core.weights.broadcast import SenderOptions, join_offers
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter, fingerprint_tensors
-from rl_distill.checkpoints.checkpoint import (
-    STATE_FOLDER,
-    finish_checkpoint,
-    read_header,
-    require_empty,
-    state_shapes,
-)
+from rl_distill.checkpoints.checkpoint import STATE_FOLDER, finish_checkpoint, read_header, require_empty, state_shapes
 from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult, metric_values
 from rl_distill.megatron.model import Head
@@ -58,6 +52,7 @@ class RankedModel:
     head: ClassVar[Head] = "policy"
     trains: ClassVar[bool] = True
     replays: ClassVar[bool] = False
+    _lora = LoraOptions()
 
     def __init__(
         self,
@@ -66,7 +61,6 @@ class RankedModel:
         *,
         ranks: LearnerRanks | None = None,
         name: str | None = None,
-        lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
     ) -> None:
         """Build the model on every rank.
 
@@ -75,7 +69,6 @@ class RankedModel:
             options: Learner options.
             ranks: Ranks that hold the model; None to use this process alone.
             name: Name of the model on its ranks; None uses `kind`.
-            lora: Adapter that trains instead of a policy's weights; rank 0 trains all weights.
 
         Raises:
             SettingsError: The architecture, a setting or the layout is not supported.
@@ -83,13 +76,13 @@ class RankedModel:
             MissingExtraError: megatron-core is not installed.
         """
         options.check()
+        lora = self._lora
         self._source = open_policy(policy, is_critic=self.head == "value")
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
         if self.trains:
             check_learner(options, parallel, self._source.config, lora=lora)
         adapted_modules(self._source.config, lora)
-        self._lora = lora
         self._name = name or self.kind
         self._owns_ranks = ranks is None
         self._open_ranks: LearnerRanks | None = ranks or LearnerRanks(parallel, num_threads=options.num_threads)
@@ -132,8 +125,8 @@ class RankedModel:
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
         shares, rows = self._shares(batch.only({"input_ids", ROUTED_EXPERTS} & batch.names))
-        found = self._call_shares("score", shares, temperature=temperature, is_base=is_base)
-        tokens = _in_batch_order(batch, rows, found)
+        scores = self._call_shares("score", shares, temperature=temperature, is_base=is_base)
+        tokens = in_batch_order(batch, rows, scores)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
 
     def _train(self, batch: Batch, objective: Objective, *, temperature: float = 1.0, **wanted: bool) -> StepResult:
@@ -152,7 +145,7 @@ class RankedModel:
             metrics=metric_values(part.metrics for part in parts),
             is_applied=first.is_applied,
             broken_rows=tuple(sorted(broken)),
-            tokens=_in_batch_order(batch, rows, [part.tokens for part in parts]),
+            tokens=in_batch_order(batch, rows, [part.tokens for part in parts]),
             computed_tokens=sum(part.computed_tokens for part in parts),
         )
 
@@ -189,15 +182,18 @@ class RankedModel:
         return tensor_shapes(self._source.config)
 
 
-def _in_batch_order(
-    batch: Batch, rows: Sequence[Rows], found: Sequence[Mapping[str, NDArray[np.float32]]]
+def in_batch_order(
+    batch: Batch, rows: Sequence[Rows], shares: Sequence[Mapping[str, NDArray[Any]]]
 ) -> dict[str, Ragged]:
-    """Merge the shares' float32 token values into the batch's row order, by name; empty if there are none."""
+    """Merge the shares' token values into the batch's row order, by name; empty if there are none."""
     ids = batch.ragged("input_ids")
-    out = {name: np.zeros(len(ids.values), dtype=np.float32) for of_rank in found for name in of_rank}
-    for of_rank, named in zip(rows, found, strict=True):
+    out: dict[str, NDArray[Any]] = {}
+    for of_rank, named in zip(rows, shares, strict=True):
+        places = token_positions(ids.offsets[of_rank], ids.lengths[of_rank])
         for name, values in named.items():
-            out[name][token_positions(ids.offsets[of_rank], ids.lengths[of_rank])] = values
+            if name not in out:
+                out[name] = np.zeros((len(ids.values), *values.shape[1:]), dtype=values.dtype)
+            out[name][places] = values
     return {name: Ragged(values, ids.offsets) for name, values in out.items()}
 
 

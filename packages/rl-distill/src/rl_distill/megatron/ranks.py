@@ -53,7 +53,13 @@ class LearnerRanks:
             DeadlineError: The ranks did not start in time.
             RoleError: A rank died.
         """
-        is_inline = _runs_inline(parallel, cluster)
+        check_ranks(parallel)
+        is_inline = parallel.ranks == 1 if cluster is None else cluster.kind == "inline"
+        if is_inline and parallel.ranks > 1:
+            raise SettingsError(
+                f"a cluster of kind 'inline' must have one rank; found {parallel.ranks}. Set its kind to "
+                '"process" or "ray".'
+            )
         self.parallel = parallel
         self._host: RankHost | None = None
         self._group: BlockingGroup | None = None
@@ -112,16 +118,12 @@ class LearnerRanks:
     @converts_arguments
     def finish_save(self, directory: Path) -> list[Written]:
         """Wait until every rank has written its part of a checkpoint; return what each wrote. Training can continue."""
-        if self._host is not None:
-            return [self._host.finish_save(directory)]
-        deadline_s = self._call_deadline_s
-        return self._together(lambda ranks: ranks.call_all("wait_for_save", directory, deadline_s=deadline_s))
+        return self.call_all("wait_for_save", directory) if self._host is None else [self._host.finish_save(directory)]
 
     def expect_engines(self, name: str, num_receivers: int) -> None:
         """Set how many engines every rank's sender of a model expects. Thread-safe, even while another call waits."""
         if self._host is None:
-            deadline_s = self._call_deadline_s
-            self._together(lambda ranks: ranks.call_all("expect_engines", name, num_receivers, deadline_s=deadline_s))
+            self.call_all("expect_engines", name, num_receivers)
 
     def check_alive(self) -> None:
         """Check that every rank is alive. Raises the errors of `call_all`."""
@@ -129,7 +131,7 @@ class LearnerRanks:
 
     def gpu_use(self) -> list[GpuUse]:
         """Return the use of each rank's GPU since the last call; empty on CPUs. Raises the errors of `call_all`."""
-        return [one for of_rank in self.call_all("gpu_use") for one in of_rank]
+        return [use for of_rank in self.call_all("gpu_use") for use in of_rank]
 
     def stacks(self, *, deadline_s: float) -> list[str]:
         """Return each rank's current stack. Thread-safe, even while another call waits.
@@ -160,19 +162,3 @@ class LearnerRanks:
             self._ended_by = f" by an earlier {type(error).__name__}"
             self.close()
             raise
-
-
-def _runs_inline(parallel: ParallelOptions, cluster: ClusterOptions | None) -> bool:
-    """Return whether the layout is one rank in this process.
-
-    Raises:
-        SettingsError: The layout is impossible, or would put several ranks in one process.
-    """
-    check_ranks(parallel)
-    is_inline = cluster is not None and cluster.kind == "inline"
-    if is_inline and parallel.ranks > 1:
-        raise SettingsError(
-            f"a cluster of kind 'inline' must have one rank; found {parallel.ranks}. Set its kind to "
-            '"process" or "ray".'
-        )
-    return is_inline or (cluster is None and parallel.ranks == 1)

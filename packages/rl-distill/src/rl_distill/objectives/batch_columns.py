@@ -11,13 +11,7 @@ from rl_core.errors import DataError
 from rl_core.record_fields import NonNegativeFloat, converts_arguments
 from rl_distill.objectives.aggregation import AGGREGATIONS, Horizon, token_weights
 from rl_distill.objectives.batch_advantages import COMPONENT
-from rl_distill.objectives.correction import (
-    CorrectionLevel,
-    WeightCap,
-    WeightFloor,
-    importance_weights,
-    weight_metrics,
-)
+from rl_distill.objectives.correction import CorrectionLevel, WeightCap, WeightFloor, importance_weights, weight_metrics
 from rl_distill.objectives.covariance_policy_loss import TokenSelection
 from rl_distill.objectives.kl import KL_ESTIMATORS
 from rl_distill.objectives.registry import ADVANTAGES, function_with_options

@@ -110,28 +110,17 @@ def mismatch_sums(
     old = blank_masked(old_logprobs.detach(), loss_mask, offsets)
     rollout = blank_masked(rollout_logprobs.detach(), loss_mask, offsets)
     counts = row_counts(loss_mask, offsets)
-    of_tokens, of_rows = _token_metrics(old, rollout), _row_metrics(old, rollout, counts, offsets)
-    sums = {name: _masked_sum(values, loss_mask) for name, values in of_tokens.items()}
-    return sums | {name: _masked_sum(values, counts > 0) for name, values in of_rows.items()}
-
-
-def _token_metrics(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
-    """Return [T] values by name from logprobs [T]."""
     log_ratio = bounded(old - rollout)
-    return {
+    of_tokens = {
         "training/rollout_probs_diff_mean": (old.exp() - rollout.exp()).abs(),
         "rollout_corr/kl": rollout - old,
         "rollout_corr/k3_kl": excess(log_ratio),
         "rollout_corr/chi2_token": torch.expm1(2.0 * log_ratio),
     }
-
-
-def _row_metrics(old: Tensor, rollout: Tensor, counts: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-    """Return [N] values by name from logprobs [T], 0 where masked, and the rows' trained tokens [N]."""
     training_log_ppl = -row_sums(old, offsets) / counts.clamp(min=1)
     rollout_log_ppl = -row_sums(rollout, offsets) / counts.clamp(min=1)
     difference = training_log_ppl - rollout_log_ppl
-    return {
+    of_rows = {
         "rollout_corr/training_ppl": training_log_ppl.exp(),
         "rollout_corr/training_log_ppl": training_log_ppl,
         "rollout_corr/rollout_ppl": rollout_log_ppl.exp(),
@@ -141,6 +130,8 @@ def _row_metrics(old: Tensor, rollout: Tensor, counts: Tensor, offsets: Tensor) 
         "rollout_corr/ppl_ratio": difference.exp(),
         "rollout_corr/chi2_seq": torch.expm1(2.0 * bounded(row_sums(old - rollout, offsets))),
     }
+    sums = {name: _masked_sum(values, loss_mask) for name, values in of_tokens.items()}
+    return sums | {name: _masked_sum(values, counts > 0) for name, values in of_rows.items()}
 
 
 def _masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

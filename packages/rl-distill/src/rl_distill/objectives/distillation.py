@@ -19,7 +19,7 @@ from rl_core.record_fields import PositiveFloat, converts_arguments, settings_re
 from rl_distill.learner import MetricSums, MicroBatch, metric_totals, metric_values
 from rl_distill.objectives.batch_columns import SampledLogprobs
 from rl_distill.objectives.correction import mismatch_sums
-from rl_distill.objectives.divergences import DivergenceKind, DivergenceOptions, Tail, clamped
+from rl_distill.objectives.divergences import ComparisonOptions, DivergenceKind, DivergenceOptions, clamped
 from rl_distill.objectives.kl import KLEstimator, absolute, excess, k1, k2, straight_through
 from rl_distill.objectives.logit_divergence import MEASURES
 from rl_distill.objectives.micro_batches import LOSSES, MEASURED, WEIGHTED, TeacherComparison, masked, needed_column
@@ -51,41 +51,25 @@ ESTIMATORS: dict[str, KLEstimator] = {
 
 
 @settings_record
-class DistillationObjectiveOptions:
+class DistillationObjectiveOptions(ComparisonOptions):
     """Options of the distillation objective.
 
     Attributes:
         loss: A divergence of distributions ("forward_kl", "reverse_kl", "js" or "uld"); an estimate of KL(student ||
             teacher) from the sampled token ("k1", "abs", "k2" or "k3"); or "nll", the cross entropy of the tokens
             themselves, for texts that a teacher wrote.
-        distribution: See `DivergenceOptions`.
-        tail: See `DivergenceOptions`.
-        beta: See `DivergenceOptions`.
-        temperature: See `DivergenceOptions`.
-        max_loss: See `DivergenceOptions`.
-        min_logprob: See `DivergenceOptions`.
         coefficient: Weight of the distillation term in the loss.
         teachers: Names of the teachers, indexed by the column `teacher_index`; each gets its own metrics.
     """
 
     loss: DistillationLoss = "forward_kl"
-    distribution: Literal["top_k", "full"] = "top_k"
-    tail: Tail = "bucket"
-    beta: float = 0.5
-    temperature: float = 1.0
-    max_loss: float | None = None
-    min_logprob: float | None = None
     coefficient: PositiveFloat = 1.0
     teachers: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        """Check the options of the divergence."""
-        self.divergence  # noqa: B018 - building it checks them
 
     @property
     def divergence(self) -> DivergenceOptions:
         """Options of the divergence and its clamps."""
-        shared = {one.name: getattr(self, one.name) for one in fields(DivergenceOptions) if one.name != "kind"}
+        shared = {option.name: getattr(self, option.name) for option in fields(ComparisonOptions)}
         return DivergenceOptions(kind=self.loss if self.is_divergence else "forward_kl", **shared)  # type: ignore[arg-type]
 
     @property

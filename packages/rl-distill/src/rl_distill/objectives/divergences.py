@@ -23,13 +23,10 @@ LOWEST_LOGPROB = -1e4
 
 
 @settings_record
-class DivergenceOptions:
-    """Options of a divergence.
+class ComparisonOptions:
+    """How the distributions of teacher and student are compared.
 
     Attributes:
-        kind: "forward_kl", KL(p || q); "reverse_kl", KL(q || p); "js", beta KL(p || m) + (1 - beta) KL(q || m) with
-            m = beta p + (1 - beta) q; or "uld", the sum of |p - q| over probabilities sorted by size, which needs no
-            common vocabulary.
         distribution: "top_k" compares the teacher's most likely tokens, "full" all tokens.
         tail: Treatment of the probability outside the top k. "bucket" adds it as one entry, so that the sum is a
             divergence of two distributions, and 0 only where they agree. "drop" leaves it out: the sum may be negative,
@@ -41,13 +38,25 @@ class DivergenceOptions:
         min_logprob: Minimum logprob on either side; smaller ones are clamped and get no gradient. None disables it.
     """
 
-    kind: DivergenceKind = "forward_kl"
     distribution: Literal["top_k", "full"] = "top_k"
     tail: Tail = "bucket"
     beta: Annotated[float, Gt(0), Lt(1)] = 0.5
     temperature: PositiveFloat = 1.0
     max_loss: PositiveFloat | None = None
     min_logprob: Annotated[float, Gt(-math.inf), Lt(0)] | None = None
+
+
+@settings_record
+class DivergenceOptions(ComparisonOptions):
+    """Options of a divergence.
+
+    Attributes:
+        kind: "forward_kl", KL(p || q); "reverse_kl", KL(q || p); "js", beta KL(p || m) + (1 - beta) KL(q || m) with
+            m = beta p + (1 - beta) q; or "uld", the sum of |p - q| over probabilities sorted by size, which needs no
+            common vocabulary.
+    """
+
+    kind: DivergenceKind = "forward_kl"
 
 
 TokenDivergence = tuple[Tensor, Tensor]

@@ -59,29 +59,25 @@ K3_BOUND = 10.0
 @converts_arguments
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Log ratio log(policy / reference): unbiased, of either sign."""
-    reference_logprobs = _constant(policy_logprobs, reference_logprobs)
-    return policy_logprobs - reference_logprobs
+    return _log_ratio(policy_logprobs, reference_logprobs)
 
 
 @converts_arguments
 def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Absolute log ratio |log(policy / reference)|: a distance, not an estimate of the KL."""
-    reference_logprobs = _constant(policy_logprobs, reference_logprobs)
-    return (policy_logprobs - reference_logprobs).abs()
+    return _log_ratio(policy_logprobs, reference_logprobs).abs()
 
 
 @converts_arguments
 def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Half the squared log ratio: biased, but with the gradient of the KL."""
-    reference_logprobs = _constant(policy_logprobs, reference_logprobs)
-    return 0.5 * (policy_logprobs - reference_logprobs).square()
+    return 0.5 * _log_ratio(policy_logprobs, reference_logprobs).square()
 
 
 @converts_arguments
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Return r - 1 - log r with r = reference / policy: unbiased, never negative, at most `K3_BOUND`."""
-    reference_logprobs = _constant(policy_logprobs, reference_logprobs)
-    return excess(bounded(reference_logprobs - policy_logprobs)).clamp(max=K3_BOUND)
+    return excess(bounded(-_log_ratio(policy_logprobs, reference_logprobs))).clamp(max=K3_BOUND)
 
 
 @converts_arguments
@@ -106,8 +102,8 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
 )
 
 
-def _constant(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Check the shapes, and detach the reference in case the caller did not."""
+def _log_ratio(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Check the shapes, and return log(policy / reference) without gradient of the reference."""
     if policy_logprobs.shape != reference_logprobs.shape:  # either packed or padded
         raise ShapeError(
             f"reference_logprobs must have the shape {list(policy_logprobs.shape)} of policy_logprobs; found "
@@ -118,7 +114,7 @@ def _constant(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
             "reference_logprobs require a gradient but policy_logprobs do not, so nothing would train. Are they "
             "swapped?"
         )
-    return reference_logprobs.detach()
+    return policy_logprobs - reference_logprobs.detach()
 
 
 ERROR_BOUND = 0.2

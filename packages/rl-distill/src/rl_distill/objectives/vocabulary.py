@@ -95,6 +95,15 @@ def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_pla
     return scaled.sub_(part.largest(largest).unsqueeze(-1))
 
 
+def _of_logits(grad: Tensor, ctx: Any) -> Tensor:
+    """Return the gradient of the logits from that of the scaled ones, which have no padding."""
+    if ctx.temperature != 1.0:
+        grad /= ctx.temperature
+    if grad.shape[-1] < ctx.width:
+        grad = torch.nn.functional.pad(grad, (0, ctx.width - grad.shape[-1]))
+    return grad.to(ctx.dtype)
+
+
 class TopKLogprobs(NamedTuple):
     """Logprobs of K tokens, and the state needed for their gradient with respect to the logits.
 
@@ -173,11 +182,7 @@ class _TopKFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         grad = TopKLogprobs(*ctx.saved_tensors).gradient(*grads)
-        if ctx.temperature != 1.0:
-            grad /= ctx.temperature
-        if grad.shape[-1] < ctx.width:
-            grad = torch.nn.functional.pad(grad, (0, ctx.width - grad.shape[-1]))
-        return grad.to(ctx.dtype), None, None, None
+        return _of_logits(grad, ctx), None, None, None
 
 
 def top_k_logprobs(
@@ -227,11 +232,7 @@ class _AllLogprobs(torch.autograd.Function):
         (logprobs,) = ctx.saved_tensors
         summed = ctx.part.summed(grads[0].sum(-1))
         grad = torch.addcmul(grads[0], logprobs.exp(), summed.unsqueeze(-1), value=-1.0)
-        if ctx.temperature != 1.0:
-            grad /= ctx.temperature
-        if grad.shape[-1] < ctx.width:
-            grad = torch.nn.functional.pad(grad, (0, ctx.width - grad.shape[-1]))
-        return grad.to(ctx.dtype), None, None
+        return _of_logits(grad, ctx), None, None
 
 
 def all_logprobs(logits: Tensor, *, part: VocabularyPart, temperature: float = 1.0) -> Tensor:

@@ -218,10 +218,8 @@ class TeacherAligner:
         Raises:
             ShapeError: The scores do not match the translated row.
         """
-        if (
-            scores.logprobs.shape[:1] != translation.row.input_ids.shape
-            or rollout_logprobs.shape != row.input_ids.shape
-        ):
+        has_scores = scores.logprobs.shape[:1] == translation.row.input_ids.shape
+        if not has_scores or rollout_logprobs.shape != row.input_ids.shape:
             raise ShapeError(
                 f"scores must have {len(translation.row.input_ids)} rows, one per translated token, and "
                 f"rollout_logprobs {len(row.input_ids)}, one per token; found {list(scores.logprobs.shape)} and "
@@ -251,9 +249,8 @@ class TeacherAligner:
         ids, logprobs = scores.token_ids[other], scores.logprobs[other]
         is_own = ids[:, 1:] == ids[:, :1]
         mapped = self._student_ids[np.where(ids[:, 1:] < len(self._student_ids), ids[:, 1:], NO_TOKEN)]
-        mapped = np.where(
-            mapped == tokens, NO_TOKEN, mapped
-        )  # another token with the same text; the token itself is already listed
+        # Another token with the same text is dropped: the token itself is already listed.
+        mapped = np.where(mapped == tokens, NO_TOKEN, mapped)
         mapped = np.where(is_own, tokens, mapped)
         order = np.argsort(mapped == NO_TOKEN, axis=1, kind="stable")
         mapped = np.take_along_axis(mapped, order, axis=1)

@@ -15,14 +15,7 @@ import structlog
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files import remove_unlocked_folders
 from rl_core.record_fields import converts_arguments, record
-from rl_distill.teacher.score_entries import (
-    WRITING,
-    ScoreEntry,
-    entry_names,
-    require_library,
-    set_aside,
-    write_entry,
-)
+from rl_distill.teacher.score_entries import WRITING, ScoreEntry, entry_names, require_library, set_aside, write_entry
 from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
 
 log = structlog.get_logger(__name__)

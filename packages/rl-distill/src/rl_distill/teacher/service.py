@@ -323,14 +323,15 @@ class TeacherService:
         of_rows = [names[row.key.prompt_uid] for row in rows]
         teachers = tuple(dict.fromkeys(of_rows))
         self._work[lease.lease_id] = Scoring(teachers=teachers, prompt_uid=lease.prompts[0].uid, since=time.time())
-        scores: dict[int, TeacherScores] = {}
+        options, scores = self._options, dict[int, TeacherScores]()
         for name in teachers:
             served, own = self._served[name], [at for at, other in enumerate(of_rows) if other == name]
             logprobs = None if served.aligner is None else batch.ragged("rollout_logprobs")
+            hidden_size = served.teacher.hidden_size if options.with_hidden else None
             of_teacher = await served.scores(
                 [rows[at] for at in own],
                 None if logprobs is None else [logprobs[at] for at in own],
-                shape=self._shape(served.teacher),
+                shape=ScoreShape(top_k=options.top_k, vocab_size=options.vocab_size, hidden_size=hidden_size),
                 tally=self._tallies[name],
             )
             scores |= zip(own, of_teacher, strict=True)
@@ -338,15 +339,7 @@ class TeacherService:
             [scores[at] for at in range(len(rows))],
             indices=[self._served[name].index for name in of_rows],
             offsets=batch.ragged("input_ids").offsets,
-            hidden_size=self._widest() if self._options.with_hidden else None,
-        )
-
-    def _shape(self, teacher: ReplicatedTeacher) -> ScoreShape:
-        """Return the expected shape of a teacher's scores."""
-        return ScoreShape(
-            top_k=self._options.top_k,
-            vocab_size=self._options.vocab_size,
-            hidden_size=teacher.hidden_size if self._options.with_hidden else None,
+            hidden_size=self._widest() if options.with_hidden else None,
         )
 
     def _widest(self) -> int:

@@ -140,7 +140,6 @@ class Vocabulary:
     """A tokenizer's tokens and rules.
 
     Attributes:
-        folder: Folder of the tokenizer.
         tokens: Token of each id in the tokenizer's notation, e.g. `Ġa`, including added tokens. Embedding rows without
             a token are not included.
         added: Ids of tokens that match text literally, e.g. '<|im_end|>'.
@@ -148,7 +147,6 @@ class Vocabulary:
         decoder: The decoder from tokens to text, as JSON.
     """
 
-    folder: Path
     tokens: Mapping[int, str]
     added: frozenset[int]
     rules: Mapping[str, Json]
@@ -257,7 +255,6 @@ def read_vocabulary(folder: Path) -> Vocabulary:
             "with model.vocab and added_tokens, as the tokenizers library writes it."
         ) from None
     return Vocabulary(
-        folder=folder,
         tokens=MappingProxyType(tokens | found),
         added=frozenset(found),
         rules=rules,

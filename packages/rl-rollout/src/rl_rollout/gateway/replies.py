@@ -11,7 +11,7 @@ from rl_core.errors import DataError
 from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rewards.thinking import THINKING, THOUGHT, opens_thinking
+from rl_rollout.rewards.answers import THINKING, THOUGHT, opens_thinking
 from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
 from rl_rollout.tools.protocol import ToolCall
 

@@ -1,27 +1,105 @@
 """Third-party agents: each session runs one, which calls the policy through the gateway."""
 
 import asyncio
+import inspect
 import time
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from rl_core.data import Json, Prompt
-from rl_core.errors import RolloutError, SettingsError
+from rl_core.errors import DataError, RolloutError, SettingsError
+from rl_core.registry import Registry
 from rl_core.secret_settings import hide
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.gateway import Gateway, Session
-from rl_rollout.loops.agent_options import AgentOptions
-from rl_rollout.loops.agent_others import AgentFunction, RemoteAgents
+from rl_rollout.loops.agent_options import AgentOptions, AgentOutcome, AgentTask
 from rl_rollout.loops.agent_program import AgentProgram, describe_run
-from rl_rollout.loops.agent_task import AgentTask
 from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rewards.protocol import AgentRun
-from rl_rollout.rewards.scorer import Scored
-from rl_rollout.user_errors import ends_the_run
+from rl_rollout.rewards.outputs import read_output
+from rl_rollout.rewards.protocol import AgentRun, RewardResult
+from rl_rollout.rewards.scorer import Scored, function_name
+from rl_rollout.tools.user_calls import CallTimeoutError, outcome_within
+from rl_rollout.user_errors import describe_raised, ends_the_run
+from rl_rollout.user_files import find_in
+
+AGENTS: Registry[Any] = Registry("agent", {}, group="rl_rollout.agents")
+
+
+class AgentFunction:
+    """Runs an `async def` with one `AgentTask`. It may return the session's reward."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        """Find the function.
+
+        Raises:
+            SettingsError: It does not exist, or is not an `async def`.
+        """
+        self._function: Callable[[AgentTask], Any] = find_in(AGENTS, str(options.function))
+        self._time_limit_s = options.time_limit_s
+        if not inspect.iscoroutinefunction(self._function):
+            raise SettingsError(f"agent {options.function!r} must be an `async def`; found {self._function!r}.")
+
+    async def check(self) -> str:
+        """Return a line for a plan."""
+        return f"agent: {function_name(self._function)}"
+
+    @asynccontextmanager
+    async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
+        """Run the function and yield its outcome.
+
+        Raises:
+            RolloutError: It raised.
+            DataError: Its result is not a reward.
+        """
+        outcome = AgentOutcome(run=AgentRun(ended="wall_time"))
+        with suppress(CallTimeoutError):
+            outcome = self._outcome(*await outcome_within(self._time_limit_s, self._function(task)))
+        yield outcome
+
+    def _outcome(self, value: Any, error: BaseException | None) -> AgentOutcome:
+        name = f"agent {function_name(self._function)!r}"
+        if error is not None:
+            raise RolloutError(describe_raised(name, error)) from error
+        try:
+            return AgentOutcome(reward=None if value is None else read_output(value))
+        except DataError as invalid:
+            raise DataError(f"{name} returned {invalid}") from invalid
+
+
+class RemoteAgents:
+    """Offers sessions to remote workers, which claim and finish them at the gateway."""
+
+    def __init__(self, options: AgentOptions, gateway: Callable[[], Gateway | None]) -> None:
+        """Store the options, and a way to find the gateway once it serves."""
+        self._options, self._gateway = options, gateway
+
+    async def check(self) -> str:
+        """Return a line for a plan."""
+        gateway = self._options.gateway
+        return f"agent: workers that claim sessions at {gateway.host}:{gateway.port}/sessions/claim"
+
+    @asynccontextmanager
+    async def running(self, task: AgentTask) -> AsyncIterator[AgentOutcome]:
+        """Offer a session to remote workers, and yield its outcome.
+
+        Raises:
+            RolloutError: No worker claimed it or finished it in time.
+        """
+        gateway = self._gateway()
+        if gateway is None:
+            raise RolloutError("the agent loop was closed.")
+        session, shown = gateway.sessions.by_key(task.api_key), task.shown(self._options.columns)
+        await gateway.offers.finished(session, shown, deadline_s=self._options.time_limit_s)
+        if session.reward is None:
+            yield AgentOutcome()
+        else:
+            yield AgentOutcome(reward=RewardResult(reward=session.reward, components=session.reward_components))
 
 
 class AgentsLoop(SessionLoop):
@@ -37,7 +115,11 @@ class AgentsLoop(SessionLoop):
     def __init__(self, options: AgentOptions) -> None:
         """Store the options. Nothing runs yet."""
         self._options = options
-        self._agents = self._made_agents(options)
+        self._agents: AgentProgram | AgentFunction | RemoteAgents
+        if options.remote:
+            self._agents = RemoteAgents(options, lambda: self._gateway)
+        else:
+            self._agents = AgentFunction(options) if options.function else AgentProgram(options)
         self._gateway: Gateway | None = None
         self._ready: asyncio.Future[None] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -153,11 +235,6 @@ class AgentsLoop(SessionLoop):
             given = judged.as_input(prompt)
             (scored,) = await context.scorer.score([replace(given, agent=outcome.run)])
             return with_reward(result.trajectories, scored)
-
-    def _made_agents(self, options: AgentOptions) -> AgentProgram | AgentFunction | RemoteAgents:
-        if options.remote:
-            return RemoteAgents(options, lambda: self._gateway)
-        return AgentFunction(options) if options.function else AgentProgram(options)
 
     def _make_gateway(self, tokenizer: PromptTokenizer | None) -> Gateway:
         if tokenizer is None:

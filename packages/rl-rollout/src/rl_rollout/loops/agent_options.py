@@ -1,13 +1,17 @@
-"""Options of the `agent` loop."""
+"""Options, tasks and outcomes of the `agent` loop."""
 
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Gt
+
+from rl_core.data import Json, Prompt
 from rl_core.errors import SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import PositiveInt, record, settings_record
 from rl_rollout.gateway import GatewayOptions, SessionLimits
+from rl_rollout.rewards.protocol import AgentRun, RewardResult
 
 
 @settings_record
@@ -63,9 +67,9 @@ class AgentOptions:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     workspace: Path | None = None
     columns: tuple[str, ...] = ()
-    time_limit_s: float = 600.0
-    max_output_bytes: int = 1 << 26
-    max_concurrent: int = 32
+    time_limit_s: Annotated[float, Gt(0)] = 600.0
+    max_output_bytes: PositiveInt = 1 << 26
+    max_concurrent: PositiveInt = 32
     sandbox: AgentSandbox | None = None
     limits: SessionLimits = field(default_factory=SessionLimits)
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
@@ -74,7 +78,7 @@ class AgentOptions:
         """Check the options.
 
         Raises:
-            SettingsError: There is not exactly one kind of agent, a limit is not positive, or clients control sampling.
+            SettingsError: There is not exactly one kind of agent, or clients control sampling.
         """
         num_kinds = sum(map(bool, (self.command and self.command[0], self.function, self.remote)))
         if num_kinds != 1:
@@ -84,9 +88,6 @@ class AgentOptions:
             )
         if self.remote and not self.gateway.owner_key:
             raise SettingsError("remote agents need gateway.owner_key, at least 32 random characters.")
-        for name in ("time_limit_s", "max_output_bytes", "max_concurrent"):
-            if not getattr(self, name) > 0:
-                raise SettingsError(f"{name} of an agent must be above 0; found {getattr(self, name)}.")
         if self.time_limit_s > self.limits.wall_s:
             raise SettingsError(
                 f"limits.wall_s ({self.limits.wall_s:g}) must be at least time_limit_s ({self.time_limit_s:g}); "
@@ -94,3 +95,46 @@ class AgentOptions:
             )
         if self.gateway.service.decided_by != "run":
             raise SettingsError('gateway.service.decided_by must be "run" for sessions that train.')
+
+
+@record
+class AgentTask:
+    """An agent's task.
+
+    Attributes:
+        prompt: The row, with its messages, columns and ground truth.
+        base_url: URL of the gateway. Clients of OpenAI's API append "/v1".
+        api_key: Key of the session.
+        session_index: Index of the session in the group.
+    """
+
+    prompt: Prompt
+    base_url: str
+    api_key: str
+    session_index: int = 0
+
+    @property
+    def text(self) -> str:
+        """The prompt as one text."""
+        if not self.prompt.messages:
+            return str(self.prompt.columns.get("prompt", ""))
+        return "\n\n".join(str(message.get("content", "")) for message in self.prompt.messages)
+
+    def shown(self, columns: tuple[str, ...]) -> dict[str, Json]:
+        """Return the prompt for a program: without its ground truth, and with only these columns."""
+        prompt = self.prompt
+        chosen = {name: prompt.columns.get(name) for name in columns}
+        return {"uid": prompt.uid, "prompt": self.text, "messages": list(prompt.messages), "columns": chosen}
+
+
+@record
+class AgentOutcome:
+    """The outcome of an agent.
+
+    Attributes:
+        run: How its program ran; None if it was not a program.
+        reward: The reward that it returned; None leaves it to the scorer.
+    """
+
+    run: AgentRun | None = None
+    reward: RewardResult | None = None

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from rl_core.data import NO_VERSION, FinishReason, IntArray, Json, Prompt, Timings, Trajectory
-from rl_core.errors import EngineError, SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.errors import EngineError
+from rl_core.record_fields import PositiveInt, settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.loops.outcomes import join_experts
 from rl_rollout.loops.protocol import LoopContext, SessionResult
@@ -32,21 +32,10 @@ class TurnLimits:
         max_trajectories: Maximum number of trajectories of a session, for "new_trajectory".
     """
 
-    max_turns: int = 8
-    max_turn_tokens: int | None = None
+    max_turns: PositiveInt = 8
+    max_turn_tokens: PositiveInt | None = None
     on_context_full: Literal["stop", "new_trajectory"] = "stop"
-    max_trajectories: int = 4
-
-    def __post_init__(self) -> None:
-        """Check the limits.
-
-        Raises:
-            SettingsError: A limit is not positive.
-        """
-        for name in ("max_turns", "max_turn_tokens", "max_trajectories"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingsError(f"{name} must be at least 1; found {value}.")
+    max_trajectories: PositiveInt = 4
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 from rl_core.data import ExpertArray, Prompt, Trajectory, encodable
 from rl_core.errors import DataError
 from rl_rollout.loops.protocol import SessionResult, loop_name
-from rl_rollout.rewards.outputs import preview, preview_error, read_extras, read_output
+from rl_rollout.rewards.outputs import preview_error, read_extras, read_output, typed_preview
 from rl_rollout.rewards.protocol import RewardResult
 
 
@@ -24,7 +24,9 @@ def check_sessions(given: Any, *, loop: object, prompt: Prompt, num_sessions: in
     """
     name = loop_name(loop)
     if not isinstance(given, list | tuple):
-        failure = f"{name} returned {_seen(given)}; expected a list of {num_sessions} SessionResult, one per session"
+        failure = (
+            f"{name} returned {typed_preview(given)}; expected a list of {num_sessions} SessionResult, one per session"
+        )
     elif len(given) != num_sessions:
         failure = f"{name} returned {len(given)} results for {num_sessions} sessions"
     else:
@@ -76,27 +78,26 @@ def _read(given: Any, *, prompt: Prompt, index: int) -> SessionResult:
         DataError: The session is invalid. The message continues a sentence that ends in "returned".
     """
     if not isinstance(given, SessionResult):
-        raise DataError(f"{_seen(given)} for session {index}; expected a SessionResult.")
+        raise DataError(f"{typed_preview(given)} for session {index}; expected a SessionResult.")
     if given.failure is not None:
         if not given.failure:
-            raise DataError(f"failure = {_seen(given.failure)} for session {index}; expected a reason, or None.")
+            raise DataError(
+                f"failure = {typed_preview(given.failure)} for session {index}; expected a reason, or None."
+            )
         return replace(given, failure=encodable(given.failure))
     if not given.trajectories:
         raise DataError(f"no trajectory and no failure for session {index}; expected one of them.")
     trajectories = []
     for output_index, trajectory in enumerate(given.trajectories):
-        _check_name(trajectory, expected=(prompt.uid, index, output_index))
+        name = (trajectory.prompt_uid, trajectory.session_index, trajectory.output_index)
+        expected = (prompt.uid, index, output_index)
+        if name != expected:
+            raise DataError(f"a trajectory named {name} (prompt, session, output); expected {expected}.")
         try:
             trajectories.append(_read_trajectory(trajectory))
         except DataError as error:
             raise DataError(f"trajectory {output_index} of session {index} with {error}") from error
     return replace(given, trajectories=tuple(trajectories))
-
-
-def _check_name(trajectory: Trajectory, *, expected: tuple[str, int, int]) -> None:
-    found = (trajectory.prompt_uid, trajectory.session_index, trajectory.output_index)
-    if found != expected:
-        raise DataError(f"a trajectory named {found} (prompt, session, output); expected {expected}.")
 
 
 def _read_trajectory(trajectory: Trajectory) -> Trajectory:
@@ -108,7 +109,3 @@ def _read_trajectory(trajectory: Trajectory) -> Trajectory:
     if type(trajectory.reward) is float and not trajectory.reward_components:
         return trajectory
     return replace(trajectory, reward=read.reward, reward_components=read.components)
-
-
-def _seen(value: Any) -> str:
-    return f"{preview(value)} ({type(value).__name__})"

@@ -12,10 +12,10 @@ from rl_core.errors import RLError, RolloutError
 from rl_core.record_fields import Axes, record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.answers import opens_thinking
 from rl_rollout.rewards.outputs import preview_error
 from rl_rollout.rewards.protocol import RewardInput
 from rl_rollout.rewards.scorer import RewardScorer, reward_input
-from rl_rollout.rewards.thinking import opens_thinking
 from rl_rollout.user_errors import describe_raised, ends_the_run
 
 SEED_BITS = 52

@@ -193,38 +193,38 @@ class ToolsLoop(SessionLoop):
         while True:
             generation = await conversation.sample()
             if generation.finish_reason == "length":
-                return await self._scored(conversation, generation.token_ids, outcomes, ended_by="length")
-            turn = self._parsed(conversation.context, generation.token_ids)
-            if not turn.calls:
-                return await self._scored(conversation, generation.token_ids, outcomes, ended_by="answer")
+                ended_by = "length"
+                break
+            calls = self._parsed(conversation.context, generation.token_ids).calls
+            if not calls:
+                ended_by = "answer"
+                break
             if conversation.is_last_turn:
-                conversation.mark_cut()
-                return await self._scored(conversation, generation.token_ids, outcomes, ended_by="max_turns")
+                ended_by = "max_turns"
+                break
             started_at = time.perf_counter()
-            results = await self._run(turn.calls)
+            results = await self._run(calls)
             conversation.add_tools_time(time.perf_counter() - started_at)
             outcomes.update(result.outcome for result in results)
             replies = [Reply(text=result.text, name=result.call.name) for result in results]
             if not conversation.append(turns.reply_ids(replies, last_token=int(generation.token_ids[-1]))):
-                conversation.mark_cut()
-                return await self._scored(conversation, generation.token_ids, outcomes, ended_by="context")
+                ended_by = "context"
+                break
+        if ended_by in ("max_turns", "context"):
+            conversation.mark_cut()
+        extras: dict[str, Json] = {
+            "ended_by": ended_by,
+            "num_turns": conversation.num_turns,
+            "tool_calls": dict(sorted(outcomes.items())),
+        }
+        answer = self._answer(conversation.context, generation.token_ids)
+        return await conversation.scored(text=answer, extras=extras)
 
     async def _run(self, calls: tuple[ToolCall, ...]) -> list[ToolResult]:
         limit = self._options.max_calls_per_turn
         fault = f"more than {limit} calls in one turn. Call it again in the next."
         kept = [call if index < limit else ToolCall(name=call.name, fault=fault) for index, call in enumerate(calls)]
         return await self._runner.run(kept)
-
-    async def _scored(
-        self, conversation: Conversation, turn_ids: IntArray, outcomes: Counter[str], *, ended_by: str
-    ) -> SessionResult:
-        extras: dict[str, Json] = {
-            "ended_by": ended_by,
-            "num_turns": conversation.num_turns,
-            "tool_calls": dict(sorted(outcomes.items())),
-        }
-        answer = self._answer(conversation.context, turn_ids)
-        return await conversation.scored(text=answer, extras=extras)
 
     @property
     def _ready(self) -> Joined:

@@ -3,8 +3,7 @@
 from rl_rollout.prompts.prompt_set import PromptOptions, PromptSet, load_prompts
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem
-from rl_rollout.prompts.source import PromptSource
-from rl_rollout.prompts.supply import PromptSupply
+from rl_rollout.prompts.source import PromptSource, PromptSupply
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 __all__ = [

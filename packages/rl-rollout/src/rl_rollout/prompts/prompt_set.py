@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import Json, Prompt, Ragged
 from rl_core.errors import DataError, SettingsError
-from rl_core.record_fields import converts_arguments, settings_record
+from rl_core.record_fields import PositiveInt, converts_arguments, settings_record
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem, read_problem
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -35,15 +35,10 @@ class PromptOptions:
         requires_ground_truth: Refuse rows without ground truth.
     """
 
-    max_tokens: int
+    max_tokens: PositiveInt
     overlong: Literal["error", "drop"] = "error"
     plain_prompts: Literal["raw", "chat"] = "raw"
     requires_ground_truth: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse a limit that no prompt can meet."""
-        if self.max_tokens < 1:
-            raise SettingsError(f"max_tokens must be at least 1; found {self.max_tokens}.")
 
 
 class PromptSet:

@@ -62,9 +62,13 @@ def read_problem(row: Mapping[str, Json], *, where: str, requires_ground_truth: 
     if source is not None and (not isinstance(source, str) or not source):
         raise DataError(f"{where}, field `data_source`: expected a non-empty string, found {_show(source)}.")
     is_plain = isinstance(prompt, str)
+    if is_plain:
+        if not prompt:
+            raise DataError(f"{where}, field `prompt`: expected text, found an empty string.")
+        _check_unicode(prompt, where=where, field="prompt")
     return Problem(
         messages=() if is_plain else _read_messages(prompt, where=where),
-        text=_check_text(prompt, where=where, field="prompt") if is_plain else None,
+        text=prompt if is_plain else None,
         data_source=source or "default",
         ground_truth=_read_ground_truth(columns, where=where, is_required=requires_ground_truth),
         columns=columns,
@@ -111,13 +115,6 @@ def _read_ground_truth(row: Mapping[str, Json], *, where: str, is_required: bool
             f"or {WITHOUT}."
         )
     return answer
-
-
-def _check_text(text: str, *, where: str, field: str) -> str:
-    if not text:
-        raise DataError(f"{where}, field `{field}`: expected text, found an empty string.")
-    _check_unicode(text, where=where, field=field)
-    return text
 
 
 def _check_unicode(text: str, *, where: str, field: str) -> None:

@@ -78,7 +78,7 @@ def _try_template(template: str, options: dict[str, Any]) -> None:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """transformers' own tag, which marks the assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 declares it this way
@@ -96,7 +96,7 @@ def _try_template(template: str, options: dict[str, Any]) -> None:
         raise ValueError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "1 Jan 2026"}

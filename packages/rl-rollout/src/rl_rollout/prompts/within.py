@@ -16,7 +16,7 @@ class _GivenUpError(BaseException):
     """Ends Python code after the deadline. Library code continues in its thread until the process ends."""
 
 
-class _Worker(threading.Thread):
+class _CallThread(threading.Thread):
     """Makes one call after another, because starting a thread takes longer than most calls."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Worker(threading.Thread):
             del call, outcome
 
 
-_idle: list[_Worker] = []
+_idle: list[_CallThread] = []
 os.register_at_fork(after_in_child=_idle.clear)
 
 
@@ -56,7 +56,7 @@ def call_within(
     try:
         worker = _idle.pop()
     except IndexError:
-        worker = _Worker()
+        worker = _CallThread()
     worker.name = what[:80]
     worker.calls.put(call)
     try:

@@ -14,14 +14,17 @@ from typing import Any, BinaryIO
 MAX_DEPTH = 100
 MAX_MESSAGE_BYTES = 1 << 24
 MESSAGES = ([5, "ask"], [3, "value"], [3, "raised"])
-SCALARS: dict[str, Callable[[Any], Any]] = {
-    "bool": bool,
-    "int": lambda text: int(text, 16),
-    "float": float.fromhex,
-    "complex": lambda parts: complex(float.fromhex(parts[0]), float.fromhex(parts[1])),
-    "str": str,
-    "bytes": bytes.fromhex,
+# How plain values of each type are encoded and decoded; a type comes before its base.
+SCALARS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    type(None): (lambda _: None, lambda _: None),
+    bool: (bool, bool),
+    int: (lambda value: int.__format__(value, "x"), lambda text: int(text, 16)),
+    float: (float.hex, float.fromhex),
+    complex: (lambda value: [value.real.hex(), value.imag.hex()], lambda parts: complex(*map(float.fromhex, parts))),
+    str: (str.__str__, str),
+    bytes: (bytes.hex, bytes.fromhex),
 }
+DECODERS = {kind.__name__: decoded for kind, (_, decoded) in SCALARS.items()}
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.timedelta", "builtins.range")
 # Operations that a test may apply to an object in the program's process.
@@ -199,18 +202,9 @@ def encode(value: Any, keep: Callable[[Any], list[Any]], depth: int = 0) -> list
     """Encode plain data by value, and other objects by their reference number."""
     if depth > MAX_DEPTH:
         raise ValueError("a value that is nested too deeply")
-    if value is None or isinstance(value, bool):
-        return ["none" if value is None else "bool", value]
-    if isinstance(value, int):
-        return ["int", int.__format__(value, "x")]
-    if isinstance(value, float):
-        return ["float", float.hex(value)]
-    if isinstance(value, complex):
-        return ["complex", [float.hex(value.real), float.hex(value.imag)]]
-    if isinstance(value, str):
-        return ["str", str.__str__(value)]
-    if isinstance(value, bytes):
-        return ["bytes", bytes.hex(value)]
+    for kind, (encoded, _) in SCALARS.items():
+        if isinstance(value, kind):
+            return [kind.__name__, encoded(value)]
     if isinstance(value, dict):
         items = list(dict.items(value))
         return ["dict", [[encode(key, keep, depth + 1), encode(item, keep, depth + 1)] for key, item in items]]
@@ -229,10 +223,8 @@ def encode(value: Any, keep: Callable[[Any], list[Any]], depth: int = 0) -> list
 
 def decode(kind: str, value: Any, part: Callable[[Any], Any]) -> Any:
     """Decode a value that `encode` encoded; raises for anything else."""
-    if kind == "none":
-        return None
-    if kind in SCALARS:
-        return SCALARS[kind](value)
+    if kind in DECODERS:
+        return DECODERS[kind](value)
     if kind == "dict":
         return {part(key): part(item) for key, item in value}
     if kind == "made" and value[0] in MADE:

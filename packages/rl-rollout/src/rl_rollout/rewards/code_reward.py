@@ -1,50 +1,164 @@
 """Reward for programs: runs a response's program against the row's tests, in a sandbox."""
 
+import ast
 import contextlib
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import structlog
+from annotated_types import Gt
 
-from rl_core.data import Prompt
+from rl_core.data import Json, Prompt
 from rl_core.errors import DataError, SettingsError
-from rl_core.registry import nearest_name
-from rl_rollout.rewards.code_tests import Case, Step, read_tests, same_output
+from rl_core.record_fields import PositiveInt, settings_record
+from rl_core.registry import unknown_name
 from rl_rollout.rewards.outputs import cut, preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
+
+FORMS = (
+    'a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, a text or a list of texts with '
+    '`assert` statements, or {"tests": ..., "setup": "..."}, each also as JSON text'
+)
+
+
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+StepKind = Literal["setup", "check", "between"]
+Case = tuple[str, str]
+"""Standard input of a program, and its expected output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestStep:
+    """Python code that runs after the program.
+
+    Attributes:
+        kind: "setup" only runs; "check" must not raise; "between" counts as one more, failed check if it raises.
+        source: Python statements.
+    """
+
+    kind: StepKind
+    source: str
+
+
+def read_tests(ground_truth: Json) -> tuple[list[Case], list[TestStep]]:
+    """Return the tests in a ground truth, either as cases or as steps.
+
+    Raises:
+        DataError: The ground truth has an unknown form, no test, or text that is not Python.
+    """
+    found = _parsed(ground_truth)
+    if isinstance(found, dict) and "inputs" in found and "outputs" in found:
+        inputs, outputs = found["inputs"], found["outputs"]
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise DataError("the ground truth's inputs and outputs must be lists of the same length. Repair the row.")
+        if found.get("fn_name"):
+            raise DataError("the ground truth has fn_name; give its calls as `assert` statements instead.")
+        found = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+    setup = ""
+    if isinstance(found, dict) and "tests" in found:
+        setup, found = found.get("setup") or "", _parsed(found["tests"])
+    tests: Any = [found] if isinstance(found, str) else found
+    is_list = isinstance(tests, list) and tests and isinstance(setup, str)
+    if is_list and all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in tests):
+        return [(_text(test["input"]), _text(test["output"])) for test in tests], []
+    if not is_list or not all(isinstance(test, str) for test in tests):
+        raise DataError(f"the ground truth of code must be {FORMS}; found {preview(ground_truth)}.")
+    steps = [TestStep(kind="setup", source=setup)] if setup.strip() else []
+    steps += [step for test in tests for step in _steps(test)]
+    if not any(step.kind == "check" for step in steps):
+        raise DataError(
+            "the ground truth of code must have a test that runs, an `assert` or a call; found "
+            f"{preview(ground_truth)}."
+        )
+    return [], steps
+
+
+def same_output(printed: str, expected: str, *, compare: Literal["lines", "tokens"]) -> bool:
+    """Return whether a program printed the expected output.
+
+    Args:
+        printed: Output of the program.
+        expected: Output that the row expects.
+        compare: "lines" ignores spaces at line ends and empty lines at the end; "tokens" ignores all differences in
+            spaces.
+    """
+    read = str.split if compare == "tokens" else _lines
+    return read(printed) == read(expected)
+
+
+def _parsed(ground_truth: Json) -> Json:
+    """Parse text that is JSON, as columns of tables often contain it."""
+    if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(ground_truth)
+        except ValueError:
+            return ground_truth
+    return ground_truth
+
+
+def _steps(source: str) -> Iterable[TestStep]:
+    """Make each `assert` a check, and the statements between them steps; text without `assert` is one step."""
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(
+            f"the ground truth's test is not Python ({error}): {preview(source)}. Repair the row."
+        ) from error
+    if not statements:
+        raise DataError("the ground truth's test is empty. Repair the row.")
+    if not any(isinstance(statement, ast.Assert) for statement in statements):
+        yield TestStep(kind="setup" if all(map(_only_defines, statements)) else "check", source=source)
+        return
+    for statement in statements:
+        kind: StepKind = "setup" if _only_defines(statement) else "between"
+        yield TestStep(kind="check" if isinstance(statement, ast.Assert) else kind, source=ast.unparse(statement))
+
+
+def _only_defines(statement: ast.stmt) -> bool:
+    """Return True for a statement that checks nothing. If its definition fails, the checks that need it fail."""
+    return isinstance(statement, DEFINITIONS) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
+
+
+def _text(value: Json) -> str:
+    if isinstance(value, list):  # lines, in some datasets
+        return "\n".join(map(_text, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
 
 log = structlog.get_logger(__name__)
 
 FENCE = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[ \t]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON_NAMES = ("", "python", "py", "python3")
 RUNNER, PEER = "code_runner.py", "code_peer.py"
-OUT_OF_TIME = ("wall_time",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TestOutcome(NamedTuple):
     """Outcome of one test.
 
     Attributes:
-        is_passed: True if the program did what the test expects.
+        failure: Why the test failed; empty if it passed.
         is_timed_out: True if the time ran out.
-        reason: Why the test failed.
     """
 
-    is_passed: bool
+    failure: str = ""
     is_timed_out: bool = False
-    reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_record
 class CodeReward:
     """1 if the response's program passes all of the row's tests, else 0; or the share of tests that it passes.
 
@@ -77,34 +191,21 @@ class CodeReward:
     mode: Literal["all", "share"] = "all"
     compare: Literal["lines", "tokens"] = "lines"
     checks: Literal["outside", "inside"] = "outside"
-    total_s: float = 20.0
-    limits: dict[str, float] = field(default_factory=dict)
+    total_s: Annotated[float, Gt(0)] = 20.0
+    limits: Mapping[str, float] = field(default_factory=dict)
     needs_fence: bool = False
     network: Literal["deny", "allow"] = "deny"
     isolation: Literal["strong", "any"] = "strong"
     python: str = ""
     readable: tuple[str, ...] = ()
-    max_concurrency: int | None = None
+    max_concurrency: PositiveInt | None = None
     sandbox: Sandbox = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the options. Nothing runs yet."""
-        for name, known in (
-            ("mode", ("all", "share")),
-            ("compare", ("lines", "tokens")),
-            ("checks", ("outside", "inside")),
-            ("network", ("deny", "allow")),
-            ("isolation", ("strong", "any")),
-        ):
-            if getattr(self, name) not in known:
-                raise SettingsError(f"{name} of reward 'code' must be one of {known}; found {getattr(self, name)!r}.")
-        if not self.total_s > 0:
-            raise SettingsError(f"total_s of reward 'code' must be above 0; found {self.total_s!r}.")
-        limits = [limit.name for limit in fields(SandboxLimits)]
-        for name in sorted(set(self.limits) - set(limits)):
-            raise SettingsError(
-                f"limits of reward 'code' have no {name!r}.{nearest_name(name, limits)} Known: {', '.join(limits)}."
-            )
+        known = [limit.name for limit in fields(SandboxLimits)]
+        for name in sorted(set(self.limits) - set(known)):
+            raise SettingsError(unknown_name("limit of reward 'code'", name, known))
         if self.limits.get("processes", 2) < 2:
             raise SettingsError(
                 f"limits.processes of reward 'code' must be at least 2; found {self.limits['processes']}."
@@ -116,7 +217,7 @@ class CodeReward:
             network=self.network,
             isolation=self.isolation,
             python=self.python,
-            readable=tuple(self.readable),
+            readable=self.readable,
         )
         object.__setattr__(self, "sandbox", Sandbox(options))
 
@@ -145,45 +246,39 @@ class CodeReward:
         num_tests = len(cases) + sum(step.kind == "check" for step in steps)
         program = program_of(given.final_text, needs_fence=self.needs_fence)
         if program is None:
-            outcomes = [Outcome(is_passed=False, reason="the response has no program")]
+            outcomes = [TestOutcome("the response has no program")]
         else:
             outcomes = await (self._run_cases(program, cases) if cases else self._run_steps(program, steps))
         num_tests = max(num_tests, len(outcomes))
-        passed = sum(outcome.is_passed for outcome in outcomes) / num_tests
+        passed = sum(not outcome.failure for outcome in outcomes) / num_tests
         timed_out = sum(outcome.is_timed_out for outcome in outcomes) / num_tests
-        reason = next((outcome.reason for outcome in outcomes if not outcome.is_passed), "")
+        failure = next((outcome.failure for outcome in outcomes if outcome.failure), "")
         return RewardResult(
             reward=passed if self.mode == "share" else float(passed == 1.0),
             components={"passed": passed, "timed_out": timed_out, "has_code": float(program is not None)},
-            extras={"code_failure": reason} if reason else {},
+            extras={"code_failure": failure} if failure else {},
         )
 
-    async def _run_cases(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    async def _run_cases(self, program: str, cases: Sequence[Case]) -> list[TestOutcome]:
+        outcomes: list[TestOutcome] = []
         ends_at = time.monotonic() + self.total_s
-        for given, expected in cases:
+        for stdin, expected in cases:
             remaining_s = ends_at - time.monotonic()
             if remaining_s <= 0:
-                late = Outcome(
-                    is_passed=False, is_timed_out=True, reason=f"the {self.total_s:g} s for all tests ran out"
-                )
+                late = TestOutcome(f"the {self.total_s:g} s for all tests ran out", is_timed_out=True)
                 return outcomes + [late] * (len(cases) - len(outcomes))
-            outcomes.append(
-                self._outcome(await self.sandbox.run(program, stdin=given.encode(), wall_s=remaining_s), expected)
-            )
-            if self.mode == "all" and not outcomes[-1].is_passed:
+            run = await self.sandbox.run(program, stdin=stdin.encode(), wall_s=remaining_s)
+            printed = run.stdout.decode("utf-8", errors="replace")
+            failure = describe_run(run)
+            if run.is_success:
+                is_same = same_output(printed, expected, compare=self.compare)
+                failure = "" if is_same else f"printed {cut(printed, max_characters=200)!r}"
+            outcomes.append(TestOutcome(failure, is_timed_out=is_timed_out(run)))
+            if self.mode == "all" and failure:
                 break
         return outcomes
 
-    def _outcome(self, run: ProgramRun, expected: str) -> Outcome:
-        if not run.is_success:
-            return Outcome(is_passed=False, is_timed_out=is_timed_out(run), reason=describe_run(run))
-        printed = run.stdout.decode("utf-8", errors="replace")
-        if same_output(printed, expected, compare=self.compare):
-            return Outcome(is_passed=True)
-        return Outcome(is_passed=False, reason=f"printed {cut(printed, max_characters=200)!r}")
-
-    async def _run_steps(self, program: str, steps: Sequence[Step]) -> list[Outcome]:
+    async def _run_steps(self, program: str, steps: Sequence[TestStep]) -> list[TestOutcome]:
         word = secrets.token_hex(16)
         parts = (
             {"program": program, "is_inside": self.checks == "inside"},
@@ -191,22 +286,21 @@ class CodeReward:
         )
         stdin = b"".join(len(part).to_bytes(8, "little") + part for part in (json.dumps(p).encode() for p in parts))
         run = await self.sandbox.run(_source(RUNNER), stdin=stdin, files={PEER: _source(PEER)}, wall_s=self.total_s)
-        found: dict[Any, tuple[str, str]] = dict(_results(run.stdout, word))
-        ended = found.get("load", ("passed", ""))
+        results: dict[Any, tuple[str, str]] = dict(_results(run.stdout, word))
+        ended = results.get("load", ("passed", ""))
         if ended[0] == "passed":
             ended = ("ended", describe_run(run))
         outcomes = []
         for number, step in enumerate(steps):
-            kind, said = found.get(number, ended)
+            kind, reason = results.get(number, ended)
             if kind == "not_plain" and self.checks == "outside":
                 raise DataError(
-                    f"a test passes the program {said}, which is not plain data: {preview(step.source)}. Repair the "
+                    f"a test passes the program {reason}, which is not plain data: {preview(step.source)}. Repair the "
                     'row, or set checks = "inside", which lets programs see their tests.'
                 )
             if step.kind == "check" or (step.kind == "between" and kind != "passed"):
-                timed_out = kind == "ended" and is_timed_out(run)
-                reason = "" if kind == "passed" else cut(f"{step.source}: {said}", max_characters=300)
-                outcomes.append(Outcome(is_passed=kind == "passed", is_timed_out=timed_out, reason=reason))
+                failure = "" if kind == "passed" else cut(f"{step.source}: {reason}", max_characters=300)
+                outcomes.append(TestOutcome(failure, is_timed_out=kind == "ended" and is_timed_out(run)))
         return outcomes
 
 
@@ -220,7 +314,7 @@ def program_of(response_text: str, *, needs_fence: bool) -> str | None:
 
 def is_timed_out(run: ProgramRun) -> bool:
     """Return True if a time limit ended the program."""
-    return run.ended in OUT_OF_TIME or run.exit_code == -24  # SIGXCPU
+    return run.ended == "wall_time" or run.exit_code == -24  # SIGXCPU
 
 
 def describe_run(run: ProgramRun) -> str:

@@ -2,17 +2,17 @@
 
 import asyncio
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any
 
 import numpy as np
 
 from rl_core.data import Json, Prompt
 from rl_core.errors import DataError, DeadlineError, MissingExtraError, RLError, SettingsError
+from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, settings_record
 from rl_core.secret_settings import check_headers, hide, redact_option
 from rl_rollout.rewards.outputs import cut, preview, preview_error
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
@@ -28,7 +28,7 @@ class RewardServiceError(RLError, ConnectionError):
     """A reward service cannot be reached, or reports that it is busy or broken."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_record
 class HttpReward:
     """Asks a service, which returns a number or {"reward": ..., "components": {...}, "extras": {...}}.
 
@@ -47,9 +47,9 @@ class HttpReward:
     """
 
     url: str
-    timeout_s: float = 10.0
-    retries: int = 3
-    backoff_s: float = 0.5
+    timeout_s: PositiveFloat = 10.0
+    retries: NonNegativeInt = 3
+    backoff_s: NonNegativeFloat = 0.5
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     token_env: str = ""
     send: tuple[str, ...] = DEFAULT_SENT
@@ -65,14 +65,10 @@ class HttpReward:
         httpx = _library()
         try:
             is_url = httpx.URL(self.url).scheme in ("http", "https") and bool(httpx.URL(self.url).host)
-        except (httpx.InvalidURL, TypeError):
+        except httpx.InvalidURL:
             is_url = False
         if not is_url:
             raise SettingsError(f"url of reward 'http' must start with http:// or https://; found {self._shown!r}.")
-        for name, least in (("timeout_s", 1e-3), ("backoff_s", 0.0), ("retries", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-                raise SettingsError(f"{name} of reward 'http' must be at least {least:g}; found {value!r}.")
         for name in sorted({*self.send} - {*SENT}):
             raise SettingsError(f"send of reward 'http' has {name!r}; known: {', '.join(SENT)}.")
         if self.token_env and self.token_env not in os.environ:
@@ -81,8 +77,8 @@ class HttpReward:
         # Connections are not reused: a scorer may run in one event loop after another, and be closed outside of any.
         limits = httpx.Limits(max_keepalive_connections=0)
         certificates = httpx.create_ssl_context()  # reading them takes 20 ms
-        client_options = {"timeout": self.timeout_s, "limits": limits, "verify": certificates}
-        object.__setattr__(self, "client_options", client_options)
+        options = {"timeout": self.timeout_s, "limits": limits, "verify": certificates}
+        object.__setattr__(self, "client_options", options)
 
     async def rehearse(self, prompt: Prompt) -> None:
         """Do nothing: the service is not called before the run."""
@@ -98,22 +94,21 @@ class HttpReward:
         httpx = _library()
         content = json.dumps({name: getattr(given, name) for name in self.send}, default=_plain).encode()
         async with httpx.AsyncClient(headers=self._headers(), **self.client_options) as client:
-            for attempt in range(int(self.retries) + 1):
-                is_last = attempt == int(self.retries)
+            attempt = 0
+            while True:
+                is_last = attempt == self.retries
                 pause_s = min(self.backoff_s * 2.0 ** min(attempt, 32), MAX_PAUSE_S)
                 try:
                     status, headers, body = await self._post(client, content)
                 except (httpx.TransportError, TimeoutError) as error:
                     if is_last:
-                        raise self._no_answer(error, num_attempts=attempt + 1) from error
+                        raise self._no_answer(error) from error
                 else:
                     if status not in RETRIED_STATUS or is_last:
                         return self._read(status, body)
                     pause_s = _retry_after_s(headers) or pause_s
                 await asyncio.sleep(pause_s)
-        raise RewardServiceError(
-            f"no request was sent to reward service {self._shown}: retries is {self.retries}. Set retries >= 0."
-        )
+                attempt += 1
 
     async def _post(self, client: Any, content: bytes) -> tuple[int, Mapping[str, str], bytes]:
         """Return status, headers and body. The body has a size limit, and must arrive within timeout_s."""
@@ -125,10 +120,9 @@ class HttpReward:
                     raise DataError(f"reward service {self._shown} answered with more than {MAX_ANSWER_BYTES} bytes.")
             return response.status_code, response.headers, bytes(body)
 
-    def _no_answer(self, error: Exception, *, num_attempts: int) -> RLError:
-        httpx = _library()
-        tried = f"tried {num_attempts} times"
-        if isinstance(error, TimeoutError | httpx.TimeoutException):
+    def _no_answer(self, error: Exception) -> RLError:
+        tried = f"tried {self.retries + 1} times"
+        if isinstance(error, TimeoutError | _library().TimeoutException):
             return DeadlineError(f"reward service {self._shown} did not answer within {self.timeout_s:g} s; {tried}.")
         return RewardServiceError(
             f"reward service {self._shown} cannot be reached ({self._hide(preview_error(error))}); {tried}."
@@ -136,21 +130,16 @@ class HttpReward:
 
     def _read(self, status: int, body: bytes) -> RewardResult:
         text = self._hide(body.decode("utf-8", errors="replace"))  # a service may echo its request
+        answered, beginning = f"reward service {self._shown} answered with", cut(text, max_characters=200)
         if status in RETRIED_STATUS:
-            raise RewardServiceError(
-                f"reward service {self._shown} answered with status {status} {int(self.retries) + 1} times, "
-                f"last with {cut(text, max_characters=200)!r}."
-            )
+            times = f"{self.retries + 1} times"
+            raise RewardServiceError(f"{answered} status {status} {times}, last with {beginning!r}.")
         if status != 200:
-            raise DataError(
-                f"reward service {self._shown} answered with status {status}: {cut(text, max_characters=200)!r}."
-            )
+            raise DataError(f"{answered} status {status}: {beginning!r}.")
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"reward service {self._shown} answered with invalid JSON: {cut(text, max_characters=200)!r}."
-            ) from error
+            raise DataError(f"{answered} invalid JSON: {beginning!r}.") from error
         if not isinstance(answer, dict):
             return RewardResult(reward=answer)
         if "reward" not in answer:

@@ -1,20 +1,22 @@
-"""Reward for JSON that fits a schema, using the jsonschema library."""
+"""Reward for JSON that fits a schema, using the jsonschema library in worker processes."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from typing import Any
 
 from rl_core.data import Json
-from rl_core.errors import DataError, SettingsError
-from rl_rollout.rewards.check_processes import CheckProcesses
-from rl_rollout.rewards.json_worker import WRONG, libraries, validator_of
-from rl_rollout.rewards.outputs import preview
+from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
+from rl_rollout.rewards.check_processes import CheckProcesses, RowError, main
+from rl_rollout.rewards.outputs import cut, preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
-WORKER = "rl_rollout.rewards.json_worker"
+WORKER = "rl_rollout.rewards.json_schema"
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_record
 class JsonSchemaReward:
     """1 if the response is JSON that the schema accepts, else 0; with is_fractional, partial fits get a share.
 
@@ -34,8 +36,8 @@ class JsonSchemaReward:
     schema: Mapping[str, Json] | None = None
     column: str | None = None
     is_fractional: bool = False
-    timeout_s: float = 5.0
-    num_workers: int = 2
+    timeout_s: PositiveFloat = 5.0
+    num_workers: PositiveInt = 2
     max_concurrency: int = field(init=False, repr=False)
     processes: CheckProcesses = field(init=False, repr=False)
 
@@ -100,3 +102,122 @@ class JsonSchemaReward:
             where = "ground truth" if self.column is None else f"column {self.column!r}"
             raise DataError(f"the {where} must be a JSON schema; found {preview(schema)}. Repair the row.")
         return schema
+
+
+FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+MAX_CHARACTERS = 1 << 20
+WRONG = {"parsed": 1.0, "valid": 0.0, "fitting": 0.0, "reason": "the response cannot be checked"}
+
+
+def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Read the schema, and return a function that checks the response.
+
+    Raises:
+        DataError: The schema is invalid.
+    """
+    schema, text = request["schema"], request["text"]
+    validator = validator_of(schema)
+    return lambda: judge(validator, schema, text, is_fractional=request["is_fractional"])
+
+
+def judge(validator: Any, schema: Json, text: str, *, is_fractional: bool) -> dict[str, Any]:
+    """Check whether a text is JSON and valid, and which share of the schema it fits."""
+    try:
+        found = read_json(text)
+    except (ValueError, RecursionError) as error:
+        return {**WRONG, "parsed": 0.0, "reason": str(error)[:300]}
+    reason = first_error(validator, found)
+    fitting = 1.0 if reason is None else fitting_share(validator, schema, found) if is_fractional else 0.0
+    return {"parsed": 1.0, "valid": float(reason is None), "fitting": fitting, "reason": reason}
+
+
+def validator_of(schema: Json) -> Any:
+    """Return the validator of a schema.
+
+    Raises:
+        DataError: The schema is invalid.
+    """
+    library, referencing = libraries()
+    validator_class = library.validators.validator_for(schema, default=library.Draft202012Validator)
+    try:
+        validator_class.check_schema(schema)
+    except (library.SchemaError, RecursionError) as error:
+        raise DataError(f"not a valid JSON schema ({cut(str(error), max_characters=300)}).") from error
+    return validator_class(schema, registry=referencing.Registry())  # an empty registry, which fetches nothing
+
+
+def libraries() -> tuple[Any, Any]:
+    """Return jsonschema, and the library that resolves its references."""
+    try:
+        import jsonschema
+        import referencing
+    except ImportError as error:
+        raise MissingExtraError(
+            "reward 'json_schema' needs jsonschema. Install rl-rollout[json-schema] as the README says."
+        ) from error
+    return jsonschema, referencing
+
+
+def read_json(text: str) -> Json:
+    """Parse the whole text as JSON, or else its last fenced block.
+
+    Raises:
+        ValueError: Neither is JSON, or the text is too long.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{len(text)} characters; at most {MAX_CHARACTERS} are read")
+    try:
+        return json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        blocks = FENCE.findall(text)
+        if not blocks:
+            raise
+    return json.loads(blocks[-1], parse_constant=refuse_constant)
+
+
+def refuse_constant(name: str) -> Json:
+    """Reject NaN and Infinity, which only Python's parser accepts."""
+    raise ValueError(f"{name} is not JSON")
+
+
+def first_error(validator: Any, found: Json) -> str | None:
+    """Return where and why the value does not fit; None if it fits.
+
+    A value that a rule cannot be applied to does not fit.
+
+    Raises:
+        RowError: The schema refers to another document, or has an invalid pattern.
+    """
+    library, referencing = libraries()
+    try:
+        error = library.exceptions.best_match(validator.iter_errors(found))
+    except referencing.exceptions.Unresolvable as fault:
+        raise RowError(f"the schema has a reference that cannot be resolved ({fault}). Repair the row.") from fault
+    except re.error as fault:
+        raise RowError(f"the schema has an invalid pattern ({fault}). Repair the row.") from fault
+    except Exception as fault:  # such as OverflowError of multipleOf, or RecursionError
+        return cut(f"the value cannot be checked ({type(fault).__name__}: {fault})", max_characters=300)
+    return None if error is None else cut(f"{error.json_path}: {error.message}", max_characters=300)
+
+
+def fitting_share(validator: Any, schema: Json, found: Json) -> float:
+    """Return the share of the schema's top-level properties that are valid, and present if required."""
+    properties = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
+    required = set(schema.get("required", ())) if isinstance(schema, Mapping) else set()
+    names = sorted({*properties, *required})
+    if not names or not isinstance(found, dict):
+        return 0.0
+    num_fitting = 0
+    for name in names:
+        if name in found:
+            num_fitting += (
+                name not in properties or first_error(validator.evolve(schema=properties[name]), found[name]) is None
+            )
+        else:
+            num_fitting += name not in required
+    return num_fitting / len(names)
+
+
+if __name__ == "__main__":
+    libraries()
+    main(prepare, WRONG)

@@ -1,18 +1,22 @@
 """Decides whether two mathematical answers are equal. Runs in a worker process, because SymPy may take forever."""
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
-from rl_rollout.rewards.math_notation import plain_math
-from rl_rollout.rewards.math_structure import (
+from rl_rollout.rewards.answers import final_answer
+from rl_rollout.rewards.check_processes import main
+from rl_rollout.rewards.math_notation import (
     UNION,
     VARIABLE,
-    Group,
+    AnswerGroup,
+    ascending,
     group,
     interval,
+    plain_math,
     plus_and_minus,
     relation,
     split,
@@ -51,17 +55,6 @@ def load_library() -> tuple[Any, Any, Any]:
     from math_verify import verify
 
     return latex2sympy, sympy, verify
-
-
-def check_readable(text: str) -> None:
-    """Raise an error if a ground truth cannot be an answer.
-
-    Raises:
-        ValueError: It is empty, or its braces are not balanced.
-    """
-    bare = re.sub(r"\\[{}]", "", text)
-    if not re.search(r"\w|\\", text) or bare.count("{") != bare.count("}"):
-        raise ValueError(f"math-verify finds no expression in the ground truth {text!r}. Repair the row.")
 
 
 def is_equal(gold: str, answer: str) -> bool:
@@ -105,7 +98,7 @@ def _same_answers(gold: str, answer: str) -> bool:
     return _same_single(gold, answer)
 
 
-def _union(text: str) -> list[Group] | None:
+def _union(text: str) -> list[AnswerGroup] | None:
     """Return the intervals and sets that a text joins; None unless it has at least one interval."""
     parts = split(text, UNION)
     if len(parts) == 1:
@@ -131,7 +124,7 @@ def _in_order_of(gold: str, answer: str) -> str:
     return f"({', '.join(names)}) = ({', '.join(by_name[name] for name in names)})"
 
 
-def _same_sets(first: Group, second: Group) -> bool:
+def _same_sets(first: AnswerGroup, second: AnswerGroup) -> bool:
     if (first.opening, first.closing) != (second.opening, second.closing) or len(first.items) != len(second.items):
         return False
     if first.opening == "\\{":
@@ -139,7 +132,7 @@ def _same_sets(first: Group, second: Group) -> bool:
     return all(_same_single(one, other) for one, other in zip(first.items, second.items, strict=True))
 
 
-def _same_groups(first: Group, second: Group) -> bool:
+def _same_groups(first: AnswerGroup, second: AnswerGroup) -> bool:
     """Compare tuples in their order, sets and lists in any. A list may stand for a set, or for a tuple in its order."""
     if first.opening and second.opening:
         if first.opening != "\\{" and "\\pm" not in "".join((*first.items, *second.items)):
@@ -205,19 +198,13 @@ def _same_relations(golds: list[str], gold_signs: list[str], answers: list[str],
         if golds[0].replace(" ", "") == answers[0].replace(" ", "") and VARIABLE.fullmatch(golds[0]):
             return _same_answers(golds[-1], answers[-1])
         return _same_sides((golds[0], golds[-1]), (answers[0], answers[-1]), is_equation=True)
-    golds, gold_signs = _ascending(golds, gold_signs)
-    answers, answer_signs = _ascending(answers, answer_signs)
+    golds, gold_signs = ascending(golds, gold_signs)
+    answers, answer_signs = ascending(answers, answer_signs)
     if gold_signs != answer_signs:
         return False
     is_equation = gold_signs == ["\\neq"]
     pairs = zip(pairwise(golds), pairwise(answers), strict=True)
     return all(_same_sides(gold, answer, is_equation=is_equation) for gold, answer in pairs)
-
-
-def _ascending(sides: list[str], signs: list[str]) -> tuple[list[str], list[str]]:
-    if all(sign in (">", "\\geq") for sign in signs):
-        return sides[::-1], [{">": "<", "\\geq": "\\leq"}[sign] for sign in signs[::-1]]
-    return sides, signs
 
 
 def _same_sides(gold: tuple[str, str], answer: tuple[str, str], *, is_equation: bool) -> bool:
@@ -227,8 +214,7 @@ def _same_sides(gold: tuple[str, str], answer: tuple[str, str], *, is_equation: 
         second = _read(answer[0]) - _read(answer[1])
     except (UnreadableError, TypeError):
         return False
-    pairs = [pair for pair in _at_points(first, second) if None not in pair and pair[1] != 0]
-    ratios = [one / other for one, other in pairs]
+    ratios = [left / right for _, left, right in _at_points(first, second) if right != 0]
     if not ratios or ratios[0] == 0 or not all(_is_close(ratios[0], ratio) for ratio in ratios):
         return False
     return is_equation or bool(ratios[0].is_positive)
@@ -238,8 +224,8 @@ def _same_expressions(gold: str, answer: str) -> bool:
     first, second = quantity(gold), quantity(answer)
     if not same_units(first, second):
         return False
-    if first.value is not None and second.value is not None:
-        return same_values(first, second)
+    if (has_same_value := same_values(first, second)) is not None:
+        return has_same_value
     if first.is_percent and second.is_percent is False and second.value is None:
         return False
     if _same_text(first.number, second.number):
@@ -292,12 +278,11 @@ def _same_numerically(first: Any, second: Any) -> bool:
     _, _, verify = load_library()
     if first == second:
         return True
-    points = _points(first, second)
-    pairs = {index: pair for index, pair in enumerate(_at_points(first, second)) if None not in pair}
-    if not pairs:
+    values = _at_points(first, second)
+    if not values:
         return bool(verify([first], [second], timeout_seconds=None))
-    real = {index: pair for index, pair in pairs.items() if pair[0].is_real and pair[1].is_real} or pairs
-    return all(_is_close(*pair) and _is_zero((first - second).subs(points[index])) for index, pair in real.items())
+    real = [(point, left, right) for point, left, right in values if left.is_real and right.is_real] or values
+    return all(_is_close(left, right) and _is_zero((first - second).subs(point)) for point, left, right in real)
 
 
 def _is_zero(expression: Any) -> bool:
@@ -306,19 +291,17 @@ def _is_zero(expression: Any) -> bool:
     return all(part == 0 or not part.is_Float or part._prec == 1 for part in parts)
 
 
-def _points(first: Any, second: Any) -> list[dict[Any, Any]]:
-    """Return values for the symbols of two expressions."""
+def _at_points(first: Any, second: Any) -> list[tuple[dict[Any, Any], Any, Any]]:
+    """Return some values of the symbols, and the values of two expressions there, if both have one."""
     _, sympy, _ = load_library()
     symbols = sorted(first.free_symbols | second.free_symbols, key=str)
-    return [
-        {symbol: sympy.Rational(base) + index * sympy.Rational(step) for index, symbol in enumerate(symbols)}
-        for base, step in (POINTS if symbols else POINTS[:1])
-    ]
-
-
-def _at_points(first: Any, second: Any) -> list[tuple[Any, Any]]:
-    """Return the values of two expressions at some points; None where one has no value."""
-    return [(_evaluated(first.subs(point)), _evaluated(second.subs(point))) for point in _points(first, second)]
+    found = []
+    for base, step in POINTS if symbols else POINTS[:1]:
+        point = {symbol: sympy.Rational(base) + index * sympy.Rational(step) for index, symbol in enumerate(symbols)}
+        values = _evaluated(first.subs(point)), _evaluated(second.subs(point))
+        if None not in values:
+            found.append((point, *values))
+    return found
 
 
 def _evaluated(expression: Any) -> Any:
@@ -359,3 +342,32 @@ def _read(text: str) -> Any:
         return found
     found = found.subs({symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"})
     return found.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part)))
+
+
+MAX_CHARACTERS = 5000
+"""Maximum length of an answer. A longer one is wrong."""
+
+
+def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Read the ground truth, and return a function that compares the answer with it.
+
+    Raises:
+        ValueError: The ground truth is empty, or its braces are not balanced.
+    """
+    gold = final_answer(request["gold"])
+    gold = request["gold"] if gold is None else gold
+    unescaped = re.sub(r"\\[{}]", "", gold)
+    if not re.search(r"\w|\\", gold) or unescaped.count("{") != unescaped.count("}"):
+        raise ValueError(f"math-verify finds no expression in the ground truth {gold!r}. Repair the row.")
+
+    def judge() -> dict[str, Any]:
+        answer: str | None = request["answer"] if "answer" in request else final_answer(request["response"])
+        return {"is_equal": answer is not None and len(answer) <= MAX_CHARACTERS and is_equal(gold, answer)}
+
+    return judge
+
+
+if __name__ == "__main__":
+    is_equal("x + 1", "1 + x")  # loads the library and its grammar before the first deadline
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
+    main(prepare, {"is_equal": False})

@@ -1,7 +1,9 @@
-"""Rewrites the notations of a mathematical answer to one form of LaTeX, without changing its value."""
+"""One notation for mathematical answers, and what an answer lists, relates or encloses."""
 
 import re
 import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 
 BOLD = re.compile(r"(?<![\w)\]}*])(\*{1,3}|__|`)(?=[^\s*])(.{1,300}?)(?<=[^\s*])\1(?![\w(*])")
@@ -122,3 +124,121 @@ def _fractions(text: str) -> str:
 
 def _braced(argument: str) -> str:
     return argument if argument.startswith("{") else f"{{{argument}}}"
+
+
+RELATION = re.compile(r"\\leq?(?![a-zA-Z])|\\geq?(?![a-zA-Z])|\\neq|\\approx|\\in(?![a-zA-Z])|[=<>]")
+SEPARATOR = re.compile(r",\s*(?:and|or)\b|,|;|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b")
+UNION = re.compile(r"\\cup(?![a-zA-Z])")
+VARIABLE = re.compile(
+    r"(?:(?:m\s*)?\\angle\s*[A-Z]+|(?![a-z]{2}\b)\\?[a-zA-Z]+|\\text\s*\{[^{}]*\})(?:_\{?\w+\}?)?"
+    r"(?:\([\w, ]*\)|'|\^\{-1\}\(\w\))*"
+)
+BRACKET = re.compile(r"\\[{}]|[()\[\]{}]|\\begin\{[a-z]*\}|\\end\{[a-z]*\}")
+ENCLOSED = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
+CLOSES = (")", "]", "}", "\\}")
+FLIPPED = {"<": ">", ">": "<", "\\leq": "\\geq", "\\geq": "\\leq"}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGroup:
+    r"""Items between brackets, or without brackets.
+
+    Attributes:
+        opening: "(", "[", "\{", or "" for a list.
+        closing: ")", "]", "\}", or "".
+        items: The items as LaTeX.
+    """
+
+    opening: str
+    closing: str
+    items: tuple[str, ...]
+
+
+def outside(text: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+    """Yield the matches of a pattern outside of brackets and environments."""
+    depth = 0
+    for mark in re.finditer(f"(?P<bracket>{BRACKET.pattern})|{pattern.pattern}", text):
+        if mark["bracket"] is not None:
+            depth += _nesting(mark)
+        elif depth == 0:
+            yield mark
+
+
+def split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """Split a text where a separator matches outside of brackets and environments."""
+    parts, start = [], 0
+    for mark in outside(text, separator):
+        parts.append(text[start : mark.start()].strip())
+        start = mark.end()
+    return [*parts, text[start:].strip()]
+
+
+def group(text: str) -> AnswerGroup:
+    """Return the items of a set, tuple, interval or list."""
+    text = text.strip()
+    if enclosed := ENCLOSED.fullmatch(text):
+        opening, inner, closing = enclosed.groups()
+        items = split(inner, SEPARATOR)
+        is_set = opening == "\\{" and closing == "\\}"
+        if _is_balanced(inner) and (len(items) > 1 or is_set) and (opening == "\\{") == (closing == "\\}"):
+            return AnswerGroup(opening, closing, tuple(item for item in items if item))
+    return AnswerGroup("", "", tuple(item for item in split(text, SEPARATOR) if item))
+
+
+def relation(text: str) -> tuple[list[str], list[str]]:
+    """Return the sides of a chain of relations, and its relation signs, up to an approximation."""
+    sides = split(text, RELATION)
+    signs = [{"\\le": "\\leq", "\\ge": "\\geq"}.get(sign[0], sign[0]) for sign in outside(text, RELATION)]
+    if "\\approx" in signs:
+        at = signs.index("\\approx")
+        if at > 0 or not VARIABLE.fullmatch(sides[0]):
+            sides, signs = sides[: at + 1], signs[:at]
+    return sides, ["=" if sign == "\\approx" else sign for sign in signs]
+
+
+def interval(text: str) -> AnswerGroup | None:
+    r"""Return `x > 2` as `(2, \infty)` and `1 < x \leq 3` as `(1, 3]`; None for anything else."""
+    sides, signs = relation(text)
+    if len(sides) == 2 and signs[0] in ("<", ">", "\\leq", "\\geq"):
+        if not VARIABLE.fullmatch(sides[0]):
+            sides, signs = sides[::-1], [FLIPPED[signs[0]]]
+        if not VARIABLE.fullmatch(sides[0]) or VARIABLE.fullmatch(sides[1]):
+            return None
+        bracket = {"<": ")", ">": "(", "\\leq": "]", "\\geq": "["}[signs[0]]
+        is_below = bracket in ")]"
+        items = ("-\\infty", sides[1]) if is_below else (sides[1], "\\infty")
+        return AnswerGroup("(" if is_below else bracket, bracket if is_below else ")", items)
+    if len(sides) == 3 and VARIABLE.fullmatch(sides[1]):
+        sides, signs = ascending(sides, signs)
+        if all(sign in ("<", "\\leq") for sign in signs):
+            return AnswerGroup("(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]", (sides[0], sides[2]))
+    return None
+
+
+def ascending(sides: list[str], signs: list[str]) -> tuple[list[str], list[str]]:
+    """Return a descending chain of relations in ascending order, and any other unchanged."""
+    if all(sign in (">", "\\geq") for sign in signs):
+        return sides[::-1], [FLIPPED[sign] for sign in signs[::-1]]
+    return sides, signs
+
+
+def plus_and_minus(items: tuple[str, ...]) -> tuple[str, ...]:
+    r"""Return items with each `\pm` as two items."""
+    single: list[str] = []
+    for item in items:
+        signs = ("+", "-") if "\\pm" in item else ("",)
+        single += [re.sub(r"^\+\s*", "", item.replace("\\pm", sign).strip()) if sign else item for sign in signs]
+    return tuple(single)
+
+
+def _nesting(bracket: re.Match[str]) -> int:
+    return -1 if bracket[0] in CLOSES or bracket[0].startswith("\\end") else 1
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for bracket in BRACKET.finditer(text):
+        depth += _nesting(bracket)
+        if depth < 0:
+            return False
+    return depth == 0

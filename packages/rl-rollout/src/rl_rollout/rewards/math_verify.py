@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 from rl_core.data import Json
 from rl_core.errors import DataError, DeadlineError, MissingExtraError
 from rl_rollout.rewards.answers import MAX_TAIL, boxed_answer
-from rl_rollout.rewards.call_clock import CallClock, current_clock
+from rl_rollout.rewards.calls import current_clock
 from rl_rollout.rewards.check_processes import CheckProcesses
 from rl_rollout.rewards.math_notation import plain_math
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
@@ -16,7 +15,7 @@ from rl_rollout.rewards.quantities import quantity, same_units, same_values
 
 MAX_QUICK = 200
 """Maximum length of numbers that are compared in place, in characters."""
-WORKER = "rl_rollout.rewards.math_worker"
+WORKER = "rl_rollout.rewards.math_equality"
 
 
 class MathVerify:
@@ -41,7 +40,6 @@ class MathVerify:
         if find_spec("math_verify") is None:
             raise MissingExtraError("math_verify needs math-verify. Install rl-rollout[math] as the README says.")
         self.max_concurrency = num_workers  # so that the scorer's timeout excludes waits for a process
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="math-verify")
         self._processes = CheckProcesses(WORKER, timeout_s=timeout_s, num_processes=num_workers)
 
     async def __call__(self, given: RewardInput) -> RewardResult:
@@ -73,23 +71,18 @@ class MathVerify:
         """
         if len(gold) <= MAX_QUICK and len(answer) <= MAX_QUICK:
             first, second = quantity(plain_math(gold)), quantity(plain_math(answer))
-            if first.value is not None and second.value is not None:
-                return same_units(first, second) and same_values(first, second)
+            if (has_same_value := same_values(first, second)) is not None:
+                return same_units(first, second) and has_same_value
         return await self._compare({"gold": gold, "answer": answer})
 
     def close(self) -> None:
         """Stop the workers. Can be called twice."""
         self._processes.close()
-        self._threads.shutdown(wait=False)
 
     async def _compare(self, request: Mapping[str, Json]) -> bool | None:
-        clock = current_clock()
-        clock.pause()
-        return await asyncio.wrap_future(self._threads.submit(self._compare_in_worker, request, clock))
-
-    def _compare_in_worker(self, request: Mapping[str, Json], clock: CallClock) -> bool | None:
+        current_clock().pause()  # until a process is ready
         try:
-            verdict = self._processes.check(request, clock=clock)
+            verdict = await asyncio.to_thread(self._processes.check, request)
         except DeadlineError:
             return None
         return None if verdict is None else bool(verdict["is_equal"])

@@ -51,6 +51,11 @@ def preview(value: Any, *, max_characters: int = 80) -> str:
         return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
 
 
+def typed_preview(value: Any) -> str:
+    """Return the preview of a value, and its type."""
+    return f"{preview(value)} ({type(value).__name__})"
+
+
 def preview_error(error: BaseException) -> str:
     """Return an error's type and text, cut to a length, even if the error's own str raises."""
     try:
@@ -72,7 +77,7 @@ def read_extras(extras: Any, *, max_bytes: int | None = None) -> dict[str, Json]
         DataError: The extras are not a JSON mapping, or larger than max_bytes.
     """
     if not isinstance(extras, Mapping):
-        raise DataError(f"extras = {preview(extras)} ({type(extras).__name__}); expected a mapping.")
+        raise DataError(f"extras = {typed_preview(extras)}; expected a mapping.")
     try:
         text = json.dumps(dict(extras), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -107,9 +112,7 @@ def _finite(value: Any, *, name: str) -> float:
     hints |= {"list": ONE_NUMBER, "tuple": ONE_NUMBER, "NoneType": " Return a number for every response: `return 0.0`."}
     hints["str"] = " Return numbers as `float(...)`, and text in `RewardResult(extras=...)`."
     hint = hints.get(type(value).__name__, "")
-    raise DataError(
-        f"{cut(name, max_characters=80)} = {preview(value)} ({type(value).__name__}); expected a finite number.{hint}"
-    )
+    raise DataError(f"{cut(name, max_characters=80)} = {typed_preview(value)}; expected a finite number.{hint}")
 
 
 def with_article(value: object) -> str:

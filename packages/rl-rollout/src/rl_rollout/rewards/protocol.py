@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from rl_core.data import FinishReason, IntArray, Json
 from rl_core.record_fields import Axes, record
-from rl_rollout.rewards.thinking import final_text
+from rl_rollout.rewards.answers import final_text
 
 
 @record

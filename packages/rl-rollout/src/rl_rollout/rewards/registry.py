@@ -22,8 +22,8 @@ REWARDS: Registry[Any] = Registry(
         "http": "rl_rollout.rewards.http_reward:HttpReward",
         "json_schema": "rl_rollout.rewards.json_schema:JsonSchemaReward",
         "judge": "rl_rollout.rewards.judge:JudgeReward",
-        "length_target": "rl_rollout.rewards.length:LengthTarget",
-        "overlong": "rl_rollout.rewards.length:Overlong",
+        "length_target": "rl_rollout.rewards.rules:LengthTarget",
+        "overlong": "rl_rollout.rewards.rules:Overlong",
     },
     group="rl_rollout.rewards",
 )
@@ -59,43 +59,37 @@ def resolve_reward(
         SettingsError: The name, file, function or option does not exist, or an option is missing or invalid.
         MissingExtraError: A required library is not installed.
     """
-    found = find_in(REWARDS, reference, is_fresh=True)
-    resolved = resolve_secrets({} if options is None else options, where=f"options of reward function {reference!r}")
-    return bind_options(found, resolved, name=reference, parts=parts or {})
-
-
-def bind_options(
-    function: Any, options: Mapping[str, Json], *, name: str, parts: Mapping[str, Any] | None = None
-) -> RewardFunction:
-    """Bind options to a function or a class.
-
-    Raises:
-        SettingsError: An option is unknown, missing or invalid, or the result is not a reward function.
-    """
+    function: Any = find_in(REWARDS, reference, is_fresh=True)
+    bound = dict(resolve_secrets(options or {}, where=f"options of reward function {reference!r}"))
     is_class = inspect.isclass(function)
     if not is_class:
-        _refuse_foreign(function, name=name)
+        _refuse_foreign(function, name=reference)
     known = _option_names(function, num_taken=0 if is_class else 1)
-    if known is None:
-        bound = dict(options)
-    else:
-        for option in sorted(set(options) - set(known)):
+    if known is not None:
+        for option in sorted(set(bound) - set(known)):
             raise SettingsError(
-                f"reward function {name!r} has no option {option!r}.{nearest_name(option, known)} "
+                f"reward function {reference!r} has no option {option!r}.{nearest_name(option, known)} "
                 f"Known: {', '.join(sorted(set(known) - set(parts or {}))) or 'none'}."
             )
-        bound = {**options, **{key: part for key, part in (parts or {}).items() if key in known}}
+        bound |= {key: part for key, part in (parts or {}).items() if key in known}
         required = {key for key, parameter in known.items() if parameter.default is parameter.empty}
         for option in sorted(required - set(bound)):
             advice = "" if is_class else f" {HOW}"
-            raise SettingsError(f"reward function {name!r} needs the option {option!r}.{advice}")
+            raise SettingsError(f"reward function {reference!r} needs the option {option!r}.{advice}")
     if is_class:
-        return check_callable(_made(function, bound, name=name), name=name)
-    if bound:
+        try:
+            function = function(**bound)
+        except SettingsError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise SettingsError(
+                f"reward function {reference!r} refuses its options: {hide(str(error), bound)}"
+            ) from error
+    elif bound:
         is_quick = bool(getattr(function, "is_quick", False))
         function = functools.partial(function, **bound)
         function.is_quick = is_quick
-    return check_callable(function, name=name)
+    return check_callable(function, name=reference)
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
@@ -103,16 +97,6 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # not callable, or compiled without a signature
         return {}
-
-
-def _made(cls: Any, options: Mapping[str, Any], *, name: str) -> Any:
-    try:
-        return cls(**options)
-    except SettingsError:
-        raise
-    except (TypeError, ValueError) as error:
-        reason = hide(str(error), options)
-        raise SettingsError(f"reward function {name!r} refuses its options: {reason}") from error
 
 
 def _option_names(function: Any, *, num_taken: int) -> Mapping[str, inspect.Parameter] | None:

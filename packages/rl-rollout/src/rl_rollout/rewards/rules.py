@@ -1,8 +1,12 @@
-"""Rules that compare text in microseconds."""
+"""Rules that compare text or count tokens, in microseconds."""
 
 import re
 from decimal import Decimal
+from typing import Any, ClassVar
 
+from rl_core.errors import DataError, SettingsError
+from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveInt, settings_record
+from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput, quick
 
 # A minus is a sign unless it subtracts: "5-3" ends in 3, "= -3" in -3.
@@ -60,3 +64,75 @@ def last_number(text: str) -> Decimal | None:
         return None
     number = Decimal("".join(DIGITS.findall(last)))
     return -number if last[0] in MINUS else number
+
+
+@settings_record
+class Overlong:
+    """DAPO's soft overlong punishment: 0 for short responses, down to -penalty_factor at the length limit.
+
+    With limit L = max_tokens and buffer B = buffer_tokens, the reward is 0 up to length L - B, falls linearly to -1 at
+    L, and stays -1 beyond, all times penalty_factor.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, equation 13.
+
+    Attributes:
+        max_tokens: L: maximum expected response length, usually the rollout's limit.
+        buffer_tokens: B: number of tokens before L over which the punishment grows.
+        penalty_factor: Factor of the punishment; 1 in the paper.
+    """
+
+    is_quick: ClassVar[bool] = True
+    max_tokens: PositiveInt
+    buffer_tokens: PositiveInt
+    penalty_factor: NonNegativeFloat = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse a buffer that is longer than the limit."""
+        if self.buffer_tokens > self.max_tokens:
+            raise SettingsError(
+                "reward function 'overlong' needs buffer_tokens <= max_tokens; found "
+                f"buffer_tokens = {self.buffer_tokens}, max_tokens = {self.max_tokens}."
+            )
+
+    def __call__(self, given: RewardInput) -> float:
+        """Score one response."""
+        over = len(given.response_ids) - (self.max_tokens - self.buffer_tokens)
+        share = min(max(over / self.buffer_tokens, 0.0), 1.0)
+        return -share * self.penalty_factor if share else 0.0
+
+
+@settings_record
+class LengthTarget:
+    """Minus the coefficient times the difference between a response's length and its target, in tokens (L1-Exact).
+
+    Source: Aggarwal and Welleck 2025, arXiv:2503.04697, equation 1, where coefficient = 0.0003.
+
+    Attributes:
+        tokens: Target length of all rows. Give either this or `column`.
+        column: Column with the target length of each row.
+        coefficient: Punishment per token of difference.
+    """
+
+    is_quick: ClassVar[bool] = True
+    tokens: NonNegativeInt | None = None
+    column: str | None = None
+    coefficient: NonNegativeFloat = 0.0003
+
+    def __post_init__(self) -> None:
+        """Refuse two targets, and none."""
+        if (self.tokens is None) == (self.column is None):
+            raise SettingsError(
+                "reward function 'length_target' needs either tokens, a whole number, or column; found "
+                f"tokens = {self.tokens!r}, column = {self.column!r}."
+            )
+
+    def __call__(self, given: RewardInput) -> float:
+        """Score one response.
+
+        Raises:
+            DataError: The row's target is not a whole number.
+        """
+        target: Any = self.tokens if self.column is None else given.columns.get(self.column)
+        if not isinstance(target, int) or isinstance(target, bool) or target < 0:
+            raise DataError(f"column {self.column!r} must be a whole number of tokens; found {preview(target)}.")
+        return -self.coefficient * abs(len(given.response_ids) - target)

@@ -3,24 +3,24 @@
 import asyncio
 import functools
 import inspect
-import math
 import time
 from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Gt
 
 from rl_core.data import Prompt
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_rollout.rewards.call_clock import CLOCK, CallClock
+from rl_core.record_fields import PositiveFloat, PositiveInt, converts_arguments
+from rl_rollout.rewards.calls import CLOCK, CallClock, CallThreads
 from rl_rollout.rewards.options import FailurePolicy
 from rl_rollout.rewards.outputs import preview_error, read_output
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
 from rl_rollout.rewards.registry import check_callable
-from rl_rollout.rewards.threaded import CallThreads
 from rl_rollout.user_errors import describe_raised, is_meant_for_us
 
 NO_LIMIT_S = 1e9
@@ -80,13 +80,14 @@ class RewardScorer:
     after another, so that a hanging call can be abandoned. An `async def` runs for all responses at once.
     """
 
+    @converts_arguments
     def __init__(
         self,
         function: RewardFunction,
         *,
-        timeout_s: float | None = 30.0,
-        max_concurrency: int = 32,
-        max_calls_per_s: float | None = None,
+        timeout_s: Annotated[float, Gt(0)] | None = 30.0,
+        max_concurrency: PositiveInt = 32,
+        max_calls_per_s: PositiveFloat | None = None,
         failures: FailurePolicy | None = None,
     ) -> None:
         """Store how to call the function.
@@ -103,19 +104,12 @@ class RewardScorer:
         Raises:
             SettingsError: An option is invalid, or the function does not take one RewardInput.
         """
-        timeout_s = NO_LIMIT_S if timeout_s is None else timeout_s
-        if not timeout_s > 0 or max_concurrency < 1:
-            raise SettingsError(
-                f"a reward needs timeout_s > 0 and max_concurrency >= 1; found {timeout_s} and {max_concurrency}."
-            )
-        if max_calls_per_s is not None and not 0 < max_calls_per_s < math.inf:
-            raise SettingsError(f"max_calls_per_s must be above 0, or None; found {max_calls_per_s}.")
         self._policy = failures or FailurePolicy()
         self._policy.check()
         self.name = function_name(function)
         check_callable(function, name=self.name)
         self._function: Any = function
-        self._timeout_s = timeout_s
+        self._timeout_s = NO_LIMIT_S if timeout_s is None else timeout_s
         self._slots = asyncio.Semaphore(min(max_concurrency, getattr(function, "max_concurrency", max_concurrency)))
         self._rate = None if max_calls_per_s is None else RateLimit(max_calls_per_s)
         self._threads: CallThreads[RewardInput, Scored] = CallThreads(self._call)
@@ -252,7 +246,7 @@ class RewardScorer:
         return self._checked(given, value, started_at=started_at)
 
     def _checked(self, given: RewardInput, value: Any, *, started_at: float) -> Scored:
-        if isinstance(value, Scored):
+        if isinstance(value, Scored):  # of WeightedReward
             if value.result is None:
                 return value
             checked = self._checked(given, value.result, started_at=started_at)

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -76,7 +75,6 @@ async def launch(
     status_read, status_write = os.pipe()
     os.set_blocking(status_read, False)
     ours, theirs = socket.socketpair()
-    started_at = time.monotonic()
     try:
         transport, process = await _start_launcher(status_write, theirs)
         serving = None if serve is None else asyncio.create_task(_serve_inside(ours, serve))
@@ -86,9 +84,9 @@ async def launch(
             await asyncio.shield(_end(transport, process))
             if serving is not None and not serving.done():
                 serving.cancel()
-        stdout, stderr = (bytes(one.kept) for one in outputs)
+        stdout, stderr = (bytes(output.kept) for output in outputs)
         if outputs[0].is_over:
-            return ProgramRun(ended="output", stdout=stdout, stderr=stderr, wall_s=time.monotonic() - started_at)
+            return ProgramRun(ended="output", stdout=stdout, stderr=stderr)
         run = _read_report(status_read, stdout, stderr)
         if serving is not None:
             with contextlib.suppress(asyncio.CancelledError):

@@ -1,9 +1,11 @@
 """Options and limits of a sandbox, and the outcome of a program."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from rl_core.errors import SettingsError
+from annotated_types import Ge, Gt
+
+from rl_core.record_fields import PositiveInt, settings_record
 
 GUARANTEES = {
     "namespaces": "another user in its own namespaces: sees only Python's and the system's files, and no other process",
@@ -17,7 +19,7 @@ Level = Literal["namespaces", "user_namespaces", "other_user", "same_user", "unc
 Ended = Literal["exited", "wall_time", "memory", "processes", "output"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class SandboxLimits:
     """Limits of one program.
 
@@ -32,30 +34,17 @@ class SandboxLimits:
         stderr_bytes: Size of its errors that is kept; the rest is dropped.
     """
 
-    wall_s: float = 10.0
-    cpu_s: float = 10.0
-    memory_bytes: int = 1 << 29
-    processes: int = 16
-    file_bytes: int = 1 << 24
-    open_files: int = 64
-    stdout_bytes: int = 1 << 20
-    stderr_bytes: int = 1 << 14
-
-    def check(self) -> None:
-        """Raise if a limit is invalid.
-
-        Raises:
-            SettingsError: A limit is not above 0, or too small for Python to start.
-        """
-        least = {"memory_bytes": 1 << 26, "open_files": 8, "file_bytes": 1 << 12, "cpu_s": 1.0}
-        for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least.get(name, 1e-3):
-                raise SettingsError(
-                    f"sandbox limit {name} must be at least {least.get(name, 'above 0')}; found {value!r}."
-                )
+    wall_s: Annotated[float, Gt(0)] = 10.0
+    cpu_s: Annotated[float, Ge(1)] = 10.0
+    memory_bytes: Annotated[int, Ge(1 << 26)] = 1 << 29
+    processes: PositiveInt = 16
+    file_bytes: Annotated[int, Ge(1 << 12)] = 1 << 24
+    open_files: Annotated[int, Ge(8)] = 64
+    stdout_bytes: PositiveInt = 1 << 20
+    stderr_bytes: PositiveInt = 1 << 14
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings_record
 class SandboxOptions:
     """Options of a sandbox.
 
@@ -87,18 +76,12 @@ class ProgramRun:
         exit_code: Exit code, as in subprocess: negative for a signal. None if a limit ended it.
         stdout: Its standard output; the end of a command's.
         stderr: Its standard error, up to a size: the beginning, or the end of a command's.
-        wall_s: Seconds that it ran.
-        cpu_s: Processor seconds of all its processes that ended by themselves or were waited for.
-        peak_bytes: Maximum resident memory that was measured.
     """
 
     ended: Ended
     exit_code: int | None = None
     stdout: bytes = b""
     stderr: bytes = b""
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    peak_bytes: int = 0
 
     @property
     def is_success(self) -> bool:

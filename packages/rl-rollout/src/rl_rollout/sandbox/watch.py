@@ -6,7 +6,6 @@
 import contextlib
 import json
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -20,17 +19,15 @@ Spec = dict[str, Any]
 
 def supervise(spec: Spec, status_fd: int, program: int) -> None:
     """Wait for the program under its limits, end everything that it left, and report the outcome."""
-    started_at, peak_bytes, exit_code = time.monotonic(), 0, None
+    started_at, exit_code = time.monotonic(), None
     while True:
         received = signal.sigtimedwait(awaited_signals(), spec["poll_s"])
-        statuses = [(status, usage) for pid, status, usage in reap() if pid == program]
+        statuses = [status for pid, status in reap() if pid == program]
         if statuses:
-            ended, exit_code = "exited", os.waitstatus_to_exitcode(statuses[0][0])
-            peak_bytes = max(peak_bytes, statuses[0][1].ru_maxrss * 1024)
+            ended, exit_code = "exited", os.waitstatus_to_exitcode(statuses[0])
             break
         processes = [] if spec["level"] == "unconfined" else remaining()
         used_bytes = sum(map(memory_of, processes))
-        peak_bytes = max(peak_bytes, used_bytes)
         over = (
             ("cancelled", received is not None and received.si_signo == signal.SIGTERM),
             ("wall_time", time.monotonic() - started_at > spec["limits"]["wall_s"]),
@@ -40,11 +37,8 @@ def supervise(spec: Spec, status_fd: int, program: int) -> None:
         ended = next((name for name, is_over in over if is_over), "")
         if ended:
             break
-    wall_s = time.monotonic() - started_at
     end_all(spec)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = {"ended": ended, "exit_code": exit_code, "wall_s": wall_s, "cpu_s": used.ru_utime + used.ru_stime}
-    report(status_fd, {**found, "peak_bytes": peak_bytes})
+    report(status_fd, {"ended": ended, "exit_code": exit_code})
 
 
 def awaited_signals() -> set[signal.Signals]:
@@ -60,17 +54,13 @@ def report(status_fd: int, found: dict[str, Any]) -> None:
     os.write(status_fd, json.dumps(found).encode() + b"\n")
 
 
-def reap() -> list[tuple[int, int, resource.struct_rusage]]:
-    """Collect the children that ended, including the program's orphans."""
-    reaped: list[tuple[int, int, resource.struct_rusage]] = []
-    while True:
-        try:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-        except ChildProcessError:
-            return reaped
-        if pid == 0:
-            return reaped
-        reaped.append((pid, status, usage))
+def reap() -> list[tuple[int, int]]:
+    """Collect the children that ended, including the program's orphans, with their statuses."""
+    reaped: list[tuple[int, int]] = []
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            reaped.append(ended)
+    return reaped
 
 
 def remaining() -> list[int]:

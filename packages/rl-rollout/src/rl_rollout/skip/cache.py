@@ -13,16 +13,15 @@ from rl_core.record_fields import record
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.fingerprint import (
     ESSENTIAL,
-    Circumstances,
     Difference,
+    RolloutOrigin,
     compare,
     make_fingerprint,
     unusable_parts,
 )
 from rl_rollout.skip.manifest import EntryKey, Manifest
-from rl_rollout.skip.options import SkipOptions
+from rl_rollout.skip.options import SkipOptions, StepSelection
 from rl_rollout.skip.rows import TOKEN_DTYPES
-from rl_rollout.skip.steps import StepSelection
 from rl_rollout.skip.store import EntryStore, EntryTooLargeError, StoredEntry
 
 log = structlog.get_logger(__name__)
@@ -125,7 +124,7 @@ class SkipCache:
         return EntryKey(step=self._steps.at(turn), part=key.part)
 
     async def rollouts(
-        self, key: EntryKey, prompts: Sequence[Prompt], circumstances: Circumstances, generate: Generate
+        self, key: EntryKey, prompts: Sequence[Prompt], circumstances: RolloutOrigin, generate: Generate
     ) -> StepRollouts:
         """Return stored rollouts, or generate new ones and store them.
 
@@ -150,7 +149,7 @@ class SkipCache:
         await asyncio.to_thread(self.keep, key, new, prompts, circumstances)
         return new
 
-    def find(self, key: EntryKey, prompts: Sequence[Prompt], circumstances: Circumstances) -> StepRollouts | None:
+    def find(self, key: EntryKey, prompts: Sequence[Prompt], circumstances: RolloutOrigin) -> StepRollouts | None:
         """Return stored rollouts for a key; None if they must be generated. See `rollouts`."""
         return self._find(key, prompts, make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES))
 
@@ -275,7 +274,7 @@ class SkipCache:
             differences=differences,
         )
 
-    def keep(self, key: EntryKey, new: StepRollouts, prompts: Sequence[Prompt], circumstances: Circumstances) -> None:
+    def keep(self, key: EntryKey, new: StepRollouts, prompts: Sequence[Prompt], circumstances: RolloutOrigin) -> None:
         """Store new rollouts of a key, as `stored_as` says. See `rollouts`."""
         key = self.stored_as(key)
         live = make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES)

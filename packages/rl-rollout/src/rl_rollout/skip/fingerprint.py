@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 1 << 28
 
 
 @record
-class Circumstances:
+class RolloutOrigin:
     """Everything except the prompts that determines a step's rollouts; each part is a JSON value.
 
     Attributes:
@@ -76,7 +76,7 @@ class Difference:
 
 
 def make_fingerprint(
-    circumstances: Circumstances, prompts: Sequence[Prompt], *, columns: Mapping[str, str]
+    circumstances: RolloutOrigin, prompts: Sequence[Prompt], *, columns: Mapping[str, str]
 ) -> dict[str, Json]:
     """Return a fingerprint as plain JSON.
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.cache import SkipCache, StepRollouts, renamed
-from rl_rollout.skip.fingerprint import Circumstances
+from rl_rollout.skip.fingerprint import RolloutOrigin
 from rl_rollout.skip.manifest import EntryKey
 
 
@@ -43,7 +43,7 @@ class GroupwiseCache:
     def __init__(
         self,
         cache: SkipCache,
-        circumstances: Callable[[], Awaitable[Circumstances]],
+        circumstances: Callable[[], Awaitable[RolloutOrigin]],
         *,
         groups_per_step: int,
         replaces_failed: bool,
@@ -165,7 +165,7 @@ class GroupwiseCache:
             self._steps.pop(number).is_over.set()
 
 
-def _with_versions(circumstances: Circumstances, groups: Sequence[GroupResult]) -> Circumstances:
+def _with_versions(circumstances: RolloutOrigin, groups: Sequence[GroupResult]) -> RolloutOrigin:
     """Add the oldest and the newest policy version that sampled a token of the groups."""
     sampled = [row.policy_versions[row.loss_mask] for group in groups for row in group.trajectories]
     versions = [int(value) for each in sampled if len(each) for value in (each.min(), each.max())]

@@ -1,4 +1,4 @@
-"""Entries of a skip cache, written atomically and read only if complete."""
+"""Entries of a rollout cache in a folder on disk or at a URL, written atomically and read only if complete."""
 
 import secrets
 import time
@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,7 @@ from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
 from rl_core.files import preview, preview_path
 from rl_core.files.zarr_arrays import METADATA, ArraySpec, check_sizes, decode_array, encode_array, plan_array
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip.entry_folder import EntryFiles, EntryFolder, EntryWriter, open_folder
-from rl_rollout.skip.folder import BROKEN
+from rl_rollout.skip.folder import BROKEN, LocalFiles, LocalFolder, LocalWriter
 from rl_rollout.skip.manifest import (
     ARRAYS_FOLDER,
     FORMAT,
@@ -31,6 +31,39 @@ from rl_rollout.skip.manifest import (
     encode_manifest,
 )
 from rl_rollout.skip.rows import DTYPES, count, decode_groups, iter_arrays, storable
+
+if TYPE_CHECKING:  # needs fsspec
+    from rl_rollout.skip.remote_folder import RemoteFiles, RemoteFolder, RemoteWriter
+
+EntryFolder: TypeAlias = "LocalFolder | RemoteFolder"
+"""Storage of entries, by name."""
+EntryFiles: TypeAlias = "LocalFiles | RemoteFiles"
+"""Reader of one entry's files."""
+EntryWriter: TypeAlias = "LocalWriter | RemoteWriter"
+"""Writer of one new entry."""
+
+
+def open_folder(directory: str) -> EntryFolder:
+    """Open a local folder, or a URL through fsspec.
+
+    Raises:
+        CacheError: The path or URL is invalid.
+        MissingExtraError: The directory is a URL, and fsspec or a package for that store is not installed.
+    """
+    scheme, separator, rest = directory.partition("://")
+    if not separator or scheme in ("file", "local"):
+        try:
+            return LocalFolder(Path(rest if separator else directory).expanduser())
+        except RuntimeError as error:
+            raise CacheError(f"{directory} cannot be used for a skip cache: {error}") from error
+    try:
+        from rl_rollout.skip.remote_folder import RemoteFolder
+    except ImportError as error:
+        raise MissingExtraError(
+            "skip caches at a URL need fsspec. Install rl-rollout[skip] as the README says."
+        ) from error
+    return RemoteFolder(directory)
+
 
 NUM_READS, NUM_WRITES = 4, 8
 """Number of arrays read or written in parallel; writes mostly wait for the disk."""

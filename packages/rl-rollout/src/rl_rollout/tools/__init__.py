@@ -3,8 +3,7 @@
 from rl_rollout.tools.function import FunctionTool, tool
 from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, tool_schema
-from rl_rollout.tools.runner import CallOptions, ToolRunner
-from rl_rollout.tools.toolbox import TOOLS, ToolBox, resolve_tool, resolve_tools
+from rl_rollout.tools.runner import TOOLS, CallOptions, ToolBox, ToolRunner, resolve_tool, resolve_tools
 
 __all__ = [
     "TOOLS",

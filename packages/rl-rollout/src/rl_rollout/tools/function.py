@@ -1,14 +1,110 @@
-"""Tools that are Python functions."""
+"""Tools that are Python functions, with JSON schemas from their signatures, using pydantic."""
 
 import inspect
+import re
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 from rl_core.data import Json
-from rl_core.errors import SettingsError
-from rl_rollout.tools.blocking import BlockingCalls
-from rl_rollout.tools.results import result_text
-from rl_rollout.tools.signatures import Signature
+from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_rollout.rewards.outputs import preview
+from rl_rollout.tools.protocol import result_text
+from rl_rollout.tools.user_calls import BlockingCalls
+
+MAX_SHOWN_FAULTS = 5
+
+
+def read_signature(
+    function: Callable[..., Any], meanings: Mapping[str, str], *, name: str
+) -> tuple[Any, dict[str, Json]]:
+    """Return a pydantic model of a function's parameters, and its JSON schema.
+
+    Args:
+        function: The function.
+        meanings: Description of each parameter.
+        name: Name of the function.
+
+    Raises:
+        SettingsError: The function has *args, **kwargs or positional-only parameters, or a parameter without a type
+            or with one that JSON cannot represent.
+        MissingExtraError: pydantic is not installed.
+    """
+    try:
+        import pydantic
+        import pydantic.json_schema
+    except ImportError as error:
+        raise MissingExtraError("@tool needs pydantic. Install rl-rollout[tools] as the README says.") from error
+
+    class Untitled(pydantic.json_schema.GenerateJsonSchema):
+        def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002 - the name is pydantic's
+            return False
+
+    fields: dict[str, Any] = {}
+    for index, parameter in enumerate(_parameters(function, name=name)):
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        details = pydantic.Field(default, alias=parameter.name, description=meanings.get(parameter.name))
+        fields[f"argument_{index}"] = (parameter.annotation, details)  # an alias may have any name
+    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+    try:
+        model: Any = pydantic.create_model(name, __config__=config, **fields)
+        schema = model.model_json_schema(schema_generator=Untitled)
+    except (pydantic.PydanticUserError, pydantic.PydanticSchemaGenerationError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"tool {name!r}: its parameters cannot be represented as JSON ({reason}). Use str, int, float, bool, list, "
+            "dict, Literal, dataclasses, or unions of these."
+        ) from error
+    schema.pop("title", None)
+    schema.pop("description", None)  # a model's docstring, not the function's
+    return model, schema
+
+
+def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Return the text before the first section of a Google docstring, and the description of each argument."""
+    text = inspect.getdoc(function) or ""
+    sections = re.split(r"^(Args|Returns|Raises|Yields|Examples?|Attributes|Notes?):[ \t]*$", text, flags=re.MULTILINE)
+    bodies = dict(zip(sections[1::2], sections[2::2], strict=True))
+    meanings: dict[str, str] = {}
+    name = ""
+    for line in bodies.get("Args", "").splitlines():
+        found = re.match(r"(?: {2,4}|\t)(\*{0,2}\w+)(?: \([^)]*\))?:\s*(.*)", line)
+        if found:
+            name = found[1]
+            meanings[name] = found[2]
+        elif line.strip() and name:
+            meanings[name] += f" {line.strip()}"
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", sections[0].strip()), meanings
+
+
+def _parameters(function: Callable[..., Any], *, name: str) -> list[inspect.Parameter]:
+    signature = inspect.signature(function)
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise SettingsError(f"tool {name!r}: a type in its signature cannot be resolved ({error}).") from error
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+            raise SettingsError(
+                f"tool {name!r}: parameter {str(parameter)!r} cannot be passed by name. Use plain parameters."
+            )
+        if parameter.name not in hints:
+            raise SettingsError(
+                f"tool {name!r}: parameter {parameter.name!r} has no type. Add one, such as `{parameter.name}: str`; "
+                "it becomes part of the schema that the model reads."
+            )
+        parameters.append(parameter.replace(annotation=hints[parameter.name]))
+    return parameters
+
+
+def _fault(problem: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"{place!r} is missing"
+    if problem["type"] == "extra_forbidden":
+        return f"{place!r} is not an argument of this tool"
+    return f"{place!r}: {problem['msg']}; found {preview(problem['input'])}"
 
 
 class FunctionTool:
@@ -31,11 +127,13 @@ class FunctionTool:
         """
         if not callable(function):
             raise SettingsError(f"a tool must be a function; found {type(function).__name__}.")
+        own_name = str(getattr(function, "__name__", type(function).__name__))
+        purpose, meanings = read_docstring(function)
         self._function = function
-        self._signature = Signature(function)
-        self.name = name or str(getattr(function, "__name__", type(function).__name__))
-        self.description = description or self._signature.description
-        self.parameters: Mapping[str, Json] = self._signature.schema
+        self._model, schema = read_signature(function, meanings, name=own_name)
+        self.name = name or own_name
+        self.description = description or purpose
+        self.parameters: Mapping[str, Json] = schema
         self._is_async = inspect.iscoroutinefunction(function)
         self._blocking = BlockingCalls()
 
@@ -50,7 +148,7 @@ class FunctionTool:
             DataError: The arguments do not fit the signature.
             ToolError: Too many earlier calls still run, or the function returned something that must be awaited.
         """
-        bound = self._signature.bind(arguments)
+        bound = self._bind(arguments)
         if self._is_async:
             return result_text(await self._function(**bound))
         return result_text(await self._blocking.run(lambda: self._function(**bound)))
@@ -58,6 +156,22 @@ class FunctionTool:
     def close(self) -> None:
         """Stop the idle threads."""
         self._blocking.close()
+
+    def _bind(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+        """Convert JSON arguments to Python arguments.
+
+        Raises:
+            DataError: Arguments are missing, unknown, or of another type. The message names each.
+        """
+        import pydantic
+
+        try:
+            bound = self._model.model_validate(dict(arguments))
+        except pydantic.ValidationError as error:
+            faults = [_fault(problem) for problem in error.errors(include_url=False)]
+            more = f"; and {len(faults) - MAX_SHOWN_FAULTS} more" if len(faults) > MAX_SHOWN_FAULTS else ""
+            raise DataError("; ".join(faults[:MAX_SHOWN_FAULTS]) + more) from None
+        return {field.alias: getattr(bound, name) for name, field in self._model.model_fields.items()}
 
 
 @overload

@@ -104,10 +104,10 @@ class McpServer:
         self._name = name
         self._options = options
         self._thread: LoopThread | None = None
-        self._connection: _Connection | None = None
-        self._open: set[_Connection] = set()
-        self._starting: asyncio.Task[_Connection] | None = None
-        self._probes: set[asyncio.Task[None]] = set()
+        self._connection: _ServerConnection | None = None
+        self._open: set[_ServerConnection] = set()
+        self._starting: asyncio.Task[_ServerConnection] | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._failures = 0
         self._not_before = 0.0
         self._reason = ""
@@ -176,7 +176,7 @@ class McpServer:
             raise ToolError(text or f"{tool} failed without a message.")
         return text
 
-    async def _connected(self) -> "_Connection":
+    async def _connected(self) -> "_ServerConnection":
         if self._connection is not None:
             return self._connection
         if self._starting is None:
@@ -191,8 +191,8 @@ class McpServer:
             )  # marks it as retrieved, in case nothing waits
         return await asyncio.shield(self._starting)  # if this call is cancelled, the next one uses the start
 
-    async def _open_connection(self) -> "_Connection":
-        connection = _Connection(self._options, on_garbage=self._warn_of_garbage)
+    async def _open_connection(self) -> "_ServerConnection":
+        connection = _ServerConnection(self._options, on_garbage=self._warn_of_garbage)
         self._open.add(connection)
         try:
             await connection.open()
@@ -215,20 +215,16 @@ class McpServer:
         """Remove the server's secrets from a text."""
         return hide(text, {"env": self._options.env, "headers": self._options.headers, "url": self._options.url or ""})
 
-    def _probe(self, connection: "_Connection") -> None:
+    def _probe(self, connection: "_ServerConnection") -> None:
         """Check in the background whether a server is alive after a call timed out."""
-        if self._probes or connection is not self._connection:
-            return
+        if connection is self._connection and (self._probing is None or self._probing.done()):
+            self._probing = asyncio.create_task(self._drop_if_dead(connection))
 
-        async def look() -> None:
-            if not await self._is_alive(connection):
-                await self._drop(connection, f"hangs{connection.last_words()}")
+    async def _drop_if_dead(self, connection: "_ServerConnection") -> None:
+        if not await self._is_alive(connection):
+            await self._drop(connection, f"hangs{connection.last_words()}")
 
-        task = asyncio.create_task(look())
-        self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
-
-    async def _is_alive(self, connection: "_Connection") -> bool:
+    async def _is_alive(self, connection: "_ServerConnection") -> bool:
         try:
             async with asyncio.timeout(self._options.probe_timeout_s):
                 await connection.client.list_tools(cache_mode="bypass")
@@ -236,7 +232,7 @@ class McpServer:
             return False
         return True
 
-    async def _drop(self, connection: "_Connection", reason: str) -> None:
+    async def _drop(self, connection: "_ServerConnection", reason: str) -> None:
         if self._connection is not connection:
             return
         self._connection = None
@@ -253,16 +249,15 @@ class McpServer:
             log.warning("mcp_server_failed", server=self._name, reason=reason, failures_in_a_row=self._failures)
 
     async def _disconnect(self) -> None:
-        for probe in list(self._probes):
-            probe.cancel()
-        if self._starting is not None:
-            self._starting.cancel()
+        for task in (self._probing, self._starting):
+            if task is not None:
+                task.cancel()
         self._connection = None
         await asyncio.gather(*(connection.close() for connection in self._open))
         self._open.clear()
 
 
-class _Connection:
+class _ServerConnection:
     """A client that is entered and left in one task, as the library requires."""
 
     def __init__(self, options: McpServerOptions, *, on_garbage: Callable[[str], None]) -> None:
@@ -325,7 +320,7 @@ class _Connection:
             finally:
                 self.last_words()
                 if IS_LINUX and self._options.command:
-                    guard.end_family(guard.Family(self._mark))
+                    guard.end_family(guard.ProcessFamily(self._mark))
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:

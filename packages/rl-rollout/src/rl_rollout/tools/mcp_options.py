@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Gt
 
 from rl_core.errors import SettingsError
 from rl_core.record_fields import settings_record
@@ -37,15 +40,15 @@ class McpServerOptions:
     url: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     tools: tuple[str, ...] = ()
-    start_timeout_s: float = 30.0
-    probe_timeout_s: float = 5.0
-    max_pause_s: float = 60.0
+    start_timeout_s: Annotated[float, Gt(0)] = 30.0
+    probe_timeout_s: Annotated[float, Gt(0)] = 5.0
+    max_pause_s: Annotated[float, Ge(0)] = 60.0
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            SettingsError: Neither or both of command and url are given, or a limit is not positive.
+            SettingsError: Neither or both of command and url are given, or a header is invalid.
         """
         object.__setattr__(self, "command", (*self.command, *self.args))
         object.__setattr__(self, "args", ())
@@ -55,11 +58,6 @@ class McpServerOptions:
                 f"url = {redact_option('url', self.url)!r}."
             )
         check_headers(self.headers, where="headers of an MCP server")
-        if not self.start_timeout_s > 0 or not self.probe_timeout_s > 0 or not self.max_pause_s >= 0:
-            raise SettingsError(
-                "an MCP server needs start_timeout_s > 0, probe_timeout_s > 0 and max_pause_s >= 0; found "
-                f"{self.start_timeout_s}, {self.probe_timeout_s} and {self.max_pause_s}."
-            )
 
     @property
     def advice(self) -> str:

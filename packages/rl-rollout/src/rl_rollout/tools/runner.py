@@ -1,19 +1,99 @@
-"""Runs the calls of a turn concurrently, with deadlines. It never raises for a tool."""
+"""Tools by name, from packages, user files and MCP servers, and the runner of their calls."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from rl_core.data import encodable, encodable_json
+from annotated_types import Gt
+
+from rl_core.data import Json, encodable, encodable_json
 from rl_core.errors import DataError, SettingsError, ToolError
-from rl_core.record_fields import settings_record
-from rl_core.registry import unknown_name
+from rl_core.record_fields import PositiveInt, settings_record
+from rl_core.registry import Registry, unknown_name
 from rl_rollout.rewards.outputs import cut, preview, preview_error
-from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult
-from rl_rollout.tools.results import refuse_unfinished, shortened
-from rl_rollout.tools.toolbox import ToolBox
-from rl_rollout.user_errors import is_meant_for_us
+from rl_rollout.tools.function import FunctionTool
+from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, refuse_unfinished, shortened, tool_schema
+from rl_rollout.tools.user_calls import CallTimeoutError, outcome_within
+from rl_rollout.user_files import find_in
+
+TOOLS: Registry[Any] = Registry("tool", {}, group="rl_rollout.tools")
+
+
+class ToolBox:
+    """The tools of a loop."""
+
+    def __init__(self, tools: Iterable[Tool] = ()) -> None:
+        """Store the tools.
+
+        Raises:
+            SettingsError: Two tools have the same name.
+        """
+        self._tools: dict[str, Tool] = {}
+        self.add(tools)
+
+    def add(self, tools: Iterable[Tool]) -> None:
+        """Add tools.
+
+        Raises:
+            SettingsError: Two tools have the same name.
+        """
+        for tool in tools:
+            if tool.name in self._tools:
+                raise SettingsError(f"two tools have the name {tool.name!r}. Rename or remove one of them.")
+            self._tools[tool.name] = tool
+
+    def names(self) -> list[str]:
+        """Return the names of all tools, sorted."""
+        return sorted(self._tools)
+
+    def tools(self) -> list[Tool]:
+        """Return all tools, in the order they were added."""
+        return list(self._tools.values())
+
+    def get(self, name: str) -> Tool | None:
+        """Return the tool with this name, or None."""
+        return self._tools.get(name)
+
+    def schemas(self) -> list[dict[str, Json]]:
+        """Return the schemas of all tools for chat templates, in the order they were added."""
+        return [tool_schema(tool) for tool in self._tools.values()]
+
+    def parameters(self) -> dict[str, Mapping[str, Json]]:
+        """Return the JSON schema of each tool's arguments, by name."""
+        return {name: tool.parameters for name, tool in self._tools.items()}
+
+    def close(self) -> None:
+        """Close the tools that have a `close` method."""
+        for tool in self._tools.values():
+            close = getattr(tool, "close", None)
+            if callable(close):
+                close()
+
+
+def resolve_tool(reference: str) -> Tool:
+    """Return the tool with this name, or at `path.py:function`.
+
+    A function is wrapped, and a class is created without arguments.
+
+    Raises:
+        SettingsError: The name, file or function does not exist, or is not a tool.
+        MissingExtraError: A required library is not installed.
+    """
+    found = find_in(TOOLS, reference)
+    if isinstance(found, type):
+        found = found()
+    if all(hasattr(found, attribute) for attribute in ("name", "description", "parameters", "call")):
+        return found  # type: ignore[no-any-return]
+    if not callable(found):
+        raise SettingsError(f"tool {reference!r} must be a function or a Tool; found {type(found).__name__}.")
+    return FunctionTool(found)
+
+
+def resolve_tools(references: Sequence[str]) -> list[Tool]:
+    """Return several tools, as `resolve_tool` does."""
+    return [resolve_tool(reference) for reference in references]
+
 
 MAX_ERROR_CHARS = 500
 
@@ -29,26 +109,10 @@ class CallOptions:
         max_concurrency: Maximum number of concurrent calls, over all sessions.
     """
 
-    timeout_s: float = 30.0
-    max_result_chars: int = 8192
+    timeout_s: Annotated[float, Gt(0)] = 30.0
+    max_result_chars: PositiveInt = 8192
     on_large_result: Literal["truncate", "error"] = "truncate"
-    max_concurrency: int = 64
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: An option is invalid.
-        """
-        if not self.timeout_s > 0 or self.max_result_chars < 1 or self.max_concurrency < 1:
-            raise SettingsError(
-                "tool calls need timeout_s > 0, max_result_chars >= 1 and max_concurrency >= 1; found "
-                f"{self.timeout_s}, {self.max_result_chars} and {self.max_concurrency}."
-            )
-
-
-_Attempt = tuple[object, BaseException | None]
-"""Return value of a tool, and the exception that it raised."""
+    max_concurrency: PositiveInt = 64
 
 
 class ToolRunner:
@@ -59,7 +123,6 @@ class ToolRunner:
         self._toolbox = toolbox
         self._options = options or CallOptions()
         self._slots = asyncio.Semaphore(self._options.max_concurrency)
-        self._left: set[asyncio.Task[_Attempt]] = set()
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run all calls concurrently. Results are in the order of the calls."""
@@ -76,41 +139,15 @@ class ToolRunner:
         if tool is None:
             return _failed(call, "unknown_tool", unknown_name("tool", call.name, self._toolbox.names()))
         async with self._slots:
-            return await self._call(tool, call)
-
-    async def _call(self, tool: Tool, call: ToolCall) -> ToolResult:
-        task = asyncio.create_task(_attempt(tool, call))
-        try:
-            await asyncio.wait({task}, timeout=self._options.timeout_s)
-        finally:
-            if not task.done():  # a task that refuses to be cancelled is abandoned
-                self._leave(task)
-        if not task.done():
-            return _failed(call, "timed_out", f"{call.name} did not return within {self._options.timeout_s:g} s.")
-        return self._settled(call, task)
-
-    def _settled(self, call: ToolCall, task: asyncio.Task[_Attempt]) -> ToolResult:
-        if task.cancelled():  # by code outside this class, which only cancels unfinished tasks
-            return _failed(call, "raised", f"{call.name} was cancelled.")
-        value, error = task.result()
-        if isinstance(error, asyncio.CancelledError):
-            return _failed(call, "raised", f"{call.name} was cancelled.")
-        if isinstance(error, SystemExit):
-            return _failed(call, "raised", f"{call.name} called sys.exit({preview(error.code)}).")
-        if isinstance(error, DataError):
-            return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {_words(error)}")
-        if isinstance(error, ToolError):
-            return _failed(call, "raised", _words(error))
-        if error is not None:
-            return _failed(call, "raised", f"{call.name} raised {preview_error(error)}")
+            try:
+                value, raised = await outcome_within(self._options.timeout_s, _called(tool, call))
+            except CallTimeoutError:
+                return _failed(call, "timed_out", f"{call.name} did not return within {self._options.timeout_s:g} s.")
+        if raised is not None:
+            return _raised(call, raised)
         if not isinstance(value, str):
             return _failed(call, "raised", f"{call.name} did not return text ({type(value).__name__}).")
         return self._sized(call, encodable(value))
-
-    def _leave(self, task: asyncio.Task[_Attempt]) -> None:
-        task.cancel()
-        self._left.add(task)
-        task.add_done_callback(self._left.discard)
 
     def _sized(self, call: ToolCall, text: str) -> ToolResult:
         limit = self._options.max_result_chars
@@ -122,24 +159,26 @@ class ToolRunner:
         return ToolResult(call=call, text=shortened(text, max_chars=limit), outcome="truncated")
 
 
-async def _attempt(tool: Tool, call: ToolCall) -> _Attempt:
-    """Call a tool once and return its exception. Raised in a task, SystemExit for example would end the event loop."""
-    try:
-        value: object = await tool.call(call.arguments)
-        refuse_unfinished(value)
-    except BaseException as error:
-        if is_meant_for_us(error):
-            raise
-        return None, error
-    return value, None
+async def _called(tool: Tool, call: ToolCall) -> object:
+    value: object = await tool.call(call.arguments)
+    refuse_unfinished(value)
+    return value
+
+
+def _raised(call: ToolCall, error: BaseException) -> ToolResult:
+    if isinstance(error, asyncio.CancelledError):
+        return _failed(call, "raised", f"{call.name} was cancelled.")
+    if isinstance(error, SystemExit):
+        return _failed(call, "raised", f"{call.name} called sys.exit({preview(error.code)}).")
+    message = preview_error(error).partition(": ")[2]
+    if isinstance(error, DataError):
+        return _failed(call, "bad_arguments", f"wrong arguments for {call.name}: {message}")
+    if isinstance(error, ToolError):
+        return _failed(call, "raised", message)
+    return _failed(call, "raised", f"{call.name} raised {preview_error(error)}")
 
 
 def _failed(call: ToolCall, outcome: CallOutcome, message: str) -> ToolResult:
     return ToolResult(
         call=call, text=encodable(f"Error: {cut(message, max_characters=MAX_ERROR_CHARS)}"), outcome=outcome
     )
-
-
-def _words(error: Exception) -> str:
-    """Return an error's text without its type."""
-    return preview_error(error).partition(": ")[2]

@@ -15,7 +15,7 @@ import traceback
 
 from rl_core.cluster.messages import RemoteError
 from rl_core.cluster.processes.frames import Numbered, receive_frame, send_frame
-from rl_core.cluster.processes.guard import Family, start_guard
+from rl_core.cluster.processes.guard import ProcessFamily, start_guard
 from rl_core.cluster.processes.output import log_header
 from rl_core.cluster.processes.packing import Packed, pack
 from rl_core.cluster.processes.stack_dump import register_dump
@@ -58,7 +58,7 @@ class RoleServer:
                 loop.call_soon_threadsafe(self._begin, calls)
             for number, packed in messages:
                 if not packed.body:  # a request for stacks, answered here because the loop may be blocked
-                    self._say_stacks(number, loop)
+                    self._send_stacks(number, loop)
 
     def _begin(self, messages: list[Numbered]) -> None:
         """Begin calls in one turn of the event loop."""
@@ -73,7 +73,7 @@ class RoleServer:
             return  # the parent tells its callers that the role was closed
         self._send(number, answer)
 
-    def _say_stacks(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+    def _send_stacks(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         try:
             answer = pack((True, process_stacks(loop)))
         except Exception as error:  # for example, unreadable source code; the reader continues
@@ -96,14 +96,10 @@ def main() -> None:
     if stat.S_ISREG(os.fstat(1).st_mode):
         sys.stderr.write(log_header(role, int(incarnation)))
     if sys.platform == "linux":
-        start_guard(Family(mark, os.getpid()), [os.getpid(), int(parent_pid)])
+        start_guard(ProcessFamily(mark, os.getpid()), [os.getpid(), int(parent_pid)])
     if os.getppid() != int(parent_pid):
         os._exit(1)
-
-    async def serve() -> None:
-        await RoleServer(socket.socket(fileno=int(fd))).serve()
-
-    asyncio.run(serve())
+    asyncio.run(RoleServer(socket.socket(fileno=int(fd))).serve())
 
 
 if __name__ == "__main__":

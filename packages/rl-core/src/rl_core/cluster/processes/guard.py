@@ -23,11 +23,11 @@ MARK_VARIABLE = "RL_ROLE_MARKS"
 MARK_LENGTH = 32
 LIMIT_S = 10.0
 PAUSE_S = 0.02
-NUM_LOOKS = 2
-LOOK_S = 0.5
+NUM_SCANS = 2
+POLL_S = 0.5
 
 
-class Family(NamedTuple):
+class ProcessFamily(NamedTuple):
     """Identifies processes that belong together.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Process(NamedTuple):
     started: int
 
 
-def start_guard(family: Family, watched: Sequence[int]) -> int:
+def start_guard(family: ProcessFamily, watched: Sequence[int]) -> int:
     """Start the guard with an empty environment; it is watching when this returns.
 
     Returns:
@@ -74,7 +74,7 @@ def start_guard(family: Family, watched: Sequence[int]) -> int:
     return int(started.stdout)
 
 
-def end_family(family: Family) -> None:
+def end_family(family: ProcessFamily) -> None:
     """Kill every process of a family except this one, including newly started ones, and wait for their end.
 
     Raises:
@@ -82,7 +82,7 @@ def end_family(family: Family) -> None:
     """
     ends_at = time.monotonic() + LIMIT_S
     num_empty = 0
-    while num_empty < NUM_LOOKS:  # a process that just started has no environment yet
+    while num_empty < NUM_SCANS:  # a process that just started has no environment yet
         found = [pid for pid in family_members(family) if pid != os.getpid()]
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -93,7 +93,7 @@ def end_family(family: Family) -> None:
         time.sleep(PAUSE_S)
 
 
-def family_members(family: Family) -> list[int]:
+def family_members(family: ProcessFamily) -> list[int]:
     """Return the processes of this host that belong to a family, except zombies.
 
     Raises:
@@ -127,7 +127,7 @@ def is_running(pid: int) -> bool:
     return process is not None and not process.is_zombie
 
 
-def _belongs(family: Family, pid: int, process: _Process) -> bool:
+def _belongs(family: ProcessFamily, pid: int, process: _Process) -> bool:
     if family.leader and family.leader in (process.session, process.group):
         return True
     if (pid, process.started) in family.known:
@@ -166,20 +166,20 @@ def watch(pids: Sequence[int]) -> Callable[[], object]:
         except (AttributeError, OSError) as error:
             if isinstance(error, ProcessLookupError):
                 raise
-            return lambda: _wait_by_looking(pids)  # before Linux 5.3
+            return lambda: _poll(pids)  # before Linux 5.3
     return poll.poll
 
 
-def _wait_by_looking(pids: Sequence[int]) -> None:
+def _poll(pids: Sequence[int]) -> None:
     while all(is_running(pid) for pid in pids):
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def main() -> None:
     """Watch in the background, then end the family."""
     mark, leader, known, *pids = sys.argv[1:]
     pairs = [word.split(":") for word in known.split(",") if word]
-    family = Family(mark, int(leader), frozenset((int(pid), int(started)) for pid, started in pairs))
+    family = ProcessFamily(mark, int(leader), frozenset((int(pid), int(started)) for pid, started in pairs))
     wait = watch([int(pid) for pid in pids])
     if guard := os.fork():
         os.write(1, str(guard).encode())

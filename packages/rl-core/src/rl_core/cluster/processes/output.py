@@ -18,7 +18,7 @@ TAIL_BYTES = 4000
 LINE_BYTES = 1 << 16
 STDERR = 2
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
-NOT_SAID = ("=== ", ":actor_name:", ":job_id:", ":task_name:")
+FOREIGN_PREFIXES = ("=== ", ":actor_name:", ":job_id:", ":task_name:")
 """Prefixes of lines printed by this module or Ray, not by the role."""
 
 
@@ -77,10 +77,10 @@ class PrefixedOutput:
             while line := pipe.readline(LINE_BYTES):
                 self._lines.append(line[-TAIL_BYTES:])
                 with contextlib.suppress(OSError):
-                    os.write(STDERR, self._prefix + _shown(line) + b"\n")
+                    os.write(STDERR, self._prefix + _terminal_line(line) + b"\n")
 
 
-def _shown(line: bytes) -> bytes:
+def _terminal_line(line: bytes) -> bytes:
     """Return a line that is safe for a terminal: the last state of a progress bar, without colours, escaped."""
     text = COLOUR.sub("", line.decode(errors="replace").rstrip("\r\n"))
     return escaped(text.rpartition("\r")[2].expandtabs()).encode()
@@ -115,5 +115,5 @@ def last_lines(text: bytes) -> str:
 
 def quote(tail: str) -> str:
     """Format the output for an error message."""
-    lines = [line for line in tail.splitlines() if line.strip() and not line.startswith(NOT_SAID)]
+    lines = [line for line in tail.splitlines() if line.strip() and not line.startswith(FOREIGN_PREFIXES)]
     return "Its last output:\n" + "\n".join(f"  | {line}" for line in lines) if lines else "It printed nothing."

@@ -4,17 +4,15 @@ Each process of a role registers a C handler that does not need the GIL, so it w
 hangs. It reads frames that other threads may be changing, so it is the last resort.
 """
 
-import asyncio
 import faulthandler
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rl_core.cluster.stacks import MAX_TEXT, NOT_ANSWERED, cut_middle
+from rl_core.cluster.stacks import MAX_TEXT, cut_middle
 
 POLL_S = 0.01
 SETTLED_S = 0.1
@@ -54,39 +52,6 @@ def dump_of(pid: int, mark: str, *, deadline_s: float) -> str:
     if not text.strip():
         return f"It also did not answer a signal within {deadline_s:.1f} s: pid {pid} {process_state(pid)}."
     return f"Stacks dumped by signal (most recent call first):\n{text.strip()}"
-
-
-async def ask_then_dump(
-    ask: Callable[[], Awaitable[str]], dump: Callable[[float], Awaitable[str]], deadline_s: float
-) -> str:
-    """Ask a process for its stacks; after half of the time, fall back to the signal.
-
-    Args:
-        ask: Asks the process's own code.
-        dump: Dumps stacks by signal, within the given seconds.
-        deadline_s: Deadline for both together.
-    """
-    half_s = deadline_s / 2
-    limit = asyncio.timeout(half_s)
-    try:
-        async with limit:
-            return await ask()
-    except TimeoutError:
-        if not limit.expired():
-            raise
-    since = time.strftime("%H:%M:%S", time.localtime(time.time() - half_s))
-    late = (
-        f"{NOT_ANSWERED} {since}, {half_s:.1f} s: C code holds its interpreter, it is stopped, or it gets no CPU "
-        "time. Its tasks are not known."
-    )
-    limit = asyncio.timeout(half_s)
-    try:
-        async with limit:
-            return f"{late}\n{await dump(0.8 * half_s)}"
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        return f"{late}\nSending it a signal took longer than {half_s:.1f} s."
 
 
 def process_state(pid: int) -> str:

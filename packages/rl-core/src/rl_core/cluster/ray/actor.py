@@ -14,7 +14,7 @@ import numpy as np
 import ray.util
 from numpy.typing import NDArray
 
-from rl_core.cluster.processes.guard import Family, end_family, start_guard
+from rl_core.cluster.processes.guard import ProcessFamily, end_family, start_guard
 from rl_core.cluster.processes.output import log_header, read_tail
 from rl_core.cluster.processes.packing import Packed, pack
 from rl_core.cluster.processes.stack_dump import register_dump
@@ -39,7 +39,7 @@ class Printed(NamedTuple):
     start: int
 
 
-class Hello(NamedTuple):
+class ActorHello(NamedTuple):
     """An actor's description of itself.
 
     Attributes:
@@ -94,11 +94,11 @@ class RoleActor:
         return self._name
 
     async def hello(self) -> Wire:
-        """Return the actor's `Hello`, packed as an answer."""
+        """Return the actor's `ActorHello`, packed as an answer."""
         self._loop = asyncio.get_running_loop()
         node = ray.get_runtime_context().get_node_id()
         util: Any = ray.util
-        hello = Hello(os.getpid(), node, util.get_node_ip_address(), self._printed)
+        hello = ActorHello(os.getpid(), node, util.get_node_ip_address(), self._printed)
         return to_wire(pack((True, hello)))
 
     async def run(self, frame: int, index: int, *calls: Wire) -> Wire:
@@ -146,9 +146,9 @@ class RoleActor:
         sys.stdout.flush()
         await asyncio.to_thread(end_family, self._family())
 
-    def _family(self) -> Family:
+    def _family(self) -> ProcessFamily:
         leads = os.getpgid(0) == os.getpid()  # Ray's workers do
-        return Family(self._mark, os.getpid() if leads else 0)
+        return ProcessFamily(self._mark, os.getpid() if leads else 0)
 
     def _begin(self, frame: int, calls: Sequence[Wire]) -> None:
         if calls:

@@ -16,6 +16,7 @@ from ray.util.placement_group import (
 )
 
 from rl_core.cluster.options import ResourcePool
+from rl_core.cluster.pools import PoolBook
 from rl_core.cluster.processes.guard import MARK_VARIABLE
 from rl_core.cluster.shares import Shares, count_room, describe_shares, empty_slot
 from rl_core.errors import SettingsError
@@ -48,7 +49,13 @@ class RayReserver:
 
     def describe_free(self) -> str:
         """See `Reserver.describe_free`."""
-        return say_free()
+        untyped: Any = ray
+        there, free = untyped.cluster_resources(), untyped.available_resources()
+        return f"the Ray cluster has {_describe(there)}; free: {_describe(free)}"
+
+
+RAY_POOLS = PoolBook(RayReserver())
+"""The Ray pools of this process; clusters that name the same pool share it."""
 
 
 def free_pools_of(mark: str) -> None:
@@ -91,13 +98,6 @@ def check_room(pool: ResourcePool) -> None:
         f"({pool.strategy}); the Ray cluster has {len(nodes)} nodes ({there}), enough for {room}. Request less, add "
         "nodes, or set cpus = 0 to share the CPUs."
     )
-
-
-def say_free() -> str:
-    """Describe the cluster's total and free resources."""
-    untyped: Any = ray
-    there, free = untyped.cluster_resources(), untyped.available_resources()
-    return f"the Ray cluster has {_describe(there)}; free: {_describe(free)}"
 
 
 def ray_nodes() -> list[dict[str, Any]]:

@@ -11,15 +11,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from rl_core.cluster.calls import Call
-from rl_core.cluster.incarnation import Birth, Incarnation
+from rl_core.cluster.calls import RoleCall
 from rl_core.cluster.options import ClusterOptions
-from rl_core.cluster.pools import PoolBook
-from rl_core.cluster.processes.guard import Family, descendants, start_guard
+from rl_core.cluster.processes.guard import ProcessFamily, descendants, start_guard
 from rl_core.cluster.ray.actor import to_wire
-from rl_core.cluster.ray.incarnation import RayIncarnation, store
-from rl_core.cluster.ray.pools import RayReserver
+from rl_core.cluster.ray.pools import RAY_POOLS
+from rl_core.cluster.ray.role_process import ActorProcess, store
 from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
+from rl_core.cluster.role_process import LaunchRequest, RoleProcess
 from rl_core.errors import RoleDiedError
 
 SHARED_BYTES = 100_000
@@ -29,6 +28,7 @@ SHARED_BYTES = 100_000
 class RayLauncher:
     """Starts actors; starts or joins Ray for the first one, and ends the Ray that it started."""
 
+    pools = RAY_POOLS
     settle_s = 3.0  # Ray detects a lost node after 1.5 to 3 s
 
     def __init__(self, options: ClusterOptions) -> None:
@@ -38,11 +38,6 @@ class RayLauncher:
         self.place = "Ray on this machine" if address is None else f"the Ray cluster at {address}"
         self._opening: Future[bool] | None = None
 
-    @property
-    def pools(self) -> PoolBook:
-        """See `Launcher.pools`."""
-        return RAY_POOLS
-
     async def open(self) -> None:
         """See `Launcher.open`."""
         if self._opening is None or (self._opening.done() and self._opening.exception()):
@@ -51,25 +46,25 @@ class RayLauncher:
             threading.Thread(target=self._open, args=(self._opening,), name="start ray", daemon=True).start()
         await asyncio.wrap_future(self._opening)
 
-    def pack(self, call: Call) -> Any:
+    def pack(self, call: RoleCall) -> Any:
         """See `Launcher.pack`."""
         packed = call.pack()
         return store(packed) if len(call.specs) > 1 and packed.size_bytes > SHARED_BYTES else to_wire(packed)
 
-    async def launch(self, birth: Birth) -> Incarnation:
+    async def launch(self, request: LaunchRequest) -> RoleProcess:
         """See `Launcher.launch`; retries on another node if a node is lost."""
-        ends_at = time.monotonic() + birth.deadline_s
+        ends_at = time.monotonic() + request.deadline_s
         while True:
-            incarnation = RayIncarnation(birth, self._options)
+            process = ActorProcess(request, self._options)
             try:
-                await incarnation.start()
+                await process.start()
             except RoleDiedError:
                 left_s = ends_at - time.monotonic()
-                if not incarnation.lost_its_node or left_s <= 0:
+                if not process.lost_its_node or left_s <= 0:
                     raise
-                birth = replace(birth, deadline_s=round(left_s, 1))
+                request = replace(request, deadline_s=round(left_s, 1))
             else:
-                return incarnation
+                return process
 
     async def close(self) -> None:
         """See `Launcher.close`."""
@@ -147,7 +142,7 @@ def start_guarded_ray(options: RayOptions) -> int | None:
     start_ray(options)
     if options.address is not None or sys.platform != "linux":
         return None
-    return start_guard(Family(uuid.uuid4().hex, known=descendants(os.getpid()) - before), [os.getpid()])
+    return start_guard(ProcessFamily(uuid.uuid4().hex, known=descendants(os.getpid()) - before), [os.getpid()])
 
 
 def _leave_late(opening: "Future[bool]") -> None:
@@ -156,6 +151,4 @@ def _leave_late(opening: "Future[bool]") -> None:
         SESSION.leave()
 
 
-RAY_POOLS = PoolBook(RayReserver())
-"""The Ray pools of this process; clusters that name the same pool share it."""
 SESSION = RaySession()

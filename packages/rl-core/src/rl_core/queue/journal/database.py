@@ -19,18 +19,17 @@ import msgspec
 
 from rl_core.data.records import Prompt
 from rl_core.errors import JournalError, RLError, SegmentError
-from rl_core.files.lock_files import open_lock_file
+from rl_core.files.locked_folders import open_lock_file
 from rl_core.queue.capacity import SegmentStore
 from rl_core.queue.core import QueueCore
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.records import (
     UNREADABLE,
-    Counts,
-    GroupRecord,
+    JournaledGroup,
+    QueueCounts,
     read_journal,
     read_meta,
-    refuse_partitions,
 )
 from rl_core.queue.journal.schema import (
     DATABASE,
@@ -44,9 +43,6 @@ from rl_core.queue.journal.schema import (
 from rl_core.queue.prompts import encode_prompt
 
 FORMAT_VERSION = 3
-"""Format 2 had partitions; a queue that only used the default partition can still be resumed."""
-
-READABLE_VERSIONS = (1, 2, FORMAT_VERSION)
 EPOCH_LEASES = 1 << 40
 """Range of lease and segment numbers for one server process; the next server uses the next range."""
 
@@ -119,7 +115,7 @@ class SqliteJournal:
         Raises:
             JournalError: The disk is full or failed.
         """
-        counts = Counts(core.policy_version, dict(core.drops), dict(core.counts))
+        counts = QueueCounts(core.policy_version, dict(core.drops), dict(core.counts))
         with translated(self._directory), self._transaction() as cursor:
             # Forgotten uids may be issued again.
             cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])
@@ -191,7 +187,7 @@ class SqliteJournal:
 
     def _row(self, group: QueuedGroup) -> tuple[int, str, str, bytes, bytes]:
         prompt = encode_prompt(group.prompt) if isinstance(group.prompt, Prompt) else group.prompt
-        record = GroupRecord(
+        record = JournaledGroup(
             num_sessions=group.num_sessions,
             issued_at=group.issued_at + time.time() - self._clock(),
             attempt=group.attempt,
@@ -215,7 +211,6 @@ class SqliteJournal:
             raise JournalError(f"{self._directory} has an unreadable record: {error}.") from error
         if not 1 <= epoch <= MAX_EPOCH:
             raise JournalError(f"{self._directory} must have been opened at most {MAX_EPOCH} times; found {epoch}.")
-        refuse_partitions(meta.get("tasks", tasks), self._directory)
         if names != expected:
             raise JournalError(
                 f"{self._directory} is the queue of tasks {names}; found {expected}. Open it with its original tasks, "
@@ -253,9 +248,12 @@ def read_format(meta: Mapping[str, bytes], directory: Path) -> int:
         JournalError: This version of rl-core cannot read it.
         ValueError: It is not a number.
     """
-    version = int(meta.get("format", b"1"))
-    if version not in READABLE_VERSIONS:
-        raise JournalError(f"{directory} has format {version}; expected one of {READABLE_VERSIONS}.")
+    version = int(meta.get("format", FORMAT_VERSION))
+    if version != FORMAT_VERSION:
+        raise JournalError(
+            f"{directory} has format {version}; expected {FORMAT_VERSION}. Finish its prompts with the version of "
+            "rl-core that wrote it, or choose another directory."
+        )
     return version
 
 

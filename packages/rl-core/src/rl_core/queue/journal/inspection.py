@@ -15,7 +15,7 @@ from rl_core.errors import JournalError
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import TaskSpec
 from rl_core.queue.journal.database import Recovery, read_format, translated
-from rl_core.queue.journal.records import UNREADABLE, read_journal, read_meta, refuse_partitions
+from rl_core.queue.journal.records import UNREADABLE, read_journal, read_meta
 from rl_core.queue.journal.schema import DATABASE, guarded, refuse_altered, require_plain_files
 from rl_core.terminal_text import bytes_text, printable, table_lines
 
@@ -91,7 +91,6 @@ def _opened(directory: Path) -> Iterator[sqlite3.Connection]:
 def _report(connection: sqlite3.Connection, directory: Path, limit: int | None) -> dict[str, Any]:
     meta = read_meta(connection)
     version = read_format(meta, directory)
-    refuse_partitions(meta["tasks"], directory)
     tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
     recovery = msgspec.json.decode(meta.get("recovery", b"null"), type=Recovery | None)
     groups, _, counts = read_journal(connection)
@@ -144,13 +143,13 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _task(task: Mapping[str, Any]) -> str:
-    said = [f"{printable(task['name'])}: needs {_names(task['needs'])}"]
+    parts = [f"{printable(task['name'])}: needs {_names(task['needs'])}"]
     if task["gives"]:
-        said.append(f"gives {_names(task['gives'])}")
-    said.append(f"order {task['order']}")
+        parts.append(f"gives {_names(task['gives'])}")
+    parts.append(f"order {task['order']}")
     if task["max_staleness"] is not None:
-        said.append(f"max_staleness {task['max_staleness']}")
-    return "; ".join(said)
+        parts.append(f"max_staleness {task['max_staleness']}")
+    return "; ".join(parts)
 
 
 def _row(prompt: Mapping[str, Any]) -> tuple[str, ...]:

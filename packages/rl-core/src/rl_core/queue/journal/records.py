@@ -1,9 +1,7 @@
 """Records of a queue's database, with bounds that are checked on reading."""
 
 import sqlite3
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -11,9 +9,9 @@ from rl_core.errors import JournalError
 from rl_core.queue.group import MAX_SESSIONS, LatePart, Part, QueuedGroup
 from rl_core.queue.interface import PromptState
 
-DEFAULT_PARTITION: Final = "train"
-"""The only partition of format 2 that can be resumed."""
 MAX_TOTAL_SESSIONS = 1 << 24
+"""Listing more sessions takes minutes."""
+
 UNREADABLE = (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, ArithmeticError)
 """Exceptions raised for an altered record."""
 
@@ -25,11 +23,8 @@ Lease = Annotated[int, msgspec.Meta(gt=-(1 << 62), lt=1 << 62)]
 """A lease number; negative for groups finished without a lease."""
 
 
-class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A group's record besides its uid, state and prompt; times are Unix seconds.
-
-    `partition` exists in format 2 only and is never written.
-    """
+class JournaledGroup(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A group's record besides its uid, state and prompt; times are Unix seconds."""
 
     num_sessions: Annotated[int, msgspec.Meta(ge=1, le=MAX_SESSIONS)]
     issued_at: float
@@ -40,10 +35,9 @@ class GroupRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     parts: list[tuple[Number, Number, Number, Number, Number, Version, Version, list[str]]]
     late: list[tuple[Number, Number, Number, Number, str, list[str]]]
     acked: dict[str, Lease]
-    partition: Literal["train"] = DEFAULT_PARTITION
 
 
-class Counts(msgspec.Struct, forbid_unknown_fields=True):
+class QueueCounts(msgspec.Struct, forbid_unknown_fields=True):
     """Counters of the whole queue."""
 
     policy_version: Version
@@ -63,7 +57,7 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, bytes]:
     return found
 
 
-def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], Counts]:
+def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], QueueCounts]:
     """Read the groups in issue order, the places of segments, and the counts.
 
     Raises:
@@ -71,22 +65,19 @@ def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dic
     """
     try:
         groups = [group_of(*row) for row in connection.execute("SELECT * FROM groups ORDER BY number")]
-        places = read_places(connection)
+        rows = connection.execute("SELECT number, place FROM segments")
+        places = {checked_number(number): msgspec.msgpack.decode(place) for number, place in rows}
         meta = read_meta(connection)
-        counts = msgspec.json.decode(meta["counts"], type=Counts) if "counts" in meta else Counts(0, {}, {})
+        counts = msgspec.json.decode(meta["counts"], type=QueueCounts) if "counts" in meta else QueueCounts(0, {}, {})
     except UNREADABLE as error:
         raise JournalError(f"the journal has an unreadable record: {error}.") from error
-    refuse_many_sessions(groups)
+    total = sum(group.num_sessions for group in groups)
+    if total > MAX_TOTAL_SESSIONS:
+        raise JournalError(f"the journal must have at most {MAX_TOTAL_SESSIONS} sessions; found {total}.")
     missing = {number for group in groups for number in group.segments()} - places.keys()
     if missing:
         raise JournalError(f"the journal's groups refer to missing segments {sorted(missing)[:5]}.")
     return groups, places, counts
-
-
-def read_places(connection: sqlite3.Connection) -> dict[int, Any]:
-    """Read the place of each segment, by number."""
-    rows = connection.execute("SELECT number, place FROM segments")
-    return {checked_number(number): msgspec.msgpack.decode(place) for number, place in rows}
 
 
 def checked_number(number: int) -> int:
@@ -96,17 +87,6 @@ def checked_number(number: int) -> int:
         ValidationError: The number is too large.
     """
     return msgspec.convert(number, Number)
-
-
-def refuse_many_sessions(groups: Sequence[QueuedGroup]) -> None:
-    """Refuse a journal with so many sessions that listing them would take minutes.
-
-    Raises:
-        JournalError: The journal has too many sessions.
-    """
-    total = sum(group.num_sessions for group in groups)
-    if total > MAX_TOTAL_SESSIONS:
-        raise JournalError(f"the journal must have at most {MAX_TOTAL_SESSIONS} sessions; found {total}.")
 
 
 class _NamedPrompt(msgspec.Struct):
@@ -120,7 +100,7 @@ def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) ->
     named = msgspec.json.decode(prompt, type=_NamedPrompt).uid if prompt else uid
     if named != uid:
         raise ValueError(f"the row of prompt {uid!r} has the prompt {named!r}; one of the two was altered")
-    found = msgspec.json.decode(record, type=GroupRecord)
+    found = msgspec.json.decode(record, type=JournaledGroup)
     group = QueuedGroup(
         uid=msgspec.convert(uid, str),
         order=checked_number(number),
@@ -139,23 +119,3 @@ def group_of(number: int, uid: Any, state: Any, prompt: bytes, record: bytes) ->
     for late in found.late:
         group.add_late(LatePart(*late[:5], frozenset(late[5])))
     return group
-
-
-def refuse_partitions(tasks: bytes, directory: Path) -> None:
-    """Refuse a queue of format 2 whose tasks used several partitions.
-
-    Args:
-        tasks: Tasks from the journal.
-        directory: Directory of the queue.
-
-    Raises:
-        JournalError: The tasks used several partitions.
-    """
-    found = msgspec.json.decode(tasks, type=list[dict[str, Any]])
-    others = {str(task.get("partition", DEFAULT_PARTITION)) for task in found} - {DEFAULT_PARTITION}
-    if others:
-        raise JournalError(
-            f"{directory} must be a queue without partitions; found tasks of partitions {sorted(others)}. Finish its "
-            "prompts with the version of rl-core that wrote it, or choose another directory and create one queue per "
-            "partition."
-        )

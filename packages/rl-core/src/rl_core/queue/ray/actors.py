@@ -27,7 +27,7 @@ MAX_WAITING = 100_000
 """Maximum number of concurrent calls in the server; above it, Ray would delay calls that wake others."""
 
 Reference = ray.ObjectRef[Any]
-ServerWords = tuple[bytes, str | None, bool, int]
+ServerInfo = tuple[bytes, str | None, bool, int]
 Answered = tuple[bytes, dict[str, list[Reference]]]
 
 
@@ -79,7 +79,7 @@ class Storage:
         return str(ray.get_runtime_context().get_node_id())
 
 
-class QueueServer:
+class QueueActor:
     """One queue's state; its methods wait without blocking other calls."""
 
     def __init__(self, tasks: Sequence[TaskSpec], options: QueueOptions, clock: Callable[[], float]) -> None:
@@ -98,7 +98,7 @@ class QueueServer:
 
     # -- calls by clients
 
-    async def hello(self) -> ServerWords:
+    async def hello(self) -> ServerInfo:
         """Return the tasks, the journal's segment folder or None, whether capacity is bounded, and the process id."""
         folder = None if self._folder is None else str(self._folder)
         options = self._service.core.options

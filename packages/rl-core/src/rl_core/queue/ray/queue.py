@@ -61,16 +61,17 @@ class RayQueue(TransferQueue):
         ray = start_ray()
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from rl_core.queue.ray.actors import MAX_WAITING, QueueServer
+        from rl_core.queue.ray.actors import MAX_WAITING, QueueActor
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         restarts = 0 if options.directory is None else -1
-        actor = ray.remote(num_cpus=0, max_concurrency=MAX_WAITING, max_restarts=restarts)(QueueServer)
+        actor = ray.remote(num_cpus=0, max_concurrency=MAX_WAITING, max_restarts=restarts)(QueueActor)
         self._is_owner = True
         self._join(actor.options(scheduling_strategy=here).remote(list(tasks), options, clock))
 
+    server_pid: int
+    """Process id of the server."""
     _is_closed: bool
-    _pid: int
 
     @classmethod
     def _of(cls, server: Any) -> "RayQueue":
@@ -82,11 +83,6 @@ class RayQueue(TransferQueue):
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         """Pickle as a connection to the same queue."""
         return RayQueue._of, (self._server,)
-
-    @property
-    def server_pid(self) -> int:
-        """Process id of the server."""
-        return self._pid
 
     def close(self) -> None:
         """Leave the queue; it ends when its owner closes it."""
@@ -107,7 +103,7 @@ class RayQueue(TransferQueue):
         self._is_closed = False
         self._client = f"pid {os.getpid()} {uuid.uuid4().hex[:8]}"
         try:
-            encoded, folder, is_bounded, self._pid = ray.get(server.hello.remote(), timeout=START_DEADLINE_S)
+            encoded, folder, is_bounded, self.server_pid = ray.get(server.hello.remote(), timeout=START_DEADLINE_S)
         except ray.exceptions.RayError as error:
             raise _start_error(error) from error
         self._has_journal = folder is not None
@@ -125,11 +121,11 @@ class RayQueue(TransferQueue):
         while True:
             if self._is_closed:
                 raise NotReadyError("the transfer queue is closed.")
-            asked = self._server.request.remote(self._client, msgspec.msgpack.encode(request), references)
+            pending = self._server.request.remote(self._client, msgspec.msgpack.encode(request), references)
             try:
-                body, named = ray.get(asked, timeout=max(ends_at - time.monotonic(), 0.001))
+                body, named = ray.get(pending, timeout=max(ends_at - time.monotonic(), 0.001))
             except ray.exceptions.GetTimeoutError as error:
-                ray.cancel(asked)
+                ray.cancel(pending)
                 raise DeadlineError(
                     f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's server, which is "
                     "running but did not answer."
@@ -146,8 +142,8 @@ class RayQueue(TransferQueue):
             raise NotReadyError("the transfer queue is closed.") from error
         if not self._has_journal:
             raise RoleError(
-                f"the queue's server (pid {self._pid}) and its state are gone: the queue has no journal, or its owner "
-                f"closed it. Set QueueOptions.directory to survive crashes. Ray says: {error}"
+                f"the queue's server (pid {self.server_pid}) and its state are gone: the queue has no journal, or its "
+                f"owner closed it. Set QueueOptions.directory to survive crashes. Ray says: {error}"
             ) from error
         if time.monotonic() > ends_at:
             raise DeadlineError(f"the queue's server ended and was not restarted: {error}") from error
@@ -167,9 +163,7 @@ class RayRows:
         self._storage_node = ""
         self._scratches = Scratches()
 
-    def prepare(self, batch: Batch) -> Prepared:
-        """Plan a segment, which is inlined in its message if small."""
-        return prepare_segment(batch)
+    prepare = staticmethod(prepare_segment)
 
     def write(self, prepared: Prepared, place: Any) -> Any:  # noqa: ARG002 - clients choose the place
         """Send a segment to this node's storage."""
@@ -271,6 +265,6 @@ def _start_error(error: Exception) -> RLError:
     text = str(error)
     for kind in (JournalError, errors.SettingsError):
         if kind.__name__ in text:
-            said = text.rpartition(f"{kind.__name__}: ")[2].strip()
-            return kind(said.splitlines()[0] if said else text)
+            message = text.rpartition(f"{kind.__name__}: ")[2].strip()
+            return kind(message.splitlines()[0] if message else text)
     return RoleError(f"the queue's server could not be started: {text}")

@@ -58,6 +58,9 @@ class SharedMemoryQueue(TransferQueue):
     The process that creates it starts a server process, and the queue ends with its creator. Other processes connect by
     its address, or by receiving the pickled queue as an argument. Rows are read in place as read-only views; their
     memory is reused only once no view exists.
+
+    Attributes:
+        server_pid: Process id of the server.
     """
 
     def __init__(self, tasks: Sequence[TaskSpec], *, options: QueueOptions | None = None) -> None:
@@ -102,11 +105,6 @@ class SharedMemoryQueue(TransferQueue):
         """The address for `connect` in other processes on this host."""
         return str(self._folder)
 
-    @property
-    def server_pid(self) -> int:
-        """Process id of the server."""
-        return self._pid
-
     def close(self) -> None:
         """Leave the queue; it ends when its owner closes it."""
         self._is_closed = True
@@ -124,12 +122,13 @@ class SharedMemoryQueue(TransferQueue):
         self._idle: list[socket.socket] = []
         self._unpinned: deque[int] = deque()
         self._owner_pid = os.getpid()
-        self._client = _client_name()
+        program = Path(sys.argv[0] or sys.executable).name
+        self._client = f"pid {os.getpid()} ({program}) {uuid.uuid4().hex[:8]}"
         self._is_closed = False
-        self._pid = 0
+        self.server_pid = 0
         stream, hello = self._open_first(time.monotonic() + GRACE_S)
         self._unpinner = stream
-        tasks, slots, self._has_journal, self._pid = hello
+        tasks, slots, self._has_journal, self.server_pid = hello
         super().__init__(msgspec.convert(tasks, list[TaskSpec]), SlotRows(Path(slots), self._unpin))
 
     def _unpin(self, number: int) -> None:
@@ -148,9 +147,9 @@ class SharedMemoryQueue(TransferQueue):
                 return self._open(ends_at)
             except OSError as error:
                 if not self._folder.is_dir() or time.monotonic() > ends_at:
-                    said = error.strerror or error
+                    reason = error.strerror or error
                     raise RoleError(
-                        f"no queue answers at {self._folder}: {said}. Check that its owner is still running."
+                        f"no queue answers at {self._folder}: {reason}. Check that its owner is still running."
                     ) from error
                 time.sleep(RECONNECT_PAUSE_S)
 
@@ -180,7 +179,7 @@ class SharedMemoryQueue(TransferQueue):
             except TimeoutError as error:
                 raise DeadlineError(
                     f"{type(request).__name__} waited {deadline_s + GRACE_S:g} s for the queue's server (pid "
-                    f"{self._pid}), which is running but did not answer. It may be stopped by a signal."
+                    f"{self.server_pid}), which is running but did not answer. It may be stopped by a signal."
                 ) from error
             except OSError as error:
                 lost_at = time.monotonic() if lost_at is None else lost_at
@@ -211,7 +210,7 @@ class SharedMemoryQueue(TransferQueue):
             if self._idle:
                 return self._idle.pop()
         stream, hello = self._open(ends_at)
-        self._pid = hello[3]
+        self.server_pid = hello[3]
         return stream
 
     def _refuse_lost(self, error: Exception, lost_at: float) -> None:
@@ -224,7 +223,7 @@ class SharedMemoryQueue(TransferQueue):
             raise NotReadyError("the transfer queue is closed.") from error
         if not self._has_journal and not self._is_server_there():
             raise RoleError(
-                f"the queue's server (pid {self._pid}) and its state are "
+                f"the queue's server (pid {self.server_pid}) and its state are "
                 f"gone{self._server.how_it_ended() if self._server else ''}. The queue has no journal; set "
                 "QueueOptions.directory to survive crashes."
             ) from error
@@ -232,8 +231,8 @@ class SharedMemoryQueue(TransferQueue):
             self._server.check()
         if time.monotonic() > lost_at + RESTART_DEADLINE_S or not self._folder.is_dir():
             raise RoleError(
-                f"the queue's server (pid {self._pid}) does not answer, and its owner did not restart it: {error}. "
-                "The owner may have ended, or the server may have too many connections. The queue can be reopened "
+                f"the queue's server (pid {self.server_pid}) does not answer, and its owner did not restart it: {error}"
+                ". The owner may have ended, or the server may have too many connections. The queue can be reopened "
                 "from its journal, if it has one."
             ) from error
         time.sleep(RECONNECT_PAUSE_S)
@@ -243,7 +242,7 @@ class SharedMemoryQueue(TransferQueue):
         if not self._folder.is_dir():
             return False
         try:
-            os.kill(self._pid, 0)
+            os.kill(self.server_pid, 0)
         except OSError as error:
             return isinstance(error, PermissionError)
         return True
@@ -326,15 +325,15 @@ class _ServerProcess:
             ours.sendall(self._config)
             with ours.makefile("rb") as stream:
                 line = stream.readline()
-            word, said = msgspec.json.decode(line) if line else ("RoleError", "it ended before it was ready.")
+            status, detail = msgspec.json.decode(line) if line else ("RoleError", "it ended before it was ready.")
         except (OSError, ValueError) as error:
-            word, said = "RoleError", f"it was not ready after {START_DEADLINE_S:g} s: {error}"
-        if word != "ready":
+            status, detail = "RoleError", f"it was not ready after {START_DEADLINE_S:g} s: {error}"
+        if status != "ready":
             ours.close()
             process.kill()
             process.wait()
-            kind = getattr(errors, word, RoleError)
-            raise kind(said if kind is not RoleError else f"the queue's server could not be started: {said}")
+            kind = getattr(errors, status, RoleError)
+            raise kind(detail if kind is not RoleError else f"the queue's server could not be started: {detail}")
         return process, ours
 
     def _watch(self) -> None:
@@ -378,7 +377,3 @@ def receive(stream: socket.socket, ends_at: float) -> Reply:
         return reply
     except msgspec.MsgspecError as error:
         raise ConnectionError(f"an answer cannot be decoded: {error}") from error
-
-
-def _client_name() -> str:
-    return f"pid {os.getpid()} ({Path(sys.argv[0] or sys.executable).name}) {uuid.uuid4().hex[:8]}"

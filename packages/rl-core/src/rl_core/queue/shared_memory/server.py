@@ -39,10 +39,10 @@ READ_BYTES = 1 << 18
 CREDENTIALS = struct.Struct("3i")
 
 
-class _Connection:
+class _ClientConnection:
     """One client's connection with its input and output buffers; `answered` is called when output is pending."""
 
-    def __init__(self, stream: socket.socket, answered: Callable[["_Connection"], None]) -> None:
+    def __init__(self, stream: socket.socket, answered: Callable[["_ClientConnection"], None]) -> None:
         self.stream = stream
         self._answered = answered
         self.client: str | None = None
@@ -50,11 +50,11 @@ class _Connection:
         self.unsent: list[bytes] = []
         self.is_open = True
         self.is_behind = False
-        self.unheard: int | None = None
+        self.undelivered: int | None = None
 
     def reply(self, reply: Reply) -> None:
         """Queue an answer for the next turn of the loop."""
-        self.unheard = reply.lease_id if isinstance(reply, Leased) else None
+        self.undelivered = reply.lease_id if isinstance(reply, Leased) else None
         self.unsent.append(encode_frame(reply))
         self._answered(self)
 
@@ -83,9 +83,9 @@ class QueueServer:
         self.service = QueueService(
             tasks, options, clock=clock, make_store=lambda: SlotPool(self.slots), is_pinning=True
         )
-        self._connections: dict[socket.socket, _Connection] = {}
+        self._connections: dict[socket.socket, _ClientConnection] = {}
         self._clients: dict[str, int] = {}
-        self._answered: dict[int, _Connection] = {}
+        self._answered: dict[int, _ClientConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = folder / SOCKET
@@ -137,7 +137,7 @@ class QueueServer:
                 stream.close()
                 return
         stream.setblocking(False)
-        self._connections[stream] = _Connection(stream, lambda c: self._answered.__setitem__(id(c), c))
+        self._connections[stream] = _ClientConnection(stream, lambda c: self._answered.__setitem__(id(c), c))
         self._selector.register(stream, selectors.EVENT_READ)
 
     def _turn_away(self) -> None:
@@ -148,13 +148,13 @@ class QueueServer:
         with contextlib.suppress(OSError):
             self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
-    def _attend(self, connection: _Connection, events: int) -> None:
+    def _attend(self, connection: _ClientConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._answered[id(connection)] = connection
         if events & selectors.EVENT_READ:
             self._receive(connection)
 
-    def _receive(self, connection: _Connection) -> None:
+    def _receive(self, connection: _ClientConnection) -> None:
         try:
             while True:
                 chunk = connection.stream.recv(READ_BYTES)
@@ -171,7 +171,7 @@ class QueueServer:
             return
         self._take_frames(connection)
 
-    def _take_frames(self, connection: _Connection) -> None:
+    def _take_frames(self, connection: _ClientConnection) -> None:
         received, place = connection.received, 0
         while len(received) - place >= FRAME.size:
             (size,) = FRAME.unpack_from(received, place)
@@ -190,8 +190,8 @@ class QueueServer:
             place = end
         del received[:place]
 
-    def _take(self, connection: _Connection, message: Any) -> None:
-        connection.unheard = None  # a client sends the next request only after receiving the answer
+    def _take(self, connection: _ClientConnection, message: Any) -> None:
+        connection.undelivered = None  # a client sends the next request only after receiving the answer
         if isinstance(message, Hello) and connection.client is None:
             connection.client = message.client
             self._clients[message.client] = self._clients.get(message.client, 0) + 1
@@ -207,7 +207,7 @@ class QueueServer:
         else:
             self.service.submit(message, connection.client, connection.reply)
 
-    def _flush(self, connection: _Connection) -> None:
+    def _flush(self, connection: _ClientConnection) -> None:
         if not connection.unsent or not connection.is_open:
             return
         data = b"".join(connection.unsent) if len(connection.unsent) > 1 else connection.unsent[0]
@@ -226,12 +226,12 @@ class QueueServer:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_behind else 0)
             self._selector.modify(connection.stream, events)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: _ClientConnection) -> None:
         connection.is_open = False
         self._selector.unregister(connection.stream)
         del self._connections[connection.stream]
         connection.stream.close()
-        self.service.withdraw(connection.reply, connection.unheard)
+        self.service.withdraw(connection.reply, connection.undelivered)
         client = connection.client
         if client is not None:
             self._clients[client] -= 1

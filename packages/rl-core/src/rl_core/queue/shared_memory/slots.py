@@ -33,7 +33,7 @@ MAX_CAPACITY = 1 << 62
 
 OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
-Place = list[Any]
+SlotPlace = list[Any]
 """Name and capacity of a slot."""
 
 
@@ -60,7 +60,7 @@ class SlotPool:
         self._token = secrets.token_hex(4)  # names are never reused: clients may have old slots mapped
         self._number = 0
 
-    def allocate(self, size_bytes: int, client: str) -> Place:
+    def allocate(self, size_bytes: int, client: str) -> SlotPlace:
         """Allocate a slot for a segment, preferably one that this client used last and has mapped.
 
         Raises:
@@ -139,12 +139,10 @@ class SlotRows:
         self._folder = folder
         self._unpin = unpin
         self._maps: dict[str, NDArray[np.uint8]] = {}
-        self._looked_at: weakref.WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = weakref.WeakValueDictionary()
+        self._views: weakref.WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def prepare(self, batch: Batch) -> Prepared:
-        """Plan a segment, which is inlined in its message if small."""
-        return prepare_segment(batch)
+    prepare = staticmethod(prepare_segment)
 
     def write(self, prepared: Prepared, place: Any) -> Any:
         """Write a segment into a slot."""
@@ -154,7 +152,7 @@ class SlotRows:
         """Read a segment as views of its slot, which does not change while any view exists."""
         if not isinstance(place, list):
             return decode_segment(place)
-        known = self._looked_at.get((number, place[0]))
+        known = self._views.get((number, place[0]))
         if known is not None:
             self._unpin(number)  # the view already has a pin
             return decode_segment(known, is_verified=True)
@@ -164,11 +162,11 @@ class SlotRows:
         except BaseException:
             self._unpin(number)
             raise
-        self._looked_at[number, place[0]] = memory
+        self._views[number, place[0]] = memory
         weakref.finalize(memory, self._unpin, number).atexit = False
         return batch
 
-    def _mapped(self, place: Place) -> NDArray[np.uint8]:
+    def _mapped(self, place: SlotPlace) -> NDArray[np.uint8]:
         with self._lock:
             found = self._maps.get(place[0])
             if found is None:
@@ -186,7 +184,7 @@ def is_slot(place: Any) -> bool:
     return False
 
 
-def map_slot(folder: Path, place: Place) -> NDArray[np.uint8]:
+def map_slot(folder: Path, place: SlotPlace) -> NDArray[np.uint8]:
     """Map a slot.
 
     Raises:

@@ -8,8 +8,8 @@ from rl_core.data import Json
 from rl_rollout.tools.parsers.markup import (
     CLOSING,
     OPENING,
-    Block,
     BodyEnd,
+    CallBlock,
     call_blocks,
     read_blocks,
     tagged_body_end,
@@ -73,7 +73,7 @@ def _json_end(text: str, start: int) -> int | None:
             return start + end
 
 
-def _read(block: Block) -> ToolCall:
+def _read(block: CallBlock) -> ToolCall:
     body = block.body
     if not block.is_closed or not block.opening:
         missing = CLOSING if block.opening else OPENING

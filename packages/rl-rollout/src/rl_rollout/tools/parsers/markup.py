@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from rl_rollout.rewards.thinking import THINKING, THOUGHT
+from rl_rollout.rewards.answers import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn
 from rl_rollout.tools.protocol import ToolCall
 
@@ -16,7 +16,7 @@ CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 """Code in backticks."""
 
 
-class Block(NamedTuple):
+class CallBlock(NamedTuple):
     """Text that a model wrote as a call.
 
     Attributes:
@@ -46,7 +46,7 @@ class BodyEnd(NamedTuple):
     is_closed: bool
 
 
-def call_blocks(text: str, *, openings: Sequence[str], find_end: Callable[[str, str, int], BodyEnd]) -> list[Block]:
+def call_blocks(text: str, *, openings: Sequence[str], find_end: Callable[[str, str, int], BodyEnd]) -> list[CallBlock]:
     """Return the calls of a turn in order, without calls inside its thinking.
 
     Thinking is the text between `<think>` and the next `</think>`, or the rest of the turn if it is never closed. If
@@ -59,7 +59,7 @@ def call_blocks(text: str, *, openings: Sequence[str], find_end: Callable[[str, 
         find_end: Finds the end of a body, from the text, the opening mark and the start of the body.
     """
     marks = re.compile("|".join(map(re.escape, (THINKING, THOUGHT, *openings, CLOSING))))
-    blocks: list[Block] = []
+    blocks: list[CallBlock] = []
     position, has_thought = 0, False
     while mark := marks.search(text, position):
         position = mark.end()
@@ -74,18 +74,18 @@ def call_blocks(text: str, *, openings: Sequence[str], find_end: Callable[[str, 
             has_thought = True
         elif mark[0] == CLOSING:
             if not blocks:
-                blocks.append(Block("", "", is_closed=True, start=mark.start()))
+                blocks.append(CallBlock("", "", is_closed=True, start=mark.start()))
         else:
             end = find_end(text, mark[0], position)
             body = text[position : end.body]
             if end.is_closed or has_thought or THOUGHT not in body:  # otherwise the mark is part of the thinking
-                blocks.append(Block(mark[0], body, end.is_closed, mark.start()))
+                blocks.append(CallBlock(mark[0], body, end.is_closed, mark.start()))
                 position = end.call
     return blocks
 
 
 def read_blocks(
-    blocks: Iterable[Block], text: str, *, tools: Iterable[str], read: Callable[[Block], ToolCall]
+    blocks: Iterable[CallBlock], text: str, *, tools: Iterable[str], read: Callable[[CallBlock], ToolCall]
 ) -> ParsedTurn:
     """Read the blocks as calls, without unreadable ones in which the answer only mentions the marks of a call.
 
@@ -106,7 +106,7 @@ def read_blocks(
     return ParsedTurn(calls=tuple(call for _, call in kept), calls_at=kept[0][0].start if kept else None)
 
 
-def _is_mention(block: Block, bare: str, names: tuple[str, ...]) -> bool:
+def _is_mention(block: CallBlock, bare: str, names: tuple[str, ...]) -> bool:
     """Return True if an unreadable block is no call; `bare` is the turn with backticks instead of code."""
     if bare[block.start] == "`":
         return True

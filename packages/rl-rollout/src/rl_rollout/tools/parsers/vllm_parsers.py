@@ -9,7 +9,7 @@ from rl_core.data import Json
 from rl_core.errors import MissingExtraError, SettingsError
 from rl_core.registry import unknown_name
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rewards.thinking import THINKING, THOUGHT
+from rl_rollout.rewards.answers import THINKING, THOUGHT
 from rl_rollout.tools.parsers.protocol import ParsedTurn, read_arguments
 
 try:

@@ -1,21 +1,22 @@
-# ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""Conformance checks: every request and every error crosses to the queue and back."""
+"""Checks of each method's result, the queue's clock, and the types of errors."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from queue_conformance.tools import TRAIN_LATE, sampled_by
 from rl_core.data.ragged import Ragged
-from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError, ShapeError
+from rl_core.errors import DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError, ShapeError
+from rl_core.queue.client import TransferQueue
 from rl_core.testing.queue_checks import (
+    DEADLINE_S,
     REFERENCE,
     TRAIN,
     TRAIN_IN_ORDER,
-    TRAIN_LATE,
     QueueChecks,
     put_all,
     refuses,
-    sampled_by,
     states_of,
     uids_of,
 )
@@ -23,7 +24,7 @@ from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class CallChecks(QueueChecks):
-    """Checks of each method's result, the queue's clock, and the types of errors."""
+    """Checks of each method's result, the queue's clock, and waits for named prompts."""
 
     def test_the_ledger_follows_each_prompt(self) -> None:
         queue = self.queue()
@@ -227,3 +228,55 @@ class CallChecks(QueueChecks):
         entry = queue.ledger()[0]
         assert (entry.state, entry.reason, entry.num_rows) == ("dropped", "stale", 0)
         assert queue.stats()["drops/stale"] == 1
+
+    def test_a_consumer_waits_until_all_that_it_names_are_ready(self) -> None:
+        queue = self.queue()
+        queue.issue(make_prompts(3), num_sessions=2)
+        put_all(queue, "p0", num_sessions=2)
+        waiter = self.spawn(queue.lease, "train", prompts=["p2", "p0"], deadline_s=DEADLINE_S)
+        self.wait_for_stat(queue, "waiting/lease", 1)
+        put_all(queue, "p1", num_sessions=2)
+        queue.put("p2", 1, [make_trajectory("p2", 1)])
+        assert queue.stats()["waiting/lease"] == 1
+        assert uids_of(queue.lease("train", groups=1, deadline_s=0, lease_s=10)) == ["p0"]
+        queue.fail("p2", 0, reason="engine aborted")
+        assert queue.stats()["waiting/lease"] == 1, "another consumer has p0"
+        self.advance(queue, 10)
+        lease = waiter.result(DEADLINE_S)
+        assert (uids_of(lease), len(lease.batch)) == (["p2", "p0"], 3)
+
+    def test_consumers_that_wait_are_told_of_a_finish(self) -> None:
+        waits: list[tuple[Callable[[TransferQueue], object], type[Exception], str]] = [
+            (lambda queue: queue.lease("train", groups=2, deadline_s=DEADLINE_S), NothingToLeaseError, "1 done"),
+            (
+                lambda queue: queue.lease("train", prompts=["p0", "p1"], deadline_s=DEADLINE_S),
+                DataError,
+                "'p0' is done",
+            ),
+        ]
+        for wait, error, words in waits:
+            queue = self.queue()
+            queue.issue(make_prompts(2), num_sessions=1)
+            put_all(queue, "p0")
+            waiter = self.spawn(wait, queue)
+            self.wait_for_stat(queue, "waiting/lease", 1)
+            queue.finish("train", ["p0"])
+            queue.drop("p1", reason="too easy")
+            with refuses(error, words):
+                waiter.result(DEADLINE_S)
+
+    def test_a_producer_is_woken_by_a_drop(self) -> None:
+        queue = self.full()
+        producer = self.spawn(put_all, queue, "p2")
+        self.wait_for_stat(queue, "waiting/put", 1)
+        queue.drop("p1", reason="too easy")
+        producer.result(DEADLINE_S)
+
+    def test_a_producer_whose_prompt_is_dropped_meanwhile_is_refused(self) -> None:
+        queue = self.full()
+        producer = self.spawn(put_all, queue, "p2")
+        self.wait_for_stat(queue, "waiting/put", 1)
+        queue.drop("p2", reason="too stale")
+        queue.drop("p1", reason="too easy")
+        with refuses(DataError, "'p2' is dropped", "too stale"):
+            producer.result(DEADLINE_S)

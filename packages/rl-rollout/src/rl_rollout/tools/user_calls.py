@@ -1,20 +1,58 @@
-"""Runs blocking functions in threads that can be abandoned."""
+"""Calls of users' code with deadlines, in threads or tasks that can be abandoned."""
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rl_core.errors import ToolError
+from rl_rollout.rewards.calls import CallThreads
 from rl_rollout.rewards.outputs import preview, preview_error
-from rl_rollout.rewards.threaded import CallThreads
+from rl_rollout.user_errors import is_meant_for_us
 
 FOREVER_S = 1e9
 MAX_RUNNING = 256
 """Maximum number of concurrent calls, including abandoned ones, so that hanging functions cannot use up all threads."""
 
 
+LEFT_BEHIND: set[asyncio.Task[Any]] = set()
+"""Abandoned tasks that still run. References keep them from being collected."""
+
 Outcome = tuple[Any, BaseException | None]
-"""Return value of a function, and the exception that it raised."""
+"""Return value of a call, and the exception that it raised."""
+
+
+class CallTimeoutError(Exception):
+    """A call did not end in time. Distinct from a TimeoutError that the called code raises."""
+
+
+async def outcome_within(timeout_s: float, call: Awaitable[Any]) -> Outcome:
+    """Await a call in a task. After timeout_s or a cancellation it is cancelled, and abandoned if it refuses.
+
+    Raises:
+        CallTimeoutError: The call took longer than timeout_s.
+    """
+    task = asyncio.create_task(_caught(call))
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            LEFT_BEHIND.add(task)
+            task.add_done_callback(LEFT_BEHIND.discard)
+    if not task.done():
+        raise CallTimeoutError
+    return (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+
+
+async def _caught(call: Awaitable[Any]) -> Outcome:
+    """Return a call's result or its exception. A SystemExit of a task, for example, would end the event loop."""
+    try:
+        return await call, None
+    except BaseException as error:
+        if is_meant_for_us(error):
+            raise
+        return None, error
 
 
 class BlockingCalls:
@@ -30,7 +68,7 @@ class BlockingCalls:
         """Call a function once. After timeout_s or a cancellation, its thread is abandoned.
 
         Raises:
-            TimeoutError: The call took longer than timeout_s.
+            CallTimeoutError: The call took longer than timeout_s.
             ToolError: MAX_RUNNING earlier calls are still running.
         """
         with self._lock:
@@ -39,7 +77,7 @@ class BlockingCalls:
             self._num_running += 1
         outcomes = await self._threads.run([function], timeout_s=timeout_s)
         if not outcomes:
-            raise TimeoutError(f"it did not return within {timeout_s:g} s and was abandoned")
+            raise CallTimeoutError
         value, error = outcomes[0]
         if error is not None:
             raise error

@@ -13,20 +13,20 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.calls import STACKS, Call
-from rl_core.cluster.incarnation import Birth
+from rl_core.cluster.calls import STACKS, RoleCall
 from rl_core.cluster.messages import named
 from rl_core.cluster.options import ClusterOptions
-from rl_core.cluster.processes.guard import Family, end_family, is_running
+from rl_core.cluster.processes.guard import ProcessFamily, end_family, is_running
 from rl_core.cluster.processes.output import log_path, quote
 from rl_core.cluster.processes.packing import Packed
 from rl_core.cluster.processes.stack_dump import dump_of
-from rl_core.cluster.ray.actor import QUESTIONS, Hello, RoleActor, is_seen_here, read_printed, to_wire
-from rl_core.cluster.ray.pools import free_pools_of, ray_nodes, say_free
-from rl_core.cluster.remote import RemoteIncarnation, role_environment
+from rl_core.cluster.ray.actor import QUESTIONS, ActorHello, RoleActor, is_seen_here, read_printed, to_wire
+from rl_core.cluster.ray.pools import RayReserver, free_pools_of, ray_nodes
+from rl_core.cluster.remote import RemoteProcess, role_environment
+from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
 from rl_core.errors import RoleError
-from rl_core.files.file_modes import current_umask
+from rl_core.files.durable import current_umask
 
 MAX_WAITING = 100_000
 """Maximum number of concurrent calls in an actor."""
@@ -36,19 +36,19 @@ SUSPECTED_S = 3.0
 LAST_LINES_S = 2.0
 
 
-class RayIncarnation(RemoteIncarnation):
+class ActorProcess(RemoteProcess):
     """A role whose object lives in a Ray actor."""
 
-    def __init__(self, birth: Birth, options: ClusterOptions) -> None:
+    def __init__(self, request: LaunchRequest, options: ClusterOptions) -> None:
         """Request the actor; `start` waits for the object."""
-        super().__init__(birth, options)
+        super().__init__(request, options)
         self._num_frames = 0
         self._is_suspected = False
         self._is_reported = False
         self._end_text = ""
-        self._hello: Hello | None = None
+        self._hello: ActorHello | None = None
         self._is_here = False
-        self._actor = make_actor(birth, options, self._mark)
+        self._actor = make_actor(request, options, self._mark)
         self._actor.lives.remote().future().add_done_callback(self._has_died)
 
     @property
@@ -58,19 +58,19 @@ class RayIncarnation(RemoteIncarnation):
 
     @property
     def pid(self) -> int:
-        """See `Incarnation.pid`."""
+        """See `RoleProcess.pid`."""
         return 0 if self._hello is None else self._hello.pid
 
     async def _make(self, spec: RoleSpec) -> None:
         self._hello = await self._ask("", self._actor.hello.remote())
         self._is_here = self._hello.node == ray.get_runtime_context().get_node_id()
-        context = replace(self._birth.context, address=self._hello.address)
-        await self.call("", to_wire(Call([spec], "", (spec, context), {}).pack()))
+        context = replace(self._request.context, address=self._hello.address)
+        await self.call("", to_wire(RoleCall([spec], "", (spec, context), {}).pack()))
 
-    async def _say_late(self) -> str:
-        late = f"{self._spec} was not ready after {self._birth.deadline_s:g} s and was ended; "
+    async def _describe_delay(self) -> str:
+        late = f"{self._spec} was not ready after {self._request.deadline_s:g} s and was ended; "
         if self._hello is None:
-            free = await asyncio.to_thread(say_free)
+            free = await asyncio.to_thread(RayReserver().describe_free)
             return f"{late}Ray had no resources or no process for its actor: {free}."
         output = await asyncio.to_thread(self._output)
         return (
@@ -157,7 +157,7 @@ class RayIncarnation(RemoteIncarnation):
         ends_at = time.monotonic() + GONE_S
         while is_running(self.pid) and time.monotonic() < ends_at:
             time.sleep(0.01)
-        end_family(Family(self._mark))
+        end_family(ProcessFamily(self._mark))
 
     def _has_died(self, lived: "Future[Any]") -> None:
         """Handle the death that Ray reports; runs in one of Ray's threads and must not block."""
@@ -172,7 +172,7 @@ class RayIncarnation(RemoteIncarnation):
         free_pools_of(self._mark)
         output = "" if self._because is not None else self._output()
         self._end_text = f"{output} Ray says: {_shorten(error)}"
-        self._tell_end()
+        self._report_end()
 
     def _describe_end(self) -> tuple[str, str]:
         where = "" if self._hello is None else f" (pid {self._hello.pid} on {self._hello.address})"
@@ -193,9 +193,9 @@ class RayIncarnation(RemoteIncarnation):
             return f"Its output is on {hello.address}, which does not answer: {type(error).__name__}."
 
 
-def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
+def make_actor(request: LaunchRequest, options: ClusterOptions, mark: str) -> Any:
     """Request an actor from Ray, without waiting."""
-    spec, slot = birth.spec, birth.slot
+    spec, slot = request.spec, request.slot
     log = None if options.log_directory is None else str(log_path(options.log_directory.absolute(), spec))
     wanted: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
     if slot is not None:
@@ -211,7 +211,7 @@ def make_actor(birth: Birth, options: ClusterOptions, mark: str) -> Any:
         max_task_retries=0,
         runtime_env={"env_vars": role_environment(spec, mark)},
         **wanted,
-    ).remote(str(spec), birth.context.incarnation, mark, log, current_umask())
+    ).remote(str(spec), request.context.incarnation, mark, log, current_umask())
 
 
 def store(packed: Packed) -> Any:
@@ -219,7 +219,7 @@ def store(packed: Packed) -> Any:
     return ray.put(to_wire(packed))
 
 
-def read_there(hello: Hello, deadline_s: float) -> str:
+def read_there(hello: ActorHello, deadline_s: float) -> str:
     """Read an actor's last lines on its node.
 
     Raises:
@@ -230,7 +230,7 @@ def read_there(hello: Hello, deadline_s: float) -> str:
     return str(ray.get(reading, timeout=deadline_s))
 
 
-def dump_there(hello: Hello, mark: str, deadline_s: float) -> str:
+def dump_there(hello: ActorHello, mark: str, deadline_s: float) -> str:
     """Return an actor's stacks, dumped by a signal from its node, or the reason why they are missing."""
     there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
     remote: Any = ray.remote

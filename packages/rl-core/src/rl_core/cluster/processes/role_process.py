@@ -18,31 +18,31 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from rl_core.cluster.calls import STACKS, Call
-from rl_core.cluster.incarnation import Birth
+from rl_core.cluster.calls import STACKS, RoleCall
 from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.processes.frames import QUESTION, Numbered, receive_frame, send_frame, socket_pair
-from rl_core.cluster.processes.guard import Family, end_family
+from rl_core.cluster.processes.guard import ProcessFamily, end_family
 from rl_core.cluster.processes.output import FileOutput, PrefixedOutput, quote
 from rl_core.cluster.processes.stack_dump import dump_of
 from rl_core.cluster.ray.session import LOOPBACK
-from rl_core.cluster.remote import RemoteIncarnation, role_environment
+from rl_core.cluster.remote import RemoteProcess, role_environment
+from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
 
 LAST_REPLIES_S = 1.0
 
 
-class ProcessIncarnation(RemoteIncarnation):
+class ChildProcess(RemoteProcess):
     """A role whose object lives in a child process."""
 
-    def __init__(self, birth: Birth, options: ClusterOptions) -> None:
+    def __init__(self, request: LaunchRequest, options: ClusterOptions) -> None:
         """Start the process; `start` waits for the object."""
-        super().__init__(birth, options)
+        super().__init__(request, options)
         folder = options.log_directory
         self._output = PrefixedOutput(self._spec) if folder is None else FileOutput(folder, self._spec)
         self._frames: SimpleQueue[list[Numbered] | None] = SimpleQueue()
         self._has_exited = self._is_reaped = False
-        self._process, self._connection = start_process(birth, self._mark, self._output)
+        self._process, self._connection = start_process(request, self._mark, self._output)
         self._reader = threading.Thread(target=self._read, name=f"read {self._spec}", daemon=True)
         self._writer = threading.Thread(target=self._write, name=f"write {self._spec}", daemon=True)
         watcher = threading.Thread(target=self._watch, name=f"watch {self._spec}", daemon=True)
@@ -51,23 +51,23 @@ class ProcessIncarnation(RemoteIncarnation):
 
     @property
     def pid(self) -> int:
-        """See `Incarnation.pid`."""
+        """See `RoleProcess.pid`."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """See `Incarnation.is_alive`."""
+        """See `RoleProcess.is_alive`."""
         return super().is_alive and not self._has_exited
 
     async def _make(self, spec: RoleSpec) -> None:
-        context = replace(self._birth.context, address=LOOPBACK)
-        await self.call("", Call([spec], "", (spec, context), {}).pack())
+        context = replace(self._request.context, address=LOOPBACK)
+        await self.call("", RoleCall([spec], "", (spec, context), {}).pack())
 
-    async def _say_late(self) -> str:
+    async def _describe_delay(self) -> str:
         await self.kill("was ended because its start failed")  # makes its last lines available
         return (
-            f"{self._spec} was not ready {self._birth.deadline_s:g} s after its process (pid {self.pid}) started, and "
-            f"was ended; {self._spec.factory} was still running. Raise the deadline. " + quote(self._output.tail())
+            f"{self._spec} was not ready {self._request.deadline_s:g} s after its process (pid {self.pid}) started, "
+            f"and was ended; {self._spec.factory} was still running. Raise the deadline. " + quote(self._output.tail())
         )
 
     async def _ask_stacks(self) -> str:
@@ -108,7 +108,7 @@ class ProcessIncarnation(RemoteIncarnation):
         """Fail pending calls once the process ends, even if its children keep the socket open."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self._has_exited = True
-        end_family(Family(self._mark, self.pid))
+        end_family(ProcessFamily(self._mark, self.pid))
         with self._lock:
             self._is_reaped = True
             self._process.wait()
@@ -119,7 +119,7 @@ class ProcessIncarnation(RemoteIncarnation):
         self._reader.join()
         self._writer.join()
         self._connection.close()
-        self._tell_end()
+        self._report_end()
 
     def _describe_end(self) -> tuple[str, str]:
         how = f"the process of {self._spec} (pid {self.pid}) {describe_exit(self._process.returncode)}"
@@ -127,17 +127,17 @@ class ProcessIncarnation(RemoteIncarnation):
 
 
 def start_process(
-    birth: Birth, mark: str, output: FileOutput | PrefixedOutput
+    request: LaunchRequest, mark: str, output: FileOutput | PrefixedOutput
 ) -> tuple["subprocess.Popen[bytes]", socket.socket]:
     """Start a child process that serves calls, and return it with its connection."""
     parent, child = socket_pair()
     with child:
-        words = [str(child.fileno()), str(os.getpid()), mark, str(birth.spec), str(birth.context.incarnation)]
+        words = [str(child.fileno()), str(os.getpid()), mark, str(request.spec), str(request.context.incarnation)]
         try:
             process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "rl_core.cluster.processes.child", *words],
                 pass_fds=[child.fileno()],
-                env=child_environment(birth, mark),
+                env=child_environment(request, mark),
                 stdin=subprocess.DEVNULL,
                 stdout=output.open_for_child(),
                 stderr=subprocess.STDOUT,
@@ -150,11 +150,11 @@ def start_process(
         return process, parent
 
 
-def child_environment(birth: Birth, mark: str) -> Mapping[str, str]:
+def child_environment(request: LaunchRequest, mark: str) -> Mapping[str, str]:
     """Return the child's environment: this process's and the role's variables, GPUs, import path and family mark."""
-    environment = {**os.environ, **role_environment(birth.spec, mark)}
-    if birth.slot is not None and "CUDA_VISIBLE_DEVICES" not in birth.spec.environment:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(birth.slot.taken.gpus)
+    environment = {**os.environ, **role_environment(request.spec, mark)}
+    if request.slot is not None and "CUDA_VISIBLE_DEVICES" not in request.spec.environment:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(request.slot.taken.gpus)
     return environment
 
 

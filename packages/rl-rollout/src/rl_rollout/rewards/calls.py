@@ -1,13 +1,53 @@
-"""Threads for blocking calls, which can be abandoned when a call hangs."""
+"""The time of reward calls that counts against their timeout, and threads for calls that block or hang."""
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Generic, TypeVar
 
-from rl_rollout.rewards.call_clock import CLOCK, CallClock
+now = time.perf_counter
+
+
+class CallClock:
+    """Measures one call, without its waits for a worker process and that process's start."""
+
+    def __init__(self) -> None:
+        """Start to measure."""
+        self._lock = Lock()
+        self._started_at = now()
+        self._paused_at: float | None = None
+        self._paused_s = 0.0
+
+    def used_s(self) -> float:
+        """Return the seconds that count."""
+        with self._lock:
+            until = now() if self._paused_at is None else self._paused_at
+            return until - self._started_at - self._paused_s
+
+    def pause(self) -> None:
+        """Stop to count, until `resume`. A second call changes nothing."""
+        with self._lock:
+            self._paused_at = now() if self._paused_at is None else self._paused_at
+
+    def resume(self) -> None:
+        """Count again."""
+        with self._lock:
+            if self._paused_at is not None:
+                self._paused_s += now() - self._paused_at
+            self._paused_at = None
+
+
+CLOCK: ContextVar[CallClock | None] = ContextVar("reward_call_clock", default=None)
+
+
+def current_clock() -> CallClock:
+    """Return the clock of the call that runs here; a new one outside of a scorer."""
+    return CLOCK.get() or CallClock()
+
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -23,7 +63,7 @@ class CallThreads(Generic[Given, Result]):
             call: Function that the threads call; it must not raise.
         """
         self._call = call
-        self._idle: list[SimpleQueue[_Job[Given, Result] | None]] = []
+        self._idle: list[SimpleQueue[_CallJob[Given, Result] | None]] = []
 
     async def run(self, inputs: Sequence[Given], *, timeout_s: float) -> list[Result]:
         """Call the function on each input in order, in one thread.
@@ -31,7 +71,7 @@ class CallThreads(Generic[Given, Result]):
         Returns:
             All results, or only those before the first call that took longer than timeout_s.
         """
-        job = _Job(self._call, inputs)
+        job = _CallJob(self._call, inputs)
         jobs = self._idle.pop() if self._idle else self._start()
         jobs.put(job)
         try:
@@ -49,13 +89,13 @@ class CallThreads(Generic[Given, Result]):
             self._idle.pop().put(None)
 
     @staticmethod
-    def _start() -> "SimpleQueue[_Job[Given, Result] | None]":
-        jobs: SimpleQueue[_Job[Given, Result] | None] = SimpleQueue()
+    def _start() -> "SimpleQueue[_CallJob[Given, Result] | None]":
+        jobs: SimpleQueue[_CallJob[Given, Result] | None] = SimpleQueue()
         Thread(target=_serve, args=(jobs,), name="reward", daemon=True).start()
         return jobs
 
 
-class _Job(Generic[Given, Result]):
+class _CallJob(Generic[Given, Result]):
     """Calls in order. `run` runs in the thread, `wait` on the event loop."""
 
     def __init__(self, call: Callable[[Given], Result], inputs: Sequence[Given]) -> None:
@@ -101,6 +141,6 @@ class _Job(Generic[Given, Result]):
             return remaining_s
 
 
-def _serve(jobs: "SimpleQueue[_Job[Given, Result] | None]") -> None:
+def _serve(jobs: "SimpleQueue[_CallJob[Given, Result] | None]") -> None:
     while (job := jobs.get()) is not None:
         job.run()

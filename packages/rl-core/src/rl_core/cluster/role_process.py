@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl_core.cluster.calls import Call
+from rl_core.cluster.calls import RoleCall
 from rl_core.cluster.pools import PoolBook, Slot
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
 from rl_core.errors import RLError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class LaunchRequest:
     """The request to start one incarnation.
 
     Attributes:
@@ -27,7 +27,7 @@ class Birth:
     deadline_s: float
 
 
-class Incarnation(Protocol):
+class RoleProcess(Protocol):
     """One run of a role from start to end; a restart creates a new incarnation."""
 
     @property
@@ -76,17 +76,14 @@ class Launcher(Protocol):
 
     Attributes:
         place: Name for error messages, such as "this machine".
+        pools: The pools of this kind of placement.
         settle_s: Maximum wait, after a rank raises, for the death that caused it: peers of a killed rank raise at once,
             and its death is noticed later.
     """
 
     place: str
+    pools: PoolBook
     settle_s: float
-
-    @property
-    def pools(self) -> PoolBook:
-        """The pools of this kind of placement."""
-        ...
 
     async def open(self) -> None:
         """Prepare to start roles. Idempotent.
@@ -96,7 +93,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def pack(self, call: Call) -> Any:
+    def pack(self, call: RoleCall) -> Any:
         """Pack a call for sending to its roles.
 
         Raises:
@@ -104,7 +101,7 @@ class Launcher(Protocol):
         """
         ...
 
-    async def launch(self, birth: Birth) -> Incarnation:
+    async def launch(self, request: LaunchRequest) -> RoleProcess:
         """Start an incarnation and wait for its object; a failure leaves nothing behind.
 
         Raises:

@@ -1,15 +1,20 @@
-"""A process's use of its GPU between two calls of each of its owners, such as a learner and an engine."""
+"""A process's use of its GPU between two calls of each of its owners, such as a learner and an engine.
+
+Peaks come from torch's allocator, the utilization of the card from the NVIDIA driver (nvidia-ml-py, extra `gpu`).
+"""
 
 import asyncio
 import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 from rl_core.errors import RLError
-from rl_core.gpus.driver import open_driver
 from rl_core.record_fields import record
+
+__all__ = ["GpuUse", "gpu_use_of", "own_gpu_use"]
 
 BYTES_PER_GIB = 2**30
 SAMPLE_S = 1.0
@@ -36,20 +41,6 @@ class GpuUse:
     gpu_utilization: float | None = None
 
 
-class Gpu(Protocol):
-    """The GPU of this process."""
-
-    total_bytes: int
-
-    def take_peaks(self) -> tuple[int, int]:
-        """Return the allocated and reserved peaks in bytes since the last call."""
-        ...
-
-    def utilization(self) -> float | None:
-        """Return the current utilization in [0, 1]; None if unknown."""
-        ...
-
-
 class TorchGpu:
     """The device on which torch has reserved most in this process."""
 
@@ -61,24 +52,44 @@ class TorchGpu:
         """
         self._cuda = cuda
         self._index = max(range(cuda.device_count()), key=cuda.max_memory_reserved)
-        found = cuda.get_device_properties(self._index)
-        self.total_bytes: int = found.total_memory
-        self._uuid = f"GPU-{getattr(found, 'uuid', '')}"
+        properties = cuda.get_device_properties(self._index)
+        self.total_bytes: int = properties.total_memory
+        self._uuid = f"GPU-{getattr(properties, 'uuid', '')}"
 
     def take_peaks(self) -> tuple[int, int]:
-        """See `Gpu.take_peaks`."""
+        """Return the allocated and reserved peaks in bytes since the last call."""
         peaks = self._cuda.max_memory_allocated(self._index), self._cuda.max_memory_reserved(self._index)
         self._cuda.reset_peak_memory_stats(self._index)
         return peaks
 
     def utilization(self) -> float | None:
-        """See `Gpu.utilization`."""
-        driver = open_driver()
-        return None if driver is None else driver.utilization(self._uuid)
+        """Return the current utilization in [0, 1]; None if unknown, for example for a part of a card (MIG)."""
+        nvml = driver()
+        if nvml is None:
+            return None
+        try:
+            busy: int = nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByUUID(self._uuid)).gpu
+        except nvml.NVMLError:
+            return None
+        return busy / 100
+
+
+@cache
+def driver() -> Any:
+    """Return the module `pynvml` with an open driver; None without nvidia-ml-py or without a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
 
 
 @dataclass(slots=True)
-class _Window:
+class _OpenUse:
     """What one owner has not taken yet."""
 
     allocated: int = 0
@@ -90,22 +101,23 @@ class _Window:
 class GpuMeter:
     """Measures a process's GPU. Owners that share the process each see the peaks of their own windows."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: TorchGpu) -> None:
         """Store the GPU. `watch` samples its utilization in a thread."""
         self._gpu = gpu
         self._lock = threading.Lock()
-        self._windows: dict[str, _Window] = {}
+        self._windows: dict[str, _OpenUse] = {}
 
     def take(self, owner: str) -> GpuUse:
         """Return the use since this owner's last call; its first call counts from the start of the process."""
         with self._lock:
-            window = self._windows.setdefault(owner, _Window())
+            window = self._windows.setdefault(owner, _OpenUse())
             allocated, reserved = self._gpu.take_peaks()
-            for one in self._windows.values():
-                one.allocated, one.reserved = max(one.allocated, allocated), max(one.reserved, reserved)
+            for open_window in self._windows.values():
+                open_window.allocated = max(open_window.allocated, allocated)
+                open_window.reserved = max(open_window.reserved, reserved)
             if not window.num_samples:
                 self._sample()
-            self._windows[owner] = _Window()
+            self._windows[owner] = _OpenUse()
         return GpuUse(
             max_memory_allocated_gb=window.allocated / BYTES_PER_GIB,
             max_memory_reserved_gb=window.reserved / BYTES_PER_GIB,
@@ -156,7 +168,7 @@ def own_gpu_use(owner: str) -> list[GpuUse]:
     return [_meters[0].take(owner)]
 
 
-def own_gpu() -> Gpu | None:
+def own_gpu() -> TorchGpu | None:
     """Return the GPU on which torch computes in this process; None before its first use, or without one."""
     torch = sys.modules.get("torch")
     return TorchGpu(torch.cuda) if torch is not None and torch.cuda.is_initialized() else None
