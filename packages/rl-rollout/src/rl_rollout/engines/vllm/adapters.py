@@ -72,8 +72,10 @@ class PublishedAdapter:
         self.version = None if update.adapter is None else update.version
         if update.adapter is None:
             self.base_version = update.version
-        if not self._can_serve:
-            return
+        if self._can_serve:
+            self._follow(running)
+
+    def _follow(self, running: Sequence[tuple[Sample, Any]]) -> None:
         for sample, request in running:
             request.lora_request = self.request_of(sample)
             request.block_hashes.clear()
