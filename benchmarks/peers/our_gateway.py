@@ -25,7 +25,7 @@ from rl_rollout import PromptTokenizer, SamplingParams
 from rl_rollout.engines import ProcessEngine, RolloutEngine, ScriptedEngine, VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest
 from rl_rollout.engines.vllm import VLLMEngine
-from rl_rollout.gateway.asks import Ask
+from rl_rollout.gateway.agent_requests import AgentRequest
 from rl_rollout.gateway.messages import ChatMessage
 from rl_rollout.gateway.server import Gateway, GatewayOptions
 from rl_rollout.gateway.sessions import Session, SessionLimits
@@ -102,7 +102,7 @@ class Ours:
         random, messages = np.random.default_rng(len(self.gateway.sessions)), list[ChatMessage]()
         for _ in range(num_turns):
             messages.append(ChatMessage(role="user", content=user_message(random, known, 32)["content"]))
-            answer = await self.gateway.service.answer(session, Ask(messages=tuple(messages)))
+            answer = await self.gateway.service.answer(session, AgentRequest(messages=tuple(messages)))
             answer.deliver()
             messages.append(answer.samples[0].message)
         if isinstance(self._engine, ScriptedEngine):

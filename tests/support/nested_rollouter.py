@@ -8,7 +8,7 @@ from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.streaming import stream
-from rl_rollout.testing.engine_calls import short_request
+from rl_rollout.testing.reference_model import short_request
 
 
 class Rollouter:

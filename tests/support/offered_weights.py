@@ -83,7 +83,9 @@ class TwoRanks:
         self.options = options
         self.senders = [RankSender(f"rank {rank} of the learner") for rank in range(2)]
 
-    def pack(self, tensors: Mapping[str, torch.Tensor], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
+    def pack(
+        self, tensors: Mapping[str, torch.Tensor], *, version: int, tied: Mapping[str, str], adapter: None = None
+    ) -> WeightUpdate:
         offers = [
             sender.offer(held_by(rank, tensors), self.options, version=version)
             for rank, sender in enumerate(self.senders)

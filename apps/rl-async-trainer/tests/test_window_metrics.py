@@ -9,11 +9,11 @@ from rl_core import Prompt
 from rl_core.data import Timings
 from rl_core.testing import make_trajectory
 from rl_rollout import GroupResult, SessionResult
-from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.loops import with_reward
 from rl_rollout.rewards import RewardResult
 from rl_rollout.rewards.scorer import Scored
-from rl_rollout.rollouter.window import RolloutWindow
+from rl_rollout.rollouter.rollouter import RolloutWindow
 from rl_trainer_parts.reporting.step_metrics import slowest_session
 
 RESTARTS = "fully_async/restarts/engines"

@@ -324,8 +324,8 @@ def test_who_hears_late_of_a_death_leaves_the_restarted_replica_its_weights() ->
         (running,) = ask(engine, 0)
         await until(lambda: held[0].num_running == 1, "it to be asked")
         replica = engine._replicas.get(0)
-        replica.begin_life()
-        await engine._weights.bring_started(replica, replica.engine)
+        replica.restart()
+        await engine._weights.deliver(replica, replica.engine)
         held[0].die()
         held[0].has_died = False
         await until(lambda: held[0].num_running == 1, "it to be asked again")

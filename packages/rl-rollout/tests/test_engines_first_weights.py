@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from rl_core.errors import WeightProofError
-from rl_rollout.engines.first_weights import EMBEDDING, HEAD, check_first_weights, folder_probes
-from rl_rollout.engines.weight_checks import tensor_shapes
+from rl_rollout.engines.weight_checks import EMBEDDING, HEAD, check_first_weights, folder_probes, tensor_shapes
 
 NORM = "model.norm.weight"
 

@@ -10,7 +10,7 @@ from scripted_replicas import Held
 
 from rl_core.gpus import GpuUse
 from rl_rollout.engines import process
-from rl_rollout.engines.process import HostedEngine
+from rl_rollout.engines.process import EngineServer
 from rl_rollout.engines.protocol import EngineTraits
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.stepped import SteppedEngine
@@ -68,7 +68,7 @@ def test_an_engine_in_its_own_process_reports(
     monkeypatch.setattr(process, "engine_class", lambda _: lambda *_: stepped(stepper))
 
     async def go() -> list[GpuUse]:
-        hosted = HostedEngine("idle", None, None)  # type: ignore[arg-type]
+        hosted = EngineServer("idle", None, None)  # type: ignore[arg-type]
         await hosted.start()
         found = await hosted.gpu_use()
         await hosted.close()

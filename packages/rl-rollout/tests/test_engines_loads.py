@@ -7,8 +7,8 @@ from typing import Any
 from scripted_replicas import EXACT, Held, a_canary, an_update, ask, until
 
 from rl_core.testing import FakeClock
-from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
+from rl_rollout.engines.replicas.replica import EngineLoad
 
 
 def run_with(held: Sequence[Held], work: Callable[[ReplicatedEngine, FakeClock], Awaitable[Any]]) -> Any:

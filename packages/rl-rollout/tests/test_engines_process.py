@@ -19,15 +19,14 @@ from rl_core.weights.ipc import HostMemory, IpcTransport, opened
 from rl_core.weights.transports import SharedFileTransport
 from rl_core.weights.update import WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
-from rl_rollout.engines.process import EngineCalls, EnginePlacement, ProcessEngine
+from rl_rollout.engines.process import EngineClient, EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.streaming import stream
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import AdapterConformance, EngineConformance, generate, refuses
-from rl_rollout.testing.adapter_checks import SEQUENCE
-from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged, perturbed
+from rl_rollout.testing.reference_model import PROMPT, TIED_HEAD, canary_of, make_adapter, merged, perturbed
+from rl_rollout.testing.update_checks import SEQUENCE
 
 
 def hosted(name: str, model_dir: Path, options: Any) -> ProcessEngine:
@@ -240,7 +239,7 @@ def test_weights_do_not_wait_for_a_process_that_is_started_again(tied_model_dir:
     async def go() -> None:
         asked = asyncio.Event()
 
-        async def give(calls: EngineCalls) -> None:
+        async def give(calls: EngineClient) -> None:
             await asked.wait()
             taken.append((await calls.update_weights(transport.pack(tensors, version=2, tied=TIED_HEAD))).version)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_rollout.engines.registry import engine_class, known_engines
+from rl_rollout.engines.options import engine_class, known_engines
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.engines.vllm import VLLMEngine
@@ -27,7 +27,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
 def test_importing_the_engines_loads_none_of_their_libraries() -> None:
     code = (
         "import sys, rl_rollout.engines, rl_rollout.engines.options, rl_rollout.engines.vllm,"
-        " rl_rollout.engines.transformers, rl_rollout.engines.registry;"
+        " rl_rollout.engines.transformers, rl_rollout.engines.options;"
         "print(sorted({'vllm', 'transformers', 'torch', 'ray'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

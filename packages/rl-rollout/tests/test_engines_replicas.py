@@ -24,11 +24,11 @@ from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams, TokenScores
-from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
+from rl_rollout.engines.publishing import publish_to
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.scripted import DEFAULT_TRAITS, ScriptedEngine, honest_receipt
 from rl_rollout.testing import EngineConformance, generate
-from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged, perturbed
+from rl_rollout.testing.reference_model import PROMPT, TIED_HEAD, canary_of, make_adapter, merged, perturbed
 
 SEQUENCE = np.arange(2, 12, dtype=np.int32)
 EXACT = ProofTolerances()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rl_core.data.records import IntArray
-from rl_rollout.engines.replicas.routing import BLOCK_TOKENS, Router
+from rl_rollout.engines.replicas.replica_set import BLOCK_TOKENS, Router
 
 EVERY = (0, 1, 2)
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from rl_core.errors import EngineDiedError, EngineError
+from rl_rollout.engines import process
+from rl_rollout.engines.process import EngineClient, EngineServer
 from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, SamplingParams
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.engines.scripted import ScriptedEngine
-from rl_rollout.engines.streaming import HostedStreams, generate_streamed, stream
+from rl_rollout.engines.streaming import stream
 
 PROMPT = np.array([5, 9, 14], dtype=np.int32)
 ASKED = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=100, seed=0))
@@ -208,26 +211,27 @@ def test_a_stream_does_not_move_from_a_replica_that_is_removed() -> None:
         run(work)
 
 
-def test_a_caller_elsewhere_that_goes_cancels_its_stream() -> None:
+def test_a_caller_elsewhere_that_goes_cancels_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> list[str]:
         pace, calls, got = Pace(), list[str](), asyncio.Event()
         engine = ScriptedEngine(says(1, 2, 3), pace=pace)
-        await engine.start()
-        streams = HostedStreams(engine)
-        methods = {"begin_stream": streams.begin, "more_tokens": streams.more, "drop_stream": streams.drop}
+        monkeypatch.setattr(process, "engine_class", lambda _: lambda *_: engine)
+        server = EngineServer("scripted", Path(), None)
+        await server.start()
 
         async def call(method: str, *args: Any) -> Any:
             calls.append(method)
-            return await methods[method](*args)
+            return await getattr(server, method)(*args)
 
-        running = asyncio.ensure_future(generate_streamed(call, ASKED, lambda _: got.set()))
+        request = replace(ASKED, on_tokens=lambda _: got.set())
+        running = asyncio.ensure_future(EngineClient(call).generate(request))
         pace.allowed.release()
         await got.wait()
         running.cancel()
         while engine._waiting:  # until the cancelled request has left the engine
             await asyncio.sleep(0)
         with pytest.raises(EngineError, match="lost its streams"):
-            await streams.more("another")
+            await server.more_tokens("another")
         return calls
 
     assert run(work) == ["begin_stream", "more_tokens", "drop_stream"]

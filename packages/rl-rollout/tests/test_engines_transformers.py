@@ -33,8 +33,7 @@ from rl_rollout.engines.transformers import TransformersEngine, TransformersOpti
 from rl_rollout.engines.weight_checks import each_expert, tensor_shapes
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.testing import EngineConformance, UpdateChecks, begin, generate, reference_logprobs, refuses
-from rl_rollout.testing.engine_calls import PROMPT, long_request
-from rl_rollout.testing.reference_model import TIED_HEAD, perturbed, token_logprobs
+from rl_rollout.testing.reference_model import PROMPT, TIED_HEAD, long_request, perturbed, token_logprobs
 
 OPTIONS = TransformersOptions(max_model_len=128)
 
@@ -198,7 +197,7 @@ def test_a_stale_expert_is_named(
 
     monkeypatch.setattr("rl_rollout.engines.transformers_stepper.each_expert", first_a_copy)
     tensors = perturbed(load(mixture_dir), scale=0.05)
-    update, receipt = asyncio.run(UpdateChecks().publish(mixture_engine, tensors, version=1))
+    update, receipt = asyncio.run(UpdateChecks().send(mixture_engine, tensors, version=1))
     with pytest.raises(WeightProofError, match="serves something else") as raised:
         check_receipt(update, receipt, tolerances=ProofTolerances())
     assert raised.value.tensor == name
@@ -287,7 +286,7 @@ def test_an_update_counts_as_a_restart_of_what_runs(engine: TransformersEngine, 
 
     async def update_midway() -> Generation:
         running = await begin(engine, request)
-        await suite.publish(engine, load(tied_model_dir), version=1)
+        await suite.send(engine, load(tied_model_dir), version=1)
         return (await running)[0]
 
     assert asyncio.run(update_midway()).num_preempted == 1

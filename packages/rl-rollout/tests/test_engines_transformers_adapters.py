@@ -30,9 +30,8 @@ from rl_rollout.engines.transformers import TransformersEngine, TransformersOpti
 from rl_rollout.engines.transformers_adapter import NAME, ModelAdapter
 from rl_rollout.engines.transformers_stepper import TransformersStepper
 from rl_rollout.testing import AdapterConformance, begin, generate, refuses
-from rl_rollout.testing.adapter_checks import SEQUENCE
-from rl_rollout.testing.engine_calls import PROMPT, long_request
-from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, make_adapter, merged
+from rl_rollout.testing.reference_model import PROMPT, TIED_HEAD, canary_of, long_request, make_adapter, merged
+from rl_rollout.testing.update_checks import SEQUENCE
 
 RANK = 4
 KINDS = ("q_proj", "v_proj", "down_proj")

@@ -21,8 +21,7 @@ from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, 
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.testing import EngineConformance, generate, joined, reference_logprobs, refuses
-from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.reference_model import TIED_HEAD, perturbed, token_logprobs
+from rl_rollout.testing.reference_model import PROMPT, TIED_HEAD, perturbed, token_logprobs
 from rl_rollout.testing.update_checks import UpdateChecks
 
 

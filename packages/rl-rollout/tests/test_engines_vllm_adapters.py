@@ -20,9 +20,8 @@ from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing import AdapterConformance
-from rl_rollout.testing.adapter_checks import SEQUENCE
-from rl_rollout.testing.engine_calls import refuses, short_request
-from rl_rollout.testing.reference_model import TIED_HEAD, merged, token_logprobs
+from rl_rollout.testing.reference_model import TIED_HEAD, merged, refuses, short_request, token_logprobs
+from rl_rollout.testing.update_checks import SEQUENCE
 
 pytest.importorskip("vllm")
 
@@ -183,7 +182,7 @@ def test_faults_of_prompt_sharing_and_of_waiting_requests_are_named(
         """Switch to the new adapter in the scheduler, and to none in the worker."""
         follow(adapter, running)
         lost = {vllm_request.request_id: None for _, vllm_request in running}
-        served.core.collective_rpc("follow_adapter", args=(lost,))
+        served.core.collective_rpc("with_adapter", args=("follow", lost))
 
     async def update_midway(follow: Any) -> tuple[str, ...]:
         engine, core = served.engine, served.core

@@ -11,8 +11,8 @@ from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.testing import generate, make_tiny_model, reference_logprobs, refuses
-from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.scoring_checks import check_token_scores
+from rl_rollout.testing.generation_checks import check_token_scores
+from rl_rollout.testing.reference_model import PROMPT
 
 VOCAB_SIZE = 1100
 

@@ -8,8 +8,7 @@ import pytest
 
 from rl_core.errors import EngineError
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_rollout.engines.vllm.lora_support import LORA_RANKS, lora_problems, target_modules
-from rl_rollout.engines.vllm.support import VLLMSupport
+from rl_rollout.engines.vllm.support import LORA_RANKS, VLLMSupport, lora_problems, target_modules
 
 CPU = VLLMSupport(
     name="vLLM on cpu",

@@ -27,8 +27,7 @@ from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.engines.weight_checks import module_of
 from rl_rollout.testing import AdapterConformance, EngineConformance, generate, make_tiny_model, refuses
-from rl_rollout.testing.engine_calls import PROMPT
-from rl_rollout.testing.reference_model import TIED_HEAD, make_adapter, perturbed
+from rl_rollout.testing.reference_model import PROMPT, TIED_HEAD, make_adapter, perturbed
 from rl_rollout.testing.update_checks import UpdateChecks
 
 SMALL = {"max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 192, "kv_cache_gib": 0.002}

@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams
 from rl_rollout.engines.scripted import ScriptedEngine
+from rl_rollout.gateway.agent_requests import StreamedAnswer
 from rl_rollout.gateway.apis.chat_completions import ChatCompletions
-from rl_rollout.gateway.asks import Live
 from rl_rollout.gateway.service import ServiceOptions
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1.0}}</tool_call>'
@@ -140,7 +140,7 @@ def test_logprobs_have_the_text_of_each_token_streamed_or_not(stream):
 
 
 def test_the_event_of_a_streamed_token_is_as_openais_own_type_writes_it():
-    api, live = ChatCompletions({"messages": [{"role": "user", "content": "hi"}]}, "policy"), Live()
+    api, live = ChatCompletions({"messages": [{"role": "user", "content": "hi"}]}, "policy"), StreamedAnswer()
     (first,) = api.begin(live)
     for kind, name in (("content", "content"), ("reasoning", "reasoning_content")):
         (event,) = api.piece(0, kind, LINES)

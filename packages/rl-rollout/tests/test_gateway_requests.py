@@ -14,10 +14,10 @@ from rl_rollout import PromptTokenizer, SamplingParams
 from rl_rollout.gateway import journal
 from rl_rollout.gateway.apis.chat_completions import read_chat_request
 from rl_rollout.gateway.apis.responses import read_responses_request
-from rl_rollout.gateway.prefixes import Prefixes
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.replies import ReplyReader
 from rl_rollout.gateway.sampling import decide
+from rl_rollout.gateway.tree import Prefixes
 from rl_rollout.loops.turns import ChatTurns
 
 USER = {"role": "user", "content": "1+2?"}
@@ -128,8 +128,8 @@ def test_a_prompt_is_read_once_however_many_samples_there_are():
 
 @pytest.mark.parametrize("seed", [2**60, -1, -(2**63), 7])
 def test_any_seed_of_64_bits_is_taken(seed):
-    wishes = read(seed=seed).wishes
-    sampling, overridden = decide(wishes, SamplingParams(max_tokens=1), decided_by="client", room=9)
+    requested = read(seed=seed).sampling
+    sampling, overridden = decide(requested, SamplingParams(max_tokens=1), decided_by="client", room=9)
     assert sampling.seed == seed % 2**52
     assert not overridden
 

@@ -39,7 +39,7 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(folder, tmp_path
     assert "Fields: dtype, device, max_model_len" in refused
     assert "JSON object" in refusal(capsys, folder, "--engine-options", "max_model_len=4")
     (tmp_path / "short.key").write_text("1234\n")
-    assert "32 characters" in refusal(capsys, folder, "--owner-key-file", tmp_path / "short.key")
+    assert "length at least 32" in refusal(capsys, folder, "--owner-key-file", tmp_path / "short.key")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = refusal(capsys, folder, "--engine", "transformers", "--port", port)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
+from rl_rollout.audit import audit_session
 from rl_rollout.engines.protocol import Generation
 from rl_rollout.gateway.encoding import ConversationEncoder
 from rl_rollout.gateway.messages import Call, ChatMessage, context_digests
@@ -81,7 +82,7 @@ class Talk:
 
     def trajectories(self):
         rows = self.tree.trajectories("p", 0)
-        self.tree.audit(rows)
+        audit_session(rows, self.tree.spans())
         return rows
 
     def trained(self, row):
@@ -304,7 +305,7 @@ def test_the_audit_finds_a_tree_that_has_other_tokens_than_the_engine_was_given(
     rows = talk.tree.trajectories("p", 0)
     talk.tree.samples[0].turn.new_ids = talk.tree.samples[0].turn.new_ids[1:]
     with pytest.raises(DataError, match="differ from the engine's input"):
-        talk.tree.audit(rows)
+        audit_session(rows, talk.tree.spans())
 
 
 def test_a_long_history_is_neither_rendered_nor_encoded_again_and_takes_little_memory():

@@ -23,7 +23,7 @@ from rl_rollout.loops import trajectory_of
 from rl_rollout.prompts.schema import read_problem
 from rl_rollout.rewards import RewardResult
 from rl_rollout.rewards.scorer import reward_input
-from rl_rollout.rollouter.settling import settle
+from rl_rollout.rollouter.group_events import settle
 from rl_rollout.skip.rows import decode_groups, iter_arrays
 
 TASKS = [TaskSpec(name="learner", needs=frozenset({"input_ids", "reward"}))]

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from rl_core.data.records import Prompt, Trajectory
 from rl_core.errors import DataError, SettingsError
-from rl_rollout.filters import resolve_filter, reward_spread
 from rl_rollout.loops.protocol import SessionResult
-from rl_rollout.refill import Refilled, RefillOptions, refill
+from rl_rollout.refill import Refilled, RefillOptions, refill, resolve_filter, reward_spread
 from rl_rollout.rollout import GroupResult
 
 

@@ -15,7 +15,7 @@ from rl_rollout import RewardScorer, Rollout, SamplingParams, SessionLoop, Singl
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.loops.conversation import TurnLimits
 from rl_rollout.loops.tools import ToolsLoop, ToolsOptions
-from rl_rollout.rescoring import can_score_again
+from rl_rollout.rollout import can_score_again
 from rl_rollout.tools import ToolBox
 
 END = "<|im_end|>"

@@ -1,6 +1,6 @@
 """Reports of the engines below a rollouter."""
 
-from rl_rollout.engines.engine_load import EngineLoad
+from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.rollouter.rollouter import engine_reports
 
 SPEAKS = "engine[0] is serving in pid 7; pending calls: generate.\nits event loop is responsive\nthread MainThread ..."

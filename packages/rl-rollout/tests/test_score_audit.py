@@ -152,5 +152,7 @@ def test_groups_say_what_was_scored_again_and_refuse_what_differs():
 
 
 def test_a_share_that_is_none_is_refused():
-    with pytest.raises(SettingsError, match="rescored_share must be from 0 to 1; found 2"):
+    with pytest.raises(
+        SettingsError, match=r"rescored_share of AuditOptions must be .* at least 0 and at most 1; found 2"
+    ):
         AuditOptions(rescored_share=2)

@@ -7,8 +7,8 @@ from typing import Any, cast
 import numpy as np
 
 from rl_core.data import NO_VERSION, BoolArray, ExpertArray, FloatArray, IntArray, Trajectory
-from rl_core.errors import DataError, SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.errors import DataError
+from rl_core.record_fields import UnitFloat, settings_record
 from rl_core.weights import BFLOAT16_TOLERANCES
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 
@@ -29,20 +29,10 @@ class AuditOptions:
         seed: Seed of the choice.
     """
 
-    share: float = 1.0
-    rescored_share: float = 0.02
+    share: UnitFloat = 1.0
+    rescored_share: UnitFloat = 0.02
     rescored_tolerance: float = BFLOAT16_TOLERANCES.canary
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the shares.
-
-        Raises:
-            SettingsError: A share is not from 0 to 1.
-        """
-        for name in ("share", "rescored_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise SettingsError(f"audit {name} must be from 0 to 1; found {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +193,11 @@ def audit_experts(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
     is_sampled = trajectory.loss_mask[1 : num_rows + 1]  # where only the request that sampled the next token decides
     for _ in range(2):  # again for rows that no such request reported
         for experts, span in told:
-            _check_shape(trajectory, given, experts)
+            if given.shape[1:] != experts.shape[1:]:
+                raise DataError(
+                    f"{_name(trajectory)}: routed_experts has {list(given.shape[1:])} (layers, top_k) per token; the "
+                    f"engine reported {list(experts.shape[1:])}."
+                )
             known, sampled = _told(trajectory, span, num_rows)
             rows = np.flatnonzero(np.where(is_sampled, sampled, known) & ~is_right)
             first = rows[(expected[rows] < 0).all(axis=(1, 2))]
@@ -225,14 +219,6 @@ def _own_first(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> Sequence
     """Order the spans so that the trajectory's own span comes first, if each session made one request."""
     first = trajectory.session_index % len(spans) if spans else 0
     return (*spans[first:], *spans[:first])
-
-
-def _check_shape(trajectory: Trajectory, given: ExpertArray, experts: ExpertArray) -> None:
-    if given.shape[1:] != experts.shape[1:]:
-        raise DataError(
-            f"{_name(trajectory)}: routed_experts has {list(given.shape[1:])} (layers, top_k) per token; the engine "
-            f"reported {list(experts.shape[1:])}."
-        )
 
 
 def _told(trajectory: Trajectory, span: SampledSpan, num_rows: int) -> tuple[BoolArray, BoolArray]:

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rl_rollout.engines.registry import known_engines
+from rl_rollout.engines.options import known_engines
 
 LONGEST = 1 << 40
 
@@ -73,11 +73,8 @@ def add_gateway(parts: Any) -> None:
     add("--engine-options", default="{}", metavar="JSON", help="engine options as one JSON object")
     own = "run the engine in a separate process (default: yes for vllm)"
     add("--engine-process", action=argparse.BooleanOptionalAction, help=own)
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="address (default: 127.0.0.1); use others only in trusted networks",
-    )
+    host = "address (default: 127.0.0.1); use others only in trusted networks"
+    add("--host", default="127.0.0.1", help=host)
     add("--port", type=int, default=8000, help="port; 0 chooses a free one (default: 8000)")
     add("--model", metavar="NAME", help="model name shown to clients (default: the folder's name)")
     add("--owner-key-file", type=Path, metavar="FILE", help="file with the owner's key; created if missing")

@@ -3,20 +3,29 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Any
 
 import structlog
 
 from rl_core.data import IntArray, Json, Prompt, Trajectory
 from rl_core.errors import DataError, RolloutError, SettingsError
-from rl_core.record_fields import record, settings_record
+from rl_core.record_fields import PositiveInt, record, settings_record
 from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops.outcomes import check_sessions
-from rl_rollout.loops.protocol import SEED_BITS, AgentLoop, LoopContext, SessionResult, describe_failure, stable_seed
+from rl_rollout.loops.protocol import (
+    SEED_BITS,
+    AgentLoop,
+    Judged,
+    LoopContext,
+    SessionResult,
+    describe_failure,
+    loop_name,
+    stable_seed,
+)
+from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.rescoring import score_again
 from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.score_audit import Rescored, ScoreAudit, ServedVersion
 from rl_rollout.user_errors import ends_the_run
@@ -65,6 +74,7 @@ class GroupResult:
         return tuple(session.failure for session in self.sessions if session.failure is not None)
 
 
+Judge = Callable[[SessionResult, LoopContext], Judged]
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 """Called with each group when its last session ends, in the order of completion."""
 
@@ -78,17 +88,8 @@ class RolloutOptions:
         audit: Options of the audit.
     """
 
-    max_concurrent_groups: int | None = None
-    audit: AuditOptions = field(default_factory=AuditOptions)
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: max_concurrent_groups is not positive.
-        """
-        if self.max_concurrent_groups is not None and self.max_concurrent_groups < 1:
-            raise SettingsError(f"max_concurrent_groups must be at least 1; found {self.max_concurrent_groups}.")
+    max_concurrent_groups: PositiveInt | None = None
+    audit: AuditOptions = AuditOptions()
 
 
 class Rollout:
@@ -210,14 +211,31 @@ class Rollout:
     async def score_again(self, groups: Sequence[GroupResult]) -> list[GroupResult]:
         """Return the same trajectories with rewards from the current scorer. Failed sessions stay unchanged.
 
+        Reward components stay if the new reward has none of the same name.
+
         Raises:
             SettingsError: The loop cannot recover the text that its reward judges from a stored session.
         """
         await self.start()
+        judged: Judge | None = getattr(self._loop, "judged", None)
+        if judged is None:
+            raise SettingsError(
+                f"{loop_name(self._loop)} cannot recover the text that its reward judges from a stored session: it has "
+                "no `judged` method. Keep the stored rewards, or generate the sessions again."
+            )
         context = self._context(self._engine, SamplingParams(max_tokens=1))
-        stored = [(group.prompt, group.sessions) for group in groups]
-        again = await score_again(stored, loop=self._loop, context=context)
+        again = await asyncio.gather(*(self._judged_again(group, judged, context) for group in groups))
         return [replace(group, sessions=sessions) for group, sessions in zip(groups, again, strict=True)]
+
+    async def _judged_again(self, group: GroupResult, judged: Judge, context: LoopContext) -> tuple[SessionResult, ...]:
+        prompt, sessions = group.prompt, group.sessions
+        finished = [session for session in sessions if session.failure is None]
+        inputs = [judged(session, context).as_input(prompt) for session in finished]
+        scores = await context.scorer.score(inputs) if inputs else []
+        unscored = [[replace(row, reward=None, reward_components={}) for row in one.trajectories] for one in finished]
+        scored = map(with_reward, unscored, scores)
+        again = [next(scored) if session.failure is None else session for session in sessions]
+        return check_sessions(again, loop=self._loop, prompt=prompt, num_sessions=len(again))
 
     def _context(self, engine: RolloutEngine, sampling: SamplingParams) -> LoopContext:
         return LoopContext(
@@ -336,3 +354,8 @@ def require_some_success(results: Sequence[GroupResult]) -> None:
         raise RolloutError(f"all {len(failures)} sessions failed; the first: {failures[0]}") from next(
             (result.error for result in results if result.error is not None), None
         )
+
+
+def can_score_again(loop: AgentLoop | type[AgentLoop]) -> bool:
+    """Return True if a loop, or a class of loops, can recover the text that its reward judges from a stored session."""
+    return callable(getattr(loop, "judged", None))

@@ -15,6 +15,7 @@ log = structlog.get_logger(__name__)
 ServedVersion = Callable[[], int | None]
 """Returns the version that all engines serve, or None during a weight update."""
 
+SUMMED = ("num_sessions", "num_skipped", "num_tokens", "sum_diff")
 ROUNDING_TOKENS = 8
 """Number of extra tokens with zero difference in a turn's mean, because one bfloat16 token may differ much."""
 
@@ -40,14 +41,11 @@ class Rescored:
     @classmethod
     def total(cls, parts: Iterable["Rescored"]) -> "Rescored":
         """Combine several results."""
-        all_parts = list(parts)
-        return cls(
-            num_sessions=sum(one.num_sessions for one in all_parts),
-            num_skipped=sum(one.num_skipped for one in all_parts),
-            num_tokens=sum(one.num_tokens for one in all_parts),
-            sum_diff=sum(one.sum_diff for one in all_parts),
-            max_diff=max((one.max_diff for one in all_parts), default=0.0),
-        )
+        total = cls()
+        for part in parts:
+            sums = {name: getattr(total, name) + getattr(part, name) for name in SUMMED}
+            total = cls(**sums, max_diff=max(total.max_diff, part.max_diff))
+        return total
 
 
 class ScoreAudit:
@@ -94,8 +92,8 @@ class ScoreAudit:
         if not self._serves(versions):
             return skipped
         pairs = zip(trajectories, scores, strict=True)
-        found = [_compared(row, one.token_logprobs, self._tolerance) for row, one in pairs]
-        return Rescored.total([Rescored(num_sessions=1), *found])
+        compared = [_compared(row, one.token_logprobs, self._tolerance) for row, one in pairs]
+        return Rescored.total([Rescored(num_sessions=1), *compared])
 
     def _serves(self, versions: set[int]) -> bool:
         return self._served is None or self._served() in versions

@@ -1,9 +1,8 @@
 """Engines that generate responses. Importing this package loads no engine; import each from its own module."""
 
 from rl_core.weights import TokenScores
-from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.model_folder import end_token_ids, max_positions, model_end_tokens, vocabulary_size
-from rl_rollout.engines.options import TransformersOptions, VLLMOptions
+from rl_rollout.engines.options import TransformersOptions, VLLMOptions, engine_class, known_engines
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import (
     EngineTraits,
@@ -14,8 +13,9 @@ from rl_rollout.engines.protocol import (
     SamplingParams,
     Structure,
 )
-from rl_rollout.engines.registry import engine_class, known_engines
-from rl_rollout.engines.replicas.engine import ReplicatedEngine, publish_to
+from rl_rollout.engines.publishing import publish_to
+from rl_rollout.engines.replicas.engine import ReplicatedEngine
+from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.engines.response_text import ResponseText
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.engines.streaming import stream

@@ -7,22 +7,13 @@ from rl_core.errors import EngineError, RLError
 from rl_core.files import preview, read_json_object, read_safetensors_header
 from rl_core.record_fields import converts_arguments
 
-MAX_SIZES = {
-    "num_hidden_layers": 4096,
-    "num_experts": 65536,
-    "num_local_experts": 65536,
-    "n_routed_experts": 65536,
-    "n_shared_experts": 65536,
-    "num_attention_heads": 65536,
-    "num_key_value_heads": 65536,
-    "head_dim": 1 << 16,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 24,
-    "moe_intermediate_size": 1 << 24,
-    "vocab_size": 1 << 26,
-    "max_position_embeddings": 1 << 40,
-    "num_labels": 1 << 16,
-}
+_HEADS_AND_EXPERTS = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_labels"),
+)
+MAX_SIZES = dict.fromkeys(_HEADS_AND_EXPERTS, 1 << 16) | {"num_hidden_layers": 4096, "hidden_size": 1 << 20}
+MAX_SIZES |= {"intermediate_size": 1 << 24, "moe_intermediate_size": 1 << 24, "vocab_size": 1 << 26}
+MAX_SIZES |= {"max_position_embeddings": 1 << 40}
 """Upper limits of config.json. Libraries create a module per layer and expert before they read weights."""
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -49,8 +40,7 @@ def require_model_folder(model_dir: Path) -> None:
         read_safetensors_header(file, error=EngineError)
     check_config(model_dir / "config.json", error=EngineError)
     for name in ("generation_config.json", "model.safetensors.index.json"):
-        if (model_dir / name).exists():
-            _read(model_dir / name)
+        _read(model_dir / name)
 
 
 def check_config(file: Path, *, error: type[RLError]) -> None:
@@ -58,9 +48,9 @@ def check_config(file: Path, *, error: type[RLError]) -> None:
     config = read_json_object(file, error=error)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, most in MAX_SIZES.items():
-            found = part.get(name)
-            if found is not None and (type(found) is not int or not 0 <= found <= most):
-                raise error(f"{file} must have {name} from 0 to {most}; found {preview(found)}.")
+            size = part.get(name)
+            if size is not None and (type(size) is not int or not 0 <= size <= most):
+                raise error(f"{file} must have {name} from 0 to {most}; found {preview(size)}.")
         for name in KERNELS:
             if "/" in str(part.get(name)):
                 raise error(
@@ -93,13 +83,12 @@ def model_end_tokens(model_dir: Path) -> tuple[int, ...]:
         EngineError: A file cannot be read, or names an invalid token.
     """
     for name in ("generation_config.json", "config.json"):
-        file = model_dir / name
-        found = _read(file).get("eos_token_id") if file.exists() else None
-        if found is not None:
-            several = found if isinstance(found, list) else [found]
-            if any(type(token) is not int for token in several):
-                raise EngineError(f"{file} must have integers as eos_token_id; found {preview(found)}.")
-            return tuple(several)
+        tokens = _read(model_dir / name).get("eos_token_id")
+        if tokens is not None:
+            tokens = tokens if isinstance(tokens, list) else [tokens]
+            if any(type(token) is not int for token in tokens):
+                raise EngineError(f"{model_dir / name} must have integers as eos_token_id; found {preview(tokens)}.")
+            return tuple(tokens)
     return ()
 
 
@@ -110,17 +99,14 @@ def tokenizer_end_token(model_dir: Path) -> int | None:
     Raises:
         EngineError: A file cannot be read.
     """
-    config, special = (
-        _read(file) if (file := model_dir / name).exists() else {}
-        for name in ("tokenizer_config.json", "special_tokens_map.json")
-    )
+    config, special = (_read(model_dir / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     token = config.get("eos_token", special.get("eos_token"))
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         return None
     named = config.get("added_tokens_decoder")
     ids = {str(one.get("content")): int(at) for at, one in named.items()} if isinstance(named, dict) else {}
-    if text not in ids and (model_dir / "tokenizer.json").exists():
+    if text not in ids:
         whole = _read(model_dir / "tokenizer.json")
         vocabulary = whole.get("model", {}).get("vocab")
         if isinstance(vocabulary, dict) and isinstance(vocabulary.get(text), int):
@@ -151,14 +137,14 @@ def vocabulary_size(model_dir: Path) -> int:
 
 def _size(model_dir: Path, name: str, *, advice: str = "") -> int:
     """Return a size of the text model, also for models with other inputs."""
-    file = model_dir / "config.json"
-    config = _read(file)
+    config = read_json_object(model_dir / "config.json", error=EngineError)
     text = config.get("text_config", config)
-    found = text.get(name) if isinstance(text, dict) else None
-    if type(found) is not int or not 1 <= found <= MAX_SIZES[name]:
-        raise EngineError(f"{file} has no {name}.{advice}")
-    return found
+    size = text.get(name) if isinstance(text, dict) else None
+    if type(size) is not int or not 1 <= size <= MAX_SIZES[name]:
+        raise EngineError(f"{model_dir / 'config.json'} has no {name}.{advice}")
+    return size
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return read_json_object(file, error=EngineError)
+    """Read a JSON object; empty if there is no such file."""
+    return read_json_object(file, error=EngineError) if file.exists() else {}

@@ -1,8 +1,9 @@
 """Options of the engines. Importing this module loads no engine."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from rl_core.record_fields import NonNegativeInt, PositiveFloat, PositiveInt, settings_record
+from rl_core.registry import Registry
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -79,3 +80,28 @@ class TransformersOptions:
     max_lora_rank: NonNegativeInt = 0
     lora_target_modules: tuple[str, ...] = ()
     seed: int = 0
+
+
+_ENGINES: Registry[Any] = Registry(
+    "engine",
+    {
+        "vllm": "rl_rollout.engines.vllm:VLLMEngine",
+        "transformers": "rl_rollout.engines.transformers:TransformersEngine",
+        "scripted": "rl_rollout.engines.scripted:ScriptedEngine",
+    },
+    group="rl_rollout.engines",
+)
+
+
+def known_engines() -> list[str]:
+    """Return all names, sorted."""
+    return _ENGINES.names()
+
+
+def engine_class(name: str) -> Any:
+    """Import and return the engine class of this name. Most take a model folder and options.
+
+    Raises:
+        SettingsError: The name is unknown. The message lists the known names.
+    """
+    return _ENGINES.get(name)

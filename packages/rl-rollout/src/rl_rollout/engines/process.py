@@ -1,7 +1,9 @@
 """Runs any engine in its own process, on this machine or on Ray, with the same protocol."""
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,7 +35,7 @@ from rl_core.errors import (
 from rl_core.gpus import GpuUse, gpu_use_of
 from rl_core.record_fields import converts_arguments, settings_record
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
-from rl_rollout.engines.gate import Gate
+from rl_rollout.engines.options import engine_class
 from rl_rollout.engines.protocol import (
     EngineTraits,
     GenerateRequest,
@@ -41,8 +43,8 @@ from rl_rollout.engines.protocol import (
     NewTokens,
     RolloutEngine,
 )
-from rl_rollout.engines.registry import engine_class
-from rl_rollout.engines.streaming import HostedStreams, generate_streamed
+from rl_rollout.engines.publishing import Gate
+from rl_rollout.engines.streaming import TokenStream
 
 T = TypeVar("T")
 
@@ -69,8 +71,8 @@ class EnginePlacement:
     deadline_s: float = 600.0
 
 
-class EngineCalls:
-    """The engine protocol's methods on top of any way to call an engine by method name."""
+class EngineClient:
+    """The engine protocol's methods on top of any way to call an `EngineServer` by method name."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
         """Store the call function: `call(method, *args, **kwargs)`."""
@@ -79,10 +81,26 @@ class EngineCalls:
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`. A streamed request polls for tokens until it ends."""
-        if request.on_tokens is not None:
-            return await generate_streamed(self._call, request, request.on_tokens)
-        generations: list[Generation] = await self._call("generate", request)
-        return generations
+        on_tokens = request.on_tokens
+        if on_tokens is None:
+            generations: list[Generation] = await self._call("generate", request)
+            return generations
+        name, ended = uuid.uuid4().hex, dict[int, Generation]()
+        try:
+            pieces = await self._call("begin_stream", name, replace(request, on_tokens=None))
+            while True:
+                for piece in pieces:
+                    on_tokens(piece)
+                    if piece.ended is not None:
+                        ended[piece.sample_index] = piece.ended
+                if len(ended) == request.num_samples:
+                    return [ended[index] for index in range(request.num_samples)]
+                pieces = await self._call("more_tokens", name)
+        finally:
+            if len(ended) < request.num_samples:  # the rest is not needed
+                dropping = asyncio.ensure_future(self._drop_stream(name))
+                _dropping.add(dropping)
+                dropping.add_done_callback(_dropping.discard)
 
     async def score(
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
@@ -93,31 +111,14 @@ class EngineCalls:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`. Sends the file's content if the engine cannot read the file."""
-        if update.is_sent or update.shared is not None:
-            return await self._take(replace(update, tensors=None), None)
-        if update.file is None:
-            raise EngineError(
-                "an engine in its own process needs weights from a file; found tensors of this process. Pack the "
-                "update with rl_core.weights.SharedFileTransport."
-            )
-        if not update.file.is_file():
-            raise WeightsGoneError(
-                f"the file of weight update {update.version} no longer exists: {update.file}. Keep its transport open "
-                "until every engine has loaded it."
-            )
-        if self._sees_files is None:
-            self._sees_files = await self._call("sees", update.file)
-        content = None if self._sees_files else np.memmap(update.file, dtype=np.uint8, mode="r")
-        return await self._take(replace(update, tensors=None), content)
+        content = None if update.is_sent or update.shared is not None else await self._unseen_content(update)
+        receipt: WeightReceipt = await self._call("update_weights", replace(update, tensors=None), content)
+        return receipt
 
     async def gpu_use(self) -> list[GpuUse]:
         """Return the use of each of the engine's GPUs since the last call; empty on CPUs."""
-        found: list[GpuUse] = await self._call("gpu_use")
-        return found
-
-    async def _take(self, update: WeightUpdate, content: NDArray[np.uint8] | None) -> WeightReceipt:
-        receipt: WeightReceipt = await self._call("update_weights", update, content)
-        return receipt
+        use: list[GpuUse] = await self._call("gpu_use")
+        return use
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
@@ -131,8 +132,31 @@ class EngineCalls:
         """See `RolloutEngine.wake`."""
         await self._call("wake")
 
+    async def _unseen_content(self, update: WeightUpdate) -> NDArray[np.uint8] | None:
+        """Return the content of an update's file, or None if the engine can read the file."""
+        if update.file is None:
+            raise EngineError(
+                "an engine in its own process needs weights from a file; found tensors of this process. Pack the "
+                "update with rl_core.weights.SharedFileTransport."
+            )
+        if not update.file.is_file():
+            raise WeightsGoneError(
+                f"the file of weight update {update.version} no longer exists: {update.file}. Keep its transport open "
+                "until every engine has loaded it."
+            )
+        if self._sees_files is None:
+            self._sees_files = await self._call("sees", update.file)
+        return None if self._sees_files else np.memmap(update.file, dtype=np.uint8, mode="r")
 
-class ProcessEngine(EngineCalls):
+    async def _drop_stream(self, name: str) -> None:
+        with suppress(RLError):  # the engine may have died
+            await self._call("drop_stream", name)
+
+
+_dropping: set["asyncio.Future[None]"] = set()
+
+
+class ProcessEngine(EngineClient):
     """A `RolloutEngine` whose model lives in its own process, which ends with this one.
 
     Weights arrive as a file (`rl_core.weights.SharedFileTransport`), over the network, or in shared GPU memory
@@ -151,19 +175,19 @@ class ProcessEngine(EngineCalls):
         """Choose an engine. `start` starts its process.
 
         Args:
-            name: A name from `rl_rollout.engines.registry`, such as "vllm".
+            name: A name from `rl_rollout.engines.options`, such as "vllm".
             model_dir: A Hugging Face folder.
             options: The engine's options.
             host: Placement of its process. By default, a process on this machine.
             index: Index among equal engines, for messages and logs.
         """
-        super().__init__(self._ask)
+        super().__init__(self._call_started)
         self.gate = Gate()
         self._host = host or EnginePlacement()
         self._spec = RoleSpec(
             name=f"{name} engine",
             rank=index,
-            factory="rl_rollout.engines.process:HostedEngine",
+            factory="rl_rollout.engines.process:EngineServer",
             kwargs={"name": name, "model_dir": Path(model_dir), "options": options},
             environment=self._host.environment,
             restart=RestartPolicy(max_restarts=self._host.max_restarts, hook=self._revive),
@@ -172,7 +196,7 @@ class ProcessEngine(EngineCalls):
         self._traits: EngineTraits | None = None
         self._is_closed = False
         self._died_in = 0
-        self.on_restart: Callable[[EngineCalls], Awaitable[None]] | None = None
+        self.on_restart: Callable[[EngineClient], Awaitable[None]] | None = None
 
     @property
     def traits(self) -> EngineTraits:
@@ -210,14 +234,12 @@ class ProcessEngine(EngineCalls):
             return
         host = self._host
         try:
-            role = await open_cluster(host.cluster).start(self._spec, pool=host.pool, deadline_s=host.deadline_s)
-            self._role = role
+            self._role = await open_cluster(host.cluster).start(self._spec, pool=host.pool, deadline_s=host.deadline_s)
         except RoleError as error:
             raise EngineError(f"the engine could not start: {error}") from error
-        limit = asyncio.timeout(host.deadline_s)
         try:
-            async with limit:
-                self._traits = await self._loaded(role)
+            async with asyncio.timeout(host.deadline_s) as limit:
+                self._traits = await self._loaded(self._role)
         except TimeoutError:
             if not limit.expired():
                 raise  # another deadline, with a more specific message
@@ -257,7 +279,7 @@ class ProcessEngine(EngineCalls):
                 except RoleDiedError as ending:
                     raise _engine_died(ending) from ending
 
-    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def _call_started(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.traits  # noqa: B018 - raises unless started
         if method in OF_THIS_LIFE and self.state == "restarting":
             lost = {"more_tokens": "its streams are lost", "gpu_use": "its GPU figures are lost"}
@@ -283,16 +305,19 @@ class ProcessEngine(EngineCalls):
             return  # it died before its engine started; `start` handles this
         self._traits = await role.call("start")
         if self.on_restart is not None:
-            await self.on_restart(EngineCalls(role.call))
+            await self.on_restart(EngineClient(role.call))
 
 
-class HostedEngine:
-    """The engine inside its process. `start` sends its traits. A failed engine ends its process."""
+class EngineServer:
+    """The engine inside its process. `start` sends its traits. A failed engine ends its process.
+
+    Remote callers of streams poll for tokens. Unread tokens wait here.
+    """
 
     def __init__(self, name: str, model_dir: Path, options: object) -> None:
         """Create the engine without starting it."""
         self._engine: RolloutEngine = engine_class(name)(model_dir, options)
-        self._streams = HostedStreams(self._engine)
+        self._streams: dict[str, TokenStream] = {}
 
     async def start(self) -> EngineTraits:
         """Start the engine."""
@@ -301,28 +326,41 @@ class HostedEngine:
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         """Return any other method of `RolloutEngine`."""
-        ask = getattr(self.__dict__["_engine"], method)
-
-        async def answer(*args: Any, **kwargs: Any) -> Any:
-            return await _or_end(ask(*args, **kwargs))
-
-        return answer
+        call = getattr(self.__dict__["_engine"], method)
+        return lambda *args, **kwargs: _or_end(call(*args, **kwargs))
 
     async def gpu_use(self) -> list[GpuUse]:
-        """See `EngineCalls.gpu_use`; empty for an engine that does not report its GPUs."""
+        """See `EngineClient.gpu_use`; empty for an engine that does not report its GPUs."""
         return await gpu_use_of(self._engine)
 
     async def begin_stream(self, name: str, request: GenerateRequest) -> list[NewTokens]:
-        """See `HostedStreams.begin`."""
-        return await _or_end(self._streams.begin(name, request))
+        """Start to generate under a name, and return the first tokens."""
+        self._streams[name] = TokenStream(self._engine, request)
+        return await self.more_tokens(name)
 
     async def more_tokens(self, name: str) -> list[NewTokens]:
-        """See `HostedStreams.more`."""
-        return await _or_end(self._streams.more(name))
+        """Return the tokens since the last call.
+
+        Raises:
+            EngineError: See `generate`. Also raised if the stream belongs to an earlier engine.
+        """
+        tokens = self._streams.get(name)
+        if tokens is None:
+            raise EngineError("the engine restarted and lost its streams. Send the request again.")
+        is_over = True
+        try:
+            pieces = await _or_end(tokens.next())
+            is_over = not tokens.num_open
+        finally:
+            if is_over:
+                await self.drop_stream(name)
+        return pieces
 
     async def drop_stream(self, name: str) -> None:
-        """See `HostedStreams.drop`."""
-        await self._streams.drop(name)
+        """Cancel a stream that its caller no longer reads."""
+        tokens = self._streams.pop(name, None)
+        if tokens is not None:
+            await tokens.close()
 
     def sees(self, file: Path) -> bool:
         """Return True if the file of the learner's host is also visible here."""

@@ -175,15 +175,12 @@ class RolloutEngine(Protocol):
     @property
     def traits(self) -> EngineTraits:
         """Properties of the engine. Raises NotReadyError before `start`."""
-        ...
 
     async def start(self) -> None:
         """Load the model, which is slow. The engine serves version 0 until the first update."""
-        ...
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """Return num_samples responses, in order. An aborted one has finish_reason "abort" and its tokens so far."""
-        ...
 
     async def score(
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
@@ -198,18 +195,15 @@ class RolloutEngine(Protocol):
         Raises:
             EngineError: top_k is negative, above the vocabulary, or above `EngineTraits.max_top_k`.
         """
-        ...
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Replace all weights between two decoding steps, and drop caches computed with the old weights.
 
         Running requests continue under the new weights.
         """
-        ...
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """End these requests, or all (None). Their `generate` calls return the tokens so far, with reason "abort"."""
-        ...
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Free the memory of weights and KV cache until `wake`. Requests made meanwhile are refused.
@@ -221,12 +215,9 @@ class RolloutEngine(Protocol):
         Raises:
             EngineError: The platform does not support it (see `EngineTraits.can_sleep`), or requests are running.
         """
-        ...
 
     async def wake(self) -> None:
         """Allocate the memory again, and restore the weights if they were kept. Does nothing when awake."""
-        ...
 
     async def close(self) -> None:
         """Free all resources and end all processes. Safe to call twice."""
-        ...

@@ -1,5 +1,7 @@
 """Checks whether an engine can serve a request, in the same way for every engine."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rl_core.data import IntArray
@@ -32,7 +34,7 @@ def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
         )
     for sampling in set(samplings):
         _check_sampling(sampling, traits)
-    check_token_ids(request.input_ids, traits, what="input_ids")
+    _check_token_ids(request.input_ids, traits, what="input_ids")
     if request.adapter is not None:
         _check_adapter(request.adapter, traits)
     longest = max(sampling.max_tokens for sampling in samplings)
@@ -44,25 +46,11 @@ def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
         )
 
 
-def check_sequence(sequence: IntArray, traits: EngineTraits) -> None:
-    """Refuse a sequence that cannot be scored.
+def check_scoring(sequences: Sequence[IntArray], top_k: int, traits: EngineTraits) -> None:
+    """Refuse sequences that cannot be scored, or an invalid number of top tokens.
 
     Raises:
-        EngineError: It is empty, too long, or has token ids outside the vocabulary.
-    """
-    check_token_ids(sequence, traits, what="sequence")
-    if len(sequence) > traits.max_model_len:
-        raise EngineError(
-            f"a sequence must be at most max_model_len = {traits.max_model_len} tokens to be scored; found "
-            f"{len(sequence)}. Start the engine with a larger max_model_len."
-        )
-
-
-def check_top_k(top_k: int, traits: EngineTraits) -> None:
-    """Refuse an invalid number of top tokens.
-
-    Raises:
-        EngineError: top_k is invalid. The message states the maximum and the fix.
+        EngineError: A sequence is empty, too long, or has token ids outside the vocabulary; or top_k is invalid.
     """
     if top_k < 0:
         raise EngineError(
@@ -75,14 +63,25 @@ def check_top_k(top_k: int, traits: EngineTraits) -> None:
             f"top_k must be at most the engine's max_top_k = {traits.max_top_k}; found {top_k}. Lower top_k, or start "
             f"the engine with max_top_k = {top_k} (VLLMOptions.max_top_k)."
         )
+    for sequence in sequences:
+        _check_token_ids(sequence, traits, what="sequence")
+        if len(sequence) > traits.max_model_len:
+            raise EngineError(
+                f"a sequence must be at most max_model_len = {traits.max_model_len} tokens to be scored; found "
+                f"{len(sequence)}. Start the engine with a larger max_model_len."
+            )
 
 
-def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> None:
-    """Check that token ids are a [T] array of ids in the vocabulary, T >= 1.
+def aborted_generations(request: GenerateRequest) -> list[Generation]:
+    """Return the empty results of a request that was aborted before its first token."""
+    nothing = np.zeros(0, dtype=np.int32)
+    logprobs = nothing.astype(np.float32)
+    aborted = Generation(token_ids=nothing, logprobs=logprobs, policy_versions=nothing, finish_reason="abort")
+    return [aborted] * request.num_samples
 
-    Raises:
-        EngineError: They are not. The message names the fault.
-    """
+
+def _check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> None:
+    """Check that token ids are a [T] array of ids in the vocabulary, T >= 1."""
     if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu":
         raise EngineError(
             f"{what} must be a [T] integer array with T >= 1; found shape {list(token_ids.shape)} of "
@@ -94,15 +93,6 @@ def check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> 
             f"{what} must contain token ids from 0 to {traits.vocab_size - 1}; found {low if low < 0 else high}. "
             "Check that the tokenizer belongs to this model."
         )
-
-
-def aborted_generations(request: GenerateRequest) -> list[Generation]:
-    """Return the empty results of a request that was aborted before its first token."""
-    nothing = np.zeros(0, dtype=np.int32)
-    one = Generation(
-        token_ids=nothing, logprobs=nothing.astype(np.float32), policy_versions=nothing, finish_reason="abort"
-    )
-    return [one] * request.num_samples
 
 
 def _check_adapter(adapter: str, traits: EngineTraits) -> None:

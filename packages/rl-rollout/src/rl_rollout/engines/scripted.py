@@ -10,12 +10,11 @@ import numpy as np
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate, tensor_checksum
-from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
-from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
+from rl_rollout.engines.publishing import Gate
+from rl_rollout.engines.requests import check_request, check_scoring
 from rl_rollout.engines.response_text import Decode, ResponseText
-from rl_rollout.engines.rest import Rest
-from rl_rollout.engines.stepper import Sample
+from rl_rollout.engines.stepper import Sample, SleepState
 
 Script = (
     Mapping[tuple[int, ...], Sequence[Sequence[int]]]
@@ -73,7 +72,7 @@ class ScriptedEngine:
         self._receive = receive or honest_receipt
         self._version = 0
         self._waiting: dict[asyncio.Future[None], str | None] = {}
-        self._rest = Rest()
+        self._sleep_state = SleepState()
         self._is_started = False
         self._is_closed = False
 
@@ -94,7 +93,7 @@ class ScriptedEngine:
 
     async def _generate(self, request: GenerateRequest) -> list[Generation]:
         check_request(request, self.traits)
-        self._rest.check()
+        self._sleep_state.check()
         self.requests.append(request)
         return list(await asyncio.gather(*(self._respond(request, index) for index in range(request.num_samples))))
 
@@ -106,18 +105,16 @@ class ScriptedEngine:
         with_experts: bool = False,  # noqa: ARG002 - the protocol's argument
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`. Other tokens share the rest of the mass evenly. It reports no experts."""
-        check_top_k(top_k, self.traits)
-        for sequence in sequences:
-            check_sequence(sequence, self.traits)
-        self._rest.check()
+        check_scoring(sequences, top_k, self.traits)
+        self._sleep_state.check()
         return [_spread(sequence, self._score(sequence), top_k, self._traits.vocab_size) for sequence in sequences]
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`."""
         self.traits  # noqa: B018 - raises unless started
-        self._rest.check(update)
+        self._sleep_state.check(update)
         receipt = self._receive(update)
-        self._rest.lacks_weights = False
+        self._sleep_state.lacks_weights = False
         self.updates.append(update)
         self._version = update.version
         return receipt
@@ -133,11 +130,11 @@ class ScriptedEngine:
         """See `RolloutEngine.sleep`."""
         if not self.traits.can_sleep or self._waiting:
             raise EngineError(f"{self.traits.name} cannot sleep, or has {len(self._waiting)} samples running.")
-        self._rest.begin(level)
+        self._sleep_state.begin(level)
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
-        self._rest.is_asleep = False
+        self._sleep_state.is_asleep = False
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -204,8 +201,7 @@ class ScriptedEngine:
 
 
 def _tell(request: GenerateRequest, index: int, sample: Sample) -> None:
-    news = None if request.on_tokens is None else sample.news(index)
-    if news is not None and request.on_tokens is not None:
+    if request.on_tokens is not None and (news := sample.news(index)) is not None:
         request.on_tokens(news)
 
 

@@ -20,12 +20,11 @@ from rl_core.data import IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
-from rl_rollout.engines.gate import Gate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure
-from rl_rollout.engines.requests import check_request, check_sequence, check_top_k
+from rl_rollout.engines.publishing import Gate
+from rl_rollout.engines.requests import check_request, check_scoring
 from rl_rollout.engines.response_text import Decode, ResponseText
-from rl_rollout.engines.rest import Rest
-from rl_rollout.engines.stepper import Sample, Stepper
+from rl_rollout.engines.stepper import Sample, SleepState, Stepper
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +75,7 @@ class SteppedEngine:
         self._pump: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._is_closed = False
-        self._rest = Rest()
+        self._sleep_state = SleepState()
 
     @property
     def traits(self) -> EngineTraits:
@@ -125,41 +124,30 @@ class SteppedEngine:
                 sample.text = ResponseText(await self._loaded_decoder(), input_ids, stop=sampling.stop)
             samples.append(sample)
         await self._run(samples, request.on_tokens)
-        if failures := [sample.failure for sample in samples if sample.failure is not None]:
-            raise EngineError(failures[0])
         return [sample.generation() for sample in samples]
 
     async def score(
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
-        traits = self._able().traits
-        check_top_k(top_k, traits)
-        for sequence in sequences:
-            check_sequence(sequence, traits)
+        check_scoring(sequences, top_k, self._able().traits)
         samples = [
             Sample(input_ids=sequence.tolist(), sampling=None, top_k=top_k, with_experts=with_experts)
             for sequence in sequences
         ]
         await self._run(samples)
-        if failures := [sample.failure for sample in samples if sample.failure is not None]:
-            raise EngineError(failures[0])
-        scored = [
-            replace(sample.scores, routed_experts=sample.routed_experts if with_experts else None)
-            for sample in samples
-            if sample.scores is not None
-        ]
+        scored = [(sample.scores, sample.routed_experts) for sample in samples if sample.scores is not None]
         if len(scored) < len(samples):
             raise EngineError(f"{len(samples) - len(scored)} of {len(samples)} sequences were aborted unscored.")
-        return scored
+        return [replace(scores, routed_experts=experts if with_experts else None) for scores, experts in scored]
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`."""
         stepper = self._working()
-        self._rest.check(update)
+        self._sleep_state.check(update)
         try:
             receipt = await self._call(stepper.update_weights, update)
-            self._rest.lacks_weights = False
+            self._sleep_state.lacks_weights = False
             return receipt
         except EngineError:
             raise
@@ -170,7 +158,13 @@ class SteppedEngine:
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
         self.gate.abort(request_ids)
-        await self._abort([one for one in self._jobs if request_ids is None or one.request_id in request_ids])
+        samples = [one for one in self._jobs if request_ids is None or one.request_id in request_ids]
+        self._incoming = [sample for sample in self._incoming if sample not in set(samples)]
+        await self._call(self._working().remove, samples)
+        for sample in samples:
+            sample.finish_reason = sample.finish_reason or "abort"
+        self._tell({self._jobs[sample] for sample in samples if sample in self._jobs})  # others may be in a step
+        self._settle(samples)
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
@@ -179,16 +173,16 @@ class SteppedEngine:
             raise EngineError(f"{stepper.traits.name} cannot free memory; check traits.can_sleep first.")
         if self._jobs:
             raise EngineError(f"{len(self._jobs)} samples are running; wait for them or abort them before sleep.")
-        if not self._rest.is_asleep:
-            self._rest.begin(level)
+        if not self._sleep_state.is_asleep:
+            self._sleep_state.begin(level)
             await self._call(stepper.sleep, level)
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
         stepper = self._working()
-        if self._rest.is_asleep:
+        if self._sleep_state.is_asleep:
             await self._call(stepper.wake)
-            self._rest.is_asleep = False
+            self._sleep_state.is_asleep = False
 
     async def gpu_use(self) -> list[GpuUse]:
         """Return the use of each of the engine's GPUs since the last call; empty on CPUs."""
@@ -223,7 +217,7 @@ class SteppedEngine:
 
     def _able(self) -> Stepper:
         stepper = self._working()
-        self._rest.check()
+        self._sleep_state.check()
         return stepper
 
     async def _prepare(self, stepper: Stepper, structure: Structure) -> None:
@@ -254,7 +248,9 @@ class SteppedEngine:
         self._incoming.extend(samples)
         if on_tokens is not None:
             self._told.add(job)
-        self._start_pump()
+        if self._pump is None or self._pump.done():
+            self._pump = loop.create_task(self._pump_steps(), name="engine steps")
+            self._pump.add_done_callback(self._on_pump_done)
         try:
             await job.done
         except asyncio.CancelledError:
@@ -262,23 +258,8 @@ class SteppedEngine:
             raise
         finally:
             self._told.discard(job)
-
-    def _start_pump(self) -> None:
-        if not self._jobs or (self._pump is not None and not self._pump.done()):
-            return
-        self._pump = asyncio.get_running_loop().create_task(self._pump_steps(), name="engine steps")
-        self._pump.add_done_callback(self._on_pump_done)
-
-    async def _abort(self, samples: Sequence[Sample]) -> None:
-        """End samples with their tokens so far."""
-        stepper = self._working()
-        leaving = set(samples)
-        self._incoming = [sample for sample in self._incoming if sample not in leaving]
-        await self._call(stepper.remove, samples)
-        for sample in samples:
-            sample.finish_reason = sample.finish_reason or "abort"
-        self._tell({self._jobs[sample] for sample in samples if sample in self._jobs})  # others may be in a step
-        self._settle(samples)
+        if failures := [sample.failure for sample in samples if sample.failure is not None]:
+            raise EngineError(failures[0])
 
     async def _pump_steps(self) -> None:
         stepper = self._loaded

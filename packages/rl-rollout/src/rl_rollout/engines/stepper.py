@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
+from rl_core.errors import EngineError
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, Generation, NewTokens, SamplingParams, Structure
 from rl_rollout.engines.response_text import ResponseText
@@ -104,27 +105,21 @@ class Stepper(Protocol):
     @property
     def traits(self) -> EngineTraits:
         """Properties of the engine."""
-        ...
 
     def admit(self, samples: Sequence[Sample]) -> None:
         """Add new samples, in this order."""
-        ...
 
     def step(self) -> list[Sample]:
         """Advance every sample by one step. Return the samples that finished, with their finish_reason."""
-        ...
 
     def remove(self, samples: Sequence[Sample]) -> None:
         """Drop samples. Unknown ones are ignored."""
-        ...
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """Free memory. Called only without samples, and if traits.can_sleep. Level 2 drops the weights."""
-        ...
 
     def wake(self) -> None:
         """Allocate the memory again. After level 2, no requests come before an update of all weights."""
-        ...
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Replace all weights, or the adapter. Affected samples continue under the new weights.
@@ -132,7 +127,6 @@ class Stepper(Protocol):
         Raises:
             EngineError: The update is refused and nothing changed. Any other error is a failure.
         """
-        ...
 
     def prepare(self, structure: Structure) -> None:
         """Compile a structure. Called in its own thread, only for kinds in traits.structures.
@@ -140,8 +134,34 @@ class Stepper(Protocol):
         Raises:
             EngineError: The structure cannot be enforced.
         """
-        ...
 
     def close(self) -> None:
         """Free all resources."""
-        ...
+
+
+class SleepState:
+    """Sleep state of one engine. After a level 2 sleep, the next update of all weights restores them.
+
+    Attributes:
+        is_asleep: Whether its memory is freed.
+        lacks_weights: Whether its weights were dropped and not yet restored.
+    """
+
+    def __init__(self) -> None:
+        """Start awake, with weights."""
+        self.is_asleep = self.lacks_weights = False
+
+    def begin(self, level: Literal[1, 2]) -> None:
+        """Begin to sleep. Level 2 drops the weights."""
+        self.is_asleep, self.lacks_weights = True, self.lacks_weights or level == 2
+
+    def check(self, update: WeightUpdate | None = None) -> None:
+        """Refuse an update that is impossible in this state. Without an update, refuse any request."""
+        if self.is_asleep:
+            raise EngineError("the engine is asleep; wake it first.")
+        if self.lacks_weights and (update is None or update.adapter is not None):
+            what = "it cannot serve requests" if update is None else "an adapter has no base"
+            raise EngineError(
+                f"the engine slept at level 2, which drops its weights, so {what}: publish all weights first, or use "
+                "level 1."
+            )

@@ -1,16 +1,15 @@
 """Streams tokens as they are sampled."""
 
 import asyncio
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from rl_core.errors import EngineError, RLError
 from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, RolloutEngine
+
+ARRAYS = ("token_ids", "logprobs", "policy_versions")
+"""Fields with an element for each token."""
 
 
 async def stream(engine: RolloutEngine, request: GenerateRequest) -> AsyncGenerator[NewTokens, None]:
@@ -44,8 +43,8 @@ class TokenStream:
         """Start the request."""
         self.num_open = request.num_samples
         self._pieces: dict[int, list[NewTokens]] = {}
-        self._num_given = [0] * request.num_samples
-        self._untold = set(range(request.num_samples))
+        self._num_taken = [0] * request.num_samples
+        self._unended = set(range(request.num_samples))
         self._has_news = asyncio.Event()
         self._running = asyncio.ensure_future(engine.generate(replace(request, on_tokens=self._take)))
         self._running.add_done_callback(lambda _: self._has_news.set())
@@ -58,7 +57,7 @@ class TokenStream:
         """
         while not self._pieces:
             if self._running.done():
-                self._take_rest()
+                self._take_rest(self._running.result())
                 break
             self._has_news.clear()
             await self._has_news.wait()
@@ -76,106 +75,20 @@ class TokenStream:
 
     def _take(self, piece: NewTokens) -> None:
         self._pieces.setdefault(piece.sample_index, []).append(piece)
-        self._num_given[piece.sample_index] += len(piece.token_ids)
+        self._num_taken[piece.sample_index] += len(piece.token_ids)
         if piece.ended is not None:
-            self._untold.discard(piece.sample_index)
+            self._unended.discard(piece.sample_index)
         self._has_news.set()
 
-    def _take_rest(self) -> None:
+    def _take_rest(self, samples: Sequence[Generation]) -> None:
         """Add the tokens that the engine did not stream, such as those of a request aborted before its first token."""
-        samples = self._running.result()
-        for index in sorted(self._untold):
-            sample, begin = samples[index], self._num_given[index]
-            rest = NewTokens(
-                sample_index=index,
-                token_ids=sample.token_ids[begin:],
-                logprobs=sample.logprobs[begin:],
-                policy_versions=sample.policy_versions[begin:],
-                ended=sample,
-            )
-            self._take(rest)
-
-
-class HostedStreams:
-    """Streams of remote callers, who poll for tokens. Unread tokens wait here."""
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        """Start without streams."""
-        self._engine = engine
-        self._streams: dict[str, TokenStream] = {}
-
-    async def begin(self, name: str, request: GenerateRequest) -> list[NewTokens]:
-        """Start to generate under a name, and return the first tokens."""
-        self._streams[name] = TokenStream(self._engine, request)
-        return await self.more(name)
-
-    async def more(self, name: str) -> list[NewTokens]:
-        """Return the tokens since the last call.
-
-        Raises:
-            EngineError: See `generate`. Also raised if the stream belongs to an earlier engine.
-        """
-        tokens = self._streams.get(name)
-        if tokens is None:
-            raise EngineError("the engine restarted and lost its streams. Send the request again.")
-        is_over = True
-        try:
-            pieces = await tokens.next()
-            is_over = not tokens.num_open
-        finally:
-            if is_over:
-                await self.drop(name)
-        return pieces
-
-    async def drop(self, name: str) -> None:
-        """Cancel a stream that its caller no longer reads."""
-        tokens = self._streams.pop(name, None)
-        if tokens is not None:
-            await tokens.close()
-
-
-async def generate_streamed(
-    call: Callable[..., Awaitable[Any]], request: GenerateRequest, on_tokens: Callable[[NewTokens], None]
-) -> list[Generation]:
-    """Generate on a remote engine that has `HostedStreams`.
-
-    Args:
-        call: Calls a remote method: `begin_stream`, `more_tokens` or `drop_stream`.
-        request: The request.
-        on_tokens: Receives the tokens on this side.
-    """
-    name, ended = uuid.uuid4().hex, dict[int, Generation]()
-    try:
-        pieces = await call("begin_stream", name, replace(request, on_tokens=None))
-        while True:
-            for piece in pieces:
-                on_tokens(piece)
-                if piece.ended is not None:
-                    ended[piece.sample_index] = piece.ended
-            if len(ended) == request.num_samples:
-                return [ended[index] for index in range(request.num_samples)]
-            pieces = await call("more_tokens", name)
-    finally:
-        if len(ended) < request.num_samples:  # the rest is not needed
-            dropping = asyncio.ensure_future(_drop(call, name))
-            _dropping.add(dropping)
-            dropping.add_done_callback(_dropping.discard)
-
-
-_dropping: set["asyncio.Future[None]"] = set()
-
-
-async def _drop(call: Callable[..., Awaitable[Any]], name: str) -> None:
-    with suppress(RLError):  # the engine may have died
-        await call("drop_stream", name)
+        for index in sorted(self._unended):
+            sample, rest = samples[index], slice(self._num_taken[index], None)
+            arrays = {name: getattr(sample, name)[rest] for name in ARRAYS}
+            self._take(NewTokens(sample_index=index, ended=sample, **arrays))
 
 
 def _joined(pieces: Sequence[NewTokens]) -> NewTokens:
     if len(pieces) == 1:
         return pieces[0]
-    return replace(
-        pieces[-1],
-        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-        policy_versions=np.concatenate([piece.policy_versions for piece in pieces]),
-    )
+    return replace(pieces[-1], **{name: np.concatenate([getattr(one, name) for one in pieces]) for name in ARRAYS})

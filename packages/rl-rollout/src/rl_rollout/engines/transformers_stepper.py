@@ -14,19 +14,19 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from rl_core.errors import EngineError
 from rl_core.weights import PassingChecksums, TokenScores, WeightReceipt, WeightUpdate, probe_tensor
-from rl_rollout.engines.first_weights import check_first_weights, folder_probes
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure
-from rl_rollout.engines.sampling import draw_tokens, processed_logprobs
 from rl_rollout.engines.stepper import Sample
-from rl_rollout.engines.weight_arrival import WeightArrival
 from rl_rollout.engines.weight_checks import (
+    WeightArrival,
     announced_tensors,
     base_tensors,
     check_adapter,
+    check_first_weights,
     check_update,
     each_expert,
+    folder_probes,
     tensor_shapes,
     update_tensors,
 )
@@ -73,7 +73,7 @@ class TransformersStepper:
         self._seeds = np.random.default_rng(options.seed)
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
-        self._dropped: DroppedWeights | None = None
+        self._dropped: list[tuple[torch.nn.Parameter, torch.Size]] = []
         self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
         self._arrival = WeightArrival(self._device)
         self._served = self._served_base = _Served(0)
@@ -154,16 +154,17 @@ class TransformersStepper:
         if level == 1:
             self._model.to("cpu")
         else:
-            self._dropped = DroppedWeights(self._model)
+            self._dropped = [(parameter, parameter.shape) for parameter in self._model.parameters()]
+            for parameter, _ in self._dropped:
+                parameter.data = parameter.new_empty(0)
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """See `Stepper.wake`. Dropped weights are NaN until an update restores them."""
-        if self._dropped is not None:
-            self._dropped.restore()
-            self._dropped = None
-        else:
-            self._model.to(self._device)
+        """See `Stepper.wake`. Dropped weights are NaN, so that a missing update cannot go unnoticed."""
+        for parameter, shape in self._dropped:
+            parameter.data = parameter.new_full(shape, torch.nan)
+        self._dropped = []
+        self._model.to(self._device)
 
     def prepare(self, structure: Structure) -> None:
         """See `Stepper.prepare`. Its traits list no structures."""
@@ -237,21 +238,6 @@ class TransformersStepper:
                 sample.finish_reason = "stop"
             elif len(sample.token_ids) == sampling.max_tokens:
                 sample.finish_reason = "length"
-
-
-class DroppedWeights:
-    """A model's parameters without their memory. Ties stay."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Free the memory."""
-        self._parameters = [(parameter, parameter.shape) for parameter in model.parameters()]
-        for parameter, _ in self._parameters:
-            parameter.data = parameter.new_empty(0)
-
-    def restore(self) -> None:
-        """Allocate the memory again, filled with NaN, so that a missing update cannot go unnoticed."""
-        for parameter, shape in self._parameters:
-            parameter.data = parameter.new_full(shape, torch.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -333,3 +319,65 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if was_enabled:
             enable_progress_bar()
+
+
+def processed_logprobs(logits: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return the logprobs of each row's sampling distribution: temperature, then top_k, then top_p.
+
+    Args:
+        logits: [N, V].
+        sampling: One per row. Temperature 0 leaves the row unchanged.
+
+    Returns:
+        [N, V] float32; -inf for tokens that cannot be sampled.
+    """
+    temperatures = torch.tensor([params.temperature or 1.0 for params in sampling], device=logits.device)
+    scaled = logits.float() / temperatures.unsqueeze(-1)
+    if any(params.top_k is not None or params.top_p < 1 for params in sampling):
+        scaled = torch.stack([_filtered(row, params) for row, params in zip(scaled, sampling, strict=True)])
+    return scaled.log_softmax(-1)
+
+
+def draw_tokens(
+    logprobs: torch.Tensor, sampling: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """Sample one token per row: the most likely at temperature 0, else determined by seed and position.
+
+    Args:
+        logprobs: [N, V] float32 of `processed_logprobs`.
+        sampling: One per row.
+        seeds: One per row.
+        positions: Index of the token in its response, one per row.
+
+    Returns:
+        [N] int64.
+    """
+    greedy = logprobs.argmax(-1)
+    if all(params.temperature == 0 for params in sampling):
+        return greedy
+    uniforms = [_uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    cumulative = logprobs.double().exp().cumsum(-1)
+    marks = torch.tensor(uniforms, dtype=torch.float64, device=logprobs.device).unsqueeze(-1) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, marks, right=True).squeeze(-1)
+    # A mark beyond the last token that can be drawn is due to rounding.
+    last = logprobs.shape[-1] - 1 - torch.isfinite(logprobs).flip(-1).int().argmax(-1)
+    is_greedy = torch.tensor([params.temperature == 0 for params in sampling], device=logprobs.device)
+    return torch.where(is_greedy, greedy, torch.minimum(drawn, last))
+
+
+def _uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1) from a counter-based generator."""
+    key = seed % 2**64
+    return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
+
+
+def _filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return [V] logits, with -inf for tokens that top_k or top_p excludes."""
+    if params.top_k is not None and params.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
+    if params.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        is_out = probabilities.cumsum(-1) - probabilities >= params.top_p
+        logits = logits.masked_fill(torch.zeros_like(is_out).scatter(0, order, is_out), -torch.inf)
+    return logits

@@ -6,13 +6,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import structlog
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from rl_core.errors import EngineError, WeightsGoneError
-from rl_core.files import read_json_object, read_safetensors_header, require_plain
-from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, WeightUpdate
+from rl_core.data import FloatArray
+from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError, WeightsGoneError
+from rl_core.files import locked_folder, read_json_object, read_safetensors_header, require_plain
+from rl_core.weights import (
+    BFLOAT16_TOLERANCES,
+    FOLDER_PREFIX,
+    LORA_A,
+    LORA_B,
+    PEFT_PREFIX,
+    SHARED_MEMORY,
+    ProofTolerances,
+    WeightUpdate,
+    probe_tensor,
+    write_safetensors,
+)
+from rl_core.weights.broadcast import SourceGroups, WeightSources, receive_plan
 from rl_rollout.engines.protocol import EngineTraits
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,6 +71,41 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
             f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
             "engine has loaded it."
         ) from error
+
+
+def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
+    """Return an empty tensor with the shape of each tensor in the update.
+
+    Raises:
+        EngineError: The update has no tensors.
+        WeightsGoneError: Its file is missing or truncated.
+    """
+    if update.is_sent:
+        return announced_tensors(update)
+    if update.tensors is not None:
+        return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
+    with update_file(update) as file, safe_open(file, framework="pt") as tensors:
+        return {
+            name: torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+            for name in tensors.keys()  # noqa: SIM118 - not a mapping
+        }
+
+
+@contextmanager
+def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[Mapping[str, torch.Tensor] | Path | None]:
+    """Return the tensors or the file from which workers read an update.
+
+    Args:
+        update: An update with tensors or a file.
+        is_shared: Whether the workers are other processes. This process's tensors are then written to shared memory.
+    """
+    if update.tensors is None or not is_shared:
+        yield update.file if update.tensors is None else update.tensors
+        return
+    with locked_folder(SHARED_MEMORY, FOLDER_PREFIX, mode=0o700) as folder:
+        file = folder / "weights.safetensors"
+        write_safetensors({name: one.detach().contiguous().cpu() for name, one in update.tensors.items()}, file)
+        yield file
 
 
 def tensor_shapes(model_dir: Path) -> Shapes:
@@ -176,3 +226,133 @@ def _check_whole(found: Shapes, expected: Shapes, tied: Iterable[str] = (), *, o
 def _some(names: Iterable[str]) -> str:
     first, *others = sorted(names)
     return f"{first!r}" + (f" and {len(others)} more" if others else "")
+
+
+class WeightArrival:
+    """Connects to the senders of updates, as their only worker."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Initialize without connecting.
+
+        Args:
+            device: Device of the received tensors.
+        """
+        self._device = device
+        self._sources = WeightSources(num_workers=1)
+        self._groups: SourceGroups | None = None
+
+    def arriving(self, update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor of an update when it is complete, in order.
+
+        Raises:
+            WeightsGoneError: A sender has ended or has another version. Nothing was sent.
+            TransferError: A sender ended midway.
+            DeadlineError: A sender stopped sending.
+        """
+        try:
+            joined = self._sources.announce(update)
+        except (TransferError, DeadlineError) as error:
+            raise WeightsGoneError(str(error)) from error
+        if self._groups is None or self._groups.sources != joined:
+            if self._groups is not None:
+                self._groups.close()
+            self._groups = SourceGroups(joined, rank=1, size=2, device=self._device)
+        return self._groups.receive(receive_plan(update))
+
+    def close(self) -> None:
+        """Disconnect from all senders. Safe to call twice."""
+        self._sources.close()
+        if self._groups is not None:
+            self._groups.close()
+
+
+log = structlog.get_logger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def folder_probes(model_dir: Path, shapes: Shapes) -> dict[str, FloatArray]:
+    """Return the probe of each tensor that an engine must serve after it has loaded the folder.
+
+    Args:
+        model_dir: The model's folder.
+        shapes: Its tensors; see `tensor_shapes`.
+
+    Returns:
+        [out] float32 by Hugging Face name. A head that is tied, or missing, has the embedding's probe.
+    """
+    probes: dict[str, FloatArray] = {}
+    for file in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 - not a mapping
+                for name, tensor in each_expert({stored: tensors.get_tensor(stored)}).items():
+                    if name in shapes:
+                        probes[name] = probe_tensor(tensor)
+    is_tied = read_json_object(model_dir / "config.json", error=EngineError).get("tie_word_embeddings")
+    if EMBEDDING in probes and (is_tied or HEAD not in probes):
+        probes[HEAD] = probes[EMBEDDING]
+    return probes
+
+
+def check_first_weights(
+    probes: Mapping[str, FloatArray], live: Mapping[str, FloatArray], *, model_dir: Path, dtype: str
+) -> None:
+    """Compare an engine's live layers with the folder that it loaded.
+
+    A tensor that the engine serves under another name is found by its values. Tensors of the folder that it does not
+    serve, such as those of a layer that only training uses, are not proven, and logged.
+
+    Args:
+        probes: Result of `folder_probes`.
+        live: The engine's probe of each live tensor, by Hugging Face name.
+        model_dir: The folder, for messages.
+        dtype: The engine's dtype.
+
+    Raises:
+        WeightProofError: A live tensor differs, or comes from no tensor of the folder (the message names it), or the
+            engine serves none of them.
+    """
+    tolerances = ProofTolerances() if dtype == "float32" else BFLOAT16_TOLERANCES
+    for name in sorted(live.keys() & probes.keys()):
+        share = _difference(probes[name], live[name])
+        if not share <= tolerances.probe:
+            raise WeightProofError(
+                f"the engine loaded {model_dir}, but serves something else as tensor {name!r}: its probe differs by "
+                f"{share:.2g} of its largest value (allowed {tolerances.probe:g}). {_cause(name)}",
+                tensor=name,
+            )
+    unproven = sorted(probes.keys() - live.keys() - {HEAD})
+    for name in sorted(live.keys() - probes.keys()):
+        of = next((one for one in unproven if _difference(probes[one], live[name]) <= tolerances.probe), None)
+        if of is None:
+            raise WeightProofError(
+                f"the engine serves tensor {name!r}, which {model_dir} does not have, under this or another name, so "
+                "its values may be random. Write the folder again with save_pretrained, correct the setting of "
+                "config.json that asks for it, or use the transformers engine.",
+                tensor=name,
+            )
+        unproven.remove(of)
+    if not live:
+        raise WeightProofError(
+            f"the engine serves no tensor of {model_dir} that can be read back, so nothing is proven."
+        )
+    if unproven:
+        log.warning("first_weights_not_proven", folder=str(model_dir), tensors=len(unproven), first=unproven[0])
+
+
+def _difference(expected: FloatArray, live: FloatArray) -> float:
+    """Return the largest difference, relative to the largest expected value; inf for another shape."""
+    if expected.shape != live.shape:
+        return float("inf")
+    scale = float(np.abs(expected).max(initial=0.0)) or 1.0
+    with np.errstate(invalid="ignore", over="ignore"):  # values that nobody initialized
+        return float(np.abs(expected - live).max(initial=0.0)) / scale
+
+
+def _cause(name: str) -> str:
+    if name == HEAD:
+        return (
+            "The engine's implementation of this architecture may not tie its head to the embedding: save the folder "
+            "with tie_word_embeddings = false and its own lm_head.weight, or use the transformers engine."
+        )
+    return "Its implementation of this architecture loads the tensor incorrectly; use the transformers engine."

@@ -54,7 +54,7 @@ class ConversationEncoder:
         """
         has_calls = any(message.calls for message in messages)
         turns = self._turns_for(toolset, tools, role="tool" if tools and has_calls else "user")
-        return _encoded(messages, 0, lambda some: turns.opening_ids(self._as_template(some, turns)))
+        return _encoded(messages, 0, lambda some: turns.opening_ids(_as_template(some, turns)))
 
     def following_ids(
         self,
@@ -81,20 +81,10 @@ class ConversationEncoder:
         turns = self._turns_for(toolset, tools, role="tool" if turn.calls else "user")
 
         def follow(some: Sequence[ChatMessage]) -> IntArray:
-            written = self._as_template(some, turns, after=turn)
+            written = _as_template(some, turns, after=turn)
             return turns.following_ids(written, calls=[call.name for call in turn.calls], last_token=last_token)
 
         return _encoded(messages[after:], after, follow)
-
-    def _as_template(
-        self, messages: Sequence[ChatMessage], turns: ChatTurns, *, after: ChatMessage | None = None
-    ) -> list[dict[str, Json]]:
-        return template_messages(
-            messages,
-            control_tokens=turns.control_tokens,
-            arguments_are_text=turns.arguments_are_text,
-            after=after,
-        )
 
     def _turns_for(self, toolset: bytes, tools: Sequence[Mapping[str, Json]], *, role: Role) -> ChatTurns:
         try:
@@ -120,6 +110,13 @@ class ConversationEncoder:
                 f"the gateway cannot serve this tokenizer's chat template: {error} In the gateway, set stop_tokens "
                 "(`rl-rollout serve --stop-token`) or another template (`--chat-template`)."
             ) from error
+
+
+def _as_template(
+    messages: Sequence[ChatMessage], turns: ChatTurns, *, after: ChatMessage | None = None
+) -> list[dict[str, Json]]:
+    control_tokens, are_text = turns.control_tokens, turns.arguments_are_text
+    return template_messages(messages, control_tokens=control_tokens, arguments_are_text=are_text, after=after)
 
 
 def _encoded(

@@ -26,7 +26,7 @@ from rl_rollout.engines.protocol import Generation, SamplingParams
 from rl_rollout.gateway.messages import ChatMessage, MessageRole
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.sessions import Session, SessionLimits
-from rl_rollout.gateway.tree import Place, Sample, Turn
+from rl_rollout.gateway.tree import Sample, TreePosition, Turn
 
 log = structlog.get_logger(__name__)
 
@@ -263,7 +263,10 @@ def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = 
             opening, place = next(records, (None, 0))
             if not isinstance(opening, _Opening) or opening.session_id != file.stem:
                 raise ValueError("its first record must be the opening of the session that the file is named after")
-            session, size = _opened(opening, sampling), place
+            fields = msgspec.structs.asdict(opening)
+            del fields["unix_s"]
+            drawn = sampling or (lambda _turn: SamplingParams(max_tokens=1))
+            session, size = Session(**fields, key="", sampling=drawn), place
             for record, size in records:  # noqa: B007 - the last one is the result
                 _take(session, record)
         except Exception as error:  # an untrusted file may make any library raise
@@ -283,13 +286,6 @@ def _records(stream: BinaryIO, size: int) -> Iterator[tuple[Any, int]]:
             raise ValueError(f"the record at byte {place} does not match its checksum")
         place += FRAME.size + length
         yield _decode(payload), place
-
-
-def _opened(opening: _Opening, sampling: Callable[[int], SamplingParams] | None) -> Session:
-    fields = msgspec.structs.asdict(opening)
-    del fields["unix_s"]
-    drawn = sampling or (lambda _turn: SamplingParams(max_tokens=1))
-    return Session(**fields, key="", sampling=drawn)
 
 
 def _take(session: Session, record: Any) -> None:
@@ -313,7 +309,7 @@ def _take(session: Session, record: Any) -> None:
 def _sample(session: Session, said: _Said) -> Sample:
     after = None if said.after is None else session.tree.samples[said.after]
     key = said.key or said.digests[-1]
-    place = Place(after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False, key=key)
+    place = TreePosition(after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False, key=key)
     turn: Turn = session.tree.open_turn(place, said.digests, np.asarray(said.new_ids, np.int32), asked_by=said.asked_by)
     kept = said.generation.token_ids if said.kept_ids is None else said.kept_ids
     fields = {name: getattr(said, name) for name in _OF_SAMPLE}

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_core.errors import NotReadyError, SettingsError
-from rl_rollout.gateway.faults import FaultLog
+from rl_rollout.gateway.refusals import FaultLog
 
 log = structlog.get_logger(__name__)
 

@@ -1,8 +1,11 @@
 """The owner's routes over HTTP: open, reward and finish sessions."""
 
 import asyncio
+import hmac
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.requests import Request
@@ -10,17 +13,79 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rl_core.data import Json, Trajectory
-from rl_core.errors import SettingsError
+from rl_core.errors import RolloutError, SettingsError
 from rl_core.registry import unknown_name
 from rl_rollout.gateway.journal import Journal
-from rl_rollout.gateway.offers import Offers
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_rollout.gateway.requests import BodyReader, InWordsOf, secret_of, unless_gone
-from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions, same_secret
+from rl_rollout.gateway.requests import BodyReader, ErrorsInFormat, secret_of, unless_gone
+from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
 from rl_rollout.loops.options import read_options
 from rl_rollout.loops.protocol import SessionResult
 
 CLAIM_WAIT_S, MAX_CLAIM_WAIT_S = 30.0, 600.0
+OF_SESSION = ("session_index", "metadata", "counts", "reward", "failure", "is_finished")
+ARRAYS = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Offer:
+    """A session offered to workers.
+
+    Attributes:
+        session: The session.
+        shown: Fields that its worker receives in addition to the key.
+        ends_at: Deadline by the monotonic clock; the session fails if it is not finished by then.
+        is_claimed: True once a worker has claimed it.
+        is_finished: Set once the worker has finished it.
+    """
+
+    session: Session
+    shown: Mapping[str, Json]
+    ends_at: float
+    is_claimed: bool = False
+    is_finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Offers:
+    """Queue of offers; each goes to one worker."""
+
+    def __init__(self) -> None:
+        """Start without offers."""
+        self._waiting: asyncio.Queue[Offer] = asyncio.Queue()
+        self._by_id: dict[str, Offer] = {}
+
+    async def finished(self, session: Session, shown: Mapping[str, Json], *, deadline_s: float) -> None:
+        """Offer a session and wait until its worker has finished it.
+
+        Raises:
+            RolloutError: No worker claimed or finished the session by the deadline.
+        """
+        offer = Offer(session=session, shown=shown, ends_at=time.monotonic() + deadline_s)
+        self._by_id[session.session_id] = offer
+        self._waiting.put_nowait(offer)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await offer.is_finished.wait()
+        except TimeoutError:
+            what = "finished by its worker" if offer.is_claimed else "claimed by a worker"
+            raise RolloutError(f"the session was not {what} within {deadline_s:g} s.") from None
+        finally:
+            del self._by_id[session.session_id]
+
+    async def claim(self) -> Offer:
+        """Wait for the next offer and claim it for the caller."""
+        while True:
+            offer = await self._waiting.get()
+            if offer.session.session_id in self._by_id:
+                offer.is_claimed = True
+                return offer
+
+    def finish(self, session: Session) -> bool:
+        """Mark a session as finished; return False if it was not offered."""
+        offer = self._by_id.get(session.session_id)
+        if offer is not None:
+            offer.is_finished.set()
+        return offer is not None
 
 
 class OwnedGateway(Protocol):
@@ -36,11 +101,9 @@ class OwnedGateway(Protocol):
         self, prompt_uid: str, session_index: int, *, limits: SessionLimits, metadata: Mapping[str, Json]
     ) -> Session:
         """Open a session."""
-        ...
 
     async def finish(self, session: Session) -> SessionResult:
         """Finish a session."""
-        ...
 
 
 class OwnerRoutes:
@@ -68,12 +131,10 @@ class OwnerRoutes:
 
     def routes(self) -> list[Route]:
         """Return all routes."""
+        posts = {"": self._open, "/claim": self._claim, "/{id}/reward": self._reward, "/{id}/finish": self._finish}
         return [
-            Route("/sessions", InWordsOf("openai", self._open), methods=["POST"]),
-            Route("/sessions/claim", InWordsOf("openai", self._claim), methods=["POST"]),
-            Route("/sessions/{id}", InWordsOf("openai", self._show), methods=["GET"]),
-            Route("/sessions/{id}/reward", InWordsOf("openai", self._reward), methods=["POST"]),
-            Route("/sessions/{id}/finish", InWordsOf("openai", self._finish), methods=["POST"]),
+            *(Route(f"/sessions{at}", ErrorsInFormat("openai", post), methods=["POST"]) for at, post in posts.items()),
+            Route("/sessions/{id}", ErrorsInFormat("openai", self._show), methods=["GET"]),
         ]
 
     async def _open(self, request: Request) -> Response:
@@ -111,18 +172,18 @@ class OwnerRoutes:
                 offer = await unless_gone(request, self._gateway.offers.claim())
         except TimeoutError:
             return Response(status_code=204)
-        session = offer.session
+        session, seconds_left = offer.session, offer.ends_at - time.monotonic()
         opened = {"id": session.session_id, "key": session.key, "base_url": str(request.base_url).rstrip("/")}
-        return JSONResponse({**opened, **offer.shown, "seconds_left": offer.seconds_left})
+        return JSONResponse({**opened, **offer.shown, "seconds_left": seconds_left})
 
     async def _show(self, request: Request) -> Response:
-        return JSONResponse(_shown(self._session(request)))
+        return JSONResponse(_as_json(self._session(request)))
 
     async def _reward(self, request: Request) -> Response:
         body = await self._body(request, "reward", "components")
         session = self._gateway.sessions.by_id(request.path_params["id"])
         session.set_reward(body.get("reward"), body.get("components"))  # type: ignore[arg-type]  # checked there
-        return JSONResponse(_shown(session))
+        return JSONResponse(_as_json(session))
 
     async def _finish(self, request: Request) -> Response:
         body = await self._body(request, "reward", "components", "failure")
@@ -135,14 +196,14 @@ class OwnerRoutes:
             if body.get("failure"):
                 session.failure = str(body["failure"])
             if self._gateway.offers.finish(session):
-                return JSONResponse(_shown(session))
+                return JSONResponse(_as_json(session))
             if session.reward is None and session.failure is None:
                 raise RefusedError("finish needs a reward, or a failure that says why there is none.", param="reward")
             result = await self._gateway.finish(session)
             if self._on_finished is not None:
                 self._on_finished(session, result)
         rows = [] if result.failure else [_row(row) for row in result.trajectories]
-        return JSONResponse({**_shown(session), "failure": result.failure, "trajectories": rows})
+        return JSONResponse({**_as_json(session), "failure": result.failure, "trajectories": rows})
 
     def _session(self, request: Request) -> Session:
         self._admit(request)
@@ -159,7 +220,8 @@ class OwnerRoutes:
         return body
 
     def _admit(self, request: Request) -> None:
-        if not same_secret(self._gateway.owner_key, secret_of(request)):
+        expected, secret = self._gateway.owner_key.encode(), secret_of(request).encode(errors="replace")
+        if not hmac.compare_digest(expected, secret):  # in a time independent of their content
             raise RefusedError("this route needs the owner's key.", kind="authentication_error", code="invalid_api_key")
 
 
@@ -174,27 +236,11 @@ def _limits(given: Json) -> SessionLimits:
         raise RefusedError(str(error), param="limits") from error
 
 
-def _shown(session: Session) -> dict[str, Json]:
-    return {
-        "id": session.session_id,
-        "group": session.prompt_uid,
-        "session_index": session.session_index,
-        "metadata": dict(session.metadata),
-        "counts": dict(session.counts),
-        "reward": session.reward,
-        "failure": session.failure,
-        "is_finished": session.is_finished,
-    }
+def _as_json(session: Session) -> dict[str, Json]:
+    named = {"id": session.session_id, "group": session.prompt_uid}
+    return {**named, **{name: getattr(session, name) for name in OF_SESSION}}
 
 
 def _row(row: Trajectory) -> dict[str, Json]:
-    return {
-        "output_index": row.output_index,
-        "parent": row.parent,
-        "input_ids": row.input_ids.tolist(),
-        "loss_mask": row.loss_mask.tolist(),
-        "rollout_logprobs": row.rollout_logprobs.tolist(),
-        "policy_versions": row.policy_versions.tolist(),
-        "finish_reason": row.finish_reason,
-        "reward": row.reward,
-    }
+    arrays = {name: getattr(row, name).tolist() for name in ARRAYS}
+    return {**arrays, **{name: getattr(row, name) for name in ("output_index", "parent", "finish_reason", "reward")}}

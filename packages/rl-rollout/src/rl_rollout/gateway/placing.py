@@ -12,12 +12,12 @@ import numpy as np
 
 from rl_core.data import IntArray
 from rl_core.errors import DataError
-from rl_rollout.gateway.asks import Ask
+from rl_rollout.gateway.agent_requests import AgentRequest
 from rl_rollout.gateway.encoding import ConversationEncoder
 from rl_rollout.gateway.messages import context_digests
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.sessions import Session
-from rl_rollout.gateway.tree import Place, Sample, Turn
+from rl_rollout.gateway.tree import Sample, TreePosition, Turn
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 LONG_CHARS = 1 << 15
@@ -31,9 +31,9 @@ class PlacedRequest:
     """An encoded request and its place in the session's tree."""
 
     session: Session
-    ask: Ask
+    ask: AgentRequest
     digests: Sequence[bytes]
-    place: Place
+    place: TreePosition
     turn: Turn
     input_ids: IntArray
     number: int = 0  # of the turn, known once the request is admitted
@@ -49,7 +49,7 @@ class Placer:
         self._encoder, self._tokenizer = encoder, tokenizer
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gateway-encoding")
 
-    async def placed(self, session: Session, ask: Ask) -> PlacedRequest:
+    async def placed(self, session: Session, ask: AgentRequest) -> PlacedRequest:
         """Encode a request and find its place, which is valid until the caller awaits something else.
 
         Raises:
@@ -81,7 +81,7 @@ class Placer:
             started_at=started_at,
         )
 
-    async def num_tokens(self, session: Session, ask: Ask) -> int:
+    async def num_tokens(self, session: Session, ask: AgentRequest) -> int:
         """Return the number of tokens of a conversation, without placing it.
 
         Raises:
@@ -91,7 +91,9 @@ class Placer:
         opening = partial(self._encoder.opening_ids, ask.messages, tools=ask.tools, toolset=toolset)
         return len(await self._encoded(session, ask.num_chars, opening))
 
-    async def _place(self, session: Session, ask: Ask, digests: Sequence[bytes]) -> tuple[Place, IntArray]:
+    async def _place(
+        self, session: Session, ask: AgentRequest, digests: Sequence[bytes]
+    ) -> tuple[TreePosition, IntArray]:
         """Return the place of a conversation and its new tokens, which are encoded again if the place changed."""
         encoded: tuple[Sample | None, IntArray] | None = None
         while True:
@@ -104,7 +106,7 @@ class Placer:
             new_ids = await self._encoded(session, new.num_chars, partial(self._new_ids, place, ask, digests[0]))
             encoded = place.after, new_ids
 
-    def _new_ids(self, place: Place, ask: Ask, toolset: bytes) -> IntArray:
+    def _new_ids(self, place: TreePosition, ask: AgentRequest, toolset: bytes) -> IntArray:
         if place.after is None:
             return self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)
         return self._encoder.following_ids(

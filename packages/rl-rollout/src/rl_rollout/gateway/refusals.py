@@ -1,10 +1,14 @@
 """Errors for refused requests, in the formats of OpenAI and Anthropic."""
 
+import traceback
 from collections.abc import Mapping
 from typing import Literal
 
+import structlog
+
 from rl_core.data import Json
 from rl_core.errors import RLError
+from rl_rollout.rewards.outputs import cut, preview_error
 
 RefusalKind = Literal[
     "invalid_request_error",
@@ -79,3 +83,34 @@ def brief(value: object) -> str:
     """Return a value as text that is short enough for a message."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+log = structlog.get_logger(__name__)
+
+MAX_TRACEBACK_CHARS = 16_384
+
+
+class FaultLog:
+    """Logs one line per fault, with a traceback only for the first fault at each place in the code.
+
+    Tracebacks never contain values of variables, which include session keys.
+    """
+
+    def __init__(self) -> None:
+        """Start without known faults."""
+        self._known: set[tuple[type[Exception], str, int | None]] = set()
+
+    def note(self, event: str, error: Exception, **about: str) -> None:
+        """Log a caught error.
+
+        Args:
+            event: Name of the log event.
+            error: The error.
+            about: Further fields of the event.
+        """
+        innermost = traceback.extract_tb(error.__traceback__)[-1]
+        place = type(error), innermost.filename, innermost.lineno
+        if place not in self._known:
+            self._known.add(place)
+            about["stack"] = cut("".join(traceback.format_exception(error)), max_characters=MAX_TRACEBACK_CHARS)
+        log.error(event, error=preview_error(error), **about)

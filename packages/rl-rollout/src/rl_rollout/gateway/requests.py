@@ -13,8 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rl_core.data import Json
 from rl_core.errors import DataError
-from rl_rollout.gateway.faults import FaultLog
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway.refusals import FaultLog, RefusedError
 
 Api = Literal["openai", "anthropic"]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -105,7 +104,7 @@ async def unless_gone(request: Request, call: Coroutine[Any, Any, ResultT]) -> R
         task.cancel()
 
 
-class InWordsOf:
+class ErrorsInFormat:
     """Serves a handler: refusals are sent as errors of the API, other errors only without details."""
 
     def __init__(self, api: Api, handler: Handler) -> None:

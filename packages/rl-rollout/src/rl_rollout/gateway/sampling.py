@@ -26,7 +26,7 @@ NUMBERS: Mapping[str, tuple[type, float, float]] = {
 
 
 @record
-class Wishes:
+class RequestedSampling:
     """Sampling parameters that a client asks for.
 
     Attributes:
@@ -47,42 +47,42 @@ class Wishes:
     structure_field: str = "response_format"
     without_effect: tuple[str, ...] = ()
 
-    def ignoring(self, name: str) -> "Wishes":
-        """Return the wishes with one more field that the gateway ignores."""
+    def ignoring(self, name: str) -> "RequestedSampling":
+        """Return the parameters with one more field that the gateway ignores."""
         return replace(self, without_effect=(*self.without_effect, name))
 
 
 def decide(
-    wishes: Wishes, own: SamplingParams, *, decided_by: DecidedBy, room: int
+    requested: RequestedSampling, own: SamplingParams, *, decided_by: DecidedBy, room: int
 ) -> tuple[SamplingParams, dict[str, str]]:
     """Return a turn's sampling parameters, and the changes to the client's fields, such as "0.2->1.0" or "ignored".
 
     Training needs the run's distribution: with "run", the client decides only lengths, stops and structure.
 
     Args:
-        wishes: The client's parameters.
+        requested: The client's parameters.
         own: The run's parameters, or the gateway's defaults.
         decided_by: Whether the run or the client decides on the fields of `DRAWING`.
         room: Number of tokens left in the model's context.
     """
     chosen: dict[str, Any] = {}
-    overridden = dict.fromkeys(wishes.without_effect, "ignored")
-    for name, wish in wishes.drawing.items():
+    overridden = dict.fromkeys(requested.without_effect, "ignored")
+    for name, wish in requested.drawing.items():
         if decided_by == "client":
             chosen[name] = wish % MAX_SEED if name == "seed" else wish  # engines accept no others
         elif getattr(own, name) != wish:
             overridden[name] = f"{wish}->{getattr(own, name)}"
     longest = min(own.max_tokens, room)
-    if wishes.max_tokens is not None and wishes.max_tokens > longest:
-        overridden["max_tokens"] = f"{wishes.max_tokens}->{longest}"
-    max_tokens = longest if wishes.max_tokens is None else min(wishes.max_tokens, longest)
-    stops = tuple(dict.fromkeys((*own.stop, *wishes.stop)))
-    ends = tuple(dict.fromkeys((*own.stop_token_ids, *wishes.stop_token_ids)))
-    chosen |= {"max_tokens": max_tokens, "stop": stops, "stop_token_ids": ends, "structure": wishes.structure}
+    if requested.max_tokens is not None and requested.max_tokens > longest:
+        overridden["max_tokens"] = f"{requested.max_tokens}->{longest}"
+    max_tokens = longest if requested.max_tokens is None else min(requested.max_tokens, longest)
+    stops = tuple(dict.fromkeys((*own.stop, *requested.stop)))
+    ends = tuple(dict.fromkeys((*own.stop_token_ids, *requested.stop_token_ids)))
+    chosen |= {"max_tokens": max_tokens, "stop": stops, "stop_token_ids": ends, "structure": requested.structure}
     return replace(own, **chosen), overridden
 
 
-def read_wishes(
+def read_sampling(
     body: Mapping[str, Json],
     *,
     max_tokens: str,
@@ -90,7 +90,7 @@ def read_wishes(
     without_effect: tuple[str, ...],
     schema: Json = None,
     schema_field: str = "response_format",
-) -> Wishes:
+) -> RequestedSampling:
     """Read the sampling parameters of a request.
 
     Args:
@@ -114,9 +114,9 @@ def read_wishes(
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
         raise refused_field(stop, stops, "a string or a list of at most 16 strings")
     ends = [] if body.get("stop_token_ids") is None else body["stop_token_ids"]
-    if not isinstance(ends, list) or len(ends) > 1024 or not all(_is_int(one) and one >= 0 for one in ends):
+    if not isinstance(ends, list) or len(ends) > 1024 or not all(type(one) is int and one >= 0 for one in ends):
         raise refused_field("stop_token_ids", ends, "a list of token ids")
-    return Wishes(
+    return RequestedSampling(
         max_tokens=body.get(max_tokens),
         stop_token_ids=tuple(ends),
         drawing={name: body[name] for name in DRAWING if body.get(name) is not None},
@@ -125,7 +125,3 @@ def read_wishes(
         structure_field=schema_field,
         without_effect=tuple(name for name in without_effect if body.get(name) is not None),
     )
-
-
-def _is_int(value: Json) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

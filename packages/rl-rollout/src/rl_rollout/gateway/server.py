@@ -2,24 +2,25 @@
 
 import gc
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MinLen
 
 from rl_core.data import Json
-from rl_core.errors import MissingExtraError, SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.errors import MissingExtraError
+from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
 from rl_rollout.engines.protocol import SamplingParams
-from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.journal import Journal
-from rl_rollout.gateway.means import GatewayEngine
-from rl_rollout.gateway.offers import Offers
+from rl_rollout.gateway.owner import Offers
 from rl_rollout.gateway.refusals import RefusalKind, RefusedError
+from rl_rollout.gateway.request_limits import GatewayEngine
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
-from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
+from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions, key_digest
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
@@ -37,14 +38,16 @@ try:
     from rl_rollout.gateway.apis.responses import Responses, with_items
     from rl_rollout.gateway.apis.streams import WireApi, events
     from rl_rollout.gateway.listening import Listener
-    from rl_rollout.gateway.metrics import metrics_text
     from rl_rollout.gateway.owner import OwnerRoutes
-    from rl_rollout.gateway.requests import Api, BodyReader, Handler, InWordsOf, error_body, secret_of, unless_gone
+    from rl_rollout.gateway.requests import Api, BodyReader, ErrorsInFormat, Handler, error_body, secret_of, unless_gone
+    from rl_rollout.gateway.service import metrics_text
 except ImportError as error:
     raise MissingExtraError(
         "the gateway needs Starlette, uvicorn, openai and anthropic. Install rl-rollout[gateway] as the README says."
     ) from error
 
+KEY_BYTES = 32
+MAX_METADATA_CHARS = 16_384
 NO_TRAINING = "x-rl-train"
 OVERRIDDEN = "x-rl-overridden"
 
@@ -72,26 +75,14 @@ class GatewayOptions:
     host: str = "127.0.0.1"
     port: int = 0
     model: str = "policy"
-    owner_key: str | None = None
-    max_body_bytes: int = 16 << 20
-    client_timeout_s: float = 30.0
-    max_connections: int = 4096
-    max_sessions: int = 4096
+    owner_key: Annotated[str, MinLen(32)] | None = None
+    max_body_bytes: PositiveInt = 16 << 20
+    client_timeout_s: PositiveFloat = 30.0
+    max_connections: PositiveInt = 4096
+    max_sessions: PositiveInt = 4096
     grace_s: float = 600.0
     sessions: Path | None = None
     service: ServiceOptions = ServiceOptions()
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: The owner's key is too short, or a limit is not positive.
-        """
-        if self.owner_key is not None and len(self.owner_key) < 32:
-            raise SettingsError("owner_key must have at least 32 characters, chosen at random.")
-        for name in ("max_body_bytes", "client_timeout_s", "max_connections", "max_sessions"):
-            if not getattr(self, name) > 0:
-                raise SettingsError(f"{name} must be above 0; found {getattr(self, name)}.")
 
 
 class Gateway:
@@ -131,12 +122,11 @@ class Gateway:
         self.service = PolicyService(engine, tokenizer, self.options.service)
         self.offers = Offers()
         self.journal = None if self.options.sessions is None else Journal(self.options.sessions)
-        begin = None if self.journal is None else self.journal.begin
-        self.sessions = Sessions(max_sessions=self.options.max_sessions, begin=begin)
-        self.owner_key = self.options.owner_key or f"rl-owner-{secrets.token_urlsafe(32)}"
+        self.sessions = Sessions()
+        self.owner_key = self.options.owner_key or f"rl-owner-{secrets.token_urlsafe(KEY_BYTES)}"
         self.url = ""
-        self._sampling = sampling
-        for session in self.journal.restore(self._drawn) if self.journal else ():
+        self._sampling = lambda _turn: sampling
+        for session in self.journal.restore(self._sampling) if self.journal else ():
             self.sessions.adopt(session)
         self._on_finished = on_finished
         self._bodies = BodyReader(max_bytes=self.options.max_body_bytes, timeout_s=self.options.client_timeout_s)
@@ -182,7 +172,7 @@ class Gateway:
         limits: SessionLimits | None = None,
         metadata: Mapping[str, Json] | None = None,
     ) -> Session:
-        """Open a session. The agent authenticates with its `key`.
+        """Open a session. The agent authenticates with its `key`, of 256 random bits.
 
         Args:
             prompt_uid: uid of the session's group.
@@ -194,13 +184,27 @@ class Gateway:
         Raises:
             RefusedError: Too many sessions are open, or the metadata is too large.
         """
-        return self.sessions.open(
+        if len(self.sessions) >= self.options.max_sessions:
+            raise RefusedError(
+                f"{len(self.sessions)} sessions are open, the maximum. Finish some.", kind="rate_limit_error"
+            )
+        if len(str(metadata or "")) > MAX_METADATA_CHARS:
+            raise RefusedError(f"metadata must have at most {MAX_METADATA_CHARS} characters.", param="metadata")
+        key = f"rl-{secrets.token_urlsafe(KEY_BYTES)}"
+        session = Session(
+            session_id=f"session-{secrets.token_hex(8)}",
+            key=key,
+            key_digest=key_digest(key),
             prompt_uid=prompt_uid,
             session_index=session_index,
-            sampling=sampling or self._drawn,
-            limits=limits,
-            metadata=metadata,
+            limits=limits or SessionLimits(),
+            sampling=sampling or self._sampling,
+            metadata=dict(metadata or {}),
         )
+        if self.journal is not None:
+            self.journal.begin(session)
+        self.sessions.adopt(session)
+        return session
 
     async def finish(self, session: Session) -> SessionResult:
         """Finish a session: abort its requests and audit its trajectories.
@@ -217,9 +221,6 @@ class Gateway:
             self.service.counts["audit_failures"] += 1
         return result
 
-    def _drawn(self, _turn: int) -> SamplingParams:
-        return self._sampling
-
     def application(self) -> Starlette:
         """Return the ASGI application, for use with another server."""
         agents: list[tuple[str, str, Api, Handler]] = [
@@ -232,11 +233,11 @@ class Gateway:
             ("POST", "/v1/responses", "openai", partial(self._answered, Responses)),
             ("POST", "/v1/messages/count_tokens", "anthropic", self._count_tokens),
             ("GET", "/v1/models", "openai", self._models),
-            ("GET", "/v1/models/{model:path}", "openai", self._model),
+            ("GET", "/v1/models/{model:path}", "openai", self._models),
         ]
         return Starlette(
             routes=[
-                *(Route(path, InWordsOf(api, handler), methods=[method]) for method, path, api, handler in agents),
+                *(Route(path, ErrorsInFormat(api, handler), methods=[method]) for method, path, api, handler in agents),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 *OwnerRoutes(self, self._on_finished, self._bodies).routes(),
@@ -268,13 +269,16 @@ class Gateway:
         api = kind(with_items(body, session) if kind is Responses else body, self.options.model)
         ask, is_stream = _with_headers(api.ask, request), bool(body.get("stream"))
         del body  # it may be large
-        with _naming_fields_as(api):
+        try:
             if not is_stream:
                 answer = await unless_gone(request, self.service.answer(session, ask))
                 request.state.is_sampled = True
                 return _json(api.whole(answer), answer)
             live = await unless_gone(request, self.service.begin(session, ask))
-            request.state.is_sampled = True
+        except RefusedError as error:  # name the field as the request's API does
+            error.param = api.names.get(error.param or "", error.param)
+            raise
+        request.state.is_sampled = True
         return _stream(events(live, api, request.is_disconnected), live)
 
     async def _count_tokens(self, request: Request) -> Response:
@@ -286,11 +290,11 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         await self._session(request)
-        return JSONResponse({"object": "list", "data": [self._model_card()], "has_more": False})
-
-    async def _model(self, request: Request) -> Response:
-        await self._session(request)
-        return JSONResponse(self._model_card())
+        length = self.service.engine.traits.max_model_len
+        card = {"id": self.options.model, "object": "model", "created": 0, "owned_by": "rl-rollout"}
+        card |= {"type": "model", "display_name": self.options.model, "max_model_len": length}
+        is_list = "model" not in request.path_params
+        return JSONResponse({"object": "list", "data": [card], "has_more": False} if is_list else card)
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
         has_failed = self.service.engine_failure is not None
@@ -300,24 +304,9 @@ class Gateway:
     async def _metrics(self, request: Request) -> Response:  # noqa: ARG002
         return PlainTextResponse(metrics_text(self.service, self.sessions))
 
-    def _model_card(self) -> dict[str, Json]:
-        length = self.service.engine.traits.max_model_len
-        card = {"id": self.options.model, "object": "model", "created": 0, "owned_by": "rl-rollout"}
-        return {**card, "type": "model", "display_name": self.options.model, "max_model_len": length}
-
 
 WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses", "/models")
 """Paths that OpenAI's clients request if their base URL lacks "/v1"."""
-
-
-@contextmanager
-def _naming_fields_as(api: WireApi) -> Iterator[None]:
-    """Name the field in a refusal as the request's API does."""
-    try:
-        yield
-    except RefusedError as error:
-        error.param = api.names.get(error.param or "", error.param)
-        raise
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:
@@ -337,7 +326,7 @@ async def _no_route(request: Request, error: HTTPException) -> Response:
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
-def _with_headers(ask: Ask, request: Request) -> Ask:
+def _with_headers(ask: AgentRequest, request: Request) -> AgentRequest:
     """Return the request with the values from its headers."""
     retries = request.headers.get("x-stainless-retry-count", "0")
     changes: dict[str, Any] = {
@@ -349,12 +338,11 @@ def _with_headers(ask: Ask, request: Request) -> Ask:
 
 
 def _override_header(overridden: Mapping[str, str]) -> dict[str, str]:
-    if not overridden:
-        return {}
-    return {OVERRIDDEN: ", ".join(f"{name}={change}" for name, change in overridden.items())}
+    changes = ", ".join(f"{name}={change}" for name, change in overridden.items())
+    return {OVERRIDDEN: changes} if changes else {}
 
 
-def _stream(events: AsyncIterator[str], live: Live) -> Response:
+def _stream(events: AsyncIterator[str], live: StreamedAnswer) -> Response:
     """Return a response of events. The answer is cancelled when the response ends for any reason."""
 
     async def end() -> None:

@@ -12,27 +12,19 @@ import numpy as np
 import structlog
 
 from rl_core.data import Json
-from rl_core.errors import EngineDiedError, RLError, SettingsError
+from rl_core.errors import EngineDiedError, EngineError, RLError, RolloutError, SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
-from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.engines.requests import check_request
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.encoding import ConversationEncoder
-from rl_rollout.gateway.faults import FaultLog
-from rl_rollout.gateway.means import (
-    GatewayEngine,
-    check_asked,
-    check_entries,
-    check_length,
-    check_structures,
-    too_long,
-    within_means,
-)
 from rl_rollout.gateway.placing import PlacedRequest, Placer
-from rl_rollout.gateway.refusals import TOO_LONG, RefusedError
+from rl_rollout.gateway.refusals import TOO_LONG, FaultLog, RefusedError
 from rl_rollout.gateway.replies import ReplyReader
+from rl_rollout.gateway.request_limits import GatewayEngine, check_entries, check_length, limited, too_long
 from rl_rollout.gateway.sampling import DecidedBy, decide
-from rl_rollout.gateway.sessions import Session
-from rl_rollout.gateway.tree import Place, Sample, digest_of
+from rl_rollout.gateway.sessions import Session, Sessions
+from rl_rollout.gateway.tree import Sample, TreePosition, digest_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.tools.parsers import VLLM, parser_for
 
@@ -40,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 KEPT_OVERHEADS = 4096
+MAX_KEPT_ANSWERS = 16
 FIRST_TOKEN_S = 5.0
 """Maximum time in seconds that a stream waits for its first token before it begins."""
 OF_THIS_MACHINE = re.compile(r"\n|Traceback|(?<!\w)/\w+/")
@@ -146,10 +139,17 @@ class PolicyService:
         Raises:
             SettingsError: Structures must be enforced, and the engine has none.
         """
-        if self.options.structures == "enforce":
-            check_structures(self.engine)
+        try:
+            traits = self.engine.traits
+        except RolloutError:  # an agent loop's engines come with its sessions, whose requests are refused by name
+            return
+        if self.options.structures == "enforce" and "json_schema" not in traits.structures:
+            raise SettingsError(
+                f'structures = "enforce" needs an engine with structures, such as vllm; {traits.name} has none. Use '
+                'structures = "ignore".'
+            )
 
-    async def begin(self, session: Session, ask: Ask) -> Live:
+    async def begin(self, session: Session, ask: AgentRequest) -> StreamedAnswer:
         """Start a streamed answer. Cancel its `answer` to abort it.
 
         Returns after the first text, or after FIRST_TOKEN_S: SDKs do not retry a stream that fails once it has begun.
@@ -157,7 +157,7 @@ class PolicyService:
         Raises:
             RefusedError: The request cannot be served; the message has the reason.
         """
-        live = Live()
+        live = StreamedAnswer()
         live.answer = asyncio.ensure_future(self.answer(session, ask, live))
         live.answer.add_done_callback(lambda _: live.news.set())
         try:
@@ -172,7 +172,7 @@ class PolicyService:
             live.begin(answer.name, answer.num_prompt_tokens, answer.overridden)
         return live
 
-    async def answer(self, session: Session, ask: Ask, live: Live | None = None) -> Answer:
+    async def answer(self, session: Session, ask: AgentRequest, live: StreamedAnswer | None = None) -> Answer:
         """Sample a turn. A cancelled request is aborted in the engine, and its tokens do not train.
 
         Raises:
@@ -190,7 +190,9 @@ class PolicyService:
                     raise
                 session.answers.pop(key, None)  # the earlier request was cancelled, not this one
         task = asyncio.ensure_future(self._answer(session, ask, live))
-        session.keep_answer(key, task)
+        session.answers[key] = task
+        while len(session.answers) > MAX_KEPT_ANSWERS:
+            session.answers.pop(next(iter(session.answers)))
         try:
             return await asyncio.shield(task)
         except BaseException:
@@ -211,7 +213,7 @@ class PolicyService:
             self._count(session, "turns")
             raise
 
-    async def num_input_tokens(self, session: Session, ask: Ask) -> int:
+    async def num_input_tokens(self, session: Session, ask: AgentRequest) -> int:
         """Return the number of tokens of a conversation, without sampling or storing anything.
 
         Raises:
@@ -220,13 +222,14 @@ class PolicyService:
         check_length(ask, self.engine.traits)
         return await self._placer.num_tokens(session, ask)
 
-    async def _answer(self, session: Session, ask: Ask, live: Live | None) -> Answer:
+    async def _answer(self, session: Session, ask: AgentRequest, live: StreamedAnswer | None) -> Answer:
         request = await self._placed(session, ask)
         with session.admit() as (number, name):
             ask, request.number = request.ask, number
+            tools = ask.tools if ask.may_call else ()
             room = self.engine.traits.max_model_len - len(request.input_ids)
             own = session.sampling(number)
-            sampling, overridden = decide(ask.wishes, own, decided_by=self.options.decided_by, room=room)
+            sampling, overridden = decide(ask.sampling, own, decided_by=self.options.decided_by, room=room)
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._stop_token_ids)))
             engine_request = GenerateRequest(
                 input_ids=request.input_ids,
@@ -235,16 +238,17 @@ class PolicyService:
                 request_id=name,
                 on_tokens=None if live is None else live.feed,
             )
-            check_asked(engine_request, self.engine.traits)
+            try:
+                check_request(engine_request, self.engine.traits)
+            except EngineError as error:
+                raise RefusedError(str(error)) from error
             self._accept(request)
             self._report(session, overridden)
             request.is_own = all(getattr(sampling, name) == getattr(own, name) for name in DISTRIBUTION)
             if live is not None:
-                new_ids, tools = request.turn.new_ids, ask.tools if ask.may_call else ()
-                streams = self._reader.streams(
-                    ask.num_choices, after=new_ids, tools=tools, stop=sampling.stop, form=ask.form
+                live.streams = self._reader.streams(
+                    ask.num_choices, after=request.turn.new_ids, tools=tools, stop=sampling.stop, form=ask.form
                 )
-                live.read_along(streams)
                 live.begin(name.replace("/", "-"), len(request.input_ids), overridden)
             generations, engine_s = await self._generate(request, engine_request)
             samples = [self._keep(request, generation, engine_s) for generation in generations]
@@ -260,7 +264,7 @@ class PolicyService:
                 on_delivered=None if session.log is None else session.log.delivered,
             )
 
-    async def _placed(self, session: Session, ask: Ask) -> PlacedRequest:
+    async def _placed(self, session: Session, ask: AgentRequest) -> PlacedRequest:
         """Encode and place a request. One that is too long counts as a turn, so that an agent cannot repeat it forever.
 
         Raises:
@@ -269,7 +273,7 @@ class PolicyService:
         session.check_may_ask()
         traits = self.engine.traits
         try:
-            ask = within_means(ask, traits, enforces=self.options.enforces_structures)
+            ask = limited(ask, traits, enforces=self.options.enforces_structures)
             request = await self._placer.placed(session, ask)
             if len(request.input_ids) >= traits.max_model_len:
                 raise too_long(f"{len(request.input_ids)} tokens", traits)
@@ -283,7 +287,17 @@ class PolicyService:
         """Count an accepted request and open its turn. No other request has been accepted since it was placed."""
         session, place, turn = request.session, request.place, request.turn
         self._count(session, "turns")
-        self._count_place(session, place, request.ask)
+        if request.ask.retry_count:
+            self._count(session, "retries")
+        if place.turn is not None:
+            self._count(session, "repeated")
+        elif place.is_fork:
+            self._count(session, "forks")
+        elif place.after is None:
+            reason = _first_difference(session, place, request.ask)
+            self._count(session, f"roots_{reason}")
+            if reason != "first":
+                log.info("gateway_new_root", session=session.session_id, differs=reason, message_index=place.num_known)
         request.turn = session.tree.open_turn(place, request.digests, turn.new_ids, asked_by=turn.asked_by)
 
     async def _generate(self, request: PlacedRequest, asked: GenerateRequest) -> tuple[list[Generation], float]:
@@ -338,7 +352,7 @@ class PolicyService:
         kept = generation.token_ids
         if self.options.reasoning == "drop" and ask.form == "chat":
             kept = self._reader.without_reasoning(kept, after=after)
-        is_probe = not ask.trains or ask.wishes.max_tokens == 1 or ask.wishes.structure is not None
+        is_probe = not ask.trains or ask.sampling.max_tokens == 1 or ask.sampling.structure is not None
         sample = Sample(
             turn=request.turn,
             message=message,
@@ -360,19 +374,6 @@ class PolicyService:
         session.tree.add(sample, request.digests)
         return sample
 
-    def _count_place(self, session: Session, place: Place, ask: Ask) -> None:
-        if ask.retry_count:
-            self._count(session, "retries")
-        if place.turn is not None:
-            self._count(session, "repeated")
-        elif place.is_fork:
-            self._count(session, "forks")
-        elif place.after is None:
-            reason = _first_difference(session, place, ask)
-            self._count(session, f"roots_{reason}")
-            if reason != "first":
-                log.info("gateway_new_root", session=session.session_id, differs=reason, message_index=place.num_known)
-
     def _report(self, session: Session, overridden: Mapping[str, str]) -> None:
         """Count overridden fields, and log each field once."""
         session.counts["overridden"] += bool(overridden)
@@ -391,7 +392,7 @@ class PolicyService:
         return float(np.quantile(self.overheads_ms, quantile)) if self.overheads_ms else float("nan")
 
 
-def _first_difference(session: Session, place: Place, ask: Ask) -> str:
+def _first_difference(session: Session, place: TreePosition, ask: AgentRequest) -> str:
     """Return why a conversation is a new root: the role of its first new message, or one of the reasons below."""
     if session.tree.is_empty:
         return "first"
@@ -402,3 +403,17 @@ def _first_difference(session: Session, place: Place, ask: Ask) -> str:
     if place.num_known < len(ask.messages):
         return ask.messages[place.num_known].role
     return "shorter"  # a prefix of an earlier conversation
+
+
+def metrics_text(service: PolicyService, sessions: Sessions) -> str:
+    """Return the metrics in Prometheus text format 0.0.4."""
+    lines = ["# TYPE rl_gateway_sessions gauge", f"rl_gateway_sessions {len(sessions)}"]
+    lines += ["# TYPE rl_gateway_requests_running gauge"]
+    lines += [f"rl_gateway_requests_running {sum(len(session.running) for session in sessions)}"]
+    lines += ["# TYPE rl_gateway_events_total counter"]
+    for name, number in sorted(service.counts.items()):
+        lines.append(f'rl_gateway_events_total{{event="{re.sub("[^a-z_]", "", name)}"}} {number}')
+    lines += ["# TYPE rl_gateway_turn_overhead_ms summary"]
+    for quantile in (0.5, 0.99):
+        lines.append(f'rl_gateway_turn_overhead_ms{{quantile="{quantile}"}} {service.overhead_ms(quantile):.3f}')
+    return "\n".join(lines) + "\n"

@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import math
-import secrets
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -13,18 +12,16 @@ from hashlib import sha256
 from typing import Protocol
 
 from rl_core.data import Json, Trajectory
-from rl_core.errors import DataError, SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.errors import DataError
+from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
+from rl_rollout.audit import audit_session
 from rl_rollout.engines.protocol import SamplingParams
-from rl_rollout.gateway.asks import Answer
+from rl_rollout.gateway.agent_requests import Answer
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.tree import Sample, SessionTree
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rewards.outputs import preview_error
 
-KEY_BYTES = 32
-MAX_METADATA_CHARS = 16_384
-MAX_KEPT_ANSWERS = 16
 MAX_KEPT_OVERHEADS = 64
 
 
@@ -39,20 +36,10 @@ class SessionLimits:
         wall_s: Maximum duration in seconds from the opening, without the time in which no gateway runs.
     """
 
-    max_turns: int = 256
-    max_tokens: int = 1 << 20
-    max_concurrent: int = 16
-    wall_s: float = 3600.0
-
-    def __post_init__(self) -> None:
-        """Check the limits.
-
-        Raises:
-            SettingsError: A limit is not positive.
-        """
-        for name in ("max_turns", "max_tokens", "max_concurrent", "wall_s"):
-            if not getattr(self, name) > 0:
-                raise SettingsError(f"{name} of a session must be above 0; found {getattr(self, name)}.")
+    max_turns: PositiveInt = 256
+    max_tokens: PositiveInt = 1 << 20
+    max_concurrent: PositiveInt = 16
+    wall_s: PositiveFloat = 3600.0
 
 
 class SessionLog(Protocol):
@@ -145,7 +132,7 @@ class Session:
                 yield
         except TimeoutError:
             if deadline.expired():
-                raise self._over(f"has reached its limit of {self.limits.wall_s:g} s") from None
+                raise _over(f"has reached its limit of {self.limits.wall_s:g} s") from None
             raise
         finally:
             self.num_attended -= 1
@@ -158,9 +145,9 @@ class Session:
         """
         self._check_is_open()
         if self.counts["turns"] >= self.limits.max_turns:
-            raise self._over(f"has reached its limit of {self.limits.max_turns} turns")
+            raise _over(f"has reached its limit of {self.limits.max_turns} turns")
         if self.counts["sampled_tokens"] >= self.limits.max_tokens:
-            raise self._over(f"has reached its limit of {self.limits.max_tokens} tokens")
+            raise _over(f"has reached its limit of {self.limits.max_tokens} tokens")
         if self.failure is not None:
             raise RefusedError(f"the session has failed: {self.failure}", kind="api_error")
 
@@ -183,12 +170,6 @@ class Session:
             raise
         finally:
             self.running.discard(name)
-
-    def keep_answer(self, key: str, answer: "asyncio.Future[Answer]") -> None:
-        """Keep the answer to a request, in case the request is repeated."""
-        self.answers[key] = answer
-        while len(self.answers) > MAX_KEPT_ANSWERS:
-            self.answers.pop(next(iter(self.answers)))
 
     def note_fault(self, digest: bytes, reason: str) -> None:
         """Record a failed request, unless the session is finished: finishing aborts requests."""
@@ -238,7 +219,7 @@ class Session:
             if self.counts["other_sampling"]:
                 failure += ': its client decided on the sampling. Set decided_by = "run" (--decided-by run)'
         try:
-            self.tree.audit(rows)
+            audit_session(rows, self.tree.spans())
         except DataError as error:
             failure = f"the audit rejected the session: {error}"
         if failure is not None:
@@ -258,21 +239,16 @@ class Session:
 
     def _check_is_open(self) -> None:
         if self.is_finished:
-            raise self._over("has ended")
+            raise _over("has ended")
         if self.seconds_left <= 0:
-            raise self._over(f"has reached its limit of {self.limits.wall_s:g} s")
-
-    @staticmethod
-    def _over(reason: str) -> RefusedError:
-        return RefusedError(f"the session {reason}.", kind="permission_error", code="session_limit")
+            raise _over(f"has reached its limit of {self.limits.wall_s:g} s")
 
 
 class Sessions:
     """The open sessions, by key and by id."""
 
-    def __init__(self, *, max_sessions: int = 4096, begin: Callable[[Session], None] | None = None) -> None:
-        """Set the maximum number of open sessions; `begin` is called with each new session before it is served."""
-        self._max_sessions, self._begin = max_sessions, begin
+    def __init__(self) -> None:
+        """Start without sessions."""
         self._by_key: dict[bytes, Session] = {}
         self._by_id: dict[str, Session] = {}
 
@@ -281,40 +257,6 @@ class Sessions:
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_id.values()))
-
-    def open(
-        self,
-        *,
-        prompt_uid: str,
-        session_index: int,
-        sampling: Callable[[int], SamplingParams],
-        limits: SessionLimits | None = None,
-        metadata: Mapping[str, Json] | None = None,
-    ) -> Session:
-        """Open a session with a key of 256 random bits.
-
-        Raises:
-            RefusedError: Too many sessions are open, or the metadata is too large.
-        """
-        if len(self) >= self._max_sessions:
-            raise RefusedError(f"{len(self)} sessions are open, the maximum. Finish some.", kind="rate_limit_error")
-        if len(str(metadata or "")) > MAX_METADATA_CHARS:
-            raise RefusedError(f"metadata must have at most {MAX_METADATA_CHARS} characters.", param="metadata")
-        key = f"rl-{secrets.token_urlsafe(KEY_BYTES)}"
-        session = Session(
-            session_id=f"session-{secrets.token_hex(8)}",
-            key=key,
-            key_digest=_lookup(key),
-            prompt_uid=prompt_uid,
-            session_index=session_index,
-            limits=limits or SessionLimits(),
-            sampling=sampling,
-            metadata=dict(metadata or {}),
-        )
-        if self._begin is not None:
-            self._begin(session)
-        self.adopt(session)
-        return session
 
     def adopt(self, session: Session) -> None:
         """Serve an existing session."""
@@ -326,7 +268,7 @@ class Sessions:
         Raises:
             RefusedError: No open session has this key.
         """
-        digest = _lookup(key)
+        digest = key_digest(key)
         session = self._by_key.get(digest)
         if session is None or not hmac.compare_digest(session.key_digest, digest):
             raise RefusedError(
@@ -354,10 +296,10 @@ class Sessions:
         self._by_key.pop(session.key_digest, None)
 
 
-def same_secret(expected: str, given: str) -> bool:
-    """Return True if two secrets are equal, in a time independent of their content."""
-    return hmac.compare_digest(expected.encode(), given.encode(errors="replace"))
+def _over(reason: str) -> RefusedError:
+    return RefusedError(f"the session {reason}.", kind="permission_error", code="session_limit")
 
 
-def _lookup(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
+    """Return the digest by which a session is found."""
     return sha256(key.encode(errors="replace")).digest()

@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl_core.errors import EngineError, SettingsError
+from rl_core.errors import SettingsError
 from rl_core.files import read_plain
 from rl_core.queue import SharedMemoryQueue
 from rl_core.terminal_text import write_out
-from rl_rollout.engines.options import TransformersOptions, VLLMOptions
+from rl_rollout.engines.options import TransformersOptions, VLLMOptions, engine_class
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
-from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, RolloutEngine, SamplingParams
-from rl_rollout.engines.registry import engine_class
+from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.exports import QueueFeed
 from rl_rollout.gateway.refusals import RefusedError
@@ -71,7 +70,8 @@ async def _serve(arguments: Namespace) -> None:
         gateway.bind()
         with suppress(asyncio.CancelledError):
             await engine.start()
-            _check_sampling(sampling, engine.traits)
+            shortest = replace(sampling, max_tokens=1)  # fails now if the engine does not support the defaults
+            check_request(GenerateRequest(input_ids=np.zeros(1, np.int32), sampling=shortest), engine.traits)
             await gateway.start()
             write_out(_greeting(gateway, key_file, opens_session=arguments.open_session))
             while (failure := gateway.service.engine_failure) is None:
@@ -99,19 +99,6 @@ def _engine(arguments: Namespace) -> RolloutEngine:
             f"--engine-options must be a JSON object with options of {name}: {error}. Fields: {fields}."
         ) from None
     return engine
-
-
-def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:
-    """Check at the start that the engine supports the default sampling parameters.
-
-    Raises:
-        SettingsError: A parameter is not supported.
-    """
-    one = replace(sampling, max_tokens=1)
-    try:
-        check_request(GenerateRequest(input_ids=np.zeros(1, np.int32), sampling=one), traits)
-    except EngineError as error:
-        raise SettingsError(str(error)) from error
 
 
 def _owner_key(file: Path) -> str:

@@ -4,16 +4,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from rl_core.data import NO_VERSION, IntArray, Json, Timings, Trajectory
 from rl_core.errors import DataError
-from rl_rollout.audit import SampledSpan, audit_session
+from rl_rollout.audit import SampledSpan
 from rl_rollout.engines.protocol import Generation
 from rl_rollout.gateway.messages import ChatMessage, MessageRole, exact_digests, next_digest
-from rl_rollout.gateway.prefixes import Prefixes
 from rl_rollout.loops.outcomes import join_experts
 
 PROBE = "probe"
@@ -81,7 +80,7 @@ class Sample:
     turns: dict[bytes, Turn] = field(default_factory=dict)
 
 
-class Place(NamedTuple):
+class TreePosition(NamedTuple):
     """The place of a request in the tree.
 
     Attributes:
@@ -159,7 +158,7 @@ class SessionTree:
         ids = [[call.call_id for call in one.calls] for one in (sample.message, message)]
         return sample if ids[0] == ids[1] else None
 
-    def place(self, digests: Sequence[bytes], messages: Sequence[ChatMessage]) -> Place:
+    def place(self, digests: Sequence[bytes], messages: Sequence[ChatMessage]) -> TreePosition:
         """Find the place of a conversation.
 
         Args:
@@ -167,16 +166,16 @@ class SessionTree:
             messages: The conversation.
         """
         num_known = next((i for i, digest in enumerate(digests) if digest not in self._known), len(digests))
-        exact = exact_digests(digests, messages, lambda after, before: bool(self._found(after, before)))
+        exact = exact_digests(digests, messages, lambda after, before: bool(self._samples_after(after, before)))
         for num_matched in range(len(messages), 0, -1):
-            if candidates := self._found(digests[num_matched], exact[num_matched - 1]):
+            if candidates := self._samples_after(digests[num_matched], exact[num_matched - 1]):
                 after = _likeliest(candidates, messages[num_matched - 1])
                 break
         else:
             after, num_matched = None, 0
         beside = self._roots if after is None else after.turns
         turn = beside.get(exact[-1])
-        return Place(
+        return TreePosition(
             after=after,
             num_matched=num_matched,
             turn=turn,
@@ -186,11 +185,11 @@ class SessionTree:
             key=exact[-1],
         )
 
-    def _found(self, digest: bytes, before: bytes) -> list[Sample]:
+    def _samples_after(self, digest: bytes, before: bytes) -> list[Sample]:
         """Return the samples that end a prefix, by its digest and the exact digest of the conversation before them."""
-        return [one for one in self._samples.get(digest, ()) if one.turn.key == before]
+        return [sample for sample in self._samples.get(digest, ()) if sample.turn.key == before]
 
-    def place_tokens(self, input_ids: IntArray) -> tuple[Place, int]:
+    def place_tokens(self, input_ids: IntArray) -> tuple[TreePosition, int]:
         """Find the place of a prompt of tokens, after the longest matching sample; also return the matched length."""
         for sample in self._in_order[self._num_indexed :]:
             self._said.add(np.concatenate([sample.turn.input_ids, sample.kept_ids]), sample)
@@ -200,10 +199,12 @@ class SessionTree:
         key = digest_of(input_ids)
         turn = beside.get(key)
         is_fork = after is not None and bool(beside) and turn is None
-        return Place(after, num_matched=0, turn=turn, num_known=0, knows_tools=True, is_fork=is_fork, key=key), num_said
+        return TreePosition(
+            after, num_matched=0, turn=turn, num_known=0, knows_tools=True, is_fork=is_fork, key=key
+        ), num_said
 
     def open_turn(
-        self, place: Place, digests: Sequence[bytes], new_ids: IntArray, *, asked_by: MessageRole = "user"
+        self, place: TreePosition, digests: Sequence[bytes], new_ids: IntArray, *, asked_by: MessageRole = "user"
     ) -> Turn:
         """Add the turn of a request; an identical request returns the existing turn."""
         beside = self._roots if place.after is None else place.after.turns
@@ -276,14 +277,6 @@ class SessionTree:
             spans.append(SampledSpan.of(input_ids, sample.generation))
         return spans
 
-    def audit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Audit the session's trajectories with `audit_session`.
-
-        Raises:
-            DataError: A trained token was not sampled in its context, or trains twice.
-        """
-        audit_session(trajectories, self.spans())
-
     def _leaves(self, trains: set[Sample]) -> Iterator[Sample]:
         """Yield the trained samples without a trained successor, and those that later turns keep only in part."""
         has_later: set[Sample] = set()
@@ -297,7 +290,7 @@ class SessionTree:
 
 def digest_of(input_ids: IntArray) -> bytes:
     """Return the digest of an engine's input tokens."""
-    return blake2b(np.ascontiguousarray(input_ids, dtype=np.int32).tobytes(), digest_size=16).digest()
+    return blake2b(_bytes_of(input_ids), digest_size=DIGEST_BYTES).digest()
 
 
 def _likeliest(candidates: Sequence[Sample], sent: ChatMessage) -> Sample:
@@ -392,3 +385,34 @@ def _trajectory(
             preemptions=sum(one.generation.num_preempted for one in own),
         ),
     )
+
+
+ValueT = TypeVar("ValueT")
+DIGEST_BYTES = 16
+
+
+class Prefixes(Generic[ValueT]):
+    """Values by token sequence. A search reads the prompt once, however many sequences are stored."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._by_length: dict[int, dict[bytes, ValueT]] = {}
+
+    def add(self, token_ids: IntArray, value: ValueT) -> None:
+        """Store a value; it replaces that of an equal sequence."""
+        self._by_length.setdefault(len(token_ids), {})[digest_of(token_ids)] = value
+
+    def longest(self, prompt_ids: IntArray) -> tuple[ValueT | None, int]:
+        """Return the value of the longest sequence with which a prompt begins, and its length; else (None, 0)."""
+        read, start = blake2b(digest_size=DIGEST_BYTES), 0
+        longest: tuple[ValueT | None, int] = (None, 0)
+        for length in sorted(length for length in self._by_length if length <= len(prompt_ids)):
+            read.update(_bytes_of(prompt_ids[start:length]))
+            start = length
+            if (value := self._by_length[length].get(read.digest())) is not None:
+                longest = value, length
+        return longest
+
+
+def _bytes_of(token_ids: IntArray) -> bytes:
+    return np.ascontiguousarray(token_ids, dtype=np.int32).tobytes()

@@ -4,32 +4,32 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from rl_core import TransferQueue
 from rl_core.cluster import RoleReport, RoleView, process_report
-from rl_core.data import IntArray, Prompt
+from rl_core.data import IntArray, Prompt, Trajectory
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError
 from rl_core.record_fields import settings_record
 from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate, retry_proof
-from rl_rollout.engines.engine_load import EngineLoad
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
+from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.rollout import GroupResult, Rollout
 from rl_rollout.rollouter.group_events import (
     Dispatch,
     GroupEvent,
+    Put,
     Refusals,
     generated_event,
     queued_event,
     refusal,
+    settle,
 )
 from rl_rollout.rollouter.served_policy import PolicyScores, ServedPolicy
-from rl_rollout.rollouter.settling import Put, settle
-from rl_rollout.rollouter.window import RolloutWindow
 from rl_rollout.skip import GroupwiseCache
 
 ENGINE = "engine"
@@ -53,6 +53,50 @@ class RollouterOptions:
     seed: int | None = None
     deadline_s: float = 3600.0
     max_failures: int = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutWindow:
+    """The events between two queries.
+
+    Attributes:
+        loads: Total engine loads at the window's start.
+        began: Start time, on the monotonic clock.
+        events: Events for a run's log; each has its name as "event".
+        groups: Settled groups, including failed sessions.
+        trajectories: Trajectories of the settled groups.
+        took_s: Seconds per group, from its start to the end of its last session.
+        failed_sessions: Number of failed sessions.
+        refused_groups: Number of groups that a filter refused.
+        made_up_groups: Number of groups that train although a filter would have refused them.
+    """
+
+    loads: Sequence[EngineLoad] = ()
+    began: float = field(default_factory=time.monotonic)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[GroupResult] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
+    took_s: list[float] = field(default_factory=list)
+    failed_sessions: int = 0
+    refused_groups: int = 0
+    made_up_groups: int = 0
+
+    @property
+    def timed(self) -> list[Trajectory]:
+        """Trajectories whose times count; see `GroupResult.timed`."""
+        return [trajectory for group in self.groups for trajectory in group.timed]
+
+    def say(self, event: str, /, **fields: Any) -> None:
+        """Add an event."""
+        self.events.append({"event": event, **fields})
+
+    def add(self, group: GroupResult, *, took_s: float, is_refused: bool) -> None:
+        """Add a settled group."""
+        self.took_s.append(took_s)
+        self.groups.append(group)
+        self.trajectories.extend(group.trajectories)
+        self.failed_sessions += len(group.failures)
+        self.refused_groups += int(is_refused)
 
 
 class Rollouter:

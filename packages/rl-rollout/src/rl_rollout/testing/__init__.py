@@ -11,13 +11,10 @@
 Each check runs its own event loop on the engine.
 """
 
-from rl_rollout.testing.adapter_checks import AdapterChecks
 from rl_rollout.testing.client_checks import ClientChecks
-from rl_rollout.testing.engine_calls import begin, generate, joined, refuses
 from rl_rollout.testing.generation_checks import GenerationChecks
-from rl_rollout.testing.reference_model import make_tiny_model, reference_logprobs
-from rl_rollout.testing.scoring_checks import ScoringChecks
-from rl_rollout.testing.update_checks import UpdateChecks
+from rl_rollout.testing.reference_model import begin, generate, joined, make_tiny_model, reference_logprobs, refuses
+from rl_rollout.testing.update_checks import AdapterConformance, UpdateChecks
 
 __all__ = [
     "AdapterConformance",
@@ -31,9 +28,5 @@ __all__ = [
 ]
 
 
-class EngineConformance(GenerationChecks, ClientChecks, ScoringChecks, UpdateChecks):
+class EngineConformance(GenerationChecks, ClientChecks, UpdateChecks):
     """All checks of engines."""
-
-
-class AdapterConformance(AdapterChecks):
-    """All checks of adapters."""

@@ -22,9 +22,18 @@ from rl_rollout.engines.protocol import (
 )
 from rl_rollout.engines.response_text import UNKNOWN
 from rl_rollout.engines.streaming import stream
-from rl_rollout.testing.engine_calls import PROMPT, generate, joined, long_request, refuses, short_request
 from rl_rollout.testing.generation_checks import TOLERANCE
-from rl_rollout.testing.reference_model import EMOJI, END, reference_logprobs
+from rl_rollout.testing.reference_model import (
+    EMOJI,
+    END,
+    PROMPT,
+    generate,
+    joined,
+    long_request,
+    reference_logprobs,
+    refuses,
+    short_request,
+)
 
 DEADLINE_S = 60.0
 STRUCTURES = (

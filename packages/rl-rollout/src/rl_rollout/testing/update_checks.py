@@ -1,16 +1,21 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""Checks of weight updates."""
+"""Checks of weight updates and adapters."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from rl_core.data import FloatArray, IntArray
 from rl_core.weights import (
+    LORA_A,
+    AdapterUpdate,
     ProofTolerances,
     PublishReport,
     TensorTransport,
@@ -18,43 +23,92 @@ from rl_core.weights import (
     WeightTransport,
     WeightUpdate,
     check_receipt,
+    digest_tensors,
 )
 from rl_rollout.engines.protocol import Generation, NewTokens, RolloutEngine
 from rl_rollout.engines.publishing import publish_to
-from rl_rollout.testing.engine_calls import PROMPT, begin, generate, joined, long_request, refuses, short_request
+from rl_rollout.engines.streaming import stream
 from rl_rollout.testing.generation_checks import TOLERANCE
-from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, perturbed, reference_logprobs, token_logprobs
+from rl_rollout.testing.reference_model import (
+    PROMPT,
+    TIED_HEAD,
+    begin,
+    canary_of,
+    generate,
+    joined,
+    long_request,
+    make_adapter,
+    merged,
+    perturbed,
+    reference_rows,
+    refuses,
+    short_request,
+    token_logprobs,
+)
 
 ATTEMPTS = 10
 """Number of attempts. On a busy machine, a response may end before its update."""
+SEQUENCE = np.arange(2, 20, dtype=np.int32)
+Tensors = Mapping[str, torch.Tensor]
 
 
-class UpdateChecks:
+class WeightChecks:
+    """Weights of an engine, sent as a learner does."""
+
+    transport: type[WeightTransport] = TensorTransport
+    """Transport of updates to the engine."""
+
+    async def send(
+        self,
+        engine: RolloutEngine,
+        tensors: Tensors,
+        *,
+        version: int,
+        adapter: AdapterUpdate | None = None,
+        tied: Mapping[str, str] | None = None,
+    ) -> tuple[WeightUpdate, WeightReceipt]:
+        """Send tensors. `tied` are those of the model, by default as the tensors show it."""
+        transport = self.transport()
+        try:
+            tied = _tied(tensors) if tied is None else tied
+            update = transport.pack(tensors, version=version, tied=tied, adapter=adapter)
+            return update, await engine.update_weights(update)
+        finally:
+            transport.close()
+
+    def restore(self, engine: RolloutEngine, model_dir: Path) -> None:
+        """Make the engine serve the folder's weights again, as version 0."""
+        asyncio.run(self.send(engine, _weights_of(model_dir), version=0))
+
+    @contextmanager
+    def restoring(self, engine: RolloutEngine, model_dir: Path) -> Iterator[None]:
+        """Restore the engine on exit."""
+        try:
+            yield
+        finally:
+            self.restore(engine, model_dir)
+
+
+class UpdateChecks(WeightChecks):
     """Checks of weight updates. A subclass provides `model_dir` and `engine`, started and serving it in float32.
 
     Each check leaves the engine serving model_dir as version 0.
     """
 
-    transport: type[WeightTransport] = TensorTransport
-    """Transport of updates to the engine."""
-
     def test_an_update_replaces_what_is_served(self, engine: RolloutEngine, model_dir: Path) -> None:
-        tensors = perturbed(load_file(model_dir / "model.safetensors"), scale=0.05)
-        sequence = np.arange(2, 20, dtype=np.int32)
-        (before,) = asyncio.run(engine.score([sequence]))
-        update, receipt = asyncio.run(self.publish(engine, tensors, version=41))
-        try:
+        tensors = perturbed(_weights_of(model_dir), scale=0.05)
+        before = _logprobs(engine)
+        with self.restoring(engine, model_dir):
+            update, receipt = asyncio.run(self.send(engine, tensors, version=41))
             assert check_receipt(update, receipt, tolerances=ProofTolerances()) < 1e-4
-            (after,) = asyncio.run(engine.score([sequence]))
-            expected = token_logprobs(reference_logprobs(model_dir, sequence, tensors=tensors), sequence)
-            assert np.abs(after.token_logprobs - before.token_logprobs).max() > 100 * TOLERANCE
-            np.testing.assert_allclose(after.token_logprobs[1:], expected, atol=TOLERANCE)
+            after = _logprobs(engine)
+            (rows,) = reference_rows(model_dir, [SEQUENCE], tensors=tensors)
+            assert np.abs(after - before).max() > 100 * TOLERANCE
+            np.testing.assert_allclose(after[1:], token_logprobs(rows, SEQUENCE), atol=TOLERANCE)
             assert set(generate(engine)[0].policy_versions.tolist()) == {41}
-        finally:
-            self.restore(engine, model_dir)
 
     def test_a_stream_goes_on_through_new_weights(self, engine: RolloutEngine, model_dir: Path) -> None:
-        new = perturbed(load_file(model_dir / "model.safetensors"), scale=0.05)
+        new = perturbed(_weights_of(model_dir), scale=0.05)
         request = replace(long_request(engine), num_samples=4)
         noted: list[NewTokens] = []
 
@@ -63,14 +117,12 @@ class UpdateChecks:
             async with asyncio.timeout(60):
                 while not noted:
                     await asyncio.sleep(0)
-                await self.publish(engine, new, version=46)
+                await self.send(engine, new, version=46)
                 return await running
 
         self.restore(engine, model_dir)
-        try:
+        with self.restoring(engine, model_dir):
             samples = asyncio.run(update_midway())
-        finally:
-            self.restore(engine, model_dir)
         assert {version for sample in samples for version in sample.policy_versions.tolist()} == {0, 46}
         for index, sample in enumerate(samples):
             pieces = [piece for piece in noted if piece.sample_index == index]
@@ -82,38 +134,28 @@ class UpdateChecks:
         self, engine: RolloutEngine, model_dir: Path
     ) -> None:
         """In 64 running sequences, tokens before the update are the old weights', and tokens after it the new ones'."""
-        old = load_file(model_dir / "model.safetensors")
+        old = _weights_of(model_dir)
         new = perturbed(old, scale=0.05)
         request = replace(long_request(engine), num_samples=64)
 
         async def swap() -> list[Generation]:
             running = await begin(engine, request)
-            await self.publish(engine, new, version=44)
+            await self.send(engine, new, version=44)
             return await running
 
-        num_mixed = 0
         for _ in range(ATTEMPTS):
             self.restore(engine, model_dir)
-            try:
+            with self.restoring(engine, model_dir):
                 samples = asyncio.run(swap())
-            finally:
-                self.restore(engine, model_dir)
-            for sample in samples:
-                versions = sample.policy_versions
-                assert versions.tolist() == sorted(versions.tolist())
-                num_mixed += len(set(versions.tolist())) == 2
-                sequence = joined(PROMPT, sample)
-                for version, tensors in ((0, old), (44, new)):
-                    rows = reference_logprobs(model_dir, sequence, tensors=tensors)
-                    expected = token_logprobs(rows, sequence)[len(PROMPT) - 1 :]
-                    here = versions == version
-                    np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=TOLERANCE)
-            if num_mixed:
+            check_samples(samples, model_dir, {0: old, 44: new})
+            versions = [sample.policy_versions.tolist() for sample in samples]
+            assert versions == [sorted(of_sample) for of_sample in versions]
+            if any(len(set(of_sample)) == 2 for of_sample in versions):
                 return
         raise AssertionError(f"none of 64 responses continued after an update, in {ATTEMPTS} attempts")
 
     def test_a_drained_update_comes_between_two_responses(self, engine: RolloutEngine, model_dir: Path) -> None:
-        new = perturbed(load_file(model_dir / "model.safetensors"), scale=0.05)
+        new = perturbed(_weights_of(model_dir), scale=0.05)
         canary = canary_of(model_dir, new, np.arange(2, 12, dtype=np.int32))
         request, transport = long_request(engine), self.transport()
 
@@ -128,22 +170,18 @@ class UpdateChecks:
             return await publishing, await running, [sample for samples in later for sample in samples]
 
         self.restore(engine, model_dir)
-        try:
-            report, (before,), after = asyncio.run(drain())
-        finally:
-            transport.close()
-            self.restore(engine, model_dir)
+        with self.restoring(engine, model_dir):
+            try:
+                report, (before,), after = asyncio.run(drain())
+            finally:
+                transport.close()
         assert report.drain_s > 0
         assert report.stall_s > 0
         assert set(before.policy_versions.tolist()) == {0}
-        for sample in after:
-            assert set(sample.policy_versions.tolist()) == {45}
-            sequence = joined(PROMPT, sample)
-            expected = token_logprobs(reference_logprobs(model_dir, sequence, tensors=new), sequence)
-            np.testing.assert_allclose(sample.logprobs, expected[len(PROMPT) - 1 :], atol=TOLERANCE)
+        check_samples(after, model_dir, {45: new})
 
     def test_a_refused_update_changes_nothing(self, engine: RolloutEngine, model_dir: Path) -> None:
-        tensors = load_file(model_dir / "model.safetensors")
+        tensors = _weights_of(model_dir)
         name = next(name for name in tensors if name.endswith(".down_proj.weight"))
         before = generate(engine, seed=4)[0]
         for wrong in (
@@ -152,26 +190,169 @@ class UpdateChecks:
             {**tensors, "model.layers.99.weight": tensors[name].clone()},
         ):
             with refuses("tensor"):
-                asyncio.run(self.publish(engine, wrong, version=43))
+                asyncio.run(self.send(engine, wrong, version=43))
         after = generate(engine, seed=4)[0]
         assert after.token_ids.tolist() == before.token_ids.tolist()
         assert after.policy_versions.tolist() == before.policy_versions.tolist()
 
-    async def publish(
-        self, engine: RolloutEngine, tensors: Mapping[str, torch.Tensor], *, version: int
-    ) -> tuple[WeightUpdate, WeightReceipt]:
-        """Send weights as a learner does."""
-        transport = self.transport()
+
+class AdapterConformance(WeightChecks):
+    """All checks of adapters. A subclass provides `model_dir` and `engine`, started and serving it in float32.
+
+    The engine needs room for adapters of every linear layer except the head. Each check leaves it serving model_dir
+    without an adapter, as version 0.
+    """
+
+    def test_each_adapter_replaces_the_last_on_the_same_base(self, engine: RolloutEngine, model_dir: Path) -> None:
+        base, most = _weights_of(model_dir), engine.traits.max_lora_rank
+        adapters = [
+            make_adapter(base, rank=most, seed=1),
+            make_adapter(base, rank=most, seed=2),
+            make_adapter(base, rank=most - 1, seed=3, kinds=("q_proj", "down_proj")),
+            make_adapter(base, rank=1, seed=4, kinds=("o_proj", "up_proj")),
+            make_adapter(base, rank=most, seed=5),
+        ]
+        scores = [_logprobs(engine)]
+        with self.restoring(engine, model_dir):
+            for version, adapter in enumerate(adapters, start=1):
+                report = asyncio.run(self.prove(engine, model_dir, adapter, version=version))
+                assert report.probe_max_diff <= 1e-4
+                assert report.canary_max_diff <= TOLERANCE
+                scores.append(_logprobs(engine))
+                (sample,) = asyncio.run(engine.generate(short_request(seed=version)))
+                assert set(sample.policy_versions.tolist()) == {version}
+        assert min(np.abs(now - last).max() for last, now in pairwise(scores)) > 100 * TOLERANCE
+        np.testing.assert_allclose(_logprobs(engine), scores[0], atol=TOLERANCE)
+
+    def test_the_base_is_served_beside_its_adapter(self, engine: RolloutEngine, model_dir: Path) -> None:
+        """Both answer the same prompts, concurrently, one after the other, and streamed."""
+        base = _weights_of(model_dir)
+        adapter = make_adapter(base, rank=engine.traits.max_lora_rank, seed=6)
+        requests = [
+            replace(short_request(seed=index), num_samples=2, adapter="base" if index % 2 else None)
+            for index in range(12)
+        ]
+
+        async def ask() -> list[list[Generation]]:
+            groups = list(await asyncio.gather(*map(engine.generate, requests)))
+            groups += [await engine.generate(request) for request in requests[:4]]
+            pieces = [piece async for piece in stream(engine, replace(short_request(seed=1), adapter="base"))]
+            return [*groups, [piece.ended for piece in pieces if piece.ended is not None]]
+
+        self.restore(engine, model_dir)
+        with self.restoring(engine, model_dir):
+            asyncio.run(self.publish(engine, model_dir, adapter, version=7))
+            groups = asyncio.run(ask())
+        names = [request.adapter for request in [*requests, *requests[:4]]] + ["base"]
+        for wanted, versions in ((None, {7: merged(base, adapter)}), ("base", {0: base})):
+            samples = [one for group, name in zip(groups, names, strict=True) if name == wanted for one in group]
+            check_samples(samples, model_dir, versions)
+
+    def test_an_adapter_between_two_tokens_counts_from_the_next_one(
+        self, engine: RolloutEngine, model_dir: Path
+    ) -> None:
+        base = _weights_of(model_dir)
+        first, second = (make_adapter(base, rank=engine.traits.max_lora_rank, seed=seed) for seed in (7, 8))
+        request = long_request(engine)
+
+        async def update_midway() -> list[Generation]:
+            beside = asyncio.ensure_future(engine.generate(replace(request, adapter="base")))
+            running = await begin(engine, request)
+            await self.publish(engine, model_dir, first, version=8)
+            await begin(engine, request)
+            await self.publish(engine, model_dir, second, version=9)
+            return [*await running, *await beside]
+
+        self.restore(engine, model_dir)
+        with self.restoring(engine, model_dir):
+            sample, beside = asyncio.run(update_midway())
+        assert sample.policy_versions.tolist() == sorted(sample.policy_versions.tolist())
+        assert len(set(sample.policy_versions.tolist())) > 1
+        check_samples([sample], model_dir, {0: base, 8: merged(base, first), 9: merged(base, second)})
+        check_samples([beside], model_dir, {0: base})
+
+    def test_all_weights_take_an_adapters_place(self, engine: RolloutEngine, model_dir: Path) -> None:
+        base = _weights_of(model_dir)
+        adapter = make_adapter(base, rank=engine.traits.max_lora_rank, seed=9)
+        full = merged(base, make_adapter(base, rank=2, seed=10))
+        request = short_request(seed=3)
+        with self.restoring(engine, model_dir):
+            asyncio.run(self.publish(engine, model_dir, adapter, version=10))
+            asyncio.run(self.send(engine, full, version=11))
+            both = [asyncio.run(engine.generate(one))[0] for one in (request, replace(request, adapter="base"))]
+            check_samples(both, model_dir, {11: full})
+            with refuses("model.norm.weight"):
+                asyncio.run(self.publish(engine, model_dir, adapter, version=12, less="model.norm.weight"))
+
+    def test_adapters_that_do_not_fit_are_refused_and_change_nothing(
+        self, engine: RolloutEngine, model_dir: Path
+    ) -> None:
+        base, most = _weights_of(model_dir), engine.traits.max_lora_rank
+        adapter = make_adapter(base, rank=most, seed=11)
+        name = next(name for name in adapter if name.endswith(LORA_A))
+        unknown = name.replace("layers.0", "layers.99")
+        with self.restoring(engine, model_dir):
+            asyncio.run(self.publish(engine, model_dir, adapter, version=13))
+            before = _logprobs(engine)
+            for words, wrong in (
+                ("max_lora_rank", make_adapter(base, rank=most + 1, seed=12)),
+                ("missing", {key: tensor for key, tensor in adapter.items() if key != name}),
+                ("shape", {**adapter, name: adapter[name][:, :-1].contiguous()}),
+                ("layers.99", {**adapter, unknown: adapter[name].clone()}),
+                ("at least one A and B", {}),
+            ):
+                with refuses(words):
+                    asyncio.run(self.publish(engine, model_dir, wrong, version=14))
+            (sample,) = asyncio.run(engine.generate(short_request(seed=4)))
+            np.testing.assert_allclose(_logprobs(engine), before, atol=TOLERANCE)
+            check_samples([sample], model_dir, {13: merged(base, adapter)})
+
+    async def prove(self, engine: RolloutEngine, model_dir: Path, adapter: Tensors, *, version: int) -> PublishReport:
+        """Publish an adapter of the folder's model, with proof."""
+        base, transport = _weights_of(model_dir), self.transport()
+        canary = canary_of(model_dir, merged(base, adapter), SEQUENCE)
         try:
-            update = transport.pack(tensors, version=version, tied=_tied(tensors))
-            return update, await engine.update_weights(update)
+            record = AdapterUpdate(rank=rank_of(adapter), base=digest_tensors(base))
+            update = transport.pack(adapter, version=version, tied=_tied(base), adapter=record)
+            return await publish_to(engine, update, canary=canary, tolerances=ProofTolerances())
         finally:
             transport.close()
 
-    def restore(self, engine: RolloutEngine, model_dir: Path) -> None:
-        """Make the engine serve the folder's weights again, as version 0."""
-        asyncio.run(self.publish(engine, load_file(model_dir / "model.safetensors"), version=0))
+    async def publish(
+        self, engine: RolloutEngine, model_dir: Path, adapter: Tensors, *, version: int, less: str = ""
+    ) -> tuple[WeightUpdate, WeightReceipt]:
+        """Send an adapter of the folder's model. The base's digest named by `less` is left out."""
+        base = _weights_of(model_dir)
+        digests = {name: digest for name, digest in digest_tensors(base).items() if name != less}
+        record = AdapterUpdate(rank=rank_of(adapter), base=digests)
+        return await self.send(engine, adapter, version=version, adapter=record, tied=_tied(base))
 
 
-def _tied(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
+def check_samples(samples: Sequence[Generation], model_dir: Path, versions: Mapping[int, Tensors]) -> None:
+    """Compare the logprobs of responses to PROMPT with those of the weights of each token's version."""
+    sampled = {version for sample in samples for version in sample.policy_versions.tolist()}
+    assert sampled <= versions.keys()
+    sequences: list[IntArray] = [joined(PROMPT, sample) for sample in samples]
+    for version in sampled:
+        rows = reference_rows(model_dir, sequences, tensors=versions[version])
+        for sample, sequence, row in zip(samples, sequences, rows, strict=True):
+            expected = token_logprobs(row, sequence)[len(PROMPT) - 1 :]
+            here = sample.policy_versions == version
+            np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=TOLERANCE)
+
+
+def rank_of(adapter: Tensors) -> int:
+    """Return the number of rows of an A; 1 if there is none."""
+    return next((len(tensor) for name, tensor in adapter.items() if name.endswith(LORA_A)), 1)
+
+
+def _tied(tensors: Tensors) -> Mapping[str, str]:
     return {} if "lm_head.weight" in tensors else TIED_HEAD
+
+
+def _weights_of(model_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(model_dir / "model.safetensors")
+
+
+def _logprobs(engine: RolloutEngine) -> FloatArray:
+    return asyncio.run(engine.score([SEQUENCE]))[0].token_logprobs

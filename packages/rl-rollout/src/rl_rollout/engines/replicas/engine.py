@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -22,19 +23,14 @@ from rl_core.weights import (
     WeightUpdate,
     check_receipt,
 )
-from rl_rollout.engines.engine_load import EngineLoad
-from rl_rollout.engines.gate import DRAIN_DEADLINE_S
-from rl_rollout.engines.process import EngineCalls, ProcessEngine
+from rl_rollout.engines.process import EngineClient, ProcessEngine
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
-from rl_rollout.engines.publishing import publish_to
-from rl_rollout.engines.replicas.replica import Published, Replica
-from rl_rollout.engines.replicas.replica_set import MAX_DEATHS, ReplicaSet
+from rl_rollout.engines.publishing import DRAIN_DEADLINE_S
+from rl_rollout.engines.replicas.replica import EngineLoad, Published, Replica
+from rl_rollout.engines.replicas.replica_set import MAX_DEATHS, ReplicaSet, or_first_error
 from rl_rollout.engines.replicas.weights import joined_report
-from rl_rollout.engines.requests import aborted_generations, check_sequence, check_top_k
-from rl_rollout.engines.tickets import AbortedError, Ticket
-from rl_rollout.engines.waiting import Turn
-
-__all__ = ["ReplicatedEngine", "publish_to"]
+from rl_rollout.engines.requests import aborted_generations, check_scoring
+from rl_rollout.engines.waiting import AbortedError, RoutedRequest, Turn
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +60,7 @@ class ReplicatedEngine:
         self._replicas = ReplicaSet(clock)
         self._weights = self._replicas.weights
         self._publishing = Turn()
-        self._bringing: list[asyncio.Future[PublishReport | None]] = []
+        self._delivering: list[asyncio.Future[PublishReport | None]] = []
         self._sleep_level: Literal[0, 1, 2] = 0
         for engine in replicas:
             self._enter(engine, is_joining=False)
@@ -76,10 +72,10 @@ class ReplicatedEngine:
         return replace(
             traits[0],
             name=traits[0].name if len(traits) == 1 else f"{len(traits)} x {traits[0].name}",
-            max_model_len=min(found.max_model_len for found in traits),
-            can_sleep=all(found.can_sleep for found in traits),
-            max_top_k=min(found.max_top_k for found in traits),
-            max_lora_rank=min(found.max_lora_rank for found in traits),
+            max_model_len=min(one.max_model_len for one in traits),
+            can_sleep=all(one.can_sleep for one in traits),
+            max_top_k=min(one.max_top_k for one in traits),
+            max_lora_rank=min(one.max_lora_rank for one in traits),
         )
 
     @property
@@ -103,23 +99,25 @@ class ReplicatedEngine:
 
     async def gpu_use(self) -> list[GpuUse]:
         """Return the use of each GPU of the running replicas since the last call, in their order; empty on CPUs."""
-        asked = await asyncio.gather(*(gpu_use_of(replica.engine) for replica in self._replicas.running))
-        return [one for of_replica in asked for one in of_replica]
+        uses = await asyncio.gather(*(gpu_use_of(replica.engine) for replica in self._replicas.running))
+        return [use for of_replica in uses for use in of_replica]
 
     async def stacks(self, *, deadline_s: float) -> dict[int, str]:
         """Return the stacks of each replica's process, responding or not. Replicas in this process are omitted."""
-        return await self._replicas.stacks(deadline_s=deadline_s)
+        engines = {one.index: one.engine for one in self._replicas.members if isinstance(one.engine, ProcessEngine)}
+        stacks = await asyncio.gather(*(engine.stacks(deadline_s=deadline_s) for engine in engines.values()))
+        return dict(zip(engines, stacks, strict=True))
 
     async def start(self) -> None:
         """Start all replicas at once. If one fails, close all."""
-        engines = [replica.engine for replica in self._replicas.members]
-        started = await asyncio.gather(*(engine.start() for engine in engines), return_exceptions=True)
-        errors = [error for error in started if isinstance(error, BaseException)]
-        if errors:
+        members = self._replicas.members
+        try:
+            or_first_error(await asyncio.gather(*(one.engine.start() for one in members), return_exceptions=True))
+        except BaseException:
             await self.close()
-            raise errors[0]
-        for replica in self._replicas.members:
-            replica.meter.begin_life()
+            raise
+        for replica in members:
+            replica.begin()
 
     async def add(self, engine: RolloutEngine) -> int:
         """Start another replica, and send it the current weights with their proof. Then it serves.
@@ -139,15 +137,14 @@ class ReplicatedEngine:
         try:
             await engine.start()
             self._check_equal(engine.traits)
-            await self._weights.bring_started(replica, engine)
+            await self._weights.deliver(replica, engine)
             await self._follow(engine)
         except BaseException:
             self._replicas.leave(replica)
             await engine.close()
             raise
-        replica.is_joining = False
-        replica.meter.begin_life()
-        self._replicas.changed()
+        replica.begin()
+        self._replicas.changes.announce()
         log.info("engine_added", replica=replica.index)
         return replica.index
 
@@ -171,7 +168,7 @@ class ReplicatedEngine:
             await self._emptied(replica, deadline_s)
         except BaseException:
             replica.is_leaving = False
-            self._replicas.changed()
+            self._replicas.changes.announce()
             raise
         async with replica.updating:
             load = replica.load
@@ -182,32 +179,29 @@ class ReplicatedEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
-        ticket = Ticket(num_samples=request.num_samples, request_id=request.request_id)
+        routed = RoutedRequest(num_samples=request.num_samples, request_id=request.request_id)
 
         async def ask(replica: Replica) -> list[Generation]:
-            generations = await replica.engine.generate(ticket.noting(request))
-            replica.meter.num_tokens += sum(len(one.token_ids) for one in generations)
+            generations = await replica.engine.generate(routed.noting_tokens(request))
+            replica.num_tokens += sum(len(generation.token_ids) for generation in generations)
             return generations
 
         try:
-            generations: list[Generation] = await self._replicas.ask_one(ask, request.input_ids, ticket=ticket)
+            return await self._replicas.ask_one(ask, request.input_ids, routed=routed)
         except AbortedError:
             return aborted_generations(request)
-        return generations
 
     async def score(
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`. Spreads the sequences over the replicas by load alone."""
-        check_top_k(top_k, self.traits)
-        for sequence in sequences:
-            check_sequence(sequence, self.traits)
+        check_scoring(sequences, top_k, self.traits)
 
         async def score_one(sequence: IntArray) -> TokenScores:
-            scores: list[TokenScores] = await self._replicas.ask_one(
+            scores = await self._replicas.ask_one(
                 lambda replica: replica.engine.score([sequence], top_k=top_k, with_experts=with_experts),
                 NO_PREFIX,
-                ticket=Ticket(num_samples=1),
+                routed=RoutedRequest(num_samples=1),
             )
             return scores[0]
 
@@ -226,12 +220,8 @@ class ReplicatedEngine:
 
         Each replica drains separately. Replicas that already have the update accept new requests.
         """
-        published = Published(
-            update=update,
-            canary=canary,
-            tolerances=tolerances,
-            drain_deadline_s=drain_deadline_s if drain else None,
-        )
+        deadline_s = drain_deadline_s if drain else None
+        published = Published(update=update, canary=canary, tolerances=tolerances, drain_deadline_s=deadline_s)
         async with self._publishing:
             try:
                 with self._weights.publishing(published):
@@ -241,8 +231,8 @@ class ReplicatedEngine:
                     if not reports:
                         raise self._replicas.nobody_left()
             finally:
-                if self._bringing:
-                    await asyncio.wait(self._bringing)  # after a failure, others may still be loading
+                if self._delivering:
+                    await asyncio.wait(self._delivering)  # after a failure, others may still be loading
         return joined_report(reports)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
@@ -257,7 +247,7 @@ class ReplicatedEngine:
 
         async with self._publishing:
             with self._weights.publishing(published):
-                receipts: dict[int, WeightReceipt] = await self._replicas.ask_all(take)
+                receipts = await self._replicas.ask_all(take)
                 if not receipts:
                     raise self._replicas.nobody_left()
         return next((one for one in receipts.values() if not _is_right(update, one)), next(iter(receipts.values())))
@@ -280,18 +270,15 @@ class ReplicatedEngine:
     async def close(self) -> None:
         """See `RolloutEngine.close`. Raises the first error after all are closed."""
         self._replicas.close()
-        engines = [replica.engine for replica in self._replicas.members]
-        closed = await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
-        errors = [error for error in closed if isinstance(error, BaseException)]
-        if errors:
-            raise errors[0]
+        members = self._replicas.members
+        or_first_error(await asyncio.gather(*(one.engine.close() for one in members), return_exceptions=True))
 
     # -- inside
 
     def _enter(self, engine: RolloutEngine, *, is_joining: bool) -> Replica:
         replica = self._replicas.enter(engine, is_joining=is_joining)
         if isinstance(engine, ProcessEngine):
-            engine.on_restart = self._reviver(replica)
+            engine.on_restart = partial(self._revive, replica)
         return replica
 
     def _check_equal(self, traits: EngineTraits) -> None:
@@ -323,45 +310,42 @@ class ReplicatedEngine:
             async with asyncio.timeout(deadline_s):
                 await replica.emptied()
         except TimeoutError:
-            log.info("requests_move", replica=replica.index, num_requests=len(replica.tickets))
-            for ticket in list(replica.tickets):
-                ticket.stop()
+            log.info("requests_move", replica=replica.index, num_requests=len(replica.requests))
+            for routed in list(replica.requests):
+                routed.stop()
             await replica.emptied()
 
     async def _on_all(self, ask: Callable[[RolloutEngine], Awaitable[None]]) -> None:
         await self._replicas.ask_all(lambda replica: ask(replica.engine))
 
     async def _publish_to_all(self) -> list[PublishReport]:
-        async def one(replica: Replica) -> PublishReport | None:
+        async def deliver(replica: Replica) -> PublishReport | None:
             await self._weights.restarted(replica)
             incarnation = replica.incarnation
             try:
-                return await self._weights.bring(replica)
+                return await self._weights.deliver(replica, waits=False)
             except EngineDiedError as error:
                 self._replicas.note_death(replica, error, incarnation)
                 return None
 
-        found = self._replicas.running or self._replicas.coming_back
-        self._bringing = [asyncio.ensure_future(one(replica)) for replica in found]
-        reports = await asyncio.gather(*self._bringing)
+        replicas = self._replicas.running or self._replicas.coming_back
+        self._delivering = [asyncio.ensure_future(deliver(replica)) for replica in replicas]
+        reports = await asyncio.gather(*self._delivering)
         return [report for report in reports if report is not None]
 
-    async def _follow(self, engine: RolloutEngine | EngineCalls) -> None:
+    async def _follow(self, engine: RolloutEngine | EngineClient) -> None:
         """Put a newly started engine to sleep if the others sleep."""
         level = 0
         while level != self._sleep_level:
             level = self._sleep_level
             await (engine.sleep(level) if level else engine.wake())
 
-    def _reviver(self, replica: Replica) -> Callable[[EngineCalls], Awaitable[None]]:
-        async def revive(calls: EngineCalls) -> None:
-            replica.begin_life()
-            await self._weights.bring_started(replica, calls)
-            await self._follow(calls)
-            replica.meter.num_restarts += 1
-            log.info("engine_restarted", replica=replica.index)
-
-        return revive
+    async def _revive(self, replica: Replica, engine: EngineClient) -> None:
+        replica.restart()
+        await self._weights.deliver(replica, engine)
+        await self._follow(engine)
+        replica.num_restarts += 1
+        log.info("engine_restarted", replica=replica.index)
 
 
 def _is_right(update: WeightUpdate, receipt: WeightReceipt) -> bool:

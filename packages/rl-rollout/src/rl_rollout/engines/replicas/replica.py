@@ -1,19 +1,46 @@
-"""One of several equal engines, with its weights, requests and state."""
+"""One of several equal engines, with its weights, requests, state and load."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from rl_core.errors import EngineDiedError
 from rl_core.weights import BFLOAT16_TOLERANCES, Canary, ProofTolerances, PublishReport, WeightUpdate
-from rl_rollout.engines.engine_load import EngineLoad, EngineState, LoadMeter
 from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.protocol import RolloutEngine
-from rl_rollout.engines.tickets import Ticket
-from rl_rollout.engines.waiting import Changes, Turn
+from rl_rollout.engines.waiting import Changes, RoutedRequest, Turn
+
+EngineState = Literal["starting", "serving", "restarting", "draining", "dead"]
+"""State of an engine; a draining one finishes its requests and accepts no more."""
 
 LIVING: Mapping[str, EngineState] = {"starting": "starting", "serving": "serving", "restarting": "restarting"}
 """State of an engine in this process that is not dead, by the state of its role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """Load of one replica, as its caller measures it. Counts and times include restarts.
+
+    Attributes:
+        index: Index of the replica.
+        state: Current state.
+        num_running: Samples that it is generating or scoring.
+        busy_s: Seconds with at least one running sample.
+        idle_s: Seconds without a running sample, including weight updates, restarts and the time after its end.
+        num_tokens: Response tokens of finished samples, including aborted ones.
+        num_requests: Requests it received, including unfinished ones.
+        num_restarts: Number of restarts.
+    """
+
+    index: int
+    state: EngineState
+    num_running: int
+    busy_s: float
+    idle_s: float
+    num_tokens: int
+    num_requests: int
+    num_restarts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,8 +74,10 @@ class Replica:
         served: The weights it serves. None if unknown.
         report: Report of the proof, if there was a canary.
         updating: Lock for sending it weights.
-        tickets: Its requests, running or waiting.
-        meter: Measures its load.
+        requests: Its requests, running or waiting.
+        num_running: Samples in progress.
+        num_tokens: See `EngineLoad`.
+        num_restarts: See `EngineLoad`.
         failure: Why it no longer answers.
         incarnation: 1, plus 1 per restart.
         is_joining: True until it has been added.
@@ -58,15 +87,15 @@ class Replica:
     """
 
     def __init__(
-        self, index: int, engine: RolloutEngine, *, meter: LoadMeter, changes: Changes, is_joining: bool = False
+        self, index: int, engine: RolloutEngine, *, changes: Changes, clock: Callable[[], float], is_joining: bool
     ) -> None:
         """Wrap an engine that is not started yet.
 
         Args:
             index: Its index.
             engine: The engine.
-            meter: Measures its load.
             changes: Announces when it becomes idle.
+            clock: Returns seconds, for its load.
             is_joining: Whether it is being added.
         """
         self.index = index
@@ -74,16 +103,19 @@ class Replica:
         self.served: Published | None = FROM_DISK
         self.report: PublishReport | None = None
         self.updating = Turn()
-        self.tickets: set[Ticket] = set()
-        self.meter = meter
+        self.requests: set[RoutedRequest] = set()
+        self.num_running = self.num_tokens = self.num_restarts = 0
         self.failure: EngineDiedError | None = None
         self.incarnation = 1
         self.is_joining = is_joining
         self.is_leaving = False
         self.is_draining = False
         self.is_gone = False
-        self._changes = changes
+        self._changes, self._clock = changes, clock
         self._left = Changes()
+        self._num_requests = 0
+        self._busy_s = self._busy_since = 0.0
+        self._began_at: float | None = None
 
     @property
     def state(self) -> EngineState:
@@ -91,9 +123,7 @@ class Replica:
         if self.is_joining:
             return "starting"
         state = self._process_state
-        if state == "serving":
-            return "draining" if self.is_leaving or self.is_draining else "serving"
-        return state
+        return "draining" if state == "serving" and (self.is_leaving or self.is_draining) else state
 
     @property
     def is_running(self) -> bool:
@@ -117,14 +147,21 @@ class Replica:
         return LIVING.get(self.engine.state, "dead")
 
     @property
-    def num_running(self) -> int:
-        """Number of samples in progress."""
-        return self.meter.num_running
-
-    @property
     def load(self) -> EngineLoad:
         """Its load so far."""
-        return self.meter.load(self.index, self.state if self.meter.is_alive else "starting")
+        now = self._clock()
+        busy_s = self._busy_s + (now - self._busy_since if self.num_running else 0.0)
+        lived_s = 0.0 if self._began_at is None else now - self._began_at
+        return EngineLoad(
+            index=self.index,
+            state="starting" if self._began_at is None else self.state,
+            num_running=self.num_running,
+            busy_s=busy_s,
+            idle_s=max(lived_s - busy_s, 0.0),
+            num_tokens=self.num_tokens,
+            num_requests=self._num_requests,
+            num_restarts=self.num_restarts,
+        )
 
     @property
     def death(self) -> EngineDiedError | None:
@@ -132,31 +169,35 @@ class Replica:
         return self.failure or (self.engine.death if isinstance(self.engine, ProcessEngine) else None)
 
     @contextmanager
-    def carrying(self, ticket: Ticket) -> Iterator[None]:
+    def carrying(self, routed: RoutedRequest) -> Iterator[None]:
         """Record a request as assigned to this replica within the context."""
-        self.tickets.add(ticket)
+        self.requests.add(routed)
         try:
             yield
         finally:
-            self.tickets.discard(ticket)
+            self.requests.discard(routed)
             self._left.announce()
 
     @contextmanager
-    def answering(self, ticket: Ticket) -> Iterator[None]:
+    def answering(self, routed: RoutedRequest) -> Iterator[None]:
         """Record a request as running within the context."""
-        ticket.is_asked = True
-        self.meter.begin(ticket.num_samples)
+        routed.is_running = True
+        if not self.num_running:
+            self._busy_since = self._clock()
+        self.num_running += routed.num_samples
+        self._num_requests += 1
         try:
             yield
         finally:
-            ticket.is_asked = False
-            self.meter.end(ticket.num_samples)
+            routed.is_running = False
+            self.num_running -= routed.num_samples
             if not self.num_running:
+                self._busy_s += self._clock() - self._busy_since
                 self._changes.announce()
 
     async def emptied(self) -> None:
         """Wait until it has no requests."""
-        while self.tickets:
+        while self.requests:
             await self._left.next()
 
     def note_death(self, error: EngineDiedError, incarnation: int) -> bool:
@@ -171,7 +212,12 @@ class Replica:
         self.served = FROM_DISK
         return True
 
-    def begin_life(self) -> None:
+    def begin(self) -> None:
+        """Record that it has started. It is busy or idle from now on."""
+        self.is_joining = False
+        self._began_at = self._clock()
+
+    def restart(self) -> None:
         """Record that it restarted. It gets weights before any request."""
         self.incarnation += 1
         self.failure = None

@@ -84,8 +84,18 @@ class ReplicaWeights:
                 raise self.waiting[replica.index]
             await asyncio.sleep(TICK_S)
 
-    async def bring(self, replica: Replica) -> PublishReport | None:
+    async def deliver(
+        self, replica: Replica, started: WeightReceiver | None = None, *, waits: bool = True
+    ) -> PublishReport | None:
         """Send a replica the published weights, if it serves others.
+
+        They may no longer exist: a publication failed after some replicas had its weights, the learner died during it,
+        or the file of the next version is already in their place.
+
+        Args:
+            replica: The replica.
+            started: Its engine, if it was just started and has no requests. None waits for its restart or drains it.
+            waits: Wait for the next publication if these weights no longer exist.
 
         Returns:
             The report of the last proof; None without a canary.
@@ -93,52 +103,32 @@ class ReplicaWeights:
         Raises:
             WeightProofError: It serves other weights.
             EngineDiedError: It died.
-            DeadlineError: It did not end its requests in time.
-        """
-        if replica.served is not self.published:
-            async with replica.updating:
-                try:
-                    while replica.served is not self.published and not replica.is_gone:
-                        await self._drain_and_give(replica)
-                finally:
-                    replica.is_draining = False
-                    self._changes.announce()
-        return replica.report
-
-    async def bring_started(self, replica: Replica, receiver: WeightReceiver) -> None:
-        """Same as `bring`, for a newly started replica without requests.
-
-        It may already find the file of the next version. Then it waits until that is published.
-
-        Raises:
-            DeadlineError: That publication did not arrive in time.
-        """
-        while replica.served is not (published := self.published):
-            try:
-                await self._give(replica, receiver)
-            except GONE as error:
-                await self._wait_for_news(replica, published, error)
-
-    async def bring_asked(self, replica: Replica) -> None:
-        """Same as `bring`, before a request. If the published weights no longer exist, wait for the next ones.
-
-        This happens if a publication failed after some replicas had its weights, or the learner died during it.
-
-        Raises:
-            WeightProofError: No publication arrived that it could serve.
-            EngineDiedError: It died.
             DeadlineError: It did not end its requests in time, or no other weights were published.
         """
-        while True:
+        while not replica.is_gone:
             published = self.published
+            if replica.served is published and (started is not None or not replica.is_coming_back):
+                break
             try:
-                await self.restarted(replica)
-                await self.bring(replica)
-                return
+                if started is None:
+                    await self.restarted(replica)
+                    await self._update(replica)
+                else:
+                    await self._give(replica, started)
             except GONE as error:
-                if published.update is None:
+                if not waits or published.update is None:
                     raise
                 await self._wait_for_news(replica, published, error)
+        return replica.report
+
+    async def _update(self, replica: Replica) -> None:
+        async with replica.updating:
+            try:
+                while replica.served is not self.published and not replica.is_gone:
+                    await self._drain_and_give(replica)
+            finally:
+                replica.is_draining = False
+                self._changes.announce()
 
     async def take(self, replica: Replica, receiver: WeightReceiver, update: WeightUpdate) -> WeightReceipt:
         """Send a replica an update, and nothing else."""
@@ -179,15 +169,15 @@ class ReplicaWeights:
             raise WeightProofError(
                 f"replica {replica.index} serves unproven weights, and no earlier ones were published. Publish again."
             )
-        taking = _Taking(self, replica, receiver)
+        watched = _WatchedReceiver(self, replica, receiver)
         report = None
         try:
             if published.canary is None:
-                receipt = await taking.update_weights(published.update)
+                receipt = await watched.update_weights(published.update)
                 check_receipt(published.update, receipt, tolerances=published.tolerances)
             else:
                 report = await publish_weights(
-                    published.update, [taking], canary=published.canary, tolerances=published.tolerances
+                    published.update, [watched], canary=published.canary, tolerances=published.tolerances
                 )
         except WeightProofError as error:
             raise WeightProofError(f"replica {replica.index}: {error}", tensor=error.tensor) from None
@@ -221,14 +211,13 @@ class ReplicaWeights:
 
 def joined_report(reports: Sequence[PublishReport]) -> PublishReport:
     """Combine the replicas' reports of one publication."""
-    told = tuple(scores for report in reports for scores in report.canary_scores)
-    return replace(
-        reports[0], canary_scores=told, **{name: max(getattr(one, name) for one in reports) for name in WORST}
-    )
+    scores = tuple(scores for report in reports for scores in report.canary_scores)
+    worst = {name: max(getattr(report, name) for report in reports) for name in WORST}
+    return replace(reports[0], canary_scores=scores, **worst)
 
 
-class _Taking:
-    """Context of a weight update. The replica's weights are unknown until they are proven."""
+class _WatchedReceiver:
+    """Receiver of a weight update. The replica's weights are unknown until they are proven."""
 
     def __init__(self, weights: ReplicaWeights, replica: Replica, receiver: WeightReceiver) -> None:
         self._weights = weights

@@ -60,7 +60,7 @@ class PublishedAdapter:
         """Return vLLM's request for a sample's adapter. Its name decides which keys and values are shared."""
         if self.version is None or sample.adapter == "base":
             return None
-        return self._request()
+        return LoRARequest(f"policy@{self.version}", ADAPTER_ID, IN_MEMORY)
 
     def replaced(self, update: WeightUpdate, running: Sequence[tuple[Sample, Any]]) -> None:
         """Record that the workers have other weights. Running samples continue with them.
@@ -69,10 +69,9 @@ class PublishedAdapter:
             update: The update that the workers have loaded.
             running: Each sample with its vLLM request.
         """
+        self.version = None if update.adapter is None else update.version
         if update.adapter is None:
-            self.version, self.base_version = None, update.version
-        else:
-            self.version = update.version
+            self.base_version = update.version
         if self._can_serve:
             self._follow(running)
 
@@ -82,7 +81,7 @@ class PublishedAdapter:
             request.block_hashes.clear()
             request.update_block_hashes()
         loras = {request.request_id: request.lora_request for _, request in running}
-        self._core.collective_rpc("follow_adapter", args=(loras,))
+        self._core.collective_rpc("with_adapter", args=("follow", loras))
 
     def version_of(self, sample: Sample, version: int) -> int:
         """Return the policy version that serves a sample after `version` was published."""
@@ -92,7 +91,7 @@ class PublishedAdapter:
         """Return why samples can no longer be served, if one of them needs the adapter. Checked before each step."""
         if self.version is None or not any(self.request_of(sample) for sample in samples):
             return None
-        absences = self._core.collective_rpc("adapter_absence", args=(self.version,))
+        absences = self._core.collective_rpc("with_adapter", args=("absence", self.version))
         return next((absence for absence in absences if absence is not None), None)
 
     def problems(self, running: Sequence[tuple[Sample, Any]]) -> Iterator[str]:
@@ -104,9 +103,8 @@ class PublishedAdapter:
         loras = {request.request_id: self.request_of(sample) for sample, request in running}
         expected = {name: None if lora is None else lora.lora_name for name, lora in loras.items()}
         if self._can_serve:
-            args = (self.version, expected)
-            for rank, found in enumerate(self._core.collective_rpc("adapter_problems", args=args)):
-                yield from (f"Worker {rank}: {problem}" for problem in found)
+            ranks = self._core.collective_rpc("adapter_problems", args=(self.version, expected))
+            yield from (f"Worker {rank}: {problem}" for rank, of_rank in enumerate(ranks) for problem in of_rank)
         scheduler = self._core.scheduler
         if num := len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block):
             yield f"{num} blocks of the previous weights are still in the prefix cache."
@@ -114,6 +112,3 @@ class PublishedAdapter:
             yield f"{num} samples of the previous weights still share their prompts."
         for request_id, name in expected.items():
             yield from wrong_adapter(request_id, scheduler.requests[request_id].lora_request, name)
-
-    def _request(self) -> LoRARequest:
-        return LoRARequest(f"policy@{self.version}", ADAPTER_ID, IN_MEMORY)

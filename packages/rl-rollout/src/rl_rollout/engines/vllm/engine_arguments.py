@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.vllm.adapter_slot import NUM_SLOTS
-from rl_rollout.engines.vllm.lora_support import LORA_RANKS, target_modules
+from rl_rollout.engines.vllm.support import LORA_RANKS, target_modules
 from rl_rollout.engines.weight_checks import Shapes
 
 

@@ -69,6 +69,14 @@ def join_parts(ranks: Sequence[LiveParts], expected: Mapping[str, FloatArray]) -
     }
 
 
+def join_arrived(ranks: Sequence[Mapping[str, str]], sent: Mapping[str, str]) -> dict[str, str]:
+    """Return checksums of the tensors as they arrived. If ranks differ, return one that differs from the sent one."""
+    return {
+        name: next((rank[name] for rank in ranks if rank[name] != sent.get(name)), first)
+        for name, first in ranks[0].items()
+    }
+
+
 def _joined(parts: Sequence[LivePart], expected: FloatArray | None) -> FloatArray:
     num_rows = parts[0].num_rows
     if len(parts) == 1 and len(parts[0].values) == num_rows:

@@ -3,8 +3,7 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +22,12 @@ from vllm.v1.outputs import LogprobsTensors
 from rl_core.data import FinishReason as OurFinishReason
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
 from rl_core.gpus import GpuUse
-from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
+from rl_core.weights import (
+    TokenScores,
+    WeightReceipt,
+    WeightUpdate,
+)
 from rl_core.weights.broadcast import WeightSources, receive_plan
-from rl_rollout.engines.first_weights import check_first_weights, folder_probes
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, Structure
@@ -34,11 +36,18 @@ from rl_rollout.engines.vllm.adapters import PublishedAdapter
 from rl_rollout.engines.vllm.engine_arguments import engine_arguments
 from rl_rollout.engines.vllm.environment import kept_process_group, unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
-from rl_rollout.engines.vllm.live_weights import join_parts
+from rl_rollout.engines.vllm.live_weights import join_arrived, join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
-from rl_rollout.engines.vllm.update import expected_probes, join_arrived, replacement, update_shapes, workers_source
 from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
-from rl_rollout.engines.weight_checks import check_adapter, check_update, tensor_shapes
+from rl_rollout.engines.weight_checks import (
+    check_adapter,
+    check_first_weights,
+    check_update,
+    folder_probes,
+    tensor_shapes,
+    update_shapes,
+    workers_source,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -91,14 +100,14 @@ class VLLMStepper:
         self._watch = self._take_workers()
         try:
             self._prove_first_weights(model_dir, options.dtype)
+            self._core.collective_rpc("score_in_pieces")
+            if self._is_cpu:
+                self._core.collective_rpc("draw_by_seed_and_position")
+            self._adapter = PublishedAdapter(self._core, self._shapes, can_serve=options.max_lora_rank > 0)
+            self._experts = self._capture_experts(options)
         except Exception:
             self.close()
             raise
-        self._core.collective_rpc("score_in_pieces")
-        if self._is_cpu:
-            self._core.collective_rpc("draw_by_seed_and_position")
-        self._adapter = PublishedAdapter(self._core, self._shapes, can_serve=options.max_lora_rank > 0)
-        self._experts = self._capture_experts(options)
         model_config = self._engine.model_config
         device = current_platform.device_type
         self._traits = EngineTraits(
@@ -135,12 +144,8 @@ class VLLMStepper:
         outputs, is_executed = self._core.step_fn()
         self._core.post_step(is_executed)
         self._watch_progress(is_executed)
-        for client_outputs in (outputs or {}).values():
-            for output in client_outputs.outputs:
-                sample = self._take(output)
-                if sample is not None:
-                    finished.append(sample)
-        return finished
+        taken = [self._take(output) for of_client in (outputs or {}).values() for output in of_client.outputs]
+        return [*finished, *(sample for sample in taken if sample is not None)]
 
     def remove(self, samples: Sequence[Sample]) -> None:
         """See `Stepper.remove`."""
@@ -165,21 +170,22 @@ class VLLMStepper:
         running = list(self._running.values())
         self._adapter.replaced(update, running)
         parts = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
+        sent = {name: digest.probe for name, digest in update.served.items()}
+        sent |= {name: sent[source] for name, source in update.tied.items() if source in sent}
+        changed = [problem for rank in self._core.collective_rpc("changed_buffers") for problem in rank]
         return WeightReceipt(
             version=update.version,
-            arrived=join_arrived(ranks, update),
-            live=join_parts(parts, expected_probes(update)),
-            problems=(*self._adapter.problems(running), *self._changed_buffers()),
+            arrived=join_arrived(ranks, {name: digest.checksum for name, digest in update.digests.items()}),
+            live=join_parts(parts, sent),
+            problems=(*self._adapter.problems(running), *changed),
         )
-
-    def _changed_buffers(self) -> list[str]:
-        """Describe buffers that a sleep changed and no update restores."""
-        ranks: list[list[str]] = self._core.collective_rpc("changed_buffers")
-        return [problem for rank in ranks for problem in rank]
 
     def _replace_weights(self, update: WeightUpdate) -> list[dict[str, str]]:
         """Replace the weights. Return the checksums of the tensors as they arrived at each rank."""
-        what, details = replacement(update)
+        what, details = "adapter", list[Any]([update.version])
+        if update.adapter is None:
+            kinds = {name: digest.kind for name, digest in update.digests.items()}
+            what, details = "all_weights", [list(update.tied), kinds]
         arrived: list[dict[str, str]]
         if not update.is_sent:
             with workers_source(update, is_shared=self._num_ranks > 1) as source:
@@ -198,7 +204,7 @@ class VLLMStepper:
 
     def gpu_use(self) -> list[GpuUse]:
         """Return the use of each rank's GPU since the last call; empty on CPUs."""
-        return [one for of_rank in self._core.collective_rpc("gpu_use") for one in of_rank]
+        return [use for rank in self._core.collective_rpc("gpu_use") for use in rank]
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """See `Stepper.sleep`. Weights move to the host or are dropped, and the KV cache is freed."""
@@ -228,12 +234,14 @@ class VLLMStepper:
 
     def _start_engine(self, model_dir: Path, options: VLLMOptions) -> LLMEngine:
         num_threads = options.num_threads or torch.get_num_threads()
-        with (
-            unchanged_process(num_threads),
-            worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu),
-            self._shut_down_on_error(),
-        ):
-            return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
+        environment = worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu)
+        with unchanged_process(num_threads), environment:
+            try:
+                return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
+            except Exception:
+                with kept_process_group(is_kept=not self._owns_process_group):
+                    cleanup_dist_env_and_memory()
+                raise
 
     def _prove_first_weights(self, model_dir: Path, dtype: str) -> None:
         """Compare the live layers with the folder that vLLM loaded."""
@@ -257,28 +265,15 @@ class VLLMStepper:
         config = self._engine.model_config
         if not (options.capture_experts and config.is_moe):
             return None
-        try:
-            if not (self._is_cpu or options.enforce_eager):
-                raise EngineError(
-                    "vLLM's CUDA graphs do not report their experts. Set enforce_eager = true, or capture_experts = "
-                    "false: training then chooses experts again."
-                )
-            self._core.collective_rpc("capture_experts")
-            shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
-            ask = partial(self._core.collective_rpc, "captured_experts")
-            return ExpertRows(self._core.scheduler, lambda rows: ask(args=(rows,))[0], shape)
-        except Exception:
-            self.close()
-            raise
-
-    @contextmanager
-    def _shut_down_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            with kept_process_group(is_kept=not self._owns_process_group):
-                cleanup_dist_env_and_memory()
-            raise
+        if not (self._is_cpu or options.enforce_eager):
+            raise EngineError(
+                "vLLM's CUDA graphs do not report their experts. Set enforce_eager = true, or capture_experts = "
+                "false: training then chooses experts again."
+            )
+        self._core.collective_rpc("capture_experts")
+        shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
+        ask = partial(self._core.collective_rpc, "captured_experts")
+        return ExpertRows(self._core.scheduler, lambda rows: ask(args=(rows,))[0], shape)
 
     def _without_adapter(self) -> list[Sample]:
         """End samples whose adapter is missing. Otherwise, vLLM would fail the step for all samples."""
@@ -398,7 +393,7 @@ def _require_room() -> None:
 
 
 def _scores(output: EngineCoreOutput, top_k: int) -> TokenScores:
-    found = output.new_prompt_logprobs_tensors
-    if found is None:  # a sequence of one token
-        found = LogprobsTensors.empty_cpu(0, top_k + 1)
-    return TokenScores.after_first(found.logprob_token_ids.numpy(), found.logprobs.numpy())
+    scores = output.new_prompt_logprobs_tensors
+    if scores is None:  # a sequence of one token
+        scores = LogprobsTensors.empty_cpu(0, top_k + 1)
+    return TokenScores.after_first(scores.logprob_token_ids.numpy(), scores.logprobs.numpy())

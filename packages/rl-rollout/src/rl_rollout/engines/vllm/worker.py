@@ -22,8 +22,7 @@ from rl_core.data import ExpertArray
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors
 from rl_core.weights.broadcast import JoinedSource, ReceivePlan
-from rl_rollout.engines.vllm.adapter_products import multiply_at_once
-from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
+from rl_rollout.engines.vllm.adapter_slot import AdapterSlot, multiply_at_once
 from rl_rollout.engines.vllm.broadcast import receive_all, receive_tensors
 from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
@@ -103,13 +102,9 @@ class WorkerExtension:
         """Same as `replace_adapter`, for tensors from the network."""
         return self._slot.replace(receive_tensors(self, sources, plan), plan.version)
 
-    def follow_adapter(self, loras: Mapping[str, Any]) -> None:
-        """See `AdapterSlot.follow`."""
-        self._slot.follow(loras)
-
-    def adapter_absence(self, version: int | None) -> str | None:
-        """See `AdapterSlot.absence`."""
-        return self._slot.absence(version)
+    def with_adapter(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker's `AdapterSlot`."""
+        return getattr(self._slot, method)(*args)
 
     @torch.inference_mode()
     def adapter_problems(self, version: int | None, expected: Mapping[str, str | None]) -> list[str]:

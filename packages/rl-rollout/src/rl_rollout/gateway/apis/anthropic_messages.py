@@ -7,21 +7,20 @@ from typing import Any
 from anthropic.types import Message
 
 from rl_core.data import Json
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.apis.reading import (
     as_list,
     as_object,
     check_fields,
-    read_choice,
+    read_conversation,
     read_schema,
     read_tools,
-    refuse_prefill,
     text_field,
     text_of,
 )
-from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_rollout.gateway.sampling import read_wishes
+from rl_rollout.gateway.sampling import read_sampling
 from rl_rollout.gateway.tree import Sample
 
 READ = (
@@ -38,7 +37,7 @@ SIGNATURE = "rl-rollout"
 """Signature of thinking blocks. Clients return it, and it is never checked."""
 
 
-def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True) -> Ask:
+def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True) -> AgentRequest:
     """Parse a Messages request.
 
     Args:
@@ -60,20 +59,18 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
         raise refused_field("max_tokens", None, "an integer of at least 1")
     given = as_list(body.get("messages"), "messages", "a list of at least one message")
     messages = [one for index, each in enumerate(given) for one in _messages(each, f"messages[{index}]")]
-    refuse_prefill(messages, "messages")
-    if body.get("system"):
-        system = text_of(body["system"], "system", between="\n")
-        messages.insert(0, ChatMessage(role="system", content=system))
     choice, config = body.get("tool_choice"), body.get("output_config") or {}
     is_serial = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
-    tools = read_tools(body, lambda tool: tool.get("type") in ("custom", None) and tool, A_TOOL, schema="input_schema")
-    may_call, must_call = read_choice(choice, tools, CHOICES)
-    return Ask(
-        messages=tuple(messages),
+    tools = read_tools(
+        body.get("tools"), lambda tool: tool.get("type") in ("custom", None) and tool, A_TOOL, schema="input_schema"
+    )
+    return read_conversation(
+        messages,
+        system=text_of(body.get("system"), "system", between="\n"),
+        choice=choice,
         tools=tools,
-        may_call=may_call,
-        must_call=must_call,
-        wishes=read_wishes(
+        kinds=CHOICES,
+        sampling=read_sampling(
             body,
             max_tokens="max_tokens",
             stop="stop_sequences",
@@ -104,11 +101,10 @@ class AnthropicMessages:
         """Return the answer as JSON."""
         (sample,) = answer.samples
         usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled}
-        return self._message(answer.name, usage, content=_blocks(sample), **_stopped(sample)).model_dump_json(
-            exclude_unset=True  # unset fields would be null, which clients with strict types refuse
-        )
+        message = self._message(answer.name, usage, content=_blocks(sample), **_stopped(sample))
+        return message.model_dump_json(exclude_unset=True)  # null for unset fields would break strict clients
 
-    def begin(self, live: Live) -> Iterable[str]:
+    def begin(self, live: StreamedAnswer) -> Iterable[str]:
         """Yield the events at the start of a stream."""
         usage = {"input_tokens": live.num_prompt_tokens, "output_tokens": 0}
         message = self._message(live.name, usage, content=[], stop_reason=None, stop_sequence=None)
@@ -161,7 +157,9 @@ def _event(name: str, **fields: Any) -> str:
 
 
 def _stopped(sample: Sample) -> dict[str, Json]:
-    return {"stop_reason": _stop_reason(sample), "stop_sequence": sample.generation.matched_stop}
+    stop, is_cut = sample.generation.matched_stop, sample.generation.finish_reason == "length"
+    reason = "stop_sequence" if stop is not None else "max_tokens" if is_cut else "end_turn"
+    return {"stop_reason": "tool_use" if sample.message.calls else reason, "stop_sequence": stop}
 
 
 def _blocks(sample: Sample) -> list[dict[str, Json]]:
@@ -172,14 +170,6 @@ def _blocks(sample: Sample) -> list[dict[str, Json]]:
         blocks.append({"type": "text", "text": message.content})
     used = ((call, json.loads(call.arguments)) for call in message.calls)
     return [*blocks, *({"type": "tool_use", "id": call.call_id, "name": call.name, "input": put} for call, put in used)]
-
-
-def _stop_reason(sample: Sample) -> str:
-    if sample.message.calls:
-        return "tool_use"
-    if sample.generation.matched_stop is not None:
-        return "stop_sequence"
-    return "max_tokens" if sample.generation.finish_reason == "length" else "end_turn"
 
 
 def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
@@ -200,9 +190,8 @@ def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
             thoughts.append(text_field(block, "thinking", place))
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(as_object(block.get("input"), f"{place}.input"), ensure_ascii=False)
-            calls.append(
-                Call(name=text_field(block, "name", place), arguments=arguments, call_id=str(block.get("id") or ""))
-            )
+            name, call_id = text_field(block, "name", place), str(block.get("id") or "")
+            calls.append(Call(name=name, arguments=arguments, call_id=call_id))
         elif kind == "tool_result" and role == "user":
             result = text_of(block.get("content"), f"{place}.content", between="\n")
             if block.get("is_error") and not result.startswith("Error"):

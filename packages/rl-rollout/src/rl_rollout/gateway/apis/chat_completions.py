@@ -6,24 +6,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rl_core.data import Json
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.apis.reading import (
     as_list,
     asks_for_usage,
     check_fields,
-    read_choice,
+    read_conversation,
     read_schema,
     read_tools,
-    refuse_prefill,
     text_of,
 )
-from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_rollout.gateway.sampling import read_wishes
+from rl_rollout.gateway.sampling import read_sampling
 from rl_rollout.gateway.tree import Sample
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -40,7 +38,7 @@ A_TOOL = 'an object with type "function" and a function that has a name'
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
-def read_chat_request(body: Mapping[str, Json]) -> Ask:
+def read_chat_request(body: Mapping[str, Json]) -> AgentRequest:
     """Parse a Chat Completions request.
 
     Raises:
@@ -48,18 +46,16 @@ def read_chat_request(body: Mapping[str, Json]) -> Ask:
     """
     check_fields(body, (*READ, *WITHOUT_EFFECT))
     given = as_list(body.get("messages"), "messages", "a list of at least one message")
-    messages = tuple(read_message(one, f"messages[{index}]") for index, one in enumerate(given))
-    refuse_prefill(messages, "messages")
+    messages = [read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     schema = read_schema(body.get("response_format"), "response_format", "json_schema")
-    tools = read_tools(body, lambda tool: tool.get("type") == "function" and tool.get("function"), A_TOOL)
-    may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
-    return Ask(
-        messages=messages,
+    tools = read_tools(body.get("tools"), lambda tool: tool.get("type") == "function" and tool.get("function"), A_TOOL)
+    return read_conversation(
+        messages,
+        choice=body.get("tool_choice"),
         tools=tools,
-        may_call=may_call,
-        must_call=must_call,
-        wishes=read_wishes(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=schema),
+        kinds=CHOICES,
+        sampling=read_sampling(body, max_tokens=limit, stop="stop", without_effect=WITHOUT_EFFECT, schema=schema),
         num_choices=body.get("n") or 1,
     )
 
@@ -103,7 +99,7 @@ class ChatCompletions(OpenAIApi):
         whole = ChatCompletion.model_validate({**head, "choices": choices, "usage": usage(answer)})
         return whole.model_dump_json(exclude_unset=True)
 
-    def begin(self, live: Live) -> Iterable[str]:
+    def begin(self, live: StreamedAnswer) -> Iterable[str]:
         """Yield the events at the start of a stream."""
         self._head |= {"id": f"chatcmpl-{live.name}", "object": "chat.completion.chunk"}
         for index in range(self.ask.num_choices):
@@ -141,10 +137,8 @@ def data(text: str) -> str:
 
 def usage(answer: Answer) -> dict[str, Json]:
     """Return the token counts of an answer."""
-    sampled = answer.num_sampled
-    total = answer.num_prompt_tokens + sampled
-    counts = CompletionUsage(prompt_tokens=answer.num_prompt_tokens, completion_tokens=sampled, total_tokens=total)
-    return counts.model_dump(exclude_none=True)
+    num_prompt, num_sampled = answer.num_prompt_tokens, answer.num_sampled
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
 
 
 def finish_reason(sample: Sample) -> str:
@@ -159,9 +153,8 @@ def read_message(message: Json, where: str) -> ChatMessage:
         RefusedError: The message is invalid.
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise refused_field(
-            f"{where}.role", message.get("role") if isinstance(message, dict) else message, f"one of {[*ROLES]}"
-        )
+        found = message.get("role") if isinstance(message, dict) else message
+        raise refused_field(f"{where}.role", found, f"one of {[*ROLES]}")
     role: Any = ROLES[message["role"]]
     if message.get("function_call") is not None:
         raise refused_field(f"{where}.function_call", message["function_call"], "replaced by tool_calls")

@@ -8,11 +8,11 @@ from typing import Any
 from openai.types import Completion
 
 from rl_core.data import Json
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.apis.chat_completions import OpenAIApi, data, usage
 from rl_rollout.gateway.apis.reading import as_object, asks_for_usage, check_fields
-from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.refusals import refused_field
-from rl_rollout.gateway.sampling import read_wishes
+from rl_rollout.gateway.sampling import read_sampling
 
 READ = (
     "prompt", "model", "n", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop",
@@ -35,9 +35,9 @@ class Completions(OpenAIApi):
         check_fields(body, (*READ, *WITHOUT_EFFECT))
         if body.get("logprobs") not in (None, 0, False):
             raise refused_field("logprobs", body["logprobs"], "0: only logprobs of sampled tokens are available")
-        self.ask = Ask(
+        self.ask = AgentRequest(
             prompt=_prompt(body.get("prompt")),
-            wishes=read_wishes(body, max_tokens="max_tokens", stop="stop", without_effect=WITHOUT_EFFECT),
+            sampling=read_sampling(body, max_tokens="max_tokens", stop="stop", without_effect=WITHOUT_EFFECT),
             num_choices=body.get("n") or 1,
         )
         self._with_usage, self._with_logprobs = asks_for_usage(body), body.get("logprobs") is not None
@@ -49,7 +49,7 @@ class Completions(OpenAIApi):
         choices = [self._choice(index, one.message.content, answer) for index, one in enumerate(answer.samples)]
         return self._json(choices, usage=usage(answer))
 
-    def begin(self, live: Live) -> Iterable[str]:
+    def begin(self, live: StreamedAnswer) -> Iterable[str]:
         """Yield no events: the first text begins the stream."""
         self._head["id"] = f"cmpl-{live.name}"
         return ()

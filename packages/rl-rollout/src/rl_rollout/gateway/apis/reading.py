@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rl_core.data import Json
+from rl_rollout.gateway.agent_requests import AgentRequest
 from rl_rollout.gateway.messages import ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, brief, refused_field
 
@@ -59,16 +60,36 @@ def check_fields(body: Mapping[str, Json], known: Collection[str]) -> None:
             raise refused_field(name, value, expected)
 
 
-def refuse_prefill(messages: Sequence[ChatMessage], field: str) -> None:
-    """Refuse a conversation that ends with the beginning of the model's answer.
+def read_conversation(
+    messages: Sequence[ChatMessage],
+    *,
+    where: str = "messages",
+    system: str = "",
+    choice: Json,
+    tools: Tools,
+    kinds: Mapping[str, str],
+    **fields: Any,
+) -> AgentRequest:
+    """Return a request to continue a conversation.
+
+    Args:
+        messages: The conversation.
+        where: Name of the conversation's field.
+        system: The system's message, if it is not among them.
+        choice: The request's `tool_choice`.
+        tools: The request's tools.
+        kinds: See `read_choice`.
+        fields: Further fields of the request.
 
     Raises:
-        RefusedError: The last message is an assistant's.
+        RefusedError: The last message is the beginning of the model's answer, or the choice is invalid.
     """
     if messages[-1].role == "assistant":
-        raise refused_field(
-            field, "an assistant's message at the end", "ended by a user's message: prefill is not supported"
-        )
+        found = "an assistant's message at the end"
+        raise refused_field(where, found, "ended by a user's message: prefill is not supported")
+    may_call, must_call = read_choice(choice, tools, kinds)
+    before = (ChatMessage(role="system", content=system),) if system else ()
+    return AgentRequest(messages=(*before, *messages), tools=tools, may_call=may_call, must_call=must_call, **fields)
 
 
 def asks_for_usage(body: Mapping[str, Json]) -> bool:
@@ -100,13 +121,13 @@ def read_schema(form: Json, name: str, inner: str | None = None) -> Json:
 
 
 def read_tools(
-    body: Mapping[str, Json], found: Callable[[dict[str, Any]], Json], expected: str, *, schema: str = "parameters"
+    tools: Json, named: Callable[[dict[str, Any]], Json], expected: str, *, schema: str = "parameters"
 ) -> Tools:
     """Return the tools in the format of chat templates.
 
     Args:
-        body: The request.
-        found: Returns the object with a tool's name, or any other value for an unsupported tool.
+        tools: The request's tools.
+        named: Returns the object with a tool's name, or any other value for an unsupported tool.
         expected: Description of a valid tool, for error messages.
         schema: Name of the field of a tool's parameters.
 
@@ -114,21 +135,18 @@ def read_tools(
         RefusedError: A tool is invalid or not supported.
     """
     read: list[Mapping[str, Json]] = []
-    for index, tool in enumerate(body.get("tools") or ()):
-        one = found(tool) if isinstance(tool, dict) else None
-        if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+    types = {"description": (str, "a string"), schema: (dict, "an object"), "strict": (bool, "true or false")}
+    for index, tool in enumerate(tools or ()):
+        function = named(tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise refused_field(f"tools[{index}]", tool, expected)
-        for name, kind, shown in (
-            ("description", str, "a string"),
-            (schema, dict, "an object"),
-            ("strict", bool, "true or false"),
-        ):
-            if one.get(name) is not None and not isinstance(one[name], kind):
-                place = f"tools[{index}]{'' if one is tool else '.function'}.{name}"
-                raise refused_field(place, one[name], shown)
-        function = {"name": one["name"], "description": one.get("description") or ""}
-        parameters = one.get(schema) or {"type": "object"}
-        read.append({"type": "function", "function": {**function, "parameters": parameters}})
+        for name, (kind, description) in types.items():
+            if function.get(name) is not None and not isinstance(function[name], kind):
+                where = f"tools[{index}]{'' if function is tool else '.function'}.{name}"
+                raise refused_field(where, function[name], description)
+        plain = {"name": function["name"], "description": function.get("description") or ""}
+        plain["parameters"] = function.get(schema) or {"type": "object"}
+        read.append({"type": "function", "function": plain})
     return tuple(read)
 
 

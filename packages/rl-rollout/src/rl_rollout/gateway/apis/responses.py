@@ -8,20 +8,19 @@ from typing import Any, NamedTuple
 from openai.types.responses import Response
 
 from rl_core.data import Json
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.apis.chat_completions import OpenAIApi, read_function, read_message
 from rl_rollout.gateway.apis.reading import (
     as_list,
     check_fields,
-    read_choice,
+    read_conversation,
     read_schema,
     read_tools,
-    refuse_prefill,
     text_of,
 )
-from rl_rollout.gateway.asks import Answer, Ask, Live
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_rollout.gateway.sampling import read_wishes
+from rl_rollout.gateway.sampling import read_sampling
 from rl_rollout.gateway.sessions import Session
 
 READ = (
@@ -67,7 +66,7 @@ KINDS = {
 }
 
 
-def read_responses_request(body: Mapping[str, Json]) -> Ask:
+def read_responses_request(body: Mapping[str, Json]) -> AgentRequest:
     """Parse a Responses request.
 
     Raises:
@@ -81,21 +80,19 @@ def read_responses_request(body: Mapping[str, Json]) -> Ask:
         )
     check_fields(body, (*READ, *WITHOUT_EFFECT))
     text = body.get("text") or {}
-    tools = read_tools({"tools": _flat(body.get("tools"))}, _function, A_TOOL)
-    may_call, must_call = read_choice(body.get("tool_choice"), tools, CHOICES)
-    messages = _messages(body.get("input"))
-    refuse_prefill(messages, "input")
-    if instructions := text_of(body.get("instructions"), "instructions"):
-        messages.insert(0, ChatMessage(role="system", content=instructions))
-    wishes = read_wishes(
-        body,
-        max_tokens="max_output_tokens",
-        stop="stop",
-        without_effect=WITHOUT_EFFECT,
-        schema=read_schema(text.get("format"), "text.format"),
-        schema_field="text.format",
+    tools = read_tools(_flat(body.get("tools")), lambda tool: tool.get("type") == "function" and tool, A_TOOL)
+    schema = read_schema(text.get("format"), "text.format")
+    fields = {"max_tokens": "max_output_tokens", "stop": "stop", "schema_field": "text.format"}
+    sampling = read_sampling(body, without_effect=WITHOUT_EFFECT, schema=schema, **fields)
+    return read_conversation(
+        _messages(body.get("input")),
+        where="input",
+        system=text_of(body.get("instructions"), "instructions"),
+        choice=body.get("tool_choice"),
+        tools=tools,
+        kinds=CHOICES,
+        sampling=sampling,
     )
-    return Ask(messages=tuple(messages), tools=tools, may_call=may_call, must_call=must_call, wishes=wishes)
 
 
 def with_items(body: dict[str, Json], session: Session) -> dict[str, Json]:
@@ -154,7 +151,7 @@ class Responses(OpenAIApi):
         """Return the answer as JSON."""
         return json.dumps(self._response(answer))
 
-    def begin(self, live: Live) -> Iterable[str]:
+    def begin(self, live: StreamedAnswer) -> Iterable[str]:
         """Yield the events at the start of a stream."""
         self._name = live.name
         begun = {**self._head, **self._echo, "id": f"resp_{live.name}", "status": "in_progress", "output": []}
@@ -274,10 +271,6 @@ def _call(call: Call, namespaces: Mapping[str, str]) -> dict[str, Json]:
 
 def _is_reference(item: Json) -> bool:
     return isinstance(item, dict) and (item.get("type") == "item_reference" or [*item] == ["id"])
-
-
-def _function(tool: dict[str, Any]) -> Json:
-    return tool.get("type") == "function" and tool
 
 
 def _flat(tools: Json) -> list[Any]:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
-from rl_rollout.gateway.asks import Answer, Ask, Live
+from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.refusals import RefusedError
 
 PING_S = 10.0
@@ -21,32 +21,27 @@ class WireApi(Protocol):
         names: The API's names of the fields that refusals call "messages", "prompt" and "stop", where they differ.
     """
 
-    ask: Ask
+    ask: AgentRequest
     ping: str
     names: Mapping[str, str]
 
     def whole(self, answer: Answer) -> str:
         """Return the answer as JSON."""
-        ...
 
-    def begin(self, live: Live) -> Iterable[str]:
+    def begin(self, live: StreamedAnswer) -> Iterable[str]:
         """Yield the events at the start of a stream."""
-        ...
 
     def piece(self, index: int, kind: str, delta: str) -> Iterable[str]:
         """Yield the events for new "reasoning" or "content" of a choice."""
-        ...
 
     def end(self, answer: Answer) -> Iterable[str]:
         """Yield the events at the end of a stream."""
-        ...
 
     def fail(self, error: RefusedError) -> str:
         """Return the event for an error."""
-        ...
 
 
-async def events(live: Live, api: WireApi, is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[str]:
+async def events(live: StreamedAnswer, api: WireApi, is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[str]:
     """Yield the events of an answer in progress; it counts as delivered unless the client has disconnected."""
     try:
         for event in api.begin(live):
@@ -65,7 +60,7 @@ async def events(live: Live, api: WireApi, is_gone: Callable[[], Awaitable[bool]
         live.answer.cancel()
 
 
-async def _pieces(live: Live) -> AsyncIterator[Piece | None]:
+async def _pieces(live: StreamedAnswer) -> AsyncIterator[Piece | None]:
     """Yield new pieces until each message is complete; yield None after PING_S without any."""
     while not live.answer.done():
         live.news.clear()

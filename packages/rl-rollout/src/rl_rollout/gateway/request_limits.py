@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from rl_core.data import Json
-from rl_core.errors import EngineError, RolloutError, SettingsError
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, Structure
-from rl_rollout.engines.requests import check_request
-from rl_rollout.gateway.asks import Ask
+from rl_rollout.gateway.agent_requests import AgentRequest
 from rl_rollout.gateway.refusals import TOO_LONG, RefusedError
 
 MAX_CHARS_PER_TOKEN = 32
@@ -29,36 +27,7 @@ class GatewayEngine(Protocol):
     async def abort(self, request_ids: Collection[str]) -> None: ...  # noqa: D102
 
 
-def check_asked(request: GenerateRequest, traits: EngineTraits) -> None:
-    """Check that the engine supports a request; a request that it does not support is the client's error.
-
-    Raises:
-        RefusedError: The engine does not support the request.
-    """
-    try:
-        check_request(request, traits)
-    except EngineError as error:
-        raise RefusedError(str(error)) from error
-
-
-def check_structures(engine: GatewayEngine) -> None:
-    """Check that a started engine can enforce structures.
-
-    Raises:
-        SettingsError: It cannot.
-    """
-    try:
-        traits = engine.traits
-    except RolloutError:  # an agent loop's engines come with its sessions, whose requests are refused by name
-        return
-    if "json_schema" not in traits.structures:
-        raise SettingsError(
-            f'structures = "enforce" needs an engine with structures, such as vllm; {traits.name} has none. Use '
-            'structures = "ignore".'
-        )
-
-
-def within_means(ask: Ask, traits: EngineTraits, *, enforces: bool) -> Ask:
+def limited(ask: AgentRequest, traits: EngineTraits, *, enforces: bool) -> AgentRequest:
     """Return the request with a forced call as a structure.
 
     If the engine cannot force a call, or nothing is enforced, the model decides and "tool_choice" has no effect. The
@@ -73,25 +42,25 @@ def within_means(ask: Ask, traits: EngineTraits, *, enforces: bool) -> Ask:
         RefusedError: A field cannot be honoured; the error names it.
     """
     check_length(ask, traits)
-    wishes, may_force = ask.wishes, enforces or not ask.trains
-    if wishes.stop and not traits.can_match_text:
+    sampling, may_force = ask.sampling, enforces or not ask.trains
+    if sampling.stop and not traits.can_match_text:
         raise RefusedError("this engine does not support stop strings. Omit them.", param="stop")
     ids = () if isinstance(ask.prompt, str) or not ask.prompt else ask.prompt
     if ids and not 0 <= min(ids) <= max(ids) < traits.vocab_size:
         raise RefusedError(f"token ids of a prompt must be from 0 to {traits.vocab_size - 1}.", param="prompt")
-    if ask.must_call and may_force and "json_schema" in traits.structures and wishes.structure is None:
-        return replace(ask, wishes=replace(wishes, structure=Structure(json_schema=json.dumps(ask.must_call))))
+    if ask.must_call and may_force and "json_schema" in traits.structures and sampling.structure is None:
+        return replace(ask, sampling=replace(sampling, structure=Structure(json_schema=json.dumps(ask.must_call))))
     if ask.must_call:
-        wishes = wishes.ignoring("tool_choice")
-    name = wishes.structure_field
-    if wishes.structure is not None and not (may_force and set(wishes.structure.kinds) <= set(traits.structures)):
+        sampling = sampling.ignoring("tool_choice")
+    name = sampling.structure_field
+    if sampling.structure is not None and not (may_force and set(sampling.structure.kinds) <= set(traits.structures)):
         if enforces:
             raise RefusedError(f"this engine does not support structures. Omit {name}.", param=name)
-        wishes = replace(wishes.ignoring(name), structure=None)
-    return ask if wishes is ask.wishes else replace(ask, must_call=None, wishes=wishes)
+        sampling = replace(sampling.ignoring(name), structure=None)
+    return ask if sampling is ask.sampling else replace(ask, must_call=None, sampling=sampling)
 
 
-def check_length(ask: Ask, traits: EngineTraits) -> None:
+def check_length(ask: AgentRequest, traits: EngineTraits) -> None:
     """Check the number of characters before encoding, which takes seconds for long texts.
 
     Raises:
@@ -112,10 +81,10 @@ def check_entries(body: Mapping[str, Json], traits: EngineTraits) -> None:
     Raises:
         RefusedError: There are more than fit into the model's context.
     """
-    lists = [found for name in ("messages", "input", "system", "tools") if isinstance(found := body.get(name), list)]
+    lists = [items for name in ("messages", "input", "system", "tools") if isinstance(items := body.get(name), list)]
     num_entries = sum(map(len, lists))
     if num_entries <= traits.max_model_len:
-        contents = (one.get("content") for found in lists for one in found if isinstance(one, dict))
+        contents = (item.get("content") for items in lists for item in items if isinstance(item, dict))
         num_entries += sum(len(content) for content in contents if isinstance(content, list))
     if num_entries > traits.max_model_len:
         raise too_long(f"{num_entries} messages, parts and tools", traits)

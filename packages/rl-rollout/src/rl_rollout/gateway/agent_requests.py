@@ -13,12 +13,12 @@ from rl_core.record_fields import record
 from rl_rollout.engines.protocol import NewTokens
 from rl_rollout.gateway.messages import ChatMessage, context_digests
 from rl_rollout.gateway.replies import NOTHING_SAID, ReplyForm, ReplyStream, unsaid
-from rl_rollout.gateway.sampling import Wishes
+from rl_rollout.gateway.sampling import RequestedSampling
 from rl_rollout.gateway.tree import Sample, digest_of
 
 
 @record
-class Ask:
+class AgentRequest:
     """A request of an agent, from any API.
 
     Attributes:
@@ -27,7 +27,7 @@ class Ask:
         prompt: Text or token ids to continue, instead of a conversation.
         may_call: Parse tool calls; otherwise they remain text.
         must_call: JSON schema of a forced call; None leaves the choice to the model.
-        wishes: The sampling parameters that the client asks for.
+        sampling: The sampling parameters that the client asks for.
         num_choices: Number of answers.
         trains: False for requests outside the agent's task.
         idempotency_key: Identical in all retries of one request.
@@ -39,7 +39,7 @@ class Ask:
     prompt: str | Sequence[int] | None = None
     may_call: bool = True
     must_call: Json = None
-    wishes: Wishes = Wishes()
+    sampling: RequestedSampling = RequestedSampling()
     num_choices: int = 1
     trains: bool = True
     idempotency_key: str | None = None
@@ -110,7 +110,7 @@ class Answer:
             self.on_delivered(self.samples)
 
 
-class Live:
+class StreamedAnswer:
     """An answer in progress.
 
     Attributes:
@@ -119,6 +119,7 @@ class Live:
         name: Unique name of the request.
         num_prompt_tokens: Number of tokens in the engine's input.
         overridden: Fields that were not honoured, as in `Answer`.
+        streams: Decode the engine's tokens, one per choice.
     """
 
     answer: "asyncio.Future[Answer]"
@@ -128,7 +129,7 @@ class Live:
         self.news = asyncio.Event()
         self.name, self.num_prompt_tokens = "", 0
         self.overridden: Mapping[str, str] = {}
-        self._streams: list[ReplyStream] = []
+        self.streams: Sequence[ReplyStream] = ()
         self._pieces: list[tuple[int, str, str]] = []
 
     async def changes(self, *, within_s: float | None = None) -> bool:
@@ -147,13 +148,9 @@ class Live:
         self.name, self.num_prompt_tokens, self.overridden = name, num_prompt_tokens, overridden
         self.news.set()
 
-    def read_along(self, streams: Sequence[ReplyStream]) -> None:
-        """Set the streams that decode the engine's tokens, one per choice."""
-        self._streams = list(streams)
-
     def feed(self, new: NewTokens) -> None:
         """Decode new tokens of one choice."""
-        pieces = self._streams[new.sample_index].feed(new.token_ids.tolist(), has_ended=new.ended is not None)
+        pieces = self.streams[new.sample_index].feed(new.token_ids.tolist(), has_ended=new.ended is not None)
         self._pieces += ((new.sample_index, *piece) for piece in pieces)
         if self._pieces:
             self.news.set()
@@ -167,6 +164,6 @@ class Live:
     def take_rest(self, answer: Answer) -> list[tuple[int, str, str]]:
         """Return the remaining pieces of the complete messages."""
         for index, sample in enumerate(answer.samples):
-            said = self._streams[index].said if self._streams else NOTHING_SAID
+            said = self.streams[index].said if self.streams else NOTHING_SAID
             self._pieces += ((index, *piece) for piece in unsaid(sample.message, said))
         return self.take()
