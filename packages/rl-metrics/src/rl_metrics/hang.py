@@ -118,20 +118,19 @@ def _bounded(report: HangReport) -> HangReport:
         run=_text(report.run),
         no_progress_s=_number(report.no_progress_s),
         last_progress=_text(report.last_progress),
-        roles=tuple(_bounded_role(role, max_stack) for role in roles),
+        roles=tuple(
+            replace(
+                role,
+                name=_text(role.name),
+                since_s=_number(role.since_s),
+                doing=_text(role.doing),
+                stack=_text(role.stack, max_stack),
+                counts=_numbers(role.counts),
+            )
+            for role in roles
+        ),
         queue=_numbers(report.queue),
         causes=tuple(_text(cause) for cause in report.causes[:MAX_ITEMS]),
-    )
-
-
-def _bounded_role(role: RoleReport, max_stack: int) -> RoleReport:
-    return replace(
-        role,
-        name=_text(role.name),
-        since_s=_number(role.since_s),
-        doing=_text(role.doing),
-        stack=_text(role.stack, max_stack),
-        counts=_numbers(role.counts),
     )
 
 

@@ -106,12 +106,5 @@ def _markdown_row(metric: Metric) -> str:
 
 
 def _json_row(metric: Metric, chapter: str) -> dict[str, Any]:
-    return {
-        "name": metric.name,
-        "chapter": chapter,
-        "unit": metric.unit,
-        "reduction": metric.reduction,
-        "weighted_by": metric.counts,
-        "meaning": metric.meaning,
-        "healthy": msgspec.to_builtins(metric.healthy),
-    }
+    row: dict[str, Any] = msgspec.to_builtins(metric)
+    return row | {"chapter": chapter, "weighted_by": metric.counts}

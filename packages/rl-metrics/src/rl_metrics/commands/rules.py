@@ -10,6 +10,8 @@ from rl_metrics.health.finding import SIDE_TITLES
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.rules import FAMILIES, FAMILY_TEXTS, Rule, Threshold
 
+PLAIN_FIELDS = ("name", "side", "title", "what", "severity", "window", "min_steps", "sure_steps", "holds")
+
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb."""
@@ -53,16 +55,8 @@ def _markdown_lines() -> Iterator[str]:
 
 def _json_row(rule: Rule) -> dict[str, Json]:
     return {
-        "name": rule.name,
-        "side": rule.side,
-        "title": rule.title,
-        "what": rule.what,
-        "severity": rule.severity,
+        **{name: getattr(rule, name) for name in PLAIN_FIELDS},
         "metrics": _metrics_of(rule),
-        "window": rule.window,
-        "min_steps": rule.min_steps,
-        "sure_steps": rule.sure_steps,
-        "holds": rule.holds,
         "families": list(rule.families),
         "thresholds": [
             {"name": f"{rule.name}.{one.name}", "value": one.default, "meaning": one.meaning, "source": one.source}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from rl_core.errors import DataError
@@ -19,7 +20,7 @@ from rl_metrics.comparison.intervals import (
 )
 from rl_metrics.definitions.table import CHAPTERS, DEFINITIONS, chapter_of
 from rl_metrics.run_files.history import FloatColumn, History, IntColumn
-from rl_metrics.run_files.json_lines import number_or_none
+from rl_metrics.run_files.json_lines import as_plain
 
 Method = Literal["same steps", "own steps", "validation", "runs", "none"]
 """Basis of an interval.
@@ -84,20 +85,10 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """Return the difference as JSON values; unknown values are null."""
-        return {
-            "metric": self.metric,
-            "chapter": self.chapter,
-            "unit": self.unit,
-            "a": number_or_none(self.a),
-            "b": number_or_none(self.b),
-            "difference": number_or_none(self.difference),
-            "low": number_or_none(self.interval.low),
-            "high": number_or_none(self.interval.high),
-            "is_clear": self.is_clear,
-            "method": self.method,
-            "num_steps": self.num_steps,
-            "num_runs": list(self.num_runs),
-        }
+        computed = {name: getattr(self, name) for name in ("chapter", "unit", "difference", "is_clear")}
+        row = msgspec.to_builtins(self) | computed
+        plain: dict[str, Any] = as_plain(row | row.pop("interval"))
+        return plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

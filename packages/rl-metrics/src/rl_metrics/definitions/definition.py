@@ -18,15 +18,6 @@ Reduction = Literal["mean", "sum", "min", "max", "last", "histogram"]
 WeightedBy = Literal["token", "trajectory", "session", "group", "prompt", "step"]
 """Unit that a mean or histogram counts; a value's weight is its number of these units."""
 
-PLURALS: dict[WeightedBy, str] = {
-    "token": "tokens",
-    "trajectory": "trajectories",
-    "session": "sessions",
-    "group": "groups",
-    "prompt": "prompts",
-    "step": "steps",
-}
-
 PLACEHOLDERS = {"source": r".+", "metric": r".+", "component": r".+", "n": r"[0-9]+"}
 """Patterns of these placeholders in a name; any other matches one part without a slash."""
 
@@ -92,7 +83,8 @@ class Metric:
     @property
     def reduced(self) -> str:
         """The reduction in words, such as "mean over tokens"."""
-        return f"{self.reduction} over {PLURALS[self.counts]}" if self.counts else self.reduction
+        counted = "trajectories" if self.counts == "trajectory" else f"{self.counts}s"
+        return f"{self.reduction} over {counted}" if self.counts else self.reduction
 
 
 class MetricTable:

@@ -46,8 +46,7 @@ CheckKind = Callable[[tuple[Floats, ...], Limits, int], Measured]
 
 def level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find a running median below `min` or above `max`; with two columns, of their quotient."""
-    values = running_median(quotient(columns), window)
-    return Measured(values=values, is_wrong=_outside(values, limits))
+    return _limited(running_median(quotient(columns), window), limits)
 
 
 def part_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -57,14 +56,12 @@ def part_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Meas
 
 def mean_level(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find a running mean below `min` or above `max`; for shares of time, which may alternate between steps."""
-    values = running(np.mean, quotient(columns), window)
-    return Measured(values=values, is_wrong=_outside(values, limits))
+    return _limited(running(np.mean, quotient(columns), window), limits)
 
 
 def highest(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find any value of the window above `max`; for proofs and counts that must not exceed it."""
-    values = running(np.max, columns[0], window)
-    return Measured(values=values, is_wrong=_outside(values, limits))
+    return _limited(running(np.max, columns[0], window), limits)
 
 
 def zero(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -125,8 +122,7 @@ def _start_above_0(column: Floats) -> float:
 def run_mean(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
     """Find a mean over all steps so far below `min` or above `max`."""
     del window
-    values = np.cumsum(columns[0]) / np.arange(1, len(columns[0]) + 1)
-    return Measured(values=values, is_wrong=_outside(values, limits))
+    return _limited(np.cumsum(columns[0]) / np.arange(1, len(columns[0]) + 1), limits)
 
 
 def rise_within(columns: tuple[Floats, ...], limits: Limits, window: int) -> Measured:
@@ -393,8 +389,9 @@ STILL = 0.9
 """Minimum share of the worst value at which the newest of a few counts as no recovery."""
 
 
-def _outside(values: Floats, limits: Limits) -> NDArray[np.bool_]:
-    return (values < limits.get("min", -math.inf)) | (values > limits.get("max", math.inf))
+def _limited(values: Floats, limits: Limits) -> Measured:
+    is_wrong = (values < limits.get("min", -math.inf)) | (values > limits.get("max", math.inf))
+    return Measured(values=values, is_wrong=is_wrong)
 
 
 def running_median(column: Floats, window: int) -> Floats:

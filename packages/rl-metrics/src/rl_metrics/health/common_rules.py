@@ -88,36 +88,21 @@ UNMOVED = condition(
 )
 """Old and trained policy are equal, because each batch has one update, which its loss comes before."""
 
+LESS_KL = "divide algorithm.kl_coefficient by ten"
 TOO_FAST = Cause("learning rate too high", "divide the learning rate by three")
 TOO_SLOW = Cause("learning rate too low", "multiply the learning rate by three")
 TOO_MANY_UPDATES = Cause("too many updates on the same rollouts", "lower trainer.minibatches and trainer.epochs")
 TOO_OLD = Cause("rollouts are too old", "lower the staleness", rule="off_policy")
 REWARD_ZERO = Cause("every reward is 0", "call the reward function on a response known to be right", rule="reward_zero")
 EQUAL_REWARDS = Cause("all rewards of each group are equal", "see the finding without_spread", rule="without_spread")
-BROKEN = Cause(
-    "the policy was broken by its updates",
-    "resume from an earlier checkpoint with a third of the learning rate",
-    rule="reward_fell",
-)
-NOT_FINITE = Cause(
-    "the policy is no longer finite",
-    "resume from an earlier checkpoint with a third of the learning rate",
-    rule="lost_metrics",
-)
-RANDOM = Cause(
-    "the policy became random",
-    "resume from an earlier checkpoint with a third of the learning rate",
-    rule="entropy_rise",
-)
-PROVED_STALE = Cause(
-    "the engines do not have the learner's weights",
-    "check the weight proof, and restart the engines",
-    rule="weights_proof",
-)
+RESUME = "resume from an earlier checkpoint with a third of the learning rate"
+BROKEN = Cause("the policy was broken by its updates", RESUME, rule="reward_fell")
+NOT_FINITE = Cause("the policy is no longer finite", RESUME, rule="lost_metrics")
+RANDOM = Cause("the policy became random", RESUME, rule="entropy_rise")
+RESTART = "check the weight proof, and restart the engines"
+PROVED_STALE = Cause("the engines do not have the learner's weights", RESTART, rule="weights_proof")
 STUCK = Cause(
-    "stale weights: the learner's policy changes, but the engine's responses do not",
-    "check the weight proof, and restart the engines",
-    sign=STANDS_STILL,
+    "stale weights: the learner's policy changes, but the engine's responses do not", RESTART, sign=STANDS_STILL
 )
 MISMATCH = Cause(
     "engine and learner compute different probabilities", "run rl-metrics doctor on the run", rule="engine_mismatch"

@@ -16,6 +16,8 @@ A_JUMP = f"{entries.GUIDE}: -0.1 to 0.5 is a jump"
 UNIT_SIZE = "advantages of about unit size"
 OF_UNIT_SIZE = f"losses of probability ratios, such as PPO's and GSPO's, and {UNIT_SIZE}"
 
+SEE_ZERO = "see the finding reward_zero"
+HIGH_BONUS = Cause("entropy bonus too high", "lower algorithm.entropy_coefficient")
 KL_GROWS = condition(
     "rises", common.REFERENCE_KL, window=common.OVER_RUN, says="{metric} grows slowly", max=0.0, by=0.001
 )
@@ -28,11 +30,9 @@ def uncentred(kind: str, value: str) -> Condition:
     Advantages are centred by response, the loss is by token. The mean over the run needs `means_cancel`: the newest
     steps alone cannot explain it.
     """
-    says = (
-        f"it is minus the tokens' mean advantage of {value}, which depends on the lengths of good and bad responses, "
-    )
+    says = f"it is minus the tokens' mean advantage of {value}, which depends on the lengths of good and bad responses"
     limits = {"max": entries.POLICY_LOSS_MEAN.high, "each": entries.ADVANTAGES_MEAN.high}
-    return condition(kind, common.LOSS, "critic/advantages/mean", says=says + "not on the update", **limits)
+    return condition(kind, common.LOSS, "critic/advantages/mean", says=f"{says}, not on the update", **limits)
 
 
 def unscaled(values: str, *, window: int) -> Condition:
@@ -42,6 +42,11 @@ def unscaled(values: str, *, window: int) -> Condition:
 
 
 UNSCALED = unscaled("{value}", window=10)
+USUAL_LOSS = uncentred("cancels", "{value}"), UNSCALED
+USUAL_MEAN_LOSS = (
+    uncentred("means_cancel", "{value} over the run"),
+    unscaled("{value} in most steps", window=common.OVER_RUN),
+)
 
 rule = partial(Rule, side="convergence")
 
@@ -51,23 +56,13 @@ CONVERGENCE = (
         title="policy loss near 0",
         what="The policy loss stays far from 0.",
         conditions=(
-            condition(
-                "level",
-                common.LOSS,
-                says=common.IN_RANGE,
-                unless=(uncentred("cancels", "{value}"), UNSCALED),
-                min="min",
-                max="max",
-            ),
+            condition("level", common.LOSS, says=common.IN_RANGE, unless=USUAL_LOSS, min="min", max="max"),
             condition(
                 "run_mean",
                 common.LOSS,
                 says=f"{common.OVER_THE_RUN} (from {{min}} to {{max}} is healthy)",
                 min_steps=20,
-                unless=(
-                    uncentred("means_cancel", "{value} over the run"),
-                    unscaled("{value} in most steps", window=common.OVER_RUN),
-                ),
+                unless=USUAL_MEAN_LOSS,
                 min="mean_min",
                 max="mean_max",
             ),
@@ -138,11 +133,7 @@ CONVERGENCE = (
         causes=(
             common.REWARD_ZERO,
             common.EQUAL_REWARDS,
-            Cause(
-                "the KL penalty is too strong",
-                "divide algorithm.kl_coefficient by ten",
-                sign=common.kl_coefficient(above=0.02),
-            ),
+            Cause("the KL penalty is too strong", common.LESS_KL, sign=common.kl_coefficient(above=0.02)),
             common.TOO_SLOW,
         ),
     ),
@@ -207,11 +198,7 @@ CONVERGENCE = (
         families=GRADIENT_ALONE,
         causes=(
             common.BROKEN,
-            Cause(
-                "every reward is 0, and other terms dominate the loss",
-                "see the finding reward_zero",
-                rule="reward_zero",
-            ),
+            Cause("every reward is 0, and other terms dominate the loss", SEE_ZERO, rule="reward_zero"),
             Cause(
                 "an entropy bonus that is negative, or missing with a high learning rate",
                 "set algorithm.entropy_coefficient at or above 0",
@@ -261,7 +248,7 @@ CONVERGENCE = (
             common.PROVED_STALE,
             common.MISMATCH,
             common.TOO_FAST,
-            Cause("entropy bonus too high", "lower algorithm.entropy_coefficient"),
+            HIGH_BONUS,
             common.TOO_OLD,
         ),
     ),
@@ -285,7 +272,7 @@ CONVERGENCE = (
             common.RANDOM,
             Cause("the run was too short", "continue it with --resume and more trainer.steps"),
             common.TOO_SLOW,
-            Cause("entropy bonus too high", "lower algorithm.entropy_coefficient"),
+            HIGH_BONUS,
         ),
     ),
     rule(

@@ -7,6 +7,7 @@ from rl_metrics.health import common_rules as common
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 REACHED = "{{metric}} reached {{value}}{} (at most {{max}} is normal)"
+UNKNOWN_EXPERTS = common.share_of("tokens", "the engine's experts are unknown for ")
 PROOF = "tolerance of the weight proof in bfloat16"
 
 rule = partial(Rule, side="stability")
@@ -67,7 +68,7 @@ AGREEMENT = (
             common.PROVED_STALE,
             Cause(
                 "stale weights: the difference grows from step to step",
-                "check the weight proof, and restart the engines",
+                common.RESTART,
                 sign=condition(
                     "leap",
                     ("training/rollout_probs_diff_mean", "training/rollout_logprobs_diff_mean", "rollout_corr/k3_kl"),
@@ -101,12 +102,7 @@ AGREEMENT = (
         title="the learner replays a mixture's experts",
         what="Tokens of a mixture train on experts chosen by the learner instead of the engine's.",
         conditions=(
-            condition(
-                "level",
-                "router/unknown_share",
-                says=common.share_of("tokens", "the engine's experts are unknown for "),
-                max="unknown_max",
-            ),
+            condition("level", "router/unknown_share", says=UNKNOWN_EXPERTS, max="unknown_max"),
         ),
         thresholds=(Threshold("unknown_max", 0.01, "share of tokens, running median", THUMB),),
         min_steps=1,

@@ -1,5 +1,6 @@
 """Stability rules: sound training data, and agreement of engine and learner."""
 
+from dataclasses import replace
 from functools import partial
 
 from rl_metrics.definitions.entries import BY_DESIGN, GRAD_NORM, GRAD_NORM_MEAN, GUIDE, THUMB
@@ -8,10 +9,22 @@ from rl_metrics.health.rules import GRADIENT_ALONE, REWARDED, Cause, Rule, Thres
 
 OF_TRAJECTORIES = common.share_of("trajectories")
 REACHED = "{metric} reached {value} in a step"
+LENGTH = "response_length/mean"
+FAILED = ("rollout/failed_sessions", "rollout/num_trajectories")
+UNSCORED = ("rollout/unscored_trajectories", "rollout/num_trajectories")
 
 NUMERIC = (
     Cause("too little precision", "use bfloat16 or float32, not float16"),
     Cause("a reward or logprob that is not finite", "look at the first step with one"),
+)
+
+LOW_LIMIT = Cause("the limit is too low for the task", "raise rollout.max_response_tokens")
+CUT_BEFORE = condition(
+    "level",
+    "response_length/clip_ratio",
+    window=common.OVER_RUN,
+    says="also in most of the run: {value:share} of the responses",
+    max=0.1,
 )
 
 rule = partial(Rule, side="stability")
@@ -38,12 +51,8 @@ STABILITY = (
             common.PROVED_STALE,
             common.MISMATCH,
             common.TOO_OLD,
-            Cause("the KL penalty outweighs the reward", "divide algorithm.kl_coefficient by ten", rule="policy_held"),
-            Cause(
-                "the KL penalty outweighs the reward",
-                "divide algorithm.kl_coefficient by ten",
-                sign=common.kl_coefficient(above=1.0),
-            ),
+            Cause("the KL penalty outweighs the reward", common.LESS_KL, rule="policy_held"),
+            Cause("the KL penalty outweighs the reward", common.LESS_KL, sign=common.kl_coefficient(above=1.0)),
             common.TOO_FAST,
             Cause("large rewards or advantages", "normalize advantages, or scale the reward"),
             Cause("the batch is too small", "raise rollout.prompts_per_step or rollout.group_size"),
@@ -104,10 +113,7 @@ STABILITY = (
         thresholds=(Threshold("max", 5.0, "newest steps without a value", BY_DESIGN),),
         min_steps=10,
         causes=(
-            Cause(
-                "the policy is no longer finite: an update or learning rate was too large",
-                "resume from an earlier checkpoint with a third of the learning rate",
-            ),
+            Cause("the policy is no longer finite: an update or learning rate was too large", common.RESUME),
             *NUMERIC,
             Cause("the run no longer records them", "check what changed at its last resume"),
         ),
@@ -172,22 +178,12 @@ STABILITY = (
             common.RANDOM,
             common.BROKEN,
             common.PROVED_STALE,
-            Cause(
-                "the limit is too low for the task",
-                "raise rollout.max_response_tokens",
-                sign=condition(
-                    "level",
-                    "response_length/clip_ratio",
-                    window=common.OVER_RUN,
-                    says="also in most of the run: {value:share} of the responses",
-                    max=0.1,
-                ),
-            ),
+            replace(LOW_LIMIT, sign=CUT_BEFORE),
             Cause(
                 "the policy has learned not to stop",
                 "penalize length in the reward, and check that the end token is trained",
             ),
-            Cause("the limit is too low for the task", "raise rollout.max_response_tokens"),
+            LOW_LIMIT,
         ),
     ),
     rule(
@@ -196,16 +192,10 @@ STABILITY = (
         what="Responses have become much shorter or longer without a gain in reward.",
         conditions=(
             condition(
-                "shrunk",
-                "response_length/mean",
-                says="{metric} is at {value:share} of its start of {before} tokens",
-                min="shrunk",
+                "shrunk", LENGTH, says="{metric} is at {value:share} of its start of {before} tokens", min="shrunk"
             ),
             condition(
-                "leap",
-                "response_length/mean",
-                says="{metric} is at {value} tokens, from {before} at first",
-                times="grown",
+                "leap", LENGTH, says="{metric} is at {value} tokens, from {before} at first", times="grown"
             ),
         ),
         thresholds=(
@@ -231,21 +221,9 @@ STABILITY = (
         title="sessions return trajectories",
         what="Many sessions failed, or returned nothing that can train.",
         conditions=(
-            condition(
-                "part_level",
-                "rollout/failed_sessions",
-                "rollout/num_trajectories",
-                says=common.share_of("sessions"),
-                max="failed_max",
-            ),
+            condition("part_level", *FAILED, says=common.share_of("sessions"), max="failed_max"),
             condition("level", "response/aborted_ratio", says=OF_TRAJECTORIES, max="aborted_max"),
-            condition(
-                "level",
-                "rollout/unscored_trajectories",
-                "rollout/num_trajectories",
-                says=OF_TRAJECTORIES,
-                max="failed_max",
-            ),
+            condition("level", *UNSCORED, says=OF_TRAJECTORIES, max="failed_max"),
             condition("highest", "rollout/audit_failures", says=REACHED, max="audit_max"),
         ),
         thresholds=(

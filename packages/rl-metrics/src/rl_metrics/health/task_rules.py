@@ -1,6 +1,7 @@
 """Task rules: the policy learns what is rewarded."""
 
 from functools import partial
+from typing import Any
 
 from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, THUMB
 from rl_metrics.health import common_rules as common
@@ -14,16 +15,14 @@ BELOW_TRAINING = "{metric} is {value:share} below training's {before} (a new gap
 SURE = 6
 """Number of validations from which a verdict on them is sure; fewer are judged more cautiously, and it is said."""
 
-IN_A_ROW = {"errors": 2.0, "held": 3.0, "sure": SURE}
-"""Limits of validations: standard errors of margin without an interval, and three in a row.
+VALIDATED: dict[str, Any] = {"optional_last": True, "errors": 2.0, "held": 3.0, "sure": SURE}
+"""Options for validations: an optional column of interval ends, standard errors of margin without an interval, and three in a row.
 
 Greedy responses can be temporarily worse while the policy changes.
 """
 
-TOO_HARD = Cause(
-    "the prompts are too hard for this policy",
-    "start with easier prompts, a warm start (SFT), or partial credit in the reward",
-)
+EASIER = "start with easier prompts, a warm start (SFT), or partial credit in the reward"
+TOO_HARD = Cause("the prompts are too hard for this policy", EASIER)
 
 VALIDATED_REWARD = tuple(f"{part}/*/{name}/mean@#" for part in ("val-core", "val-aux") for name in ("reward", "score"))
 UPPER_END = "val-core/*/mean@#/ci_high"
@@ -146,16 +145,7 @@ TASK = (
         title="validation against training",
         what="The policy has become worse on validation than on its training prompts.",
         conditions=tuple(
-            condition(
-                "gap",
-                *names,
-                UPPER_END,
-                says=BELOW_TRAINING,
-                optional_last=True,
-                at_end=limit == "end_max",
-                max=limit,
-                **IN_A_ROW,
-            )
+            condition("gap", *names, UPPER_END, says=BELOW_TRAINING, at_end=limit == "end_max", max=limit, **VALIDATED)
             for limit in ("max", "end_max")
             for names in ((common.SCORE, VALIDATED_REWARD), ("reward/acc/mean", "val-core/*/acc/mean@#"))
         ),
@@ -191,16 +181,7 @@ TASK = (
         title="validation keeps its gains",
         what="Validation has fallen below its best.",
         conditions=(
-            condition(
-                "fall",
-                "val-core/*/mean@#",
-                UPPER_END,
-                says=BELOW_BEST,
-                optional_last=True,
-                max="max",
-                by=0.01,
-                **IN_A_ROW,
-            ),
+            condition("fall", "val-core/*/mean@#", UPPER_END, says=BELOW_BEST, max="max", by=0.01, **VALIDATED),
         ),
         thresholds=(Threshold("max", 0.2, "maximum loss, share of the best", GUIDE),),
         window=1,
@@ -266,7 +247,7 @@ TASK = (
             common.REWARD_ZERO,
             Cause(
                 "few responses are rewarded",
-                "start with easier prompts, a warm start (SFT), or partial credit in the reward",
+                EASIER,
                 sign=condition("level", REWARDED_SHARE, says=f"only {SOME_REWARDED}", min=0.2),
             ),
             Cause(

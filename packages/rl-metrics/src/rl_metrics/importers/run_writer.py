@@ -35,6 +35,11 @@ MAX_NAMES = 1_000
 MAX_FALLS = 10
 """Maximum number of warnings per file about steps that go back."""
 
+AS_RESUMED = (
+    "treated as a resumed launch, which replaces the steps from there on; if it is text of a response, cut it from "
+    "the file"
+)
+
 Names = Mapping[str, tuple[str, ...]]
 """Names here, by the name in another trainer, of metrics with the same meaning and unit.
 
@@ -103,7 +108,7 @@ class ImportedMetrics:
         self.rows: dict[int, dict[str, float]] = {}
         self.other: dict[str, None] = {}
         self.num_rows = 0
-        self._starts: list[tuple[Path, int]] = []
+        self._newest_start: tuple[Path, int] | None = None
 
     def add_launch(
         self, file: Path, lines: Iterable[tuple[int, Mapping[str, Any]]], *, names: Callable[[str], tuple[str, ...]]
@@ -127,8 +132,7 @@ class ImportedMetrics:
                 continue
             self.num_rows += 1
             if last is None:
-                self._starts.append((file, step))
-                self._warn_of_order()
+                self._warn_of_order(file, step)
             known = self.rows.get(step)
             if known is not None and not row.keys() & known.keys():
                 known |= row
@@ -137,7 +141,7 @@ class ImportedMetrics:
             if last is not None and step < last:
                 num_falls += 1
                 if num_falls <= MAX_FALLS:
-                    _warn_of_fall(file, step, after_step=last)
+                    log.warning("steps_begin_again", file=str(file), step=step, after_step=last, advice=AS_RESUMED)
             while self.rows and next(reversed(self.rows)) >= step:
                 self.rows.popitem()
             self.rows[step] = row
@@ -154,11 +158,10 @@ class ImportedMetrics:
                 row.setdefault(name, number_or_nan(value))
         return row
 
-    def _warn_of_order(self) -> None:
-        """Warn if the newest launch starts before the previous one, whose steps it replaces."""
-        if len(self._starts) < 2:
-            return
-        (before, first_before), (file, first) = self._starts[-2:]
+    def _warn_of_order(self, file: Path, first: int) -> None:
+        """Warn if a launch starts before the previous one, whose steps it replaces."""
+        before, first_before = self._newest_start or (file, first)
+        self._newest_start = file, first
         if first < first_before:
             log.warning(
                 "attempts_out_of_order",
@@ -168,17 +171,6 @@ class ImportedMetrics:
                 its_first_step=first_before,
                 advice="steps of a later file replace those of an earlier one; name the oldest launch first",
             )
-
-
-def _warn_of_fall(file: Path, step: int, *, after_step: int) -> None:
-    log.warning(
-        "steps_begin_again",
-        file=str(file),
-        step=step,
-        after_step=after_step,
-        advice="treated as a resumed launch, which replaces the steps from there on; if it is text of a response, cut "
-        "it from the file",
-    )
 
 
 def require_free(into: Path) -> None:

@@ -17,17 +17,8 @@ SCRIPTS = (
     *("table.js", "chart.js", "hang.js", "verdict.js", "step_links.js"),
     *("curves.js", "distributions.js", "step_timeline.js", "times.js", "outcome.js"),
     *("text_chunks.js", "trajectories.js", "filters.js", "text_search.js", "trajectory_list.js"),
-    *(
-        "token_colors.js",
-        "tokens.js",
-        "turns.js",
-        "conversation.js",
-        "differences.js",
-        "copying.js",
-        "group.js",
-        "session.js",
-    ),
-    *("trajectory.js", "viewer.js", "generations.js", "validation.js", "worst.js"),
+    *("token_colors.js", "tokens.js", "turns.js", "conversation.js", "differences.js", "copying.js", "group.js"),
+    *("session.js", "trajectory.js", "viewer.js", "generations.js", "validation.js", "worst.js"),
     *("probes.js", "run_info.js", "renewing.js", "main.js"),
 )
 """Files of assets/, in the order of their concatenation."""

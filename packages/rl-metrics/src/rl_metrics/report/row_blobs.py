@@ -60,45 +60,27 @@ CONTROL = re.compile(r"<[|\uff5c][^<>|\s]{1,40}[|\uff5c]>|<end_of_turn>|\[/INST\
 UNKNOWN = -1
 """Staleness of a trajectory with unknown versions."""
 
-ROLLOUT_KINDS: dict[str, Kind] = {
-    "step": "i32",
-    "reward": "f32",
-    "length": "i32",
-    "source": "i32",
-    "problem": "i32",
-    "finish": "i32",
-    "failure": "i32",
-    "version": "i32",
-    "staleness": "i32",
-    "mismatch": "f32",
-    "entropy": "f32",
-    "advantage": "f32",
-    "seconds": "f32",
-}
-SAMPLE_KINDS: dict[str, Kind] = {
-    "step": "i32",
-    "table": "i32",
-    "problem": "i32",
-    "score": "f32",
-    "version": "i32",
-    "source": "i32",
-    "finish": "i32",
-    "failure": "i32",
-}
+ROLLOUT_COLUMNS = (
+    *("step", "reward", "length", "source", "problem", "finish", "failure", "version", "staleness", "mismatch"),
+    *("entropy", "advantage", "seconds"),
+)
+SAMPLE_COLUMNS = ("step", "table", "problem", "score", "version", "source", "finish", "failure")
 """Columns of an index; those without numbers are codes of the header's names, and failure 0 is none."""
+
+FRACTIONS = frozenset({"reward", "mismatch", "entropy", "advantage", "seconds", "score"})
+"""Columns of an index whose numbers are not integers."""
 
 
 class _Index:
     """Columns of trajectories or samples, for filters."""
 
-    def __init__(self, kinds: Mapping[str, Kind], *names: str) -> None:
-        """Create an index with columns of these kinds; those with these names have codes of names."""
-        self._kinds = kinds
+    def __init__(self, columns: Sequence[str], *names: str) -> None:
+        """Create an index with these columns; those with these names have codes of names."""
         self._codes: dict[str, dict[str, int]] = {name: {} for name in names}
         self._codes["failure"][""] = 0  # none
         self._parts: dict[str, array[float]] = {}
         self._count = 0
-        self.columns: dict[str, array[float]] = {name: array("d") for name in kinds}
+        self.columns: dict[str, array[float]] = {name: array("d") for name in columns}
 
     def add(self, numbers: Mapping[str, float], names: Mapping[str, str], components: Mapping[str, float]) -> bool:
         """Add a row, and return whether its problem is new; components fill the first `MAX_PARTS` parts."""
@@ -118,7 +100,9 @@ class _Index:
     def pack(self, header: Mapping[str, Any]) -> bytes:
         """Return the packed index with a header, to which names and parts are added."""
         names = {name: list(codes) for name, codes in self._codes.items()}
-        columns: dict[str, tuple[Kind, Any]] = {name: (kind, self.columns[name]) for name, kind in self._kinds.items()}
+        columns: dict[str, tuple[Kind, Any]] = {
+            name: ("f32" if name in FRACTIONS else "i32", values) for name, values in self.columns.items()
+        }
         columns |= {f"part{number}": ("f32", values) for number, values in enumerate(self._parts.values())}
         return pack({**header, "names": names, "parts": list(self._parts)}, columns)
 
@@ -147,7 +131,7 @@ def pack_rollouts(rows: Iterable[RolloutRow], sink: BlobSink, *, num_recorded: i
         sink: Destination of the packed parts.
         num_recorded: Number of recorded trajectories, including omitted ones; None if none were omitted.
     """
-    index = _Index(ROLLOUT_KINDS, "source", "problem", "finish", "failure")
+    index = _Index(ROLLOUT_COLUMNS, "source", "problem", "finish", "failure")
     chunks: list[dict[str, Any]] = []
     prompts: list[str] = []
     responses: list[str] = []
@@ -234,7 +218,7 @@ def pack_generations(tables: Sequence[GenerationTable], sink: BlobSink) -> str:
         sink: Destination of the packed parts.
     """
     rows = [(table, sample) for table in sorted(tables, key=lambda table: table.step) for sample in table.samples]
-    index = _Index(SAMPLE_KINDS, "table", "problem", "source", "finish", "failure")
+    index = _Index(SAMPLE_COLUMNS, "table", "problem", "source", "finish", "failure")
     chunks: list[dict[str, Any]] = []
     prompts: list[str] = []
     for first, chunk in _chunked(rows[-MAX_SAMPLES:], max_rows=CHUNK_SAMPLES, sizes=_sample_sizes):

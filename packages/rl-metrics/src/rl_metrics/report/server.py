@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -63,20 +63,16 @@ class ReportServer:
         self._token = secrets.token_urlsafe(16)
         names = run_names([open_run(path).name for path in runs])
         self.page = page_head(", ".join(names), is_live=True) + page_tail(None)
-        stack = ExitStack()
-        self._folder = stack.enter_context(temporary_folder("rl-report-"))
-        self._remove_folder = weakref.finalize(self, stack.close)
         self._is_over = threading.Event()
         self._before: set[str] = set()
         self._names: set[str] = set()
         self.manifest = b""
-        try:
+        with ExitStack() as stack:
+            self._folder = stack.enter_context(temporary_folder("rl-report-"))
             self._server = _Server((LOOPBACK, port), self)
             self._seen = self._signature()
             self._renew()
-        except BaseException:
-            self._remove_folder()
-            raise
+            self._remove_folder = weakref.finalize(self, stack.pop_all().close)
         self._threads = [
             threading.Thread(target=self._server.serve_forever, args=(0.1,), name="report-server", daemon=True),
             threading.Thread(target=self._follow, name="report-renewal", daemon=True),
@@ -156,18 +152,14 @@ class ReportServer:
         for path in self._runs:
             folder = path if path.is_dir() else path.parent
             for file in (path, *(folder / name for name in FILES)):
-                try:
+                with suppress(OSError):
                     state = file.stat()
-                except OSError:
-                    continue
-                found.append((str(file), state.st_size, state.st_mtime_ns))
+                    found.append((str(file), state.st_size, state.st_mtime_ns))
         return found
 
 
 class _Server(ThreadingHTTPServer):
     """HTTP server of a report."""
-
-    daemon_threads = True
 
     def __init__(self, address: tuple[str, int], report: ReportServer) -> None:
         self.report = report
@@ -187,10 +179,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page or one of its parts."""
-        if not self._is_addressed():
+        port = self.server.report.port
+        if self.headers.get("Host", "") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):  # DNS rebinding
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
-        found = self._found()
+        found = None
+        with suppress(OSError):  # a part that was dropped meanwhile
+            found = self.server.report.answer(self.path.partition("?")[0])
         if found is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
@@ -203,14 +198,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
         """Write nothing to the terminal."""
-
-    def _is_addressed(self) -> bool:
-        """Return whether the Host header names this machine, which prevents DNS rebinding."""
-        port = self.server.report.port
-        return self.headers.get("Host", "") in (f"{LOOPBACK}:{port}", f"localhost:{port}")
-
-    def _found(self) -> tuple[bytes, str] | None:
-        try:
-            return self.server.report.answer(self.path.partition("?")[0])
-        except OSError:  # a part that was dropped meanwhile
-            return None

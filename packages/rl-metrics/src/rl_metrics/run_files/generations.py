@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Any
 
 import msgspec
@@ -49,7 +49,7 @@ class GenerationSample:
 
     def to_json(self) -> dict[str, Json]:
         """Return the sample as JSON values, to send to another process; numbers that are not finite are null."""
-        row: dict[str, Json] = {name: getattr(self, name) for name in FIELDS}
+        row: dict[str, Json] = {one.name: getattr(self, one.name) for one in fields(self)}
         row["score"] = number_or_none(self.score)
         row["policy_version"] = [int(version) for version in self.policy_version]
         row["components"] = {name: number_or_none(value) for name, value in self.components.items()}
@@ -63,30 +63,12 @@ class GenerationSample:
             DataError: A field is missing or of another type.
         """
         try:
-            read = msgspec.convert(row, _Row)
-        except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
+            numbers = {name: math.nan if value is None else value for name, value in row["components"].items()}
+            score = math.nan if row["score"] is None else row["score"]
+            required = {name: row[name] for name in ("ground_truth", "failure")}  # older files lack only the last two
+            return msgspec.convert({**row, **required, "score": score, "components": numbers}, cls)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise DataError(f"a generation sample must have the fields of GenerationSample; {error}.") from None
-        numbers = {"score": _number(read.score), "components": {k: _number(v) for k, v in read.components.items()}}
-        return cls(**({name: getattr(read, name) for name in FIELDS} | numbers))
-
-
-class _Row(msgspec.Struct, frozen=True):
-    """Format of a sample as JSON; older files lack the fields with defaults."""
-
-    prompt_uid: str
-    input: str
-    output: str
-    score: float | None
-    ground_truth: Any
-    policy_version: tuple[int, int]
-    source: str
-    failure: str | None
-    components: dict[str, float | None]
-    data_source: str = "default"
-    finish: str = "stop"
-
-
-FIELDS = _Row.__struct_fields__
 
 
 def draw_generations(
@@ -147,7 +129,3 @@ def _sort_key(sample: GenerationSample) -> tuple[str, str, str, str]:
     row = sample.to_json()
     rest = [row[name] for name in ("score", "ground_truth", "failure", "components", "policy_version", "source")]
     return sample.input, sample.output, sample.prompt_uid, json.dumps(rest, sort_keys=True)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)

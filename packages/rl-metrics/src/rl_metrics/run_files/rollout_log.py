@@ -127,51 +127,24 @@ class RolloutRow:
         """
         columns = {name: row[name] for name in TOKEN_COLUMNS if row.get(name) is not None}
         try:
-            read = msgspec.convert({**row, "columns": columns}, _Row)
-        except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
+            mask = [1] * len(row.get("tokens", ())) if row.get("mask") is None else row["mask"]
+            numbers = {
+                "reward": _read(row.get("reward")),
+                "mask": list(map(bool, msgspec.convert(mask, list[int]))),
+                "columns": {name: list(map(_read, values)) for name, values in columns.items()},
+                **{
+                    part: {k: _read(v) for k, v in row.get(part, {}).items()}
+                    for part in ("components", "timings")
+                },
+            }
+            read = msgspec.convert({"problem": "", "time": math.nan, **row, **numbers}, cls)
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors too
             raise DataError(f"a trajectory must have the fields of RolloutRow; {error}.") from None
-        mask = (1,) * len(read.tokens) if read.mask is None else read.mask
-        for name, values in {"mask": mask, **read.columns}.items():
+        for name, values in {"mask": read.mask, **read.columns}.items():
             if len(values) != len(read.tokens):
                 raise DataError(f"{name} of a trajectory must have a value for each of {len(read.tokens)} tokens; "
                                 f"found {len(values)}.")  # fmt: skip
-        return cls(
-            **{name: getattr(read, name) for name in PLAIN_FIELDS},
-            reward=_read(read.reward),
-            components={name: _read(value) for name, value in read.components.items()},
-            timings={name: _read(value) for name, value in read.timings.items()},
-            mask=tuple(map(bool, mask)),
-            columns={name: tuple(map(_read, values)) for name, values in read.columns.items()},
-        )
-
-
-class _Row(msgspec.Struct, frozen=True):
-    """Format of a line."""
-
-    step: int
-    prompt_uid: str
-    prompt: str
-    response: str
-    problem: str = ""
-    time: float = math.nan
-    session: int = 0
-    output: int = 0
-    source: str = "default"
-    ground_truth: Any = None
-    reward: float | None = None
-    components: dict[str, float | None] = {}
-    extras: dict[str, Any] = {}
-    turns: tuple[ToldTurn, ...] = ()
-    finish: str = "stop"
-    timings: dict[str, float | None] = {}
-    failure: str | None = None
-    policy_version: int = 0
-    tokens: tuple[str, ...] = ()
-    mask: tuple[int, ...] | None = None
-    columns: dict[str, tuple[int | float | None, ...]] = {}
-
-
-PLAIN_FIELDS = sorted({*_Row.__struct_fields__} - {"reward", "components", "timings", "mask", "columns"})
+        return read
 
 
 class RolloutLog:
@@ -301,8 +274,9 @@ def _written(value: float) -> float | None:
     return round(float(value), DIGITS) if math.isfinite(value) else None
 
 
-def _read(value: float | None) -> float:
+def _read(value: Any) -> Any:
+    """Return NaN for null and for an integer that overflows float, else the value, which may be of a wrong type."""
     try:
-        return math.nan if value is None else float(value)
-    except OverflowError:  # an integer that overflows float
+        return math.nan if value is None else float(value) if type(value) is int else value
+    except OverflowError:
         return math.nan

@@ -144,8 +144,7 @@ class JsonlTracker:
     def close(self) -> None:
         """Close the files. Idempotent."""
         self._is_closed = True
-        self._writer.close()
-        for file in self._beside.values():
+        for file in (self._writer, *self._beside.values()):
             file.close()
 
     def _append(self, step: int, metrics: Mapping[str, float], **place: bool) -> None:

@@ -13,39 +13,18 @@ from rl_metrics.run_files.json_lines import json_text
 RUN_ID = re.compile(r"[a-zA-Z0-9][\w\-]{0,255}", re.ASCII)
 
 COLUMNS = (
-    "step",
-    "prompt_uid",
-    "input",
-    "output",
-    "score",
-    "ground_truth",
-    "oldest_version",
-    "newest_version",
-    "source",
-    "failure",
-    "components",
+    *("step", "prompt_uid", "input", "output", "score", "ground_truth", "oldest_version", "newest_version"),
+    *("source", "failure", "components"),
 )
 
 
 def table_row(step: int, sample: GenerationSample) -> list[Json]:
     """Return the cells of a sample; numbers that are not finite are None, because browsers cannot parse NaN."""
     oldest, newest = sample.policy_version
-    plain = sample.to_json()
-    row: list[Json] = encodable_json(
-        [
-            step,
-            sample.prompt_uid,
-            sample.input,
-            sample.output,
-            plain["score"],
-            json_text(sample.ground_truth),
-            oldest,
-            newest,
-            sample.source,
-            sample.failure,
-            json.dumps(plain["components"], ensure_ascii=False),
-        ]
-    )
+    cells = sample.to_json() | {"step": step, "oldest_version": oldest, "newest_version": newest}
+    cells["ground_truth"] = json_text(sample.ground_truth)
+    cells["components"] = json.dumps(cells["components"], ensure_ascii=False)
+    row: list[Json] = encodable_json([cells[name] for name in COLUMNS])
     return row
 
 
