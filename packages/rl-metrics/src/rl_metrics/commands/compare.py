@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from rl_core.data import Json
 from rl_metrics.commands.parts import Verbs, opened_run, refuse, say, say_json, table_console
 from rl_metrics.comparison.compare import Comparison, Difference, compare
 from rl_metrics.health.common_rules import SCORE
@@ -61,7 +60,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if not comparison.differences:
         return refuse("the two sides have no such metric in common; leave out --metric to compare all.")
     if arguments.json:
-        say_json(_json_of(a, b, comparison))
+        only = {"only_a": list(comparison.only_a), "only_b": list(comparison.only_b)}
+        folders = {side: [str(run.folder) for run in runs] for side, runs in (("a", a), ("b", b))}
+        say_json({**folders, "results": [difference.to_json() for difference in comparison.differences], **only})
     else:
         _show(a, b, comparison, is_all=bool(arguments.all or arguments.metric))
     return 0
@@ -73,16 +74,6 @@ def _opened(runs: str) -> list[RunRecord]:
     return [opened_run(Path(path)) for path in paths]
 
 
-def _json_of(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison) -> dict[str, Json]:
-    return {
-        "a": [str(run.folder) for run in a],
-        "b": [str(run.folder) for run in b],
-        "results": [difference.to_json() for difference in comparison.differences],
-        "only_a": list(comparison.only_a),
-        "only_b": list(comparison.only_b),
-    }
-
-
 def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison, *, is_all: bool) -> None:
     """Print the verdict, then a table of the clearest differences, or one of all metrics for each chapter."""
     names = run_names([run.name for run in (*a, *b)])
@@ -92,9 +83,7 @@ def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison
         say(line)
     if is_all:
         console = table_console()
-        for chapter, differences in itertools.groupby(
-            comparison.differences, key=lambda difference: difference.chapter
-        ):
+        for chapter, differences in itertools.groupby(comparison.differences, key=attrgetter("chapter")):
             console.print(_table(differences, title=chapter, width=console.width))
     else:
         clear = [difference for difference in comparison.differences if difference.is_clear]

@@ -3,7 +3,7 @@
 import argparse
 import errno
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from rl_metrics.commands.parts import Verbs, opened_run, refuse, require_own, say
@@ -54,35 +54,22 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     with suppress(KeyboardInterrupt):
-        return _serve_until_stopped(arguments)
+        for path in arguments.runs if arguments.wait else ():
+            if not has_begun(path):
+                say(f"waiting for {path} to be written (Ctrl-C stops)")
+            while not has_begun(path):
+                time.sleep(LOOK_EVERY_S)
+        for path in arguments.runs:
+            require_own(path)
+        try:
+            server = ReportServer(arguments.runs, port=arguments.port, max_trajectories=arguments.max_trajectories)
+        except OverflowError as error:  # no such port
+            return refuse(str(error))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return refuse(f"port {arguments.port} is in use. Choose another --port, or leave it out for a free one.")
+        with closing(server):
+            say(f"{server.url}  (Ctrl-C stops)")
+            server.wait()
     return 0
-
-
-def _serve_until_stopped(arguments: argparse.Namespace) -> int:
-    for path in arguments.runs if arguments.wait else ():
-        _wait_for(path)
-    for path in arguments.runs:
-        require_own(path)
-    try:
-        server = ReportServer(arguments.runs, port=arguments.port, max_trajectories=arguments.max_trajectories)
-    except OverflowError as error:  # no such port
-        return refuse(str(error))
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return refuse(f"port {arguments.port} is in use. Choose another --port, or leave it out for a free one.")
-    try:
-        say(f"{server.url}  (Ctrl-C stops)")
-        server.wait()
-    finally:
-        server.close()
-    return 0
-
-
-def _wait_for(path: Path) -> None:
-    """Wait until a run has written something."""
-    if has_begun(path):
-        return
-    say(f"waiting for {path} to be written (Ctrl-C stops)")
-    while not has_begun(path):
-        time.sleep(LOOK_EVERY_S)

@@ -101,9 +101,7 @@ AGREEMENT = (
         name="replay",
         title="the learner replays a mixture's experts",
         what="Tokens of a mixture train on experts chosen by the learner instead of the engine's.",
-        conditions=(
-            condition("level", "router/unknown_share", says=UNKNOWN_EXPERTS, max="unknown_max"),
-        ),
+        conditions=(condition("level", "router/unknown_share", says=UNKNOWN_EXPERTS, max="unknown_max"),),
         thresholds=(Threshold("unknown_max", 0.01, "share of tokens, running median", THUMB),),
         min_steps=1,
         causes=(

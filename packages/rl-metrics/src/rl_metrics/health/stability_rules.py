@@ -194,9 +194,7 @@ STABILITY = (
             condition(
                 "shrunk", LENGTH, says="{metric} is at {value:share} of its start of {before} tokens", min="shrunk"
             ),
-            condition(
-                "leap", LENGTH, says="{metric} is at {value} tokens, from {before} at first", times="grown"
-            ),
+            condition("leap", LENGTH, says="{metric} is at {value} tokens, from {before} at first", times="grown"),
         ),
         thresholds=(
             Threshold("shrunk", 0.33, "minimum share of its start", THUMB),

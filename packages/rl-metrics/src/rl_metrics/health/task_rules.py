@@ -16,7 +16,8 @@ SURE = 6
 """Number of validations from which a verdict on them is sure; fewer are judged more cautiously, and it is said."""
 
 VALIDATED: dict[str, Any] = {"optional_last": True, "errors": 2.0, "held": 3.0, "sure": SURE}
-"""Options for validations: an optional column of interval ends, standard errors of margin without an interval, and three in a row.
+"""Options of validations: the last column, of interval ends, is optional; standard errors of margin without it; three
+in a row.
 
 Greedy responses can be temporarily worse while the policy changes.
 """

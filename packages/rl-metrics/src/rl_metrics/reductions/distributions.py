@@ -66,11 +66,8 @@ def timing_distributions(timings: Sequence[Timings]) -> dict[str, Array]:
     """Return values for `Recorder.record_values` of the trajectories' times; empty without a trajectory."""
     if not timings:
         return {}
-    return {
-        "distribution/generate_s": np.asarray([one.generate_s for one in timings]),
-        "distribution/tools_s": np.asarray([one.tools_s for one in timings]),
-        "distribution/reward_s": np.asarray([one.reward_s for one in timings]),
-    }
+    parts = ("generate_s", "tools_s", "reward_s")
+    return {f"distribution/{part}": np.asarray([getattr(timing, part) for timing in timings]) for part in parts}
 
 
 def _group_stds(rewards: Array, groups: Array) -> Array:

@@ -191,7 +191,7 @@ def pack_probes(rows: Sequence[ProbeRow]) -> tuple[list[dict[str, Any]], Columns
         asked.setdefault((row.probe, row.position), []).append(row)
     described: list[dict[str, Any]] = []
     columns: Columns = {}
-    for number, (place, of_token) in enumerate(list(asked.items())[:MAX_PROBED]):
+    for number, of_token in enumerate(list(asked.values())[:MAX_PROBED]):
         newest = of_token[-1]
         candidates = _candidates(of_token)
         by_row = [{newest.token: row.logprob, **dict(row.candidates)} for row in of_token]
@@ -199,16 +199,8 @@ def pack_probes(rows: Sequence[ProbeRow]) -> tuple[list[dict[str, Any]], Columns
         for index, text in enumerate(candidates):
             logprobs = np.array([known.get(text, math.nan) for known in by_row])
             columns[f"p{number}c{index}"] = ("f32", logprobs)
-        described.append(
-            {
-                "probe": place[0],
-                "position": place[1],
-                "prompt": newest.prompt,
-                "response": newest.response,
-                "token": newest.token,
-                "candidates": candidates,
-            }
-        )
+        shown = {name: getattr(newest, name) for name in ("probe", "position", "prompt", "response", "token")}
+        described.append({**shown, "candidates": candidates})
     return described, columns
 
 

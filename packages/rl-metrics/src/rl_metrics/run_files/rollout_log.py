@@ -132,10 +132,7 @@ class RolloutRow:
                 "reward": _read(row.get("reward")),
                 "mask": list(map(bool, msgspec.convert(mask, list[int]))),
                 "columns": {name: list(map(_read, values)) for name, values in columns.items()},
-                **{
-                    part: {k: _read(v) for k, v in row.get(part, {}).items()}
-                    for part in ("components", "timings")
-                },
+                **{part: {k: _read(v) for k, v in row.get(part, {}).items()} for part in ("components", "timings")},
             }
             read = msgspec.convert({"problem": "", "time": math.nan, **row, **numbers}, cls)
         except (AttributeError, TypeError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors too

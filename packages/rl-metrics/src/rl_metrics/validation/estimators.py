@@ -49,7 +49,7 @@ def majority_at_n(table: ResponseTable) -> dict[str, Floats]:
 
     The result is empty without predictions. `vote_weights` defines how ties and missing predictions count.
     """
-    if table.votes is None or (table.votes == NO_VOTE).all():
+    if (table.votes == NO_VOTE).all():
         return {}
     sizes = [size for size in subset_sizes(table.max_count) if size <= MAX_VOTES]
     return _of_weights(table, "maj", {size: vote_weights(table, size) for size in sizes})

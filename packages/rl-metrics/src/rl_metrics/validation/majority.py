@@ -38,8 +38,6 @@ def vote_weights(table: ResponseTable, num_votes: int) -> Floats:
         table: Responses with votes.
         num_votes: Number of draws, at most MAX_VOTES; prompts with fewer responses get zeros.
     """
-    if table.votes is None:
-        return np.zeros(len(table.values))
     pairs = table.prompt_of * (int(table.votes.max(initial=0)) + 2) + (table.votes - NO_VOTE)
     first, class_of, sizes = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)[1:]
     prompts, has_vote = table.prompt_of[first], table.votes[first] != NO_VOTE

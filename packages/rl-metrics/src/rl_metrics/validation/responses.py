@@ -43,13 +43,13 @@ class ResponseTable:
         values: [V] float64, increasing within a prompt.
         prompt_of: [V] int64, row of each value's prompt, increasing from 0 to P - 1.
         counts: [P] int64, number of values of each prompt, at least 1.
-        votes: [V] int64, number of each response's prediction, NO_VOTE without one; None without predictions.
+        votes: [V] int64, number of each response's prediction, NO_VOTE without one.
     """
 
     values: Floats
     prompt_of: Ints
     counts: Ints
-    votes: Ints | None = None
+    votes: Ints
 
     @property
     def max_count(self) -> int:
@@ -74,24 +74,22 @@ def response_table(values: ArrayLike, *, prompt_of: ArrayLike, votes: ArrayLike 
     Args:
         values: [R] float, value of each response.
         prompt_of: [R] int, prompt of each value.
-        votes: [R] int, number of each response's prediction, NO_VOTE without one.
+        votes: [R] int, number of each response's prediction, NO_VOTE without one; None without predictions.
 
     Returns:
         The table, independent of the order of the responses.
     """
     flat, prompts = np.asarray(values, dtype=np.float64), np.asarray(prompt_of)
-    cast = None if votes is None else np.asarray(votes, dtype=np.int64)
+    cast = np.full(flat.shape, NO_VOTE) if votes is None else np.asarray(votes, dtype=np.int64)
     is_there = ~np.isnan(flat)
-    flat, prompts = flat[is_there], prompts[is_there]
+    flat, prompts, cast = flat[is_there], prompts[is_there], cast[is_there]
     _, rows, counts = np.unique(prompts, return_inverse=True, return_counts=True)
-    if cast is not None:
-        cast = cast[is_there]
-    order = np.lexsort((flat, rows) if cast is None else (cast, flat, rows))
+    order = np.lexsort((cast, flat, rows))
     return ResponseTable(
         values=flat[order],
         prompt_of=rows[order].astype(np.int64),
         counts=counts.astype(np.int64),
-        votes=None if cast is None else cast[order],
+        votes=cast[order],
     )
 
 
