@@ -104,13 +104,11 @@ def _verdict_lines(verdict: Verdict, rows: Sequence[StabilityRow], *, name: str,
 def _stability_lines(rows: Sequence[StabilityRow]) -> Iterator[str]:
     """Yield the table of stability, in aligned columns."""
     yield "Stability: mean over all steps and newest value, each with its healthy range"
-    cells = [("", "metric", "mean", "healthy", "newest", "healthy", "source of the range")]
+    cells: list[tuple[str, ...]] = [("", "metric", "mean", "healthy", "newest", "healthy", "source of the range")]
     for row in rows:
         mark = "?" if row.mark == "unknown" else row.mark
-        healthy = (row.healthy_mean or "-", row.healthy_last or "-")
-        cells.append(
-            (mark, row.metric, f"{row.mean:.4g}", healthy[0], f"{row.last:.4g}", healthy[1], row.source or "-")
-        )
+        values = (mark, row.metric, f"{row.mean:.4g}", row.healthy_mean, f"{row.last:.4g}", row.healthy_last, row.source)
+        cells.append(tuple(value or "-" for value in values))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

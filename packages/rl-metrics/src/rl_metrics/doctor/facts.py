@@ -45,9 +45,8 @@ class Facts:
     @property
     def dtypes(self) -> str:
         """Both dtypes, in words."""
-        return (
-            f"engine in {self.engine_dtype or 'an unknown dtype'}, learner in {self.learner_dtype or 'an unknown one'}"
-        )
+        engine, learner = self.engine_dtype or "an unknown dtype", self.learner_dtype or "an unknown one"
+        return f"engine in {engine}, learner in {learner}"
 
 
 def facts_of(run: RunRecord) -> Facts:

@@ -94,11 +94,9 @@ def with_evidence(name: str, *texts: str, share: float | None = None, metric: st
 
 def failed_proof(facts: Facts) -> Cause | None:
     """Return stale weights as a cause if a weight proof failed or its canary differs, else None."""
-    return (
-        with_evidence("stale_weights", *facts.failed_proofs, metric="weights/canary_max_diff")
-        if facts.failed_proofs
-        else None
-    )
+    if not facts.failed_proofs:
+        return None
+    return with_evidence("stale_weights", *facts.failed_proofs, metric="weights/canary_max_diff")
 
 
 def grows(first: FloatColumn, later: FloatColumn) -> bool:

@@ -200,13 +200,8 @@ def _reading(
 
 
 def _of_this_attempt(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    newest: list[Mapping[str, Any]] = []
-    for event in events:
-        if event.get("event") in BEGUN:
-            newest = []
-        else:
-            newest.append(event)
-    return newest
+    known = list(events)
+    return known[max((n for n, event in enumerate(known, 1) if event.get("event") in BEGUN), default=0) :]
 
 
 def _is_finding(rule: Rule, event: Mapping[str, Any]) -> bool:

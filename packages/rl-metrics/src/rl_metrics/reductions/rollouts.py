@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data import Batch, Timings, Trajectory, are_equal_rewards
-from rl_core.errors import ShapeError
 from rl_metrics.definitions.gateway import EVENTS
 
 Array = NDArray[Any]
@@ -80,15 +79,7 @@ def summarize_rewards(rewards: Array, *, group_index: Array) -> dict[str, float]
     Returns:
         `critic/{score,rewards}/*`, the share of positive rewards, and the spread within groups of two or more scored
         trajectories.
-
-    Raises:
-        ShapeError: The arrays are not 1-D and of equal length.
     """
-    if rewards.ndim != 1 or rewards.shape != group_index.shape:
-        raise ShapeError(
-            f"rewards and group_index must both have shape [N]; found {list(rewards.shape)} and "
-            f"{list(group_index.shape)}. Pass one group per reward."
-        )
     is_scored = ~np.isnan(rewards)
     scored, groups = rewards[is_scored].astype(np.float64), group_index[is_scored]
     metrics = {"rollout/unscored_trajectories": float((~is_scored).sum())}
@@ -104,9 +95,8 @@ def summarize_rewards(rewards: Array, *, group_index: Array) -> dict[str, float]
         lows, highs = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
         np.minimum.at(lows, groups, scored)
         np.maximum.at(highs, groups, scored)
-        metrics["rollout/groups_without_spread_ratio"] = float(
-            are_equal_rewards(lows[with_pairs], highs[with_pairs]).mean()
-        )
+        is_equal = are_equal_rewards(lows[with_pairs], highs[with_pairs])
+        metrics["rollout/groups_without_spread_ratio"] = float(is_equal.mean())
         metrics["rollout/group_reward_std"] = float(np.sqrt(variances[with_pairs]).mean())
     return metrics
 

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -148,9 +148,8 @@ def slowest_sessions(run: RunRecord) -> list[dict[str, Any]]:
     return sorted(found, key=lambda session: session["total_s"], reverse=True)[:MAX_SLOWEST]
 
 
-def _sum_s(parts: Iterable[float]) -> float:
+def _sum_s(parts: Collection[float]) -> float:
     """Return the sum, or the largest float if it overflows."""
-    parts = list(parts)
     try:
         return math.fsum(parts)
     except OverflowError:

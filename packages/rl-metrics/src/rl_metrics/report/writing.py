@@ -184,7 +184,8 @@ def choose(rows: Iterable[RolloutRow], *, limit: int) -> tuple[NDArray[np.bool_]
     """
     places, rewards = array("Q"), array("d")
     for row in rows:
-        places.append(_place_of(row.problem or row.prompt_uid))
+        problem = (row.problem or row.prompt_uid).encode("utf-8", errors="surrogatepass")
+        places.append(int.from_bytes(blake2b(problem, digest_size=8).digest(), "little"))
         rewards.append(row.reward)
     place, reward = np.array(places, dtype=np.uint64), np.array(rewards)
     kept = np.ones(len(place), dtype=bool)
@@ -198,8 +199,3 @@ def choose(rows: Iterable[RolloutRow], *, limit: int) -> tuple[NDArray[np.bool_]
         kept[rest[reward[rest] < WORST_BELOW][:num_worst]] = True
         kept[order[~kept[order]][: limit - int(kept.sum())]] = True
     return kept, len(kept)
-
-
-def _place_of(problem: str) -> int:
-    digest = blake2b(problem.encode("utf-8", errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

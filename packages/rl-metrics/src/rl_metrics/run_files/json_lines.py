@@ -67,11 +67,8 @@ class JsonLinesWriter:
         """
         if self._file is None:
             raise NotReadyError(f"{self.path} is closed; create a new JsonLinesWriter to append more.")
-        payload = line + b"\n"
-        if self._is_torn:
-            payload = b"\n" + payload
+        view = memoryview(b"\n" * self._is_torn + line + b"\n")
         self._is_torn = True
-        view = memoryview(payload)
         while view:
             view = view[os.write(self._file, view) :]
         self._is_torn = False

@@ -126,8 +126,7 @@ class JsonlTracker:
         file = self._file_beside("generations.jsonl")
         written = round(self._clock(), 3)
         for index, sample in enumerate(samples):
-            place = {"step": step, "time": written, "name": name, "index": index}
-            file.append({**place, **sample.to_json()})
+            file.append({"step": step, "time": written, "name": name, "index": index, **sample.to_json()})
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Append one line.
@@ -166,11 +165,9 @@ class JsonlTracker:
 
 def as_step(value: Any) -> int | None:
     """Return a value as a step if it is an integer within int64, or a float such as 3.0; else None."""
-    if type(value) is not int:
-        if type(value) is not float or not value.is_integer():
-            return None
+    if type(value) is float and value.is_integer():
         value = int(value)
-    return value if -(2**63) <= value < 2**63 else None
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None
 
 
 def read_step_lines(
