@@ -16,8 +16,8 @@ import torch
 from _async_workload import Script
 from _digits import END_TOKEN, FIRST_DIGIT
 
-from rl_async_trainer.roles.learner import LearnerHost
-from rl_async_trainer.roles.rollouter import Rollouter
+from rl_async_trainer.roles.learner import RunLearner
+from rl_async_trainer.roles.rollouter import RunRollouter
 from rl_core import Batch, Ragged
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.weights import WeightReceipt, WeightUpdate
@@ -154,7 +154,7 @@ class SleepingPolicy:
         write_trace(self._plan, "learner", {"steps": self._trace, "staleness": self._staleness})
 
 
-class ScriptedRollouter(Rollouter):
+class ScriptedRollouter(RunRollouter):
     """The trainer's rollouter on engines that sleep."""
 
     def make_engine(self) -> ReplicatedEngine:
@@ -162,7 +162,7 @@ class ScriptedRollouter(Rollouter):
         return make_engines(Script.read(self._settings.policy.path))
 
 
-class ScriptedLearnerHost(LearnerHost):
+class ScriptedLearnerHost(RunLearner):
     """The trainer's learner host with a learner that sleeps."""
 
     def make_learners(self) -> Learners:

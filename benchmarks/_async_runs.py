@@ -13,23 +13,25 @@ from _async_workload import Plan, Script, bound_of
 from _digits import FIRST_DIGIT, write_tokenizer
 
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.training_run import TrainingRun
+from rl_async_trainer.training_run import AsyncTrainingRun
 from rl_core.weights import TensorTransport
-from rl_distill.checkpoints import CheckpointStore
 from rl_distill.skipping import SkippedUpdates
-from rl_metrics.run_files import EventLog, read_json_lines
+from rl_metrics.run_files import read_json_lines
 from rl_rollout.prompts import PromptSource
 from rl_rollout.simulation import Workload
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
-from rl_trainer_parts.reporting.trackers import make_console, make_trackers
+from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
+from rl_trainer_parts.reporting.step_metrics import make_memory_watch
+from rl_trainer_parts.reporting.token_probes import TokenProbes
+from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.checkpoints import TrainerState
 from rl_trainer_parts.run.folder import RunFolder, open_run
-from rl_trainer_parts.run.goal import Goal
+from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.schema import Settings
 
@@ -100,7 +102,7 @@ def run_mode(mode: str, file: Path, plan: Plan, workload: Workload, *, folder: P
         found = AsyncSettings.model_validate({**settings, "schedule": schedule, "roles": {"placement": roles}})
         inputs = read_inputs(found)
         with open_run(found, resume=False, say=_nothing) as run:
-            asyncio.run(TrainingRun(found, inputs, run, make_console(found), factories=FACTORIES).run())
+            asyncio.run(AsyncTrainingRun(found, inputs, run, make_console(found), factories=FACTORIES).run())
     else:
         chosen = Settings.model_validate(settings)
         inputs = read_inputs(chosen)
@@ -160,28 +162,26 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
         stack.callback(learners.close)
         stack.push_async_callback(engine.close)
         await engine.start()
-        events = EventLog(run.path / "events.jsonl")
-        stack.callback(events.close)
-        trackers = make_trackers(settings, run.path, make_console(settings))
-        stack.callback(trackers.close)
+        lifecycle = RunLifecycle(settings, run, make_console(settings))
+        stack.callback(lifecycle.events.close)
+        stack.callback(lifecycle.trackers.close)
         queue = make_queue(settings)
         stack.callback(queue.close)
         source = PromptSource(inputs.train, seed=settings.run.seed)
-        store = CheckpointStore(run.checkpoints, keep=1)
-        stack.callback(store.close)
+        stack.callback(lifecycle.store.close)
+        rollouts = RolloutWriter(run.path / "rollouts.jsonl", inputs.tokenizer)
+        stack.callback(rollouts.close)
 
         def save(state: TrainerState) -> None:
-            store.begin(state.step, {}, learners.save)
+            lifecycle.store.begin(state.step, {}, learners.save)
 
         parts = Parts(
             settings=settings,
-            goal=Goal(settings.trainer),
             inputs=inputs,
-            folder=run,
             learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, inputs.tokenizer, engine)),
-            replay=SkipCacheReplay(settings, inputs.tokenizer, say=events.write),
+            replay=SkipCacheReplay(settings, inputs.tokenizer, say=lifecycle.say),
             source=source,
             queue=queue,
             teachers=None,
@@ -191,11 +191,12 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
             select_tokens=make_selection(settings),
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=run.path / "skipped"),
             stop=stack.enter_context(StopSignal()),
+            lifecycle=lifecycle,
             on_state=_nothing,
-            say=events.write,
-            log_metrics=trackers.log,
-            log_generations=trackers.log_generations,
             save_checkpoint=save,
+            rollouts=rollouts,
+            probes=TokenProbes.of_run(settings, run.path, inputs.tokenizer),
+            memory=make_memory_watch(settings, "trainer", say=lifecycle.say),
         )
         await train(parts, TrainerState(prompt_source=source.state()))
 

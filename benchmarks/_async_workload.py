@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import tomli_w
 
-from rl_rollout.simulation import GroupLengths, Workload, parse_workload
+from rl_rollout.simulation import GroupLengths, Workload, workload_from
 
 SCRIPT = "script.json"
 QUICK: dict[str, dict[str, int]] = {
@@ -45,7 +45,7 @@ def read_plan(file: Path) -> tuple[Plan, Workload]:
     """Read the benchmark's file: its plan, and a workload in the format of `rl-async-trainer simulate`."""
     table = tomllib.loads(file.read_text())
     plan = Plan(**table.pop("benchmark"))
-    return plan, parse_workload(tomli_w.dumps({"name": file.stem, **table}), where=str(file))
+    return plan, workload_from({"name": file.stem, **table}, where=str(file))
 
 
 def write_quick_file(source: Path, target: Path) -> None:

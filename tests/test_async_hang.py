@@ -10,7 +10,7 @@ from async_runs import async_training, role_pid, run_states
 from tiny_run import REWARDS_BEFORE_STEP_1, REWARDS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
 from train_process import TrainProcess, wait_until_held
 
-from rl_metrics.hang.report import HangReport, read_hang_report
+from rl_metrics.hang import HangReport, read_hang_report
 from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 

@@ -125,8 +125,8 @@ def test_a_role_that_dies_when_it_is_asked_is_asked_again_at_the_next_validation
     from rl_async_trainer import training_run
 
     roles = {"rollouter": "probed_roles:MortalRollouter", "learner": "probed_roles:MortalLearnerHost"}
-    made = partial(training_run.TrainingRun, factories=roles)
-    monkeypatch.setattr(training_run, "TrainingRun", made)
+    made = partial(training_run.AsyncTrainingRun, factories=roles)
+    monkeypatch.setattr(training_run, "AsyncTrainingRun", made)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     run = copy_tiny_run(inputs, tmp_path)
     settings = {"roles__placement": "process", "roles__controller_restarts": 0, "policy__backend": "torch"}

@@ -10,7 +10,7 @@ from distillation_runs import as_toml, make_distillation_run, teacher_tables
 from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP
 
 from rl_async_trainer.liveness.control_socket import ask_run
-from rl_metrics.hang.report import read_hang_report
+from rl_metrics.hang import read_hang_report
 from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 

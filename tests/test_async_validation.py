@@ -94,14 +94,14 @@ def finished(
 def answer_late(patch: pytest.MonkeyPatch, validate_on: str) -> None:
     """Hold the validation of HELD_STEP until a later step is trained."""
     from rl_async_trainer.messages import StepOrder
-    from rl_async_trainer.roles.learner import LearnerHost
-    from rl_async_trainer.roles.rollouter import Rollouter
+    from rl_async_trainer.roles.learner import RunLearner
+    from rl_async_trainer.roles.rollouter import RunRollouter
 
-    answering: type[Any] = Rollouter if validate_on == "engines" else LearnerHost
-    train, validate = LearnerHost.train, answering.validate
+    answering: type[Any] = RunRollouter if validate_on == "engines" else RunLearner
+    train, validate = RunLearner.train, answering.validate
     later = asyncio.Event()
 
-    async def train_and_tell(host: LearnerHost, order: StepOrder) -> Any:
+    async def train_and_tell(host: RunLearner, order: StepOrder) -> Any:
         report = await train(host, order)
         if order.step == STEPS - 1:
             later.set()
@@ -112,7 +112,7 @@ def answer_late(patch: pytest.MonkeyPatch, validate_on: str) -> None:
             await asyncio.wait_for(later.wait(), DEADLINE_S)
         return await validate(role, batch)
 
-    patch.setattr(LearnerHost, "train", train_and_tell)
+    patch.setattr(RunLearner, "train", train_and_tell)
     patch.setattr(answering, "validate", wait_and_validate)
 
 

@@ -7,7 +7,7 @@ import pytest
 from async_runs import train_async_here
 from tiny_run import GROUP_SIZE, REWARDS_BEFORE_STEP_1, REWARDS_PER_STEP, TinyRun, make_tiny_run, train_here
 
-from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.judging import judge_run
 from rl_metrics.run_files.events import read_events
 from rl_metrics.run_files.rollout_log import read_rollouts
 from rl_metrics.run_files.run_record import open_run

@@ -7,7 +7,7 @@ import pytest
 from report_pages import READY
 
 from rl_core.cluster import RoleReport
-from rl_metrics.hang.report import HangReport, write_hang_report
+from rl_metrics.hang import HangReport, write_hang_report
 from rl_metrics.health.finding import Check, Evidence, Finding, Verdict
 from rl_metrics.reductions.histogram import Histogram
 from rl_metrics.report import write_report

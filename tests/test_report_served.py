@@ -7,7 +7,7 @@ from invented_runs import InventedRun
 from report_pages import READY, show
 
 from rl_core.cluster import RoleReport
-from rl_metrics.hang.report import HangReport, write_hang_report
+from rl_metrics.hang import HangReport, write_hang_report
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.report import write_report
 from rl_metrics.report.server import ReportServer

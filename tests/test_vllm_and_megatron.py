@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +21,14 @@ from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import publish, train_step
 from rl_trainer_parts.learning.objective import make_kl_control, make_objective
 from rl_trainer_parts.learning.start_learners import start_learners
+from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
+from rl_trainer_parts.reporting.step_metrics import make_memory_watch
+from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.engines import make_engine
 from rl_trainer_parts.rollouts.inputs import read_inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.checkpoints import TrainerState
-from rl_trainer_parts.run.folder import RunFolder
-from rl_trainer_parts.run.goal import Goal
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.sources import load_settings
 
@@ -53,11 +56,13 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         asyncio.run(engine.start())
         queue = make_queue(settings)
         stack.callback(queue.close)
+        folder = tmp_path_factory.mktemp("run")
+        quiet = SimpleNamespace(phase=lambda *_, **__: nullcontext())
+        unlogged = SimpleNamespace(log=refuse, log_generations=refuse, log_histograms=lambda *_: None)
+        lifecycle: Any = SimpleNamespace(say=lambda event, **fields: None, console=quiet, trackers=unlogged)
         yield Parts(
             settings=settings,
-            goal=Goal(settings.trainer),
             inputs=inputs,
-            folder=RunFolder(settings.run_folder),
             learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, inputs.tokenizer, engine)),
@@ -71,11 +76,12 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             select_tokens=None,
             skipped=SkippedUpdates(most=0, directory=tmp_path_factory.mktemp("skipped")),
             stop=None,  # type: ignore[arg-type] - each event loop gets its own
+            lifecycle=lifecycle,
             on_state=refuse,
-            say=lambda event, **fields: None,
-            log_metrics=refuse,
-            log_generations=refuse,
             save_checkpoint=refuse,
+            rollouts=RolloutWriter(folder / "rollouts.jsonl", inputs.tokenizer),
+            probes=TokenProbes.of_run(settings, folder, inputs.tokenizer),
+            memory=make_memory_watch(settings, "trainer"),
         )
 
 

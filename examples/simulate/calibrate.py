@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from published import PublishedRow, published_rows, simulate_row
 
-from rl_rollout.simulation import PublishedRow, Workload, built_in_workload, published_rows, simulate_row, simulate_sync
+from rl_rollout.simulation import Workload, read_workload, simulate_sync
 
 NAMES = ("sigma", "decode_s_at_1024", "update", "update_s", "logprobs", "logprobs_s", "scale_32", "scale_128")
 START = (1.0, 0.14, 6e-4, 4.0, 1.5e-4, 50.0, 2.0, 1.3)
@@ -31,7 +32,7 @@ def main() -> None:
     values = np.exp(logs)
     print("rms error of the synchronous rows:", float(np.sqrt(np.mean(sync_residuals(values, sync) ** 2))))
     workload = with_costs(values)
-    row = next(row for row in rows if row.mode == "partial" and row.cluster.gpus == 128)
+    row = next(row for row in rows if row.mode == "partial" and row.split.gpus == 128)
     learner = workload.learner
     slowdown = simulate_row(workload, row, num_versions=STEPS, seed=SEED).update_s / row.update_s
     learner = replace(
@@ -50,7 +51,7 @@ def main() -> None:
 def with_costs(values: NDArray[np.float64], *, scale: float = 1.0) -> Workload:
     """Return the workload with these costs and with lengths times `scale`, without the asynchronous row's numbers."""
     sigma, at_1024, update, update_s, logprobs, logprobs_s, _, _ = (float(value) for value in values)
-    base = built_in_workload()
+    base = read_workload()
     return replace(
         base,
         lengths=replace(base.lengths, sigma=sigma, scale=scale),
@@ -72,7 +73,7 @@ def sync_residuals(values: NDArray[np.float64], rows: Sequence[PublishedRow]) ->
     scales = {32: values[6], 64: 1.0, 128: values[7]}
     found = []
     for row in rows:
-        gpus = row.cluster.gpus
+        gpus = row.split.gpus
         phases = phase_seconds(with_costs(values, scale=float(scales[gpus])), gpus)
         published = (row.gen_s, row.logprobs_s, row.update_s)
         found += [np.log(ours / theirs) for ours, theirs in zip(phases, published, strict=True)]

@@ -15,7 +15,7 @@ FACTORIES = {
 }
 
 if __name__ == "__main__":
-    made = partial(training_run.TrainingRun, factories=FACTORIES)
-    training_run.TrainingRun = made  # type: ignore[assignment,misc]
+    made = partial(training_run.AsyncTrainingRun, factories=FACTORIES)
+    training_run.AsyncTrainingRun = made  # type: ignore[assignment,misc]
     supervisor.supervise = partial(supervisor.supervise, module="async_driver")
     sys.exit(main.main())

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_async_trainer.roles.learner import LearnerHost
-from rl_async_trainer.roles.rollouter import Rollouter
-from rl_async_trainer.roles.teachers import TeacherHost
+from rl_async_trainer.roles.learner import RunLearner
+from rl_async_trainer.roles.rollouter import RunRollouter
+from rl_async_trainer.roles.teachers import RunTeachers
 from rl_core import Batch, Ragged
 from rl_core.data.records import NO_VERSION, IntArray
 from rl_core.errors import CheckpointError, EngineError
@@ -43,7 +43,7 @@ FIRST_TOKEN, NUM_TOKENS = 3, 12
 """The tiny tokenizer's tokens without the special ones."""
 
 
-class ScriptedRollouter(Rollouter):
+class ScriptedRollouter(RunRollouter):
     """The trainer's rollouter on a scripted engine in its own process."""
 
     def make_engine(self) -> ReplicatedEngine:
@@ -65,7 +65,7 @@ class ScriptedRollouter(Rollouter):
         return ReplicatedEngine([ScriptedEngine(say, traits=TRAITS, receive=read_file)])
 
 
-class ScriptedLearnerHost(LearnerHost):
+class ScriptedLearnerHost(RunLearner):
     """The trainer's learner host with a digest for a policy; it refuses rows that are older than the run allows."""
 
     def make_learners(self) -> Learners:
@@ -85,7 +85,7 @@ class ScriptedLearnerHost(LearnerHost):
         return rows
 
 
-class RaisingTeachers(TeacherHost):
+class RaisingTeachers(RunTeachers):
     """Teachers that raise once a step's groups have arrived, so that the learner waits for their scores."""
 
     async def start(self) -> None:

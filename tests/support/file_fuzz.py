@@ -52,15 +52,15 @@ def settings_toml(folder: Path) -> Format:
 
 def workload_toml(folder: Path) -> Format:
     """A simulated workload."""
-    from rl_rollout.simulation.reading import BUILT_IN, SHIPPED, read_workload
+    from rl_rollout.simulation.workload import BUILT_IN, read_workload
 
-    text = (SHIPPED / f"{BUILT_IN}.toml").read_bytes()
+    text = BUILT_IN.read_bytes()
     return Format(written(folder / "w.toml", text), lambda: read_workload(folder / "w.toml"))
 
 
 def hang_report(folder: Path) -> Format:
     """hang.json."""
-    from rl_metrics.hang.report import read_hang_report
+    from rl_metrics.hang import read_hang_report
 
     return _of_run(folder, "hang.json", lambda _: read_hang_report(folder / "hang.json"), HANG)
 

@@ -5,15 +5,15 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_async_trainer.roles.learner import LearnerHost
-from rl_async_trainer.roles.rollouter import Rollouter
+from rl_async_trainer.roles.learner import RunLearner
+from rl_async_trainer.roles.rollouter import RunRollouter
 from rl_core.data.records import IntArray
 from rl_rollout.rollouter.served_policy import PolicyScores
 
 DIED = "died_at_a_probe"
 
 
-class MortalRollouter(Rollouter):
+class MortalRollouter(RunRollouter):
     """The trainer's rollouter, killed by the first probe."""
 
     async def scores(self, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
@@ -22,7 +22,7 @@ class MortalRollouter(Rollouter):
         return await super().scores(sequences, top_k)
 
 
-class MortalLearnerHost(LearnerHost):
+class MortalLearnerHost(RunLearner):
     """The trainer's learner host, killed by the first probe."""
 
     async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:

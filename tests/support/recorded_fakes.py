@@ -240,7 +240,7 @@ class FakeRanks:
     def __init__(self, parallel: Any, **options: Any) -> None:
         self.trace.add("ranks", parallel, options)
 
-    def look(self) -> None:
+    def check_alive(self) -> None:
         """All ranks are alive."""
 
     def gpu_use(self) -> list[Any]:

@@ -37,7 +37,7 @@ CONSTRUCTED = (
     "rl_distill.teacher.protocol:TeacherPlan",
     "rl_distill.teacher.score_cache:ScoreKind",
     "rl_distill.teacher.service:ServiceOptions",
-    "rl_metrics.reductions.memory:MemoryWatch",
+    "rl_metrics.reductions.hardware:MemoryWatch",
     "rl_rollout.rewards.scorer:RewardScorer",
     "rl_rollout.rollouter.rollouter:RollouterOptions",
     "rl_rollout.schedule:ScheduleOptions",
@@ -307,7 +307,7 @@ def _patch_reports(patch: Callable[[str, Any], None], trace: Trace) -> None:
             return lambda *_, **__: None
 
     for name in ("WandbTracker", "MlflowTracker", "TensorBoardTracker"):
-        patch(f"rl_metrics.trackers:{name}", Tracker)
+        patch(f"rl_trainer_parts.reporting.trackers:{name}", Tracker)
 
     class Report:
         def __init__(self, folder: Path, *, every: int) -> None:

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from rl_async_trainer.liveness.control_socket import FILE, ControlSocket, ask_run
+from rl_async_trainer.liveness.control_socket import FILE, ask_run, control_socket
 from rl_core.errors import NotReadyError
 
 NOBODY = 65534
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from rl_async_trainer.liveness.control_socket import ControlSocket
+from rl_async_trainer.liveness.control_socket import control_socket
 
 async def main():
-    async with ControlSocket(Path(sys.argv[1]), None):
+    async with control_socket(Path(sys.argv[1]), None):
         os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -56,7 +56,7 @@ def test_what_a_killed_controller_left_goes_when_the_next_one_starts(tmp_path: P
     assert left.is_dir()
 
     async def look():
-        async with ControlSocket(tmp_path, echo):
+        async with control_socket(tmp_path, echo):
             assert not left.exists()
             here = socket_of(tmp_path).parent
             assert (here.stat().st_mode & 0o777, len(list(short_temporary.iterdir()))) == (0o700, 1)
@@ -93,7 +93,7 @@ def ask_as_nobody(path: Path) -> bytes:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_gets_no_answer_even_where_the_modes_let_it_in(tmp_path: Path, short_temporary: Path):
     async def look():
-        async with ControlSocket(tmp_path, echo):
+        async with control_socket(tmp_path, echo):
             place = socket_of(tmp_path)
             assert await asyncio.to_thread(ask_as_nobody, place) == b""
             place.parent.chmod(0o755)

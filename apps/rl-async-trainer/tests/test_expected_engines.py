@@ -5,14 +5,15 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rl_async_trainer.controller.learner_link import LearnerLink
+from rl_async_trainer.controller.links import LearnerLink
 from rl_async_trainer.liveness.live_answers import answer_request
-from rl_async_trainer.roles.learner import LearnerHost
+from rl_async_trainer.roles.learner import RunLearner
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
 from rl_core.errors import NotReadyError
@@ -21,7 +22,7 @@ from rl_core.weights.broadcast_group import BroadcastGroup
 from rl_distill.learners import Learners
 
 
-class Host(LearnerHost):
+class Host(RunLearner):
     """A learner host without a policy; its transport exists from the start."""
 
     opened: BroadcastTransport
@@ -54,8 +55,7 @@ class Parts:
 
     settings = AsyncSettings(policy={"path": "p"}, prompts={"train": "t"})  # type: ignore[arg-type]
 
-    def say(self, event: str, **fields: Any) -> None:
-        """Write nothing."""
+    lifecycle = SimpleNamespace(say=lambda event, **fields: None)
 
 
 def is_open(transport: BroadcastTransport, *, expected: bool) -> bool:

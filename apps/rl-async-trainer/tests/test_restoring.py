@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.schedule.record import History
+from rl_async_trainer.schedule.record import AsyncState, ScheduleHistory
 from rl_async_trainer.schedule.replay import ReplayPlan
-from rl_async_trainer.schedule.restoring import restore_schedule
-from rl_async_trainer.schedule.run_state import AsyncState
+from rl_async_trainer.schedule.restoring import PromptPlaces, restore_places, restore_schedule
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.errors import RolloutError
 from rl_core.testing import make_prompts, make_trajectory
@@ -31,7 +30,7 @@ def restored(queue: InProcessQueue, plan: ReplayPlan | None = None) -> Scheduler
     """Return a new attempt's schedule without a checkpoint; with a plan, the schedule of a replay."""
     source: Any = SimpleNamespace(next=make_prompts)
     supply = PromptSupply(source)
-    return restore_schedule(ON_POLICY, AsyncState(), queue, supply, History(), plan=plan)
+    return restore_schedule(ON_POLICY, AsyncState(), queue, supply, ScheduleHistory(), plan=plan)
 
 
 def test_groups_that_a_filter_refused_are_replaced_when_an_on_policy_run_goes_on():
@@ -61,7 +60,7 @@ def test_groups_from_a_skip_cache_count_as_of_their_start_also_if_a_kill_lost_th
     """Their tokens are of version 0, and the run was killed in version 4."""
     queue = queue_of(2)
     queue.put_batch(Batch.from_trajectories([make_trajectory(uid, index) for uid in ("p0", "p1") for index in (0, 1)]))
-    history = History(begun={"p0": 4, "p1": 4}, started={"p0": 4, "p1": 4}, settled=settled)
+    history = ScheduleHistory(begun={"p0": 4, "p1": 4}, started={"p0": 4, "p1": 4}, settled=settled)
     options = ScheduleOptions(groups_per_step=1, num_steps=6, max_staleness=1, sync_every=1)
     source: Any = SimpleNamespace(next=make_prompts)
     scheduler = restore_schedule(options, AsyncState(), queue, PromptSupply(source), history)
@@ -82,3 +81,25 @@ def test_a_replay_does_not_go_on_without_a_group_that_failed_before():
         RolloutError, match=r"trained group p3 in step 2, but .* failed in the replay: no rows: the engine"
     ):
         restored(queue, plan)
+
+
+def test_a_replacement_takes_the_place_of_the_group_that_it_replaces():
+    places = PromptPlaces({})
+    assert places.take(["a", "b", "c"]) == {"a": 0, "b": 1, "c": 2}
+    places.vacate("b")
+    assert places.take(["c", "d", "e"]) == {"c": 2, "d": 1, "e": 3}
+
+
+def test_a_resumed_run_fills_what_was_vacated_and_keeps_the_rest():
+    """Of five prompts, p0 was refused and p4 took its place, p1 failed, and the line of p3 was lost with the kill."""
+    queue = InProcessQueue([TaskSpec(name=TRAIN, needs=frozenset({"input_ids"}))])
+    queue.issue(make_prompts(5), num_sessions=1)
+    queue.fail("p0", 0, reason=refusal("reward_spread", "all rewards are 1"))
+    queue.fail("p1", 0, reason="the engine fell")
+    history = ScheduleHistory(places={"p0": 0, "p1": 1, "p2": 2, "p4": 0})
+    on_policy = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=0)
+    spent = restore_places(on_policy, queue.ledger(), history)
+    assert spent.take(["p2", "p3", "p4", "new"]) == {"p2": 2, "p3": 3, "p4": 0, "new": 4}
+    stale = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=1)
+    replaced = restore_places(stale, queue.ledger(), history)
+    assert replaced.take(["p2", "p3", "p4", "new"]) == {"p2": 2, "p3": 1, "p4": 0, "new": 3}

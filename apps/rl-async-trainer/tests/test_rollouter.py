@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scripted_replicas import EXACT, a_canary, an_update
 
-from rl_async_trainer.roles.rollouter import Rollouter, make_refusals
+from rl_async_trainer.roles.rollouter import RunRollouter, make_refusals
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.data.records import NO_VERSION
@@ -59,7 +59,7 @@ def queue_with(*sessions: SessionResult) -> InProcessQueue:
 
 def told(folder: Path, queue: InProcessQueue, sessions: Sequence[SessionResult]) -> GroupEvent:
     """Return the rollouter's event for a generated group; it puts only the sessions that the queue lacks."""
-    rollouter = Rollouter(settings_in(folder), queue)
+    rollouter = RunRollouter(settings_in(folder), queue)
     (unsettled,) = queue.unsettled()
     dispatch = Dispatch(prompt=PROMPT, place=0, sessions=tuple(unsettled.sessions))
 
@@ -98,7 +98,7 @@ def test_a_group_that_is_generated_whole_is_told_as_it_was_generated(tmp_path: P
 
 
 def test_the_report_has_the_oldest_group_and_the_responses_in_the_reward(tmp_path: Path):
-    rollouter = Rollouter(settings_in(tmp_path), queue_with())
+    rollouter = RunRollouter(settings_in(tmp_path), queue_with())
     rollout: Any = SimpleNamespace(scorer=SimpleNamespace(num_scoring=4, name="my.py:reward"))
     rollouter.rollout, now = rollout, time.monotonic()
     rollouter._running = {"p1": (now, 0), "p0": (now - 60, 0)}
@@ -120,7 +120,7 @@ class NotingEngine:
 
 def test_engines_may_take_as_long_to_end_what_they_have_as_a_group_may(tmp_path: Path):
     engine: Any = NotingEngine()
-    rollouter = Rollouter(settings_in(tmp_path), queue_with())
+    rollouter = RunRollouter(settings_in(tmp_path), queue_with())
     rollouter.engine = rollouter.rollout = engine
     asyncio.run(rollouter.publish(an_update(1), a_canary(), EXACT, True))
     (given,) = engine.given

@@ -11,9 +11,10 @@ import pytest
 
 from rl_async_trainer.controller.rollouts import Rollouts
 from rl_async_trainer.controller.step_metrics import StepMetrics
-from rl_async_trainer.schedule.places import Places
 from rl_async_trainer.schedule.record import FILE, ScheduleRecord
 from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
+from rl_async_trainer.schedule.restoring import PromptPlaces
+from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.errors import RoleDiedError, RolloutError
 from rl_core.testing import make_prompts, make_trajectory
@@ -58,18 +59,18 @@ class Side:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.metrics = StepMetrics()
         parts: Any = SimpleNamespace(
-            roles=SimpleNamespace(rollouter=self.role),
-            settings=None,
+            roles={"rollouter": self.role},
+            settings=AsyncSettings(policy={"path": "p"}, prompts={"train": "t"}),  # type: ignore[arg-type]
             queue=self.queue,
             scheduler=self.scheduler,
             supply=SimpleNamespace(done=lambda uids: None),
-            places=Places({}),
+            places=PromptPlaces({}),
             record=self.record,
             progress=lambda what: None,
-            say=lambda event, **fields: self.events.append((event, fields)),
+            lifecycle=SimpleNamespace(say=lambda event, **fields: self.events.append((event, fields))),
         )
         nothing: Callable[[], Any] = lambda: None
-        self.rollouts = Rollouts(parts, asyncio.Condition(), self.metrics, on_started=nothing, on_weights_lost=nothing)
+        self.rollouts = Rollouts(parts, asyncio.Condition(), self.metrics, teachers=None, on_weights_lost=nothing)
         prompts = make_prompts(2)
         self.queue.issue(prompts, num_sessions=1)
         self.scheduler.issued(prompt.uid for prompt in prompts)

@@ -8,12 +8,11 @@ import pytest
 
 from rl_async_trainer.simulate import measure_run, simulate, workload_text
 from rl_core.errors import SettingsError
-from rl_rollout.simulation.asynchronous import Policy, simulate_async
-from rl_rollout.simulation.outcome import Cluster
-from rl_rollout.simulation.reading import built_in_workload, parse_workload, read_workload
+from rl_rollout.simulation.asynchronous import Schedule, simulate_async
+from rl_rollout.simulation.outcome import GpuSplit
 from rl_rollout.simulation.search import best_split, splits
 from rl_rollout.simulation.synchronous import simulate_sync
-from rl_rollout.simulation.workload import Lengths
+from rl_rollout.simulation.workload import Lengths, read_workload
 
 SMALL = """
 name = "small"
@@ -55,7 +54,7 @@ def test_a_table_compares_modes_with_sync(small: str, tmp_path: Path, capsys: py
     found = json.loads(target.read_text())
     sync, on_policy, partial = found["results"]
     expected = simulate_async(
-        read_workload(Path(small)), Cluster(rollout_gpus=4, train_gpus=4), Policy(), num_versions=3, seed=5
+        read_workload(Path(small)), GpuSplit(rollout_gpus=4, train_gpus=4), Schedule(), num_versions=3, seed=5
     )
     assert (found["workload"], found["seed"]) == ("small", 5)
     assert (partial["step_s"], partial["bound_s"]) == (expected.step_s, expected.bound_s)
@@ -71,34 +70,24 @@ def test_a_search_gives_the_fastest_split_and_says_so(small: str, capsys: pytest
     workload = read_workload(Path(small))
     sync = simulate_sync(workload, gpus=16, num_steps=3, seed=0)
     best = [
-        best_split(workload, 16, Policy(max_staleness=staleness, sync_every=2), num_versions=3, seed=0)
+        best_split(workload, 16, Schedule(max_staleness=staleness, sync_every=2), num_versions=3, seed=0)
         for staleness in (1, 2, 4)
     ]
     least = min(one.step_s for one in best)
     chosen = next(one for one in best if one.step_s <= 1.01 * least)
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith(
-        f"16 GPUs: {chosen.cluster.rollout_gpus} for rollouts, {chosen.cluster.train_gpus} for training, "
+        f"16 GPUs: {chosen.split.rollout_gpus} for rollouts, {chosen.split.train_gpus} for training, "
         f"max_staleness {chosen.max_staleness}: {sync.step_s / chosen.step_s:.2f} times sync"
     )
 
 
 def test_a_search_finds_what_trying_every_split_finds(small: str) -> None:
     workload = read_workload(Path(small))
-    policy = Policy(max_staleness=2, sync_every=2)
+    policy = Schedule(max_staleness=2, sync_every=2)
     every = [simulate_async(workload, one, policy, num_versions=3, seed=0) for one in splits(workload, 24)]
     assert len(every) == 11
     assert best_split(workload, 24, policy, num_versions=3, seed=0) == min(every, key=lambda one: one.step_s)
-
-
-def test_the_published_table_is_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "published.json"
-    assert simulate(["--published", "--steps", "1", "--json", str(target)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[1:]] == ["32", "16:16", "64", "32:32", "128", "64:64", "64:64"]
-    results = json.loads(target.read_text())["results"]
-    assert [one["published_step_s"] for one in results[:2]] == [790.10, 294.77]
-    assert results[1]["speedup"] == pytest.approx(results[0]["step_s"] / results[1]["step_s"])
 
 
 def test_a_split_of_ones_own_and_whole_rollouts(small: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +99,7 @@ def test_a_split_of_ones_own_and_whole_rollouts(small: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "7"], "--gpus must be multiples of engine.gpus = 2; found 7"),
+        (["--gpus", "7"], "7 GPUs cannot be split into engines of engine.gpus = 2"),
         (["--gpus", "many"], "--gpus must be integers of at least 2"),
         (["--split", "64"], "--split must be two numbers of GPUs such as 64:64; found '64'"),
         (["--split", "3:5"], "multiple of engine.gpus = 2"),
@@ -122,7 +111,6 @@ def test_a_split_of_ones_own_and_whole_rollouts(small: str, capsys: pytest.Captu
         (["--seed", "-3"], "--seed must be at least 0"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--search", "--split", "4:4"], "not allowed with"),
-        (["--published"], "Leave out the workload"),
         (["--run-gpus", "2"], "Name the run, or leave it out"),
         (["--from", "run"], "either a workload or --from RUN; found both"),
         (["--json", "/nowhere/found.json", "--gpus", "8", "--steps", "1"], "/nowhere/found.json cannot be written"),
@@ -132,12 +120,6 @@ def test_words_that_cannot_be_are_refused(small: str, words: list[str], message:
     with pytest.raises(SettingsError) as refusal:
         simulate([small, *words])
     assert message in str(refusal.value)
-
-
-@pytest.mark.parametrize("words", [["--gpus", "8"], ["--sync-every", "2"], ["--staleness", "1"], ["--write", "w.toml"]])
-def test_the_published_table_ignores_no_option(words: list[str]) -> None:
-    with pytest.raises(SettingsError, match=f"Leave out {words[0]}."):
-        simulate(["--published", *words])
 
 
 def write_run(folder: Path, *, steps: int, gen_s: float) -> None:
@@ -189,9 +171,10 @@ def test_a_folder_without_what_is_needed_is_refused(tmp_path: Path) -> None:
         measure_run(tmp_path, rollout_gpus=1, train_gpus=1)
 
 
-def test_what_is_written_is_read_again(small: str) -> None:
+def test_what_is_written_is_read_again(small: str, tmp_path: Path) -> None:
     by_quantiles = replace(
         read_workload(Path(small)), lengths=Lengths(quantiles=((0, 10), (0.5, 100.5), (1, 1000)), maximum=800)
     )
-    for workload in (built_in_workload(), by_quantiles):
-        assert parse_workload(workload_text(workload), where="again") == workload
+    for workload in (read_workload(), by_quantiles):
+        (tmp_path / "again.toml").write_text(workload_text(workload))
+        assert read_workload(tmp_path / "again.toml") == workload

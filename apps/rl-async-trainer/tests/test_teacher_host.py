@@ -9,7 +9,7 @@ import pytest
 from fake_gpu import USE, figures
 
 from rl_async_trainer.roles import teachers as teacher_host
-from rl_async_trainer.roles.teachers import TeacherHost
+from rl_async_trainer.roles.teachers import RunTeachers
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import InProcessQueue, TaskSpec
 from rl_core.gpus import GpuUse
@@ -47,7 +47,7 @@ class ScriptedService:
 def test_the_tokens_of_all_teachers_are_told_by_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher_host, "make_teachers", lambda *_, **__: ScriptedService(3000, 0))
     queue = InProcessQueue([TaskSpec(name="train", needs=frozenset({"reward"}))])
-    host = TeacherHost(cast(AsyncSettings, None), queue, folder=tmp_path)
+    host = RunTeachers(cast(AsyncSettings, None), queue, folder=tmp_path)
 
     async def ask() -> tuple[dict[str, Any], dict[str, Any], float]:
         began = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_trainer_parts.rollouts.inputs import what_to_look_at
+from rl_trainer_parts.rollouts.inputs import input_notes
 
 
 @pytest.mark.parametrize(("named", "num_notes"), [([7], 1), ([7, 9], 0)])
@@ -21,6 +21,6 @@ def test_different_end_tokens_of_model_and_tokenizer_are_told(tmp_path: Path, na
     inputs: Any = SimpleNamespace(
         train=[SimpleNamespace(messages=())], tokenizer=SimpleNamespace(has_chat_template=False, eos_token_id=9)
     )
-    notes = list(what_to_look_at(settings, inputs))
+    notes = list(input_notes(settings, inputs))
     assert len(notes) == num_notes
     assert all("at token 7, and its tokenizer at token 9; responses end at all of them" in note for note in notes)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_async_trainer.plan import ASYNC_UNUSED
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.unused import ASYNC_UNUSED
 from rl_core.errors import SettingsError
 from rl_trainer_parts.checks.unused import RULES
 from rl_trainer_parts.settings.fields import attribute_meanings, help_text, setting_fields

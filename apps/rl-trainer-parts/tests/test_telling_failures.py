@@ -13,7 +13,7 @@ from rl_rollout.loops import SessionResult
 from rl_rollout.loops.single_turn import trajectory_of, with_reward
 from rl_rollout.rewards import RewardOptions, RewardPart, build_scorer
 from rl_rollout.rewards.scorer import reward_input
-from rl_trainer_parts.reporting.failed_sessions import FailedSessions, told
+from rl_trainer_parts.reporting.failed_sessions import FailedSessions, failures_line
 from rl_trainer_parts.rollouts.answers import answers_of
 from rl_trainer_parts.settings.metrics import MetricSettings
 
@@ -64,7 +64,7 @@ def test_a_reward_that_raises_is_told_wherever_it_stands(on_failure: str, in_par
         options = RewardOptions(function=BAD, on_failure=on_failure)  # type: ignore[arg-type]
     found = among(scored(options))
     assert found.num_rewards == 1
-    said = told(event_of(found))
+    said = failures_line(event_of(found))
     if on_failure == "zero":
         assert said.startswith("step 3: the rewards of 1 of 1 sessions failed and count as 0. The first: ")
         assert found.drafts(SettingsOf(), step=3) == []  # type: ignore[arg-type]
@@ -82,12 +82,12 @@ def test_a_session_that_left_nothing_is_written_down_too() -> None:
     assert (found.num_rewards, len(found.failed), found.num_sessions) == (0, 1, 2)
     ((prompt, row),) = found.drafts(SettingsOf(), step=1)  # type: ignore[arg-type]
     assert (prompt, row.tokens, row.failure) == ((7, 8), (), "the environment's step raised KeyError: 'board'")
-    assert told(event_of(found)) == (
+    assert failures_line(event_of(found)) == (
         "step 3: 1 of 2 sessions failed; they are left out. The first: the environment's step raised KeyError: 'board'"
     )
 
 
 def test_nothing_is_told_where_none_failed() -> None:
     found = among(scored(ZERO))
-    found.tell(lambda *_, **__: pytest.fail("told"), during="training")
+    found.tell(lambda *_, **__: pytest.fail("there are no failures"), during="training")
     assert found.drafts(SettingsOf(), step=1) == []  # type: ignore[arg-type]

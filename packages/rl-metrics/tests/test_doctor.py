@@ -7,13 +7,12 @@ from mismatched_tokens import MismatchedRun
 
 from rl_metrics.cli import main
 from rl_metrics.commands.doctor import show
-from rl_metrics.doctor import diagnose
+from rl_metrics.doctor.diagnosing import add_health, diagnose
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, DoctorReport
 from rl_metrics.doctor.facts import Facts, facts_of
 from rl_metrics.doctor.hang import describe_report, diagnose_hang
 from rl_metrics.doctor.mismatch_by_metrics import diagnose_metrics
-from rl_metrics.doctor.other_findings import add_health
-from rl_metrics.hang.report import HangReport
+from rl_metrics.hang import HangReport
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.run_files.rollout_log import RolloutLog
 from rl_metrics.run_files.run_record import open_run
@@ -77,7 +76,7 @@ def test_a_hostile_report_is_judged_or_left_out(key, hostile, tmp_path):
     roles = [{**HANG, "roles": [{**HANG["roles"][1], part: hostile}]} for part in parts]
     for report in ({**HANG, key: hostile}, *roles):
         (tmp_path / "hang.json").write_text(json.dumps(report))
-        found = diagnose_hang(started(tmp_path), now=100.0)
+        found = diagnose_hang(started(tmp_path))
         assert found.causes[0].name in ("silent_role", "hang", "killed")
 
 
@@ -85,14 +84,14 @@ def test_a_report_from_before_the_run_went_on_is_old(tmp_path):
     (tmp_path / "hang.json").write_text(json.dumps(HANG))
     os.utime(tmp_path / "hang.json", (50.0, 50.0))
     run = started(tmp_path, {"time": 99.0, "event": "run_finished"})
-    assert diagnose_hang(run, now=200.0).text == "the run ended by itself"
+    assert diagnose_hang(run).text == "the run ended by itself"
     os.utime(tmp_path / "hang.json", (300.0, 300.0))
     failed = {"time": 310.0, "event": "run_failed", "error": "HangError: nothing happened"}
     for events in ((), (failed,)):
-        found = diagnose_hang(started(tmp_path, *events), now=400.0)
+        found = diagnose_hang(started(tmp_path, *events))
         assert found.what == "The run hangs: no progress for 700 s."
     resumed = started(tmp_path, failed, {"time": 320.0, "event": "run_resumed"})
-    assert diagnose_hang(resumed, now=400.0).causes[0].name == "killed"
+    assert diagnose_hang(resumed).causes[0].name == "killed"
 
 
 @pytest.mark.parametrize(
@@ -105,10 +104,12 @@ def test_a_report_from_before_the_run_went_on_is_old(tmp_path):
         (None, 130.0, "killed"),
     ],
 )
-def test_a_run_without_an_end(tmp_path, lock, now, expected):
+def test_a_run_without_an_end(tmp_path, monkeypatch, lock, now, expected):
+    monkeypatch.setattr("time.time", lambda: now)
+    monkeypatch.setattr("rl_metrics.doctor.hang.is_running", lambda pid: pid == 123)
     if lock is not None:
         (tmp_path / ".lock").write_text(lock)
-    found = diagnose_hang(started(tmp_path), now=now, is_alive=lambda pid: pid == 123)
+    found = diagnose_hang(started(tmp_path))
     if isinstance(found, Diagnosis):
         assert found.causes[0].name == expected
         assert "its last step is 10" in found.evidence[0].text
@@ -119,9 +120,11 @@ def test_a_run_without_an_end(tmp_path, lock, now, expected):
 def test_a_run_that_failed_says_why(tmp_path):
     failed = {"time": 99.0, "event": "run_failed", "error": "WeightProofError: tensor a differs", "step": 10}
     run = started(tmp_path, failed)
-    found = diagnose_hang(run, now=200.0)
+    found = diagnose_hang(run)
     assert (found.kind, found.causes[0].name) == ("stopped", "WeightProofError")
-    assert facts_of(run).proof_failures == 1
+    assert facts_of(run).failed_proofs == (
+        "the proof of a weight update failed 1 times: WeightProofError: tensor a differs",
+    )
     assert [cause.name for cause in diagnose(run).diagnoses[1].causes] == ["stale_weights"]
 
 
@@ -149,6 +152,20 @@ def test_a_mixture_is_suspected_unless_the_learner_replays_its_experts(tmp_path,
     assert bool(facts_of(open_run(tmp_path)).suspects) is not replays
 
 
+@pytest.mark.parametrize(
+    ("canary", "dtype", "failed"),
+    [
+        (0.2, "bfloat16", ()),
+        (0.5, "bfloat16", ("weights/canary_max_diff reached 0.5 nats; up to 0.3 is normal",)),
+        (0.2, "float32", ("weights/canary_max_diff reached 0.2 nats; up to 0.001 is normal",)),
+    ],
+)
+def test_a_canary_that_differs_is_a_failed_proof(tmp_path, canary, dtype, failed):
+    metrics(tmp_path, [{"weights/canary_max_diff": value} for value in (0.0, canary)])
+    (tmp_path / "settings.toml").write_text(f"[vllm]\ndtype = '{dtype}'\n[optimizer]\ndtype = 'float32'\n")
+    assert facts_of(open_run(tmp_path)).failed_proofs == failed
+
+
 def metrics(tmp_path, rows):
     write_lines(tmp_path / "metrics.jsonl", [{"step": step, "time": step, **row} for step, row in enumerate(rows, 1)])
     return open_run(tmp_path).history
@@ -161,7 +178,7 @@ def test_without_tokens_metrics_tell_what_they_can(tmp_path):
     assert "set metrics.log_rollouts" in found.evidence[-1].text
     grows = [{"training/rollout_probs_diff_mean": 0.002 * step} for step in range(20)]
     assert diagnose_metrics(metrics(tmp_path, grows), Facts()).causes[0].name == "stale_weights"
-    [proven] = diagnose_metrics(metrics(tmp_path, grows), Facts(canary=1.7)).causes
+    [proven] = diagnose_metrics(metrics(tmp_path, grows), Facts(failed_proofs=("1.7 nats",))).causes
     assert (proven.name, len(proven.evidence), len(proven.advice)) == ("stale_weights", 1, 2)
     old = [{**row, "training/staleness/mean": 3.0} for row in grows]
     assert diagnose_metrics(metrics(tmp_path, old), Facts()).causes[0].name == "stale_rollouts"
@@ -259,9 +276,9 @@ def finding(rule, *because, causes=("why",), advice=("do",)):
 
 def judged(monkeypatch, *findings, known=()):
     verdict = Verdict(status="warning", step=9, checks=(), findings=findings)
-    monkeypatch.setattr("rl_metrics.doctor.other_findings.judge_run", lambda run: verdict)
-    diagnoses, no_finding = add_health(None, known=known)
-    assert no_finding is None
+    monkeypatch.setattr("rl_metrics.doctor.diagnosing.judge_run", lambda run: verdict)
+    diagnoses, no_findings = add_health(None, known=known)
+    assert no_findings == ()
     effects = [[line.removeprefix("follows from it: ").partition("!")[0] for line in one.details] for one in diagnoses]
     return [(one.what, effect) for one, effect in zip(diagnoses, effects, strict=True)]
 
@@ -284,7 +301,7 @@ def test_a_known_diagnosis_covers_its_rules_and_has_what_follows_from_them(monke
 def test_each_cause_has_its_own_advice(monkeypatch):
     told = finding("a", causes=("one", "two: of it", "three"), advice=("do this", "do that", "do this"))
     verdict = Verdict(status="warning", step=9, checks=(), findings=(told,))
-    monkeypatch.setattr("rl_metrics.doctor.other_findings.judge_run", lambda run: verdict)
+    monkeypatch.setattr("rl_metrics.doctor.diagnosing.judge_run", lambda run: verdict)
     [diagnosis], _ = add_health(None, known=())
     assert [(cause.name, cause.advice) for cause in diagnosis.causes] == [
         ("one", ("do this",)),

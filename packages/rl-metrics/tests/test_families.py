@@ -7,8 +7,8 @@ import pytest
 from made_up_metrics import NO_REWARD, STEPS, healthy, history, noise
 
 from rl_metrics.health import GUIDE, judge
-from rl_metrics.health.families import FAMILIES, FAMILY_TEXTS, family_of
-from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.judging import judge_run
+from rl_metrics.health.rules import FAMILIES, FAMILY_TEXTS, family_of
 from rl_metrics.run_files.run_record import open_run
 
 LEARNT = 1 - np.exp(-np.arange(STEPS) / 12)

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from rl_metrics.hang.report import MAX_ROLES, MAX_STACK, MAX_TEXT
+from rl_metrics.hang import MAX_ROLES, MAX_STACK, MAX_TEXT
 from rl_metrics.report.run_parts import describe_hang
 from rl_metrics.run_files.run_record import open_run
 

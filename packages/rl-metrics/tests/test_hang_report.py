@@ -8,17 +8,17 @@ import pytest
 
 from rl_core.cluster import RoleReport
 from rl_core.errors import DataError
-from rl_metrics.hang.report import (
+from rl_metrics.hang import (
     HANG_FILE,
     MAX_FILE_BYTES,
     MAX_STACK,
     MAX_TEXT,
     HangReport,
     describe_trouble,
+    innermost_frames,
     read_hang_report,
     write_hang_report,
 )
-from rl_metrics.hang.stack_frames import innermost_frames
 
 SERVED = '  File "/x/rl_core/cluster/served.py", line 37, in run\n    return await result\n'
 IDLE = 'pid 1 at 12:00:00\nthread MainThread (most recent call last):\n  File "/x/selectors.py", line 468, in select\n'

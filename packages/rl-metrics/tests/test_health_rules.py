@@ -32,7 +32,7 @@ def test_a_probe_has_a_kind_thresholds_and_fields(rule, condition):
     fields = {field for _, field, _, _ in string.Formatter().parse(condition.says) if field}
     assert fields <= {"metric", "value", "before", "window", *condition.limits_of(rule)}
     patterns = [names for names in condition.reads if any(map(is_pattern, names))]
-    assert len(patterns) <= 1 or (condition.reads[-1] == patterns[-1] and condition.can_do_with_one)
+    assert len(patterns) <= 1 or (condition.reads[-1] == patterns[-1] and condition.optional_last)
 
 
 def test_every_metric_that_is_read_is_defined():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.reductions.memory import MemoryWatch, _all_children, memory_metrics, memory_of
+from rl_metrics.reductions.hardware import MemoryWatch, _all_children, memory_metrics, memory_of
 
 
 def test_what_linux_says(tmp_path):

@@ -8,8 +8,8 @@ from mismatched_tokens import MismatchedRun
 
 from rl_metrics.doctor.diagnosis import Diagnosis, NoFinding
 from rl_metrics.doctor.facts import Facts
-from rl_metrics.doctor.limits import grows
 from rl_metrics.doctor.mismatch import diagnose_mismatch, diagnose_tokens
+from rl_metrics.doctor.mismatch_causes import grows
 from rl_metrics.doctor.token_pairs import read_pairs
 from rl_metrics.run_files.rollout_log import RolloutLog, RolloutRow
 from rl_metrics.run_files.run_record import open_run
@@ -101,15 +101,17 @@ def test_old_tokens_are_compared_with_new_ones():
     )
 
 
-@pytest.mark.parametrize("facts", [Facts(proof_failures=2, proof_error="tensor a"), Facts(canary=0.5)])
-def test_a_failed_proof_names_stale_weights_whatever_the_tokens_say(facts):
-    assert names(judge(facts, **SHORT)) == ["stale_weights"]
+FAILED = Facts(failed_proofs=("the proof of a weight update failed 2 times: tensor a",))
+
+
+def test_a_failed_proof_names_stale_weights_whatever_the_tokens_say():
+    assert names(judge(FAILED, **SHORT)) == ["stale_weights"]
 
 
 def test_a_failed_proof_explains_what_no_other_cause_does():
-    (cause,) = judge(Facts(canary=1.7), wrong=0.3, **SHORT).causes
+    (cause,) = judge(FAILED, wrong=0.3, **SHORT).causes
     assert cause.name == "stale_weights"
-    assert names(judge(Facts(canary=1.7), top_p=0.9, **LONG)) == ["stale_weights", "truncation"]
+    assert names(judge(FAILED, top_p=0.9, **LONG)) == ["stale_weights", "truncation"]
 
 
 @pytest.mark.parametrize(
@@ -174,9 +176,10 @@ def test_pairs_are_the_sampled_tokens_with_both_logprobs():
     assert pairs.position.tolist() == [0, 1, 1]
 
 
-def test_of_many_trajectories_some_of_all_steps_are_read():
+def test_of_many_trajectories_some_of_all_steps_are_read(monkeypatch):
+    monkeypatch.setattr("rl_metrics.doctor.token_pairs.MAX_TOKENS", 200)
     run = MismatchedRun(steps=64, trajectories=4, tokens=4)
-    pairs = read_pairs(run.rows(), max_tokens=200)
+    pairs = read_pairs(run.rows())
     assert len(pairs) <= 200
     assert pairs.step.min() <= 2
     assert pairs.step.max() >= 60

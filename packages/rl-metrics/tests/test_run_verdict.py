@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.judging import judge_run
 from rl_metrics.run_files.run_record import open_run
 
 

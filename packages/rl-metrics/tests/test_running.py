@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rl_metrics.health.running import running_median
+from rl_metrics.health.checks import running_median
 
 
 def test_the_running_median_begins_with_what_there_is():

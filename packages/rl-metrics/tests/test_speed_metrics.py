@@ -2,7 +2,7 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.reductions.speed import model_flops_utilization, per_token_times
+from rl_metrics.reductions.hardware import model_flops_utilization, per_token_times
 
 STEP = {
     "timing_s/gen": 2.0,

@@ -58,4 +58,4 @@ def test_a_kl_that_cannot_move_and_a_distillation_have_no_mark():
     assert rows_of(healthy() | {"actor/ppo_kl": np.zeros(60)})["actor/ppo_kl"].mark == "unknown"
     rows = rows_of(healthy(), family="distillation")
     assert {row.mark for row in rows.values()} == {"unknown"}
-    assert {row.healthy_last for row in rows.values()} == {None}
+    assert {row.healthy_last for row in rows.values()} == {""}

@@ -5,7 +5,7 @@ import pytest
 from rl_metrics.cli import main
 from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.doctor.diagnosing import diagnose
-from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.judging import judge_run
 from rl_metrics.importers import trl_names
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.run_files.run_record import open_run

@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError, ShapeError
 from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.validation.bootstrap import Bootstrap
-from rl_metrics.validation.summary import (
-    ValidationResponses,
-    headline,
-    headline_name,
-    response_table,
-    summarize_validation,
-)
+from rl_metrics.validation.responses import ValidationResponses, response_table
+from rl_metrics.validation.summary import headline, headline_name, summarize_validation
 
 GOLDEN = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
 NAN = float("nan")
@@ -158,20 +153,6 @@ def test_a_prediction_that_is_no_text_is_refused(prediction):
 def test_the_headline_is_the_mean_over_sources():
     metrics = summarize(["p", "q"], ["a", "b"], acc=[1.0, 0.5], reward=[9.0, 9.0])
     assert headline(metrics) == 0.75
-
-
-def test_an_estimator_of_ones_own_gives_a_number_of_each_prompt():
-    responses = ValidationResponses(
-        uids=["p", "p", "q", "q"], sources=["a"] * 4, variables={"acc": [0.0, 1.0, 0.0, 0.0], "reward": [5.0] * 4}
-    )
-    metrics = summarize_validation(
-        responses,
-        estimators=[lambda table: {"best@2": table.over_prompts(table.values), "gap": np.array([3.0, NAN])}],
-    )
-    assert metrics["val-core/a/acc/best@2"] == 0.5
-    assert metrics["val-core/a/acc/best@2/ci_high"] == 1.0
-    assert metrics["val-aux/a/acc/gap"] == 3.0
-    assert metrics["val-aux/a/reward/best@2"] == 10.0
 
 
 def test_only_the_largest_number_of_the_main_variable_is_core():

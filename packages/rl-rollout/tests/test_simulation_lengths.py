@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from rl_rollout.simulation.lengths import GroupLengths
-from rl_rollout.simulation.workload import Lengths
+from rl_rollout.simulation.workload import GroupLengths, Lengths
 
 LOG_NORMAL = Lengths(median=400, sigma=1.0, maximum=28672)
 

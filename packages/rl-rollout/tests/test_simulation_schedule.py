@@ -9,9 +9,9 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_rollout.schedule import Scheduler
-from rl_rollout.simulation.asynchronous import AsyncSimulation, Policy, simulate_async
+from rl_rollout.simulation.asynchronous import AsyncSimulation, Schedule, simulate_async
 from rl_rollout.simulation.engine import EnginePool
-from rl_rollout.simulation.outcome import Cluster
+from rl_rollout.simulation.outcome import GpuSplit
 from rl_rollout.simulation.synchronous import simulate_sync
 from rl_rollout.simulation.workload import BatchShape, EngineCosts, LearnerCosts, Lengths, WeightCosts, Workload
 
@@ -24,7 +24,7 @@ EQUAL = Workload(
     weights=WeightCosts(publish_s=1.0, swap_s=0.5),
 )
 """8 responses of 100 tokens in 10 s on one engine; 800 tokens in 8 s on one GPU that trains."""
-ONE_TO_ONE = Cluster(rollout_gpus=1, train_gpus=1)
+ONE_TO_ONE = GpuSplit(rollout_gpus=1, train_gpus=1)
 TAILED = replace(
     EQUAL,
     batch=BatchShape(groups=16, group_size=4, mini_batch_groups=2),
@@ -33,8 +33,8 @@ TAILED = replace(
     learner=LearnerCosts(update_gpu_s_per_token=0.0008, update_s=0.01, step_s=0.01),
     weights=WeightCosts(publish_s=0.05, swap_s=0.05),
 )
-POLICIES = [
-    Policy(max_staleness=staleness, sync_every=sync_every, partial_rollout=partial)
+SCHEDULES = [
+    Schedule(max_staleness=staleness, sync_every=sync_every, partial_rollout=partial)
     for staleness in (0, 1, 3)
     for sync_every in (1, 4)
     for partial in (True, False)
@@ -45,42 +45,42 @@ def test_a_synchronous_step_generates_then_trains_then_updates_the_weights() -> 
     outcome = simulate_sync(EQUAL, gpus=2, num_steps=3, seed=0)  # two engines with 4 responses each
     assert outcome.step_s == pytest.approx(10 + 4 + 0.5 + 1.5)
     assert (outcome.gen_s, outcome.update_s) == (pytest.approx(10), pytest.approx(4))
-    assert outcome.idle_engines == pytest.approx(6 / 16)
+    assert outcome.idle_engine == pytest.approx(6 / 16)
     assert outcome.idle_learner == pytest.approx(11.5 / 16)
 
 
 def test_shared_gpus_slow_updates_down_as_the_workload_says() -> None:
     slow = replace(EQUAL, learner=replace(EQUAL.learner, colocated_slowdown=1.5))
     assert simulate_sync(slow, gpus=2, num_steps=2, seed=0).update_s == pytest.approx(6)
-    apart = [simulate_async(one, ONE_TO_ONE, Policy(), num_versions=2, seed=0).update_s for one in (EQUAL, slow)]
+    apart = [simulate_async(one, ONE_TO_ONE, Schedule(), num_versions=2, seed=0).update_s for one in (EQUAL, slow)]
     assert apart == [pytest.approx(8)] * 2
 
 
 def test_on_policy_takes_turns() -> None:
-    outcome = simulate_async(EQUAL, ONE_TO_ONE, Policy(max_staleness=0), num_versions=3, seed=0)
+    outcome = simulate_async(EQUAL, ONE_TO_ONE, Schedule(max_staleness=0), num_versions=3, seed=0)
     assert outcome.mode == "on policy"
     assert outcome.step_s == pytest.approx(10 + 8 + 1.5)
     assert outcome.gen_s == pytest.approx(10.5)  # the learner is free once it has sent the weights
-    assert outcome.mean_staleness == 0
+    assert outcome.staleness_mean == 0
 
 
 def test_a_version_that_is_streamed_trains_what_is_there() -> None:
     slots = replace(EQUAL, engine=replace(EQUAL.engine, slots=2))  # one group after another, 10 s each
-    outcome = simulate_async(slots, ONE_TO_ONE, Policy(max_staleness=0, sync_every=4), num_versions=3, seed=0)
+    outcome = simulate_async(slots, ONE_TO_ONE, Schedule(max_staleness=0, sync_every=4), num_versions=3, seed=0)
     assert outcome.mode == "stream"
     assert outcome.step_s == pytest.approx(4 * 10 + 2 + 1.5)  # generation hides all training but the last group's
 
 
 def test_one_version_of_staleness_hides_the_shorter_of_both() -> None:
-    outcome = simulate_async(EQUAL, ONE_TO_ONE, Policy(max_staleness=1), num_versions=6, seed=0)
+    outcome = simulate_async(EQUAL, ONE_TO_ONE, Schedule(max_staleness=1), num_versions=6, seed=0)
     assert outcome.step_s == pytest.approx(10 + 0.5)  # generation and its stall hide 8 s of training
-    assert outcome.idle_engines == pytest.approx(0.5 / 10.5, abs=0.02)
-    assert outcome.max_seen_staleness == 1
+    assert outcome.idle_engine == pytest.approx(0.5 / 10.5, abs=0.02)
+    assert outcome.staleness_max == 1
 
 
 def test_training_that_takes_longer_is_never_interrupted() -> None:
     slow = replace(EQUAL, learner=replace(EQUAL.learner, update_gpu_s_per_token=0.04))
-    outcome = simulate_async(slow, ONE_TO_ONE, Policy(max_staleness=1), num_versions=6, seed=0)
+    outcome = simulate_async(slow, ONE_TO_ONE, Schedule(max_staleness=1), num_versions=6, seed=0)
     assert outcome.step_s == pytest.approx(32 + 1)  # publishing takes the learner's time, the swap does not
     assert outcome.idle_learner == 0
     assert outcome.wall_s == pytest.approx(outcome.bound_s)
@@ -91,13 +91,13 @@ def test_whole_rollouts_wait_for_what_was_started_and_partial_ones_do_not() -> N
         simulate_async(
             TAILED,
             ONE_TO_ONE,
-            Policy(max_staleness=2, sync_every=2, partial_rollout=is_partial),
+            Schedule(max_staleness=2, sync_every=2, partial_rollout=is_partial),
             num_versions=6,
             seed=0,
         )
         for is_partial in (False, True)
     )
-    assert whole.partial_share == 0 < partial.partial_share
+    assert whole.partial_ratio == 0 < partial.partial_ratio
     assert partial.step_s < whole.step_s
 
 
@@ -109,7 +109,7 @@ def test_a_drain_starts_nothing_and_the_learner_never_outruns_two_updates(
     engine = replace(TAILED.engine, inflight_groups=inflight_groups)
     fast = replace(TAILED, engine=engine, learner=replace(TAILED.learner, update_gpu_s_per_token=1e-5))
     simulation = AsyncSimulation(
-        fast, ONE_TO_ONE, Policy(max_staleness=3, partial_rollout=False), num_versions=8, seed=0
+        fast, ONE_TO_ONE, Schedule(max_staleness=3, partial_rollout=False), num_versions=8, seed=0
     )
     events: list[str] = []
     lags: list[int] = []
@@ -134,25 +134,25 @@ def test_a_drain_starts_nothing_and_the_learner_never_outruns_two_updates(
     assert max(lags) == lag
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_no_group_is_older_than_allowed_and_no_schedule_beats_the_bound(policy: Policy) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_no_group_is_older_than_allowed_and_no_schedule_beats_the_bound(schedule: Schedule) -> None:
     for seed in range(3):
-        outcome = simulate_async(TAILED, ONE_TO_ONE, policy, num_versions=4, seed=seed)
-        assert outcome.max_seen_staleness <= policy.max_staleness
+        outcome = simulate_async(TAILED, ONE_TO_ONE, schedule, num_versions=4, seed=seed)
+        assert outcome.staleness_max <= schedule.max_staleness
         assert 0 < outcome.share_of_bound <= 1
-        assert 0 <= outcome.idle_engines <= 1
+        assert 0 <= outcome.idle_engine <= 1
         assert 0 <= outcome.idle_learner <= 1
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
     first, again, other = (
-        simulate_async(TAILED, ONE_TO_ONE, Policy(), num_versions=3, seed=seed) for seed in (1, 1, 2)
+        simulate_async(TAILED, ONE_TO_ONE, Schedule(), num_versions=3, seed=seed) for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
 def test_every_group_is_trained_once_and_none_is_left_behind() -> None:
-    simulation = AsyncSimulation(TAILED, ONE_TO_ONE, Policy(sync_every=4), num_versions=4, seed=0)
+    simulation = AsyncSimulation(TAILED, ONE_TO_ONE, Schedule(sync_every=4), num_versions=4, seed=0)
     simulation.run()
     trained = simulation.trained_groups
     assert len(trained) == len(set(trained)) == 6 * TAILED.batch.groups
@@ -161,18 +161,18 @@ def test_every_group_is_trained_once_and_none_is_left_behind() -> None:
 
 def test_a_limit_of_groups_in_flight_is_kept_for_each_engine() -> None:
     limited = replace(TAILED, engine=replace(TAILED.engine, inflight_groups=1))
-    fast = simulate_async(TAILED, ONE_TO_ONE, Policy(max_staleness=2), num_versions=4, seed=0)
-    slow = simulate_async(limited, ONE_TO_ONE, Policy(max_staleness=2), num_versions=4, seed=0)
+    fast = simulate_async(TAILED, ONE_TO_ONE, Schedule(max_staleness=2), num_versions=4, seed=0)
+    slow = simulate_async(limited, ONE_TO_ONE, Schedule(max_staleness=2), num_versions=4, seed=0)
     assert slow.step_s > 1.5 * fast.step_s
 
 
 def test_clusters_and_versions_that_do_not_fit_are_refused() -> None:
     big = replace(EQUAL, engine=replace(EQUAL.engine, gpus=4))
     with pytest.raises(SettingsError, match=r"multiple of engine\.gpus = 4"):
-        simulate_async(big, Cluster(rollout_gpus=6, train_gpus=2), Policy(), num_versions=1, seed=0)
+        simulate_async(big, GpuSplit(rollout_gpus=6, train_gpus=2), Schedule(), num_versions=1, seed=0)
     with pytest.raises(SettingsError, match=r"multiple of engine\.gpus = 4"):
         simulate_sync(big, gpus=2, num_steps=1, seed=0)
     with pytest.raises(SettingsError, match="sync_every must divide the 4 mini-batches"):
-        simulate_async(EQUAL, ONE_TO_ONE, Policy(sync_every=3), num_versions=1, seed=0)
+        simulate_async(EQUAL, ONE_TO_ONE, Schedule(sync_every=3), num_versions=1, seed=0)
     with pytest.raises(SettingsError, match="at least one GPU must train"):
-        simulate_async(EQUAL, Cluster(rollout_gpus=2, train_gpus=0), Policy(), num_versions=1, seed=0)
+        simulate_async(EQUAL, GpuSplit(rollout_gpus=2, train_gpus=0), Schedule(), num_versions=1, seed=0)

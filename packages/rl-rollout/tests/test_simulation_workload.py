@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_rollout.simulation.reading import built_in_workload, parse_workload, read_workload
-from rl_rollout.simulation.workload import EngineCosts, LearnerCosts, Lengths
+from rl_rollout.simulation.workload import EngineCosts, LearnerCosts, Lengths, read_workload
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "simulate").glob("*.toml"))
 SMALL = """
@@ -41,15 +40,23 @@ def test_there_are_examples() -> None:
     ("old", "new", "message"),
     [
         ("groups = 8", "groups = 9", "batch.groups must be a multiple of batch.mini_batch_groups; found 9 and 2"),
-        ("groups = 8", 'groups = "8"', "groups of the workload: batch must be a whole number; found '8' (str)"),
-        ("groups = 8", "groups = true", "groups of the workload: batch must be a whole number; found True (bool)"),
+        (
+            "groups = 8",
+            'groups = "8"',
+            "groups of the workload: batch must be a whole number of at least 1; found '8' (str)",
+        ),
+        (
+            "groups = 8",
+            "groups = true",
+            "groups of the workload: batch must be a whole number of at least 1; found True (bool)",
+        ),
         ("gpus = 2", "gpu = 2", "unknown option of the workload: engine 'gpu'. Did you mean 'gpus'?"),
         ("gpus = 2", "", "engine needs the option 'gpus'"),
-        ("gpus = 2", "gpus = 0", "engine.gpus must be at least 1; found 0"),
+        ("gpus = 2", "gpus = 0", "gpus of the workload: engine must be a whole number of at least 1; found 0"),
         (
             "update_gpu_s_per_token = 1e-3",
             "update_gpu_s_per_token = 0.0",
-            "learner.update_gpu_s_per_token must be above",
+            "learner must be a finite number above 0; found 0.0",
         ),
         ("[[1, 0.01], [16, 0.025]]", "[[16, 0.01], [1, 0.025]]", "engine.decode must be pairs"),
         (
@@ -60,17 +67,26 @@ def test_there_are_examples() -> None:
         ("[[1, 0.01], [16, 0.025]]", "[[1, 0.01, 2]]", "decode of the workload: engine must be a tuple, each a tuple"),
         ("maximum = 800", "maximum = 800\nmedian = 5", "either median and sigma, or quantiles"),
         ("[[0, 10], [0.5, 100.5], [1, 1000]]", "[[0, 10], [0.5, 5]]", "lengths.quantiles must be pairs"),
-        ("maximum = 800", "maximum = 800\ngroup_correlation = 1.5", "lengths.group_correlation must be from 0 to 1"),
-        ("[learner]", "[learner]\nefficiency_per_doubling = 0", "learner.efficiency_per_doubling must be above 0"),
+        (
+            "maximum = 800",
+            "maximum = 800\ngroup_correlation = 1.5",
+            "lengths must be a number of at least 0 and at most 1; found 1.5",
+        ),
+        (
+            "[learner]",
+            "[learner]\nefficiency_per_doubling = 0",
+            "learner must be a number above 0 and at most 1; found 0",
+        ),
         ("[engine]", "[engine", "is not TOML"),
         ("[[1, 0.01], [16, 0.025]]", f"[[1, {'9' * 400}]]", "with int too large to convert to float"),
         ("[engine]", "engine = 3\n[engines]", "engine"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_place(old: str, new: str, message: str) -> None:
+def test_what_cannot_be_is_refused_with_its_place(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in SMALL
+    (tmp_path / "small.toml").write_text(SMALL.replace(old, new, 1))
     with pytest.raises(SettingsError, match=r"small\.toml") as refusal:
-        parse_workload(SMALL.replace(old, new, 1), where="small.toml")
+        read_workload(tmp_path / "small.toml")
     assert message in str(refusal.value)
 
 
@@ -101,5 +117,5 @@ def test_learner_gets_faster_with_gpus_as_its_efficiency_says() -> None:
 def test_lengths_need_one_distribution() -> None:
     with pytest.raises(SettingsError, match=r"either median and sigma, or quantiles"):
         Lengths(maximum=10)
-    with pytest.raises(SettingsError, match=r"lengths\.sigma must be at least 0"):
-        replace(built_in_workload().lengths, sigma=-1.0)
+    with pytest.raises(SettingsError, match=r"sigma of Lengths.* must be"):
+        replace(read_workload().lengths, sigma=-1.0)

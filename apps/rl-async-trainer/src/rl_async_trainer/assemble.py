@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +15,13 @@ from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
 
 QUEUE = "queue"
-ROLLOUTER = "rollouter"
-LEARNER = "learner host"
-TEACHERS = "teachers"
-
-
+ROLE_NAMES = {"rollouter": "rollouter", "learner": "learner host", "teachers": "teachers"}
 FACTORIES = {
-    "rollouter": "rl_async_trainer.roles.rollouter:Rollouter",
-    "learner": "rl_async_trainer.roles.learner:LearnerHost",
-    "teachers": "rl_async_trainer.roles.teachers:TeacherHost",
+    "rollouter": "rl_async_trainer.roles.rollouter:RunRollouter",
+    "learner": "rl_async_trainer.roles.learner:RunLearner",
+    "teachers": "rl_async_trainer.roles.teachers:RunTeachers",
 }
 """Class of each role as "module:class"; a replacement has the methods of the class it replaces."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
-    """The roles of a run.
-
-    Attributes:
-        cluster: The cluster that started them.
-        rollouter: See `Rollouter`.
-        learner: See `LearnerHost`.
-        teachers: See `TeacherHost`; None without teachers.
-    """
-
-    cluster: Cluster
-    rollouter: Role
-    learner: Role
-    teachers: Role | None
-
-    @property
-    def all(self) -> dict[str, Role]:
-        """All roles by name."""
-        named = {"rollouter": self.rollouter, "learner": self.learner}
-        return named if self.teachers is None else {**named, "teachers": self.teachers}
 
 
 def open_queue(settings: AsyncSettings, folder: Path) -> TransferQueue:
@@ -64,11 +36,20 @@ def open_queue(settings: AsyncSettings, folder: Path) -> TransferQueue:
         return InProcessQueue(tasks, options=options)
     if settings.roles.placement == "process":
         return SharedMemoryQueue(tasks, options=options)
-    start_ray(ray_options(settings))
+    start_ray(RayOptions(address=settings.cluster.ray_address))
     return RayQueue(tasks, options=options)
 
 
+def open_role_cluster(settings: AsyncSettings, folder: Path) -> Cluster:
+    """The cluster of the run's roles."""
+    ray = RayOptions(address=settings.cluster.ray_address)
+    return open_cluster(
+        ClusterOptions(kind=settings.roles.placement, ray=ray, log_directory=folder / "logs", close_deadline_s=60.0)
+    )
+
+
 async def start_roles(
+    cluster: Cluster,
     settings: AsyncSettings,
     queue: TransferQueue,
     *,
@@ -76,56 +57,28 @@ async def start_roles(
     canary_sequences: Sequence[IntArray],
     prompts_digest: str,
     factories: Mapping[str, str],
-) -> Roles:
-    """Start every role's process; their models load later, on request.
+) -> dict[str, Role]:
+    """Start the processes of rollouter, learner and, if there are any, teachers; their models load later, on request.
 
     Raises:
         RoleError: A role cannot start.
     """
-    roles, logs = settings.roles, folder / "logs"
-    cluster = open_cluster(
-        ClusterOptions(kind=roles.placement, ray=ray_options(settings), log_directory=logs, close_deadline_s=60.0)
-    )
-    common: dict[str, Any] = {"settings": with_absolute_cache(settings), "queue": queue}
-    specs = [
-        _spec(
-            ROLLOUTER,
-            factories["rollouter"],
-            roles.rollouter_restarts,
-            log_directory=logs,
-            prompts_digest=prompts_digest,
-            **common,
-        ),
-        _spec(
-            LEARNER,
-            factories["learner"],
-            roles.learner_restarts,
-            canary_sequences=list(canary_sequences),
-            folder=folder,
-            **common,
-        ),
-    ]
+    roles = settings.roles
+    own: dict[str, tuple[int, dict[str, Any]]] = {
+        "rollouter": (roles.rollouter_restarts, {"log_directory": folder / "logs", "prompts_digest": prompts_digest}),
+        "learner": (roles.learner_restarts, {"canary_sequences": list(canary_sequences), "folder": folder}),
+    }
     if has_teachers(settings):
-        specs.append(_spec(TEACHERS, factories["teachers"], roles.teacher_restarts, folder=folder, **common))
-    try:
-        starting = (cluster.start(spec, deadline_s=roles.start_deadline_s) for spec in specs)
-        started = await asyncio.gather(*starting)
-    except BaseException:
-        await cluster.close()
-        raise
-    teachers = started[2] if len(started) > 2 else None
-    return Roles(cluster=cluster, rollouter=started[0], learner=started[1], teachers=teachers)
-
-
-def ray_options(settings: AsyncSettings) -> RayOptions:
-    """The Ray cluster to join, or to start on this machine."""
-    return RayOptions(address=settings.cluster.ray_address)
-
-
-def _spec(name: str, factory: str, max_restarts: int, **kwargs: Any) -> RoleSpec:
-    return RoleSpec(
-        name=name,
-        factory=factory,
-        kwargs=kwargs,
-        restart=RestartPolicy(max_restarts=max_restarts, backoff_s=0.2),
-    )
+        own["teachers"] = roles.teacher_restarts, {"folder": folder}
+    common = {"settings": with_absolute_cache(settings), "queue": queue}
+    specs = [
+        RoleSpec(
+            name=ROLE_NAMES[role],
+            factory=factories[role],
+            kwargs={**kwargs, **common},
+            restart=RestartPolicy(max_restarts=max_restarts, backoff_s=0.2),
+        )
+        for role, (max_restarts, kwargs) in own.items()
+    ]
+    started = await asyncio.gather(*(cluster.start(spec, deadline_s=roles.start_deadline_s) for spec in specs))
+    return dict(zip(own, started, strict=True))

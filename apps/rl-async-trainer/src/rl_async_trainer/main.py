@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_core.terminal_text import use_utf8
-from rl_trainer_parts.commands.command_line import Program, export, take_file, take_flag, take_option
+from rl_trainer_parts.commands.command_line import USAGE, Program, export, take_file, take_flag, take_option
 from rl_trainer_parts.commands.output import counted, say
 
 if TYPE_CHECKING:
@@ -18,30 +18,19 @@ if TYPE_CHECKING:
     from rl_trainer_parts.rollouts.inputs import Inputs
     from rl_trainer_parts.run.folder import RunFolder
 
-USAGE = """usage: rl-async-trainer COMMAND ...
-
-  new DIR [--model FOLDER]
-      Write commented settings, a reward and ten problems as the start of a new run.
-  check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
-      Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
+TRAIN = """\
   train SETTINGS.toml [--resume] [--dry-run] [--best] [--replay RUN] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
       --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one.
-      --best starts from the best checkpoint of the run in policy.path.
-  train --help [SECTION]
-      Explain every setting, or those of one section.
-  validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
-      Evaluate a Hugging Face folder, a checkpoint, or a run's best one on the validation and test problems.
+      --best starts from the best checkpoint of the run in policy.path."""
+OTHERS = """\
   status RUN
       Show what a live run is doing: its roles, groups in flight and ready, and policy versions.
   scale RUN --engines N
       Add engines to a live run, or remove some.
   simulate [WORKLOAD.toml] [--gpus N,...] [--search] ...
       Simulate step times on a virtual clock: how to split GPUs between rollouts and training, and which staleness.
-  export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]
-      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint, or
-      with --best of its best validated one. A LoRA adapter is merged into its base, or written alone in peft's format.
-      --base names the base if it has moved."""
+"""
 
 
 STATUS_DEADLINE_S = 60.0
@@ -64,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "simulate": simulate,
         "export": export,
     }
-    return Program(name="rl-async-trainer", usage=USAGE, commands=commands, settings=_settings_class).run(words)
+    usage = USAGE.format(program="rl-async-trainer", train=TRAIN, others=OTHERS)
+    return Program(name="rl-async-trainer", usage=usage, commands=commands, settings=_settings_class).run(words)
 
 
 def _settings_class() -> "type[AsyncSettings]":
@@ -108,10 +98,9 @@ def train(words: list[str]) -> int:
         where = f"run {settings.run_folder}, {settings.trainer.steps} steps"
         console.say(f"rl-async-trainer: {where}; checking settings and files")
         with console.phase("loading libraries", is_brief=True):
-            from rl_async_trainer.plan import describe_async_plan
+            from rl_async_trainer.plan import ASYNC_UNUSED, describe_async_plan
             from rl_async_trainer.schedule.replay import read_plan
             from rl_async_trainer.settings import schedule_problems
-            from rl_async_trainer.unused import ASYNC_UNUSED
             from rl_trainer_parts.commands.policies import with_best_policy
             from rl_trainer_parts.commands.train import train_checked
             from rl_trainer_parts.run.folder import require_format
@@ -122,10 +111,10 @@ def train(words: list[str]) -> int:
             settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
         ) -> int:
             with console.phase("loading the controller", is_brief=True):
-                from rl_async_trainer.training_run import TrainingRun
+                from rl_async_trainer.training_run import AsyncTrainingRun
 
             recorded = None if replayed is None else Path(replayed)
-            return await TrainingRun(settings, inputs, folder, console, replayed=recorded).run()
+            return await AsyncTrainingRun(settings, inputs, folder, console, replayed=recorded).run()
 
         problems = list(schedule_problems(settings))
         if replayed is not None and not problems:
@@ -170,8 +159,8 @@ def scale(words: list[str]) -> int:
 
     request = {"do": "scale", "engines": options.engines}
     with closing(ConsoleTracker(console=Console(stderr=True))) as console:  # stdout: the answer
-        what, how = f"scaling to {counted(options.engines, 'engine')}", "new engines load the policy"
-        with console.phase(what, is_brief=True, detail=lambda: how):
+        what = f"scaling to {counted(options.engines, 'engine')}"
+        with console.phase(what, is_brief=True, detail=lambda: "new engines load the policy"):
             count = ask_run(options.run, request, deadline_s=SCALE_DEADLINE_S)
     say(f"the run now has {counted(count, 'engine')}")
     return 0
@@ -179,8 +168,8 @@ def scale(words: list[str]) -> int:
 
 def _status_lines(answer: dict[str, Any]) -> list[str]:
     if "stage" in answer:
-        said = f"the run is {answer['stage']}, {answer['launch_s']:.0f} s after its launch; in progress:"
-        return [said, *(f"  {one}" for one in answer["running"])]
+        stage = f"the run is {answer['stage']}, {answer['launch_s']:.0f} s after its launch; in progress:"
+        return [stage, *(f"  {phase}" for phase in answer["running"])]
     schedule = answer["schedule"]
     lines = [
         f"step {schedule['step']} of {schedule['steps']}",
@@ -189,9 +178,7 @@ def _status_lines(answer: dict[str, Any]) -> list[str]:
     ]
     if schedule["blocked_by"]:
         lines.append(f"the learner waits for {', '.join(schedule['blocked_by'])}")
-    for name, role in answer["roles"].items():
-        lines.append(f"{name}: {role}")
-    return lines
+    return [*lines, *(f"{name}: {role}" for name, role in answer["roles"].items())]
 
 
 def simulate(words: list[str]) -> int:

@@ -1,7 +1,7 @@
 """Settings that only the asynchronous trainer has; `train --help` prints these docstrings."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -66,18 +66,8 @@ class AsyncSettings(Settings):
     """All settings of an asynchronous run."""
 
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = (
-        "schedule.max_inflight_groups",
-        "schedule.validate_on",
-        "schedule.validation_batch",
-        "roles.placement",
-        "roles.rollouter_restarts",
-        "roles.learner_restarts",
-        "roles.controller_restarts",
-        "roles.teacher_restarts",
-        "roles.start_deadline_s",
-        "roles.heartbeat_deadline_s",
-        "roles.hang_deadline_s",
-        "roles.on_hang",
+        *("schedule.max_inflight_groups", "schedule.validate_on", "schedule.validation_batch"),
+        *(f"roles.{field.name}" for field in fields(RoleSettings)),
     )
 
     schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)

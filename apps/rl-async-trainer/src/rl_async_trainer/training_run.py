@@ -7,25 +7,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.assemble import FACTORIES, Roles, open_queue, start_roles
+from rl_async_trainer.assemble import FACTORIES, open_queue, open_role_cluster, start_roles
 from rl_async_trainer.controller.controller import Controller
 from rl_async_trainer.controller.parts import ControllerParts
-from rl_async_trainer.controller.validator import Validator
-from rl_async_trainer.liveness.control_socket import ControlSocket
-from rl_async_trainer.liveness.hang_evidence import HangEvidence
-from rl_async_trainer.liveness.live_answers import answer_meanwhile
+from rl_async_trainer.liveness.control_socket import control_socket
+from rl_async_trainer.liveness.role_activity import collect_evidence
 from rl_async_trainer.liveness.watchdog import Watchdog
-from rl_async_trainer.schedule.places import Places
-from rl_async_trainer.schedule.record import ScheduleRecord, read_history
+from rl_async_trainer.schedule.record import AsyncState, ScheduleRecord, read_history
 from rl_async_trainer.schedule.replay import issue_replayed, read_plan
-from rl_async_trainer.schedule.restoring import restore_places, restore_schedule
-from rl_async_trainer.schedule.run_state import AsyncState
+from rl_async_trainer.schedule.restoring import PromptPlaces, restore_places, restore_schedule
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
-from rl_core.errors import HangError
+from rl_core.cluster import Role
+from rl_core.errors import HangError, NotReadyError
 from rl_metrics.hang import HANG_FILE, HangReport
 from rl_metrics.trackers import ConsoleTracker
 from rl_rollout.prompts import PromptSource, PromptSupply
+from rl_rollout.schedule import Scheduler
 from rl_trainer_parts.learning.parts import canary_sequences
 from rl_trainer_parts.learning.start_learners import describe_parameters
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
@@ -38,7 +36,7 @@ from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 
 
-class TrainingRun:
+class AsyncTrainingRun:
     """One launch of a run, in a folder that this process has locked."""
 
     def __init__(
@@ -68,26 +66,22 @@ class TrainingRun:
         self._folder = folder
         self._console = console
         self._state = AsyncState()
-        self._watchdog: Watchdog
         self._hung: asyncio.Future[None]
         self._deaf: Collection[str] = ()
-        self._roles: Roles | None = None
+        self._roles: dict[str, Role] = {}
         self._controller: Controller | None = None
         self._lifecycle = RunLifecycle(settings, folder, console)
-        self._say = self._lifecycle.say
 
     async def run(self) -> int:
         """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
         self._hung = asyncio.get_running_loop().create_future()
-        return await self._lifecycle.launch(self._train, lambda: self._now)
-
-    @property
-    def _now(self) -> AsyncState:
-        return self._state if self._controller is None else self._controller.state
+        return await self._lifecycle.launch(
+            self._train, lambda: self._state if self._controller is None else self._controller.state
+        )
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
         settings, console = self._settings, self._console
-        await stack.enter_async_context(ControlSocket(self._folder.path, self._answer))
+        await stack.enter_async_context(control_socket(self._folder.path, self._answer))
         checkpoint = self._lifecycle.find_checkpoint()
         if checkpoint is not None:
             self._state = read_run_state(checkpoint, AsyncState)
@@ -97,7 +91,7 @@ class TrainingRun:
         with console.phase("opening the queue", is_brief=True):
             queue = open_queue(settings, self._folder.path)
         stack.callback(queue.close)
-        parts = await self._controls(stack, stop, queue)
+        parts, watchdog = await self._assemble(stack, stop, queue)
         controller = Controller(parts, self._state)
         engine, num_parameters = await stop.run(
             controller.start(checkpoint),
@@ -108,7 +102,7 @@ class TrainingRun:
         console.say(f"engine: {engine}")
         console.say(f"learner: {describe_parameters(settings, num_parameters)}")
         self._lifecycle.begins(self._state)
-        await stack.enter_async_context(self._watchdog)
+        await stack.enter_async_context(watchdog)
         try:
             await self._run_unless_hung(controller)
         except StopRequestedError:
@@ -116,11 +110,77 @@ class TrainingRun:
                 await controller.save_stopped()
             raise
 
+    async def _assemble(
+        self, stack: AsyncExitStack, stop: StopSignal, queue: TransferQueue
+    ) -> tuple[ControllerParts, Watchdog]:
+        """Everything the controller needs, in the state of the previous launch."""
+        settings, folder = self._settings, self._folder.path
+        supply = PromptSupply(PromptSource(self._inputs.train, seed=settings.run.seed))
+        scheduler, places = self._restored(queue, supply)
+        record = ScheduleRecord(folder)
+        stack.callback(record.close)
+        record.write("resumed", step=self._state.step)
+        await self._start_roles(stack, queue)
+        watchdog = Watchdog(
+            settings.roles.hang_deadline_s,
+            collect=partial(collect_evidence, self._roles, queue, scheduler, folder=folder),
+            path=folder / HANG_FILE,
+            on_hang=partial(self._has_hung, asyncio.get_running_loop()),
+        )
+        rollouts = RolloutWriter(folder / "rollouts.jsonl", self._inputs.tokenizer)
+        stack.callback(rollouts.close)
+        parts = ControllerParts(
+            settings=settings,
+            inputs=self._inputs,
+            roles=self._roles,
+            queue=queue,
+            scheduler=scheduler,
+            supply=supply,
+            places=places,
+            record=record,
+            stop=stop,
+            progress=watchdog.progress,
+            lifecycle=self._lifecycle,
+            rollouts=rollouts,
+            probes=TokenProbes.of_run(settings, folder, self._inputs.tokenizer),
+            memory=make_memory_watch(settings, "controller", say=self._lifecycle.say),
+        )
+        return parts, watchdog
+
+    def _restored(self, queue: TransferQueue, supply: PromptSupply) -> tuple[Scheduler, PromptPlaces]:
+        """The schedule and the prompts' places, as the previous launch or the recorded run left them."""
+        options, history = self._settings.schedule_options, read_history(self._folder.path)
+        plan = None if self._replayed is None else read_plan(self._replayed, options)
+        scheduler = restore_schedule(options, self._state, queue, supply, history, plan=plan)
+        if plan is None:
+            return scheduler, restore_places(options, queue.ledger(), history)
+        issue_replayed(plan, scheduler, queue, supply, group_size=self._settings.rollout.group_size)
+        return scheduler, PromptPlaces(plan.places)
+
+    async def _start_roles(self, stack: AsyncExitStack, queue: TransferQueue) -> None:
+        settings = self._settings
+        with self._console.phase(f"starting roles ({settings.roles.placement})"):
+            cluster = open_role_cluster(settings, self._folder.path)
+            stack.push_async_callback(cluster.close)
+            self._roles = await start_roles(
+                cluster,
+                settings,
+                queue,
+                folder=self._folder.path,
+                canary_sequences=canary_sequences(settings, self._inputs.train),
+                prompts_digest=self._inputs.train.fingerprint,
+                factories=self._factories,
+            )
+
     async def _answer(self, request: Mapping[str, Any]) -> Any:
         """Answer a request to the run; while it starts or ends, only its status."""
-        if self._controller is not None and not self._lifecycle.is_ending:
+        lifecycle = self._lifecycle
+        if self._controller is not None and not lifecycle.is_ending:
             return await self._controller.answer(request)
-        return answer_meanwhile(request, self._lifecycle)
+        stage, running = "ending" if lifecycle.is_ending else "starting", lifecycle.console.running()
+        if request.get("do") != "status":
+            raise NotReadyError(f"the run is {stage} ({'; '.join(running)}). Try again while it trains.")
+        return {"stage": stage, "launch_s": lifecycle.launch_s, "running": running}
 
     async def _run_unless_hung(self, controller: Controller) -> None:
         running = asyncio.create_task(controller.run())
@@ -129,93 +189,22 @@ class TrainingRun:
         if not running.done():
             running.cancel()
             await asyncio.wait({running})
-            await self._end_deaf()
+            for name in self._roles.keys() & self._deaf:  # they would not answer a request to close either
+                await self._roles[name].end("did not answer when the run hung")
             self._hung.result()
         self._hung.cancel()
         running.result()
 
-    async def _controls(self, stack: AsyncExitStack, stop: StopSignal, queue: TransferQueue) -> ControllerParts:
-        """Everything the controller needs, in the state of the previous launch."""
-        settings, folder = self._settings, self._folder.path
-        history = read_history(folder)
-        plan = None if self._replayed is None else read_plan(self._replayed, settings.schedule_options)
-        record = ScheduleRecord(folder)
-        stack.callback(record.close)
-        supply = PromptSupply(PromptSource(self._inputs.train, seed=settings.run.seed))
-        scheduler = restore_schedule(settings.schedule_options, self._state, queue, supply, history, plan=plan)
-        places = (
-            restore_places(settings.schedule_options, queue.ledger(), history) if plan is None else Places(plan.places)
-        )
-        if plan is not None:
-            issue_replayed(plan, scheduler, queue, supply, group_size=settings.rollout.group_size)
-        record.write("resumed", step=self._state.step)
-        roles = self._roles = await self._start_roles(stack, queue)
-        validator = Validator(
-            settings,
-            self._inputs,
-            say=self._say,
-            on_generations=self._lifecycle.trackers.log_generations,
-            progress=lambda what: self._watchdog.progress(what),
-            probes=TokenProbes.of_run(settings, folder, self._inputs.tokenizer),
-        )
-        rollouts = RolloutWriter(folder / "rollouts.jsonl", self._inputs.tokenizer)
-        stack.callback(rollouts.close)
-        evidence = HangEvidence(roles, queue, scheduler, folder=folder)
-        self._watchdog = Watchdog(
-            settings.roles.hang_deadline_s,
-            collect=evidence.collect,
-            path=folder / HANG_FILE,
-            on_hang=partial(self._has_hung, asyncio.get_running_loop()),
-        )
-        return ControllerParts(
-            settings=settings,
-            roles=roles,
-            queue=queue,
-            scheduler=scheduler,
-            supply=supply,
-            places=places,
-            record=record,
-            validator=validator,
-            evidence=evidence,
-            stop=stop,
-            progress=self._watchdog.progress,
-            say=self._say,
-            lifecycle=self._lifecycle,
-            rollouts=rollouts,
-            memory=make_memory_watch(settings, "controller", say=self._say),
-        )
-
-    async def _start_roles(self, stack: AsyncExitStack, queue: TransferQueue) -> Roles:
-        settings = self._settings
-        with self._console.phase(f"starting roles ({settings.roles.placement})"):
-            roles = await start_roles(
-                settings,
-                queue,
-                folder=self._folder.path,
-                canary_sequences=canary_sequences(settings, self._inputs.train),
-                prompts_digest=self._inputs.train.fingerprint,
-                factories=self._factories,
-            )
-        stack.push_async_callback(roles.cluster.close)
-        return roles
-
     def _has_hung(self, loop: asyncio.AbstractEventLoop, report: HangReport) -> None:
         """Report the hang, and stop the run if the settings ask for it; called from the detecting thread."""
         file = self._folder.path / HANG_FILE
-        self._say("run_hung", summary=report.summary, file=str(file), no_progress_s=report.no_progress_s)
+        self._lifecycle.say("run_hung", summary=report.summary, file=str(file), no_progress_s=report.no_progress_s)
         self._console.say(f"{report.summary}. See {file}.", style="bold red")
         if self._settings.roles.on_hang == "fail":
             deaf = [role.name for role in report.roles if not role.is_answering]
             loop.call_soon_threadsafe(self._end_hung, f"{report.summary}. The roles' stacks are in {file}.", deaf)
 
-    def _end_hung(self, said: str, deaf: Collection[str]) -> None:
+    def _end_hung(self, message: str, deaf: Collection[str]) -> None:
         if not self._hung.done():
             self._deaf = deaf
-            self._hung.set_exception(HangError(said))
-
-    async def _end_deaf(self) -> None:
-        """Kill the roles that did not answer, because they would not answer a request to close either."""
-        roles = {} if self._roles is None else self._roles.all
-        for name, role in roles.items():
-            if name in self._deaf:
-                await role.end("did not answer when the run hung")
+            self._hung.set_exception(HangError(message))

@@ -1,14 +1,12 @@
-"""Assemble the parts of the synchronous loop, and its queue."""
+"""The parts of the synchronous loop, and its queue."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl_core import InProcessQueue, Prompt, TransferQueue
 from rl_core.weights import WeightTransport
 from rl_distill.teacher import TeacherService
-from rl_metrics.reductions import Histogram, MemoryWatch
-from rl_metrics.run_files import GenerationSample
+from rl_metrics.reductions import MemoryWatch
 from rl_rollout import Rollout
 from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
@@ -19,8 +17,7 @@ from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.checkpoints import TrainerState
-from rl_trainer_parts.run.folder import RunFolder
-from rl_trainer_parts.run.goal import Goal
+from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.schema import Settings
 
@@ -31,7 +28,6 @@ class Parts(LearningParts):
 
     Attributes:
         inputs: Tokenizer, prompts, reward.
-        folder: The run's folder.
         engine: The engine, started.
         rollout: Runs the agent loop on the engine.
         replay: Replays stored rollouts, if the settings ask for it.
@@ -40,21 +36,15 @@ class Parts(LearningParts):
         teachers: Score rows in the queue, if there are teachers; started.
         transport: Sends weights to the engine.
         stop: Ctrl-C and SIGTERM.
-        goal: The run's validations, and what they decide.
+        lifecycle: Events, console, trackers and the run's goal.
         on_state: Called with every state from which the run can resume.
-        say: Logs an event, with its name and fields.
-        log_metrics: Receives a step's metrics.
-        log_histograms: Receives a step's histograms.
-        log_generations: Receives a table of validation responses, with its step and name.
         save_checkpoint: Writes a checkpoint.
-        rollouts: Records trajectories; None records none.
-        probes: Probes the policy at fixed tokens; None probes none.
-        memory: Measures memory; None measures none.
-        phase: Shows the current phase; see `ConsoleTracker.phase`.
+        rollouts: Records trajectories.
+        probes: Probes the policy at fixed tokens.
+        memory: Measures memory.
     """
 
     inputs: Inputs
-    folder: RunFolder
     engine: RolloutEngine
     rollout: Rollout
     replay: SkipCacheReplay
@@ -63,17 +53,12 @@ class Parts(LearningParts):
     teachers: TeacherService | None
     transport: WeightTransport
     stop: StopSignal
-    goal: Goal
+    lifecycle: RunLifecycle
     on_state: Callable[[TrainerState], None]
-    say: Callable[..., None]
-    log_metrics: Callable[[int, Mapping[str, float]], None]
-    log_generations: Callable[[int, str, Sequence[GenerationSample]], None]
     save_checkpoint: Callable[[TrainerState], None]
-    log_histograms: Callable[[int, Mapping[str, Histogram]], None] = lambda *_: None
-    rollouts: RolloutWriter | None = None
-    probes: TokenProbes | None = None
-    memory: MemoryWatch | None = None
-    phase: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext()
+    rollouts: RolloutWriter
+    probes: TokenProbes
+    memory: MemoryWatch
 
     async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
         """Issue prompts, and notify the teachers, who may be waiting."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter import policy_scores
@@ -39,18 +40,15 @@ async def evaluate(
         if prompts is None:
             continue
         what = f"{split} of step {state.step}"
-        with parts.phase(what, is_brief=True):
-            found = await parts.stop.run(
-                evaluate_prompts(
-                    parts, prompts, key=EntryKey(kind=split, step=state.step), version=state.policy_version
-                ),
-                what=what,
-                deadline_s=parts.settings.rollout.deadline_s,
-            )
+        evaluating = evaluate_prompts(
+            parts, prompts, key=EntryKey(kind=split, step=state.step), version=state.policy_version
+        )
+        with parts.lifecycle.console.phase(what, is_brief=True):
+            of_split = await parts.stop.run(evaluating, what=what, deadline_s=parts.settings.rollout.deadline_s)
         if split == "validation":
-            metrics |= found
+            metrics |= of_split
         else:
-            metrics |= {f"test/{name}": value for name, value in measured(parts.settings, found).items()}
+            metrics |= {f"test/{name}": value for name, value in measured(parts.settings, of_split).items()}
     results = with_results(parts.settings, state.results, metrics)
     if metrics:
         metrics[TESTING] = time.perf_counter() - started
@@ -61,7 +59,7 @@ async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey, v
     """Validation metrics of responses; some are sent to the trackers, and probes run."""
     settings = parts.settings
     problems = chosen_problems(settings, prompts)
-    found = await parts.replay.rollouts(
+    rollouts = await parts.replay.rollouts(
         key,
         problems,
         lambda: answer_problems(settings, parts.rollout, problems),
@@ -69,15 +67,11 @@ async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey, v
         sampling=validation_sampling(settings),
         num_sessions=settings.prompts.validation_samples,
     )
-    answers = answers_of(found.groups, source="trainer")
-    FailedSessions.among(answers).tell(parts.say, step=key.step, during=key.kind)
+    answers = answers_of(rollouts.groups, source="trainer")
+    FailedSessions.among(answers).tell(parts.lifecycle.say, step=key.step, during=key.kind)
     if settings.metrics.log_val_generations:
         samples = draw_samples(settings, answers, parts.inputs.tokenizer)
-        parts.log_generations(key.step, f"{key.kind}/generations", samples)
-    if parts.probes is not None and key.kind == "validation":
-        await parts.probes.ask(
-            lambda sequences, top_k: policy_scores(parts.engine, sequences, top_k, version=version),
-            answers,
-            step=key.step,
-        )
+        parts.lifecycle.trackers.log_generations(key.step, f"{key.kind}/generations", samples)
+    if key.kind == "validation":
+        await parts.probes.ask(partial(policy_scores, parts.engine, version=version), answers, step=key.step)
     return summarize_answers(answers)

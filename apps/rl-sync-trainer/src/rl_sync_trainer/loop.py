@@ -6,7 +6,7 @@ from dataclasses import replace
 from rl_metrics.reductions import Recorder
 from rl_sync_trainer.assemble import Parts
 from rl_sync_trainer.evaluation import TESTING, evaluate
-from rl_sync_trainer.stages import collect_step, publish, record_gpus, record_step, rest_engine, write_rollouts
+from rl_sync_trainer.stages import collect_step, gpu_metrics, publish, record_step, rest_engine, write_rollouts
 from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.step_metrics import with_speeds
 from rl_trainer_parts.rollouts.setup import TRAIN
@@ -18,16 +18,16 @@ async def train(parts: Parts, state: TrainerState) -> TrainerState:
 
     The run can resume from every state passed to `parts.on_state`.
     """
-    settings = parts.settings.trainer
-    with parts.phase("sending the policy to the engine", is_brief=True):
+    settings, goal = parts.settings.trainer, parts.lifecycle.goal
+    with parts.lifecycle.console.phase("sending the policy to the engine", is_brief=True):
         await publish(parts, state.policy_version)
     if state.step == 0 and settings.validate_first and not state.results:
         state, metrics = await evaluate(parts, state, splits=("validation", "test"))
-        parts.goal.noted(0, metrics)
-        parts.log_metrics(0, metrics)
+        goal.noted(0, metrics)
+        parts.lifecycle.trackers.log(0, metrics)
         parts.on_state(state)
     state = await finish_step(parts, state)
-    while state.step < settings.steps and parts.goal.stop_reason is None:
+    while state.step < settings.steps and goal.stop_reason is None:
         parts.stop.check()
         state = await train_step(parts, state)
         parts.on_state(state)
@@ -44,50 +44,50 @@ async def finish_step(parts: Parts, state: TrainerState) -> TrainerState:
     """
     if state.unlogged is None:
         return state
-    settings = parts.settings.trainer
+    settings, goal = parts.settings.trainer, parts.lifecycle.goal
     metrics = dict(state.unlogged)
     is_last = state.step == settings.steps
     if is_last or is_due(state.step, settings.validate_every):
-        state, found = await evaluate(parts, state, splits=("validation",))
-        parts.goal.noted(state.step, found)
-        metrics |= found
-        is_last = is_last or parts.goal.stop_reason is not None
+        state, validation = await evaluate(parts, state, splits=("validation",))
+        goal.noted(state.step, validation)
+        metrics |= validation
+        is_last = is_last or goal.stop_reason is not None
     if is_last:
-        state, found = await evaluate(parts, state, splits=("test",))
-        tested_s = metrics.get(TESTING, 0.0) + found.get(TESTING, 0.0)
-        metrics |= found | ({TESTING: tested_s} if tested_s else {})
+        state, test = await evaluate(parts, state, splits=("test",))
+        tested_s = metrics.get(TESTING, 0.0) + test.get(TESTING, 0.0)
+        metrics |= test | ({TESTING: tested_s} if tested_s else {})
     state = replace(state, unlogged=None)
-    parts.log_metrics(state.step, metrics)
+    parts.lifecycle.trackers.log(state.step, metrics)
     parts.on_state(state)
-    if is_last or is_due(state.step, settings.checkpoint_every) or parts.goal.needs_checkpoint(state.step):
+    if is_last or is_due(state.step, settings.checkpoint_every) or goal.needs_checkpoint(state.step):
         parts.save_checkpoint(state)
     return state
 
 
 async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
     """One step: a batch of rollouts, its optimizer updates, and the new weights in the engine."""
-    started = time.perf_counter()
+    started, step, phase = time.perf_counter(), state.step + 1, parts.lifecycle.console.phase
     recorder = Recorder(strict=parts.settings.metrics.strict)
-    with parts.phase(f"rollouts of step {state.step + 1}", is_brief=True):
-        num_groups = await collect_step(parts, recorder, step=state.step + 1)
+    with phase(f"rollouts of step {step}", is_brief=True):
+        num_groups = await collect_step(parts, recorder, step=step)
     await rest_engine(parts)
     lease = parts.queue.lease(TRAIN, groups=num_groups, deadline_s=parts.settings.rollout.deadline_s)
-    with parts.phase(f"training step {state.step + 1}", is_brief=True):
-        trained, kl_state = learn(parts, lease.batch, recorder, step=state.step + 1, kl_state=state.kl)
+    with phase(f"training step {step}", is_brief=True):
+        trained, kl_state = learn(parts, lease.batch, recorder, step=step, kl_state=state.kl)
     parts.queue.ack(lease)
     version = state.policy_version + 1
-    with recorder.timer("update_weights"), parts.phase(f"sending version {version} to the engine", is_brief=True):
+    with recorder.timer("update_weights"), phase(f"sending version {version} to the engine", is_brief=True):
         await publish(parts, version, recorder)
     parts.queue.forget_finished()
     with recorder.timer("dump_rollout_generations"):
-        write_rollouts(parts, trained, step=state.step + 1, version=state.policy_version)
-    await record_gpus(parts, recorder)
+        write_rollouts(parts, trained, step=step, version=state.policy_version)
+    recorder.record_all(await gpu_metrics(parts))
     step_s = time.perf_counter() - started
-    record_step(parts, recorder, trained, step=state.step + 1, version=state.policy_version, step_s=step_s)
-    parts.log_histograms(state.step + 1, recorder.histograms())
+    record_step(parts, recorder, trained, step=step, version=state.policy_version, step_s=step_s)
+    parts.lifecycle.trackers.log_histograms(step, recorder.histograms())
     return replace(
         state,
-        step=state.step + 1,
+        step=step,
         policy_version=version,
         prompt_source=parts.source.state(),
         num_samples=state.num_samples + len(trained),

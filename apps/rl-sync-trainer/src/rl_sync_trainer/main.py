@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.terminal_text import use_utf8
 from rl_trainer_parts.commands.command_line import (
+    USAGE,
     Program,
     export,
     take_file,
@@ -20,23 +21,10 @@ if TYPE_CHECKING:
     from rl_trainer_parts.run.folder import RunFolder
     from rl_trainer_parts.settings.schema import Settings
 
-USAGE = """usage: rl-sync-trainer COMMAND ...
-
-  new DIR [--model FOLDER]
-      Write commented settings, a reward and ten problems as the start of a new run.
-  check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
-      Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
+TRAIN = """\
   train SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
-      --best starts from the best checkpoint of the run in policy.path.
-  train --help [SECTION]
-      Explain every setting, or those of one section.
-  validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
-      Evaluate a Hugging Face folder, a checkpoint, or a run's best one on the validation and test problems.
-  export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]
-      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint, or
-      with --best of its best validated one. A LoRA adapter is merged into its base, or written alone in peft's format.
-      --base names the base if it has moved."""
+      --best starts from the best checkpoint of the run in policy.path."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         use_utf8()
     words = list(sys.argv[1:] if arguments is None else arguments)
     commands = {"train": train, "export": export}
-    return Program(name="rl-sync-trainer", usage=USAGE, commands=commands, settings=_settings_class).run(words)
+    usage = USAGE.format(program="rl-sync-trainer", train=TRAIN, others="")
+    return Program(name="rl-sync-trainer", usage=usage, commands=commands, settings=_settings_class).run(words)
 
 
 def _settings_class() -> "type[Settings]":

@@ -41,6 +41,8 @@ from rl_trainer_parts.rollouts.answers import answers_of
 from rl_trainer_parts.rollouts.setup import put_trajectories, sampling_params
 from rl_trainer_parts.rollouts.skip_cache import record_replay
 
+OnGroups = Callable[[Sequence[GroupResult]], None]
+
 
 class StepFeed:
     """Provides a step's groups, generated or replayed; each call is a separate part of the step in the cache.
@@ -57,28 +59,26 @@ class StepFeed:
         self._num_parts = 0
         self.replayed: set[str] = set()
 
-    async def run(
-        self, prompts: Sequence[Prompt], *, on_groups: Callable[[Sequence[GroupResult]], None] | None = None
-    ) -> list[GroupResult]:
+    async def run(self, prompts: Sequence[Prompt], *, on_groups: OnGroups | None = None) -> list[GroupResult]:
         """Groups of these prompts, passed to `on_groups` as they finish; a replay provides its own prompts' groups."""
         parts, group_size = self._parts, self._parts.settings.rollout.group_size
         key = EntryKey(step=self._step, part=self._num_parts)
         self._num_parts += 1
-        found = await parts.replay.rollouts(
+        rollouts = await parts.replay.rollouts(
             key,
             prompts,
-            lambda: run_groups(parts, prompts, on_group=None if on_groups is None else lambda one: on_groups([one])),
+            lambda: run_groups(parts, prompts, on_groups=on_groups),
             rollout=parts.rollout,
             sampling=sampling_params(parts.settings),
             num_sessions=group_size,
         )
         if parts.settings.rollout_cache.enabled:
-            record_replay(self._recorder, found)
-        if found.is_replayed:
-            await self._issue(found.groups)
+            record_replay(self._recorder, rollouts)
+        if rollouts.is_replayed:
+            await self._issue(rollouts.groups)
             if on_groups is not None:
-                on_groups(found.groups)
-        return list(found.groups)
+                on_groups(rollouts.groups)
+        return list(rollouts.groups)
 
     async def _issue(self, groups: Sequence[GroupResult]) -> None:
         """Issue the replayed prompts, with as many sessions each as were stored."""
@@ -145,41 +145,34 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
         )
         record_rollouts(parts, groups, recorder, step=step, replayed=feed.replayed)
         return sum(bool(group.trajectories) for group in groups)
-    found = await refill(
+    refilled = await refill(
         feed.run,
         parts.source.next,
         wanted=num_prompts,
         keep=resolve_filter(parts.settings.dynamic_sampling.filter),
         max_rounds=parts.settings.dynamic_sampling.max_rounds,
     )
-    settle(parts.queue, [*found.groups, *found.failed], put=put)
-    for group, reason in found.refused:
+    groups = [*refilled.groups, *refilled.failed]
+    settle(parts.queue, groups, put=put)
+    for group, reason in refilled.refused:
         settle(parts.queue, [group], refused=refusal(parts.settings.dynamic_sampling.filter, reason))
-    recorder.record("rollout/num_rounds", found.num_rounds)
-    recorder.record("rollout/refused_groups", len(found.refused) + found.num_made_up)
-    recorder.record("rollout/made_up_groups", found.num_made_up)
-    record_rollouts(
-        parts,
-        [*found.groups, *found.failed],
-        recorder,
-        step=step,
-        replayed=feed.replayed,
-        refused=[group for group, _ in found.refused],
-    )
-    return len(found.groups)
+    recorder.record("rollout/num_rounds", refilled.num_rounds)
+    recorder.record("rollout/refused_groups", len(refilled.refused) + refilled.num_made_up)
+    recorder.record("rollout/made_up_groups", refilled.num_made_up)
+    refused = [group for group, _ in refilled.refused]
+    record_rollouts(parts, groups, recorder, step=step, replayed=feed.replayed, refused=refused)
+    return len(refilled.groups)
 
 
-async def run_groups(
-    parts: Parts, prompts: Sequence[Prompt], *, on_group: Callable[[GroupResult], None] | None = None
-) -> list[GroupResult]:
+async def run_groups(parts: Parts, prompts: Sequence[Prompt], *, on_groups: OnGroups | None) -> list[GroupResult]:
     """Issue prompts and run all their sessions, or use the teacher's texts instead."""
     texts = text_options(parts.settings, parts.inputs.tokenizer)
     if texts is not None:
         groups = groups_of_texts(prompts, texts, parts.inputs.tokenizer)
         for group in groups:
             await parts.issue([group.prompt], num_sessions=len(group.sessions))
-            if on_group is not None:
-                on_group(group)
+        if on_groups is not None:
+            on_groups(groups)
         return groups
     group_size = parts.settings.rollout.group_size
     await parts.issue(prompts, num_sessions=group_size)
@@ -188,7 +181,7 @@ async def run_groups(
         num_sessions=group_size,
         sampling=sampling_params(parts.settings),
         seed=parts.settings.run.seed,
-        on_group=on_group,
+        on_group=None if on_groups is None else lambda group: on_groups([group]),
     )
 
 
@@ -215,9 +208,8 @@ def record_rollouts(
         RolloutError: Every session failed.
     """
     failed = FailedSessions.among(answers_of(groups, source="trainer"))
-    failed.tell(parts.say, step=step, during="training")
-    if parts.rollouts is not None:
-        parts.rollouts.hold(failed.drafts(parts.settings, step=step))
+    failed.tell(parts.lifecycle.say, step=step, during="training")
+    parts.rollouts.hold(failed.drafts(parts.settings, step=step))
     require_some_success(groups)
     recorder.record("rollout/failed_sessions", len(failed.failed))
     recorder.record("rollout/failed_rewards", failed.num_rewards)
@@ -230,7 +222,7 @@ def record_rollouts(
         for name, values in timing_distributions([one.timings for one in timed]).items():
             recorder.record_values(name, values)
     recorder.record_all(summarize_components([trajectory.reward_components for trajectory in trajectories]))
-    parts.say("slowest_session", step=step, **slowest_session(timed))
+    parts.lifecycle.say("slowest_session", step=step, **slowest_session(timed))
 
 
 async def publish(parts: Parts, version: int, recorder: Recorder | None = None) -> PublishReport:
@@ -245,7 +237,7 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
         async with asyncio.timeout(deadline_s):
             report = await retry_proof(
                 lambda: _publish_once(parts, version),
-                on_failure=lambda error: parts.say(
+                on_failure=lambda error: parts.lifecycle.say(
                     "weight_proof_failed", version=version, tensor=error.tensor, error=str(error)
                 ),
             )
@@ -299,15 +291,16 @@ async def rest_engine(parts: Parts, *, keeps_weights: bool = False) -> None:
 
 def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> None:
     """Record some of a step's trajectories."""
-    if parts.rollouts is not None:
-        parts.rollouts.write(draft_rollouts(parts.settings, batch, step=step, version=version))
+    parts.rollouts.write(draft_rollouts(parts.settings, batch, step=step, version=version))
 
 
-async def record_gpus(parts: Parts, recorder: Recorder) -> None:
-    """Record the use of the GPUs of learner, engine and teachers since the last step; nothing on CPUs."""
-    recorder.record_all(summarize_gpus("perf", parts.learners.gpu_use()))
-    recorder.record_all(summarize_gpus("engine", await gpu_use_of(parts.engine)))
-    recorder.record_all(summarize_gpus("teacher", await gpu_use_of(parts.teachers)))
+async def gpu_metrics(parts: Parts) -> dict[str, float]:
+    """Use of the GPUs of learner, engine and teachers since the last step; nothing on CPUs."""
+    return {
+        **summarize_gpus("perf", parts.learners.gpu_use()),
+        **summarize_gpus("engine", await gpu_use_of(parts.engine)),
+        **summarize_gpus("teacher", await gpu_use_of(parts.teachers)),
+    }
 
 
 def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, version: int, step_s: float) -> None:
@@ -316,8 +309,5 @@ def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, ve
     if parts.settings.metrics.has_details(step):
         record_distributions(batch, recorder)
     recorder.record_all({f"queue/{name}": value for name, value in parts.queue.stats().items()})
-    recorder.record_all(memory_metrics())
-    if parts.memory is not None:
-        recorder.record_all(parts.memory.step(step))
-    recorder.record("training/epoch", parts.source.epoch)
-    recorder.record("timing_s/step", step_s)
+    recorder.record_all(memory_metrics() | parts.memory.step(step))
+    recorder.record_all({"training/epoch": parts.source.epoch, "timing_s/step": step_s})

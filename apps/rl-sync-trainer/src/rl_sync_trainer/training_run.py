@@ -42,7 +42,6 @@ class TrainingRun:
         self._console = console
         self._state = TrainerState()
         self._lifecycle = RunLifecycle(settings, folder, console, on_saved=self._say_saved)
-        self._store, self._say = self._lifecycle.store, self._lifecycle.say
 
     async def run(self) -> int:
         """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
@@ -79,7 +78,7 @@ class TrainingRun:
         self._lifecycle.begins(self._state)
         try:
             await train(parts, self._state)
-            self._store.wait()
+            self._lifecycle.store.wait()
         except StopRequestedError:
             self._save_stopped(learners)
             raise
@@ -90,7 +89,7 @@ class TrainingRun:
             # Built from the initial policy, whose tokenizer every checkpoint copies; the checkpoint may be pruned.
             learners = start_learners(settings, log_directory=self._folder.path / "logs")
             stack.callback(learners.close)
-            stack.callback(self._store.close)
+            stack.callback(self._lifecycle.store.close)
             if checkpoint is not None:
                 learners.load(checkpoint)
         console.say(f"learner: {describe_parameters(settings, learners.policy.num_parameters)}")
@@ -100,16 +99,16 @@ class TrainingRun:
         self, stack: AsyncExitStack, learners: Learners, stop: StopSignal
     ) -> TeacherService | None:
         settings = self._settings
-        chosen = settings.distillation
-        teachers = make_teachers(settings, log_directory=self._folder.path / "logs", say=self._say)
+        distillation = settings.distillation
+        teachers = make_teachers(settings, log_directory=self._folder.path / "logs", say=self._lifecycle.say)
         if teachers is None:
             return None
         stack.push_async_callback(teachers.close)
-        with self._console.phase(f"starting {counted(len(chosen.teachers), 'teacher')}"):
-            await stop.run(teachers.start(), what="teachers to start", deadline_s=3 * chosen.start_deadline_s)
-        if chosen.needs_hidden:
-            learners.load_teacher_heads([teacher.model for teacher in chosen.teachers.values()])
-        self._console.say(f"teachers: {', '.join(chosen.teachers)}")
+        with self._console.phase(f"starting {counted(len(distillation.teachers), 'teacher')}"):
+            await stop.run(teachers.start(), what="teachers to start", deadline_s=3 * distillation.start_deadline_s)
+        if distillation.needs_hidden:
+            learners.load_teacher_heads([teacher.model for teacher in distillation.teachers.values()])
+        self._console.say(f"teachers: {', '.join(distillation.teachers)}")
         return teachers
 
     def _assemble(
@@ -132,11 +131,10 @@ class TrainingRun:
         return Parts(
             settings=settings,
             inputs=self._inputs,
-            folder=self._folder,
             learners=learners,
             engine=engine,
             rollout=stack.enter_context(open_rollout(settings, self._inputs.tokenizer, engine)),
-            replay=SkipCacheReplay(settings, self._inputs.tokenizer, say=self._say),
+            replay=SkipCacheReplay(settings, self._inputs.tokenizer, say=self._lifecycle.say),
             source=source,
             queue=queue,
             teachers=teachers,
@@ -146,17 +144,12 @@ class TrainingRun:
             select_tokens=make_selection(settings),
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder.path / "skipped"),
             stop=stop,
-            goal=self._lifecycle.goal,
+            lifecycle=self._lifecycle,
             on_state=self._keep_state,
-            say=self._say,
-            log_metrics=self._lifecycle.trackers.log,
-            log_histograms=self._lifecycle.trackers.log_histograms,
-            log_generations=self._lifecycle.trackers.log_generations,
             save_checkpoint=lambda state: self._save(state, learners),
             rollouts=rollouts,
             probes=TokenProbes.of_run(settings, self._folder.path, self._inputs.tokenizer),
-            memory=make_memory_watch(settings, "trainer", say=self._say),
-            phase=self._console.phase,
+            memory=make_memory_watch(settings, "trainer", say=self._lifecycle.say),
         )
 
     def _keep_state(self, state: TrainerState) -> None:
@@ -165,23 +158,23 @@ class TrainingRun:
     def _save(self, state: TrainerState, learners: Learners) -> None:
         in_background = self._settings.trainer.background_checkpoints
         content = asdict(replace(state, wall_s=self._lifecycle.wall_s))
-        self._store.begin(
+        self._lifecycle.store.begin(
             state.step,
             content,
             lambda folder: learners.save(folder, in_background=in_background),
             also_keep=self._lifecycle.goal.kept,
         )
         if not in_background:
-            self._store.wait()
+            self._lifecycle.store.wait()
 
     def _say_saved(self, saved: Saved) -> None:
         took_s = round(saved.took_s, 3)
-        self._say("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=took_s)
+        self._lifecycle.say("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=took_s)
 
     def _save_stopped(self, learners: Learners) -> None:
-        self._store.wait()
-        if self._state.step in self._store.steps():
+        self._lifecycle.store.wait()
+        if self._state.step in self._lifecycle.store.steps():
             return
         with self._console.phase(f"stopping: writing a checkpoint of step {self._state.step}"):
             self._save(self._state, learners)
-            self._store.wait()
+            self._lifecycle.store.wait()

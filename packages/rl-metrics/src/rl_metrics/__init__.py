@@ -9,7 +9,8 @@ from rl_metrics.run_files.generations import GenerationSample, draw_generations
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.jsonl import JsonlTracker, read_metrics
 from rl_metrics.trackers.tracker import BackgroundTracker, Fanout, Tracker
-from rl_metrics.validation.summary import ValidationResponses, summarize_validation
+from rl_metrics.validation.responses import ValidationResponses
+from rl_metrics.validation.summary import summarize_validation
 
 __all__ = [
     "DEFINITIONS",

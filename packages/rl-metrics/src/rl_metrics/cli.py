@@ -7,11 +7,11 @@ import structlog
 
 from rl_core.errors import RLError
 from rl_core.terminal_text import describe_version, escaped_event, print_uncaught, use_utf8
-from rl_metrics.commands import check, compare, doctor, importing, report, rules, serve
+from rl_metrics.commands import check, compare, doctor, importing, report, rules
 from rl_metrics.commands import list as listing
 from rl_metrics.commands.parts import Parser, Run, Verbs, refuse
 
-VERBS = (listing, compare, importing, report, serve, check, doctor, rules)
+VERBS = (listing, compare, importing, report, check, doctor, rules)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ the few trajectories of each step that are recorded.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from rl_async_trainer.controller.checkpointing import Checkpointing
-from rl_async_trainer.controller.learner_link import LearnerLink
+from rl_async_trainer.controller.links import LearnerLink, RoleLink, TeachersLink
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.rollouts import Rollouts
 from rl_async_trainer.controller.step_metrics import StepMetrics
-from rl_async_trainer.controller.teachers_link import TeachersLink
+from rl_async_trainer.controller.validator import Validator
 from rl_async_trainer.controller.weight_publisher import WeightPublisher
-from rl_async_trainer.liveness.heartbeats import ask_roles
 from rl_async_trainer.liveness.live_answers import answer_request
+from rl_async_trainer.liveness.role_activity import ask_roles
 from rl_async_trainer.messages import StepOrder, TrainedStep
-from rl_async_trainer.schedule.run_state import AsyncState
+from rl_async_trainer.schedule.record import AsyncState
 from rl_core.cluster import RoleRestartedError
-from rl_core.data import Json
 from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
@@ -47,6 +46,7 @@ class Controller:
         self.state = state
         self._parts = parts
         self._settings = parts.settings
+        self._say = parts.lifecycle.say
         self._trackers = parts.lifecycle.trackers
         self._phase = parts.lifecycle.console.phase
         self._scheduler = parts.scheduler
@@ -58,20 +58,27 @@ class Controller:
         self._in_step = asyncio.Lock()
         self._metrics = StepMetrics()
         self._learner = LearnerLink(
-            parts.roles.learner,
+            parts.roles["learner"],
             find_checkpoint=parts.lifecycle.find_checkpoint,
             on_lost=partial(self._is_lost, "learner"),
             on_restored=self._learner_is_restored,
         )
-        self._teachers = TeachersLink(parts.roles.teachers, on_lost=partial(self._is_lost, "teachers"))
+        self._teachers: TeachersLink | None = None
+        if "teachers" in parts.roles:
+            self._teachers = TeachersLink(parts.roles["teachers"], on_lost=partial(self._is_lost, "teachers"))
         self._rollouts = Rollouts(
             parts,
             self._changed,
             self._metrics,
-            on_started=self._teachers.issued,
+            teachers=self._teachers,
             on_weights_lost=lambda: self._weights.lost(),
         )
         self._rollouter = self._rollouts.link
+        self._links: dict[str, RoleLink] = {"rollouter": self._rollouter, "learner": self._learner}
+        if self._teachers is not None:
+            self._links["teachers"] = self._teachers
+        is_beside = self._settings.schedule.validate_on == "learner"
+        self._validator = Validator(parts, self._learner if is_beside else self._rollouter)
         self._checkpoints = Checkpointing(parts, self._learner, self._metrics)
         self._weights = WeightPublisher(
             self._learner,
@@ -91,17 +98,19 @@ class Controller:
         """
         alone = asyncio.Semaphore(1 if self._settings.roles.placement == "inline" else 3)
 
-        async def started(what: str, work: Awaitable[Any], *, is_brief: bool = False) -> Any:
+        async def started(what: str, work: Awaitable[Any]) -> Any:
             async with alone:
-                with self._phase(f"starting {what}", is_brief=is_brief):
+                with self._phase(f"starting {what}"):
                     return await work
 
-        rollouter, learner, _ = await asyncio.gather(
+        work = [
             started(f"{self._settings.rollout.engine} engine", self._rollouter.start()),
             started(f"{self._settings.policy.backend} learner", self._learner.start(checkpoint)),
-            started("teachers", self._teachers.start(), is_brief=not self._settings.distillation.teachers),
-        )
-        return rollouter, learner
+        ]
+        if self._teachers is not None:
+            work.append(started("teachers", self._teachers.start()))
+        engine, num_parameters, *_ = await asyncio.gather(*work)
+        return engine, num_parameters
 
     async def run(self) -> AsyncState:
         """Train until the last step.
@@ -110,15 +119,23 @@ class Controller:
             StopRequestedError: A signal arrived; the state of the last finished step is saved.
             Exception: The error that ended a role for good, with its traceback.
         """
-        work = [self._learn(), self._rollouts.feed(), self._rollouts.gather(), self._weights.run()]
-        work += [self._teachers.serve(), self._hear_stop()]
+        work = [self._learn(), self._rollouts.feed(), self._rollouts.gather(), self._weights.run(), self._hear_stop()]
+        if self._teachers is not None:
+            work.append(self._teachers.serve())
         if self._settings.roles.placement != "inline":
-            work.append(self._ask_roles())
-        tasks = [asyncio.create_task(one) for one in work]
+            asking = ask_roles(
+                self._parts.roles,
+                is_started=lambda name: self._links[name].is_started,
+                deadline_s=self._settings.roles.heartbeat_deadline_s,
+                say=self._say,
+                progress=self._parts.progress,
+            )
+            work.append(asking)
+        tasks = [asyncio.create_task(loop) for loop in work]
         learning = tasks[0]
         try:
-            await asyncio.wait([*tasks, self._parts.validator.failed], return_when=asyncio.FIRST_COMPLETED)
-            for ended in (self._parts.validator.failed, *tasks[1:]):
+            await asyncio.wait([*tasks, self._validator.failed], return_when=asyncio.FIRST_COMPLETED)
+            for ended in (self._validator.failed, *tasks[1:]):
                 if ended.done():
                     ended.result()  # these end only with an error
             await learning
@@ -127,17 +144,7 @@ class Controller:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._parts.validator.cancel()
-
-    async def _ask_roles(self) -> None:
-        links: dict[str, Any] = {"rollouter": self._rollouter, "learner": self._learner, "teachers": self._teachers}
-        await ask_roles(
-            self._parts.roles.all,
-            is_started=lambda name: links[name].is_started,
-            deadline_s=self._settings.roles.heartbeat_deadline_s,
-            say=self._parts.say,
-            progress=self._parts.progress,
-        )
+            await self._validator.cancel()
 
     async def answer(self, request: Mapping[str, Any]) -> Any:
         """Answer a request to the live run; see `answer_request`."""
@@ -150,11 +157,11 @@ class Controller:
                 await self._checkpoints.begin(self.state)
             await self._checkpoints.wait()
         if self._rollouter.is_started:
-            await self._tell_last_events()
+            self._log_events(await self._rollouter.last_events())
 
-    async def _tell_last_events(self) -> None:
-        for event in await self._rollouter.last_events():
-            self._parts.say(event.pop("event"), **{"step": self.state.step, **event})
+    def _log_events(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
+            self._say(event.pop("event"), **{"step": self.state.step, **event})
 
     # -- the learner's side
 
@@ -202,7 +209,7 @@ class Controller:
     def _lacks_validation(self) -> bool:
         """True if the last step's validation was due and is not finished."""
         state = self.state
-        is_due = self._parts.validator.has_problems and self._is_due(self._settings.trainer.validate_every)
+        is_due = self._validator.has_problems and self._is_due(self._settings.trainer.validate_every)
         return 0 < state.step > state.validated and is_due
 
     async def _next_groups(self) -> tuple[str, ...]:
@@ -240,7 +247,7 @@ class Controller:
         try:
             metrics |= await publishing
         finally:
-            self._trackers.log_histograms(number, {name: Histogram.from_json(one) for name, one in histograms.items()})
+            self._trackers.log_histograms(number, histograms)
             self._trackers.log(number, metrics)  # even if the run stops during validation
             self._parts.rollouts.write(report.rollouts)
         if self._lacks_validation:
@@ -288,29 +295,27 @@ class Controller:
 
     async def _measure(
         self, report: TrainedStep, uids: tuple[str, ...], wall_s: float
-    ) -> tuple[dict[str, float], dict[str, Json]]:
+    ) -> tuple[dict[str, float], dict[str, Histogram]]:
         """Metrics and histograms of a finished step."""
         scheduler = self._scheduler
-        window, teachers = await asyncio.gather(self._rollouter.window(scheduler.num_steps), self._teachers.window())
+        window = await self._rollouter.window(scheduler.num_steps)
+        teachers = {"metrics": {}, "events": []} if self._teachers is None else await self._teachers.window()
         self._parts.rollouts.hold(window["rollouts"])
-        for event in (*window["events"], *teachers["events"]):
-            self._parts.say(event.pop("event"), **{"step": scheduler.num_steps, **event})
-        restarts = {"rollouter": self._rollouter.num_restarts, "learner": self._learner.num_restarts}
-        if self._parts.roles.teachers is not None:
-            restarts["teachers"] = self._teachers.num_restarts
+        self._log_events([*window["events"], *teachers["events"]])
         metrics = self._metrics.of_step(
             report,
             {**window["metrics"], **teachers["metrics"]},
             wall_s=wall_s,
             scheduler=scheduler,
             stats=await asyncio.to_thread(self._parts.queue.stats),
-            restarts=restarts,
+            restarts={name: link.num_restarts for name, link in self._links.items()},
         )
         metrics |= {"training/epoch": float(self._parts.supply.epoch), **self._parts.memory.step(scheduler.num_steps)}
         if self._settings.rollout_cache.enabled:
             metrics["rollout/replayed"] = len(scheduler.replayed.intersection(uids)) / len(uids)
+        contents = window["histograms"] | report.histograms
         is_due = self._settings.metrics.has_details(scheduler.num_steps)
-        return metrics, {**window["histograms"], **report.histograms} if is_due else {}
+        return metrics, {name: Histogram.from_json(contents[name]) for name in contents if is_due}
 
     async def _publish_step(self) -> dict[str, float]:
         """Publish after the last step of a version; wait for it, and validate, if the next step needs that."""
@@ -320,7 +325,7 @@ class Controller:
         if (scheduler.num_steps % every == 0 or is_last) and version >= scheduler.served_version:
             if is_last or self._settings.schedule_options.is_on_policy:
                 if self._holds_versions:
-                    await self._parts.validator.wait()
+                    await self._validator.wait()
                 self._rollouts.hold()
                 await self._weights.pack_and_wait(version)
                 is_due = is_last or self._is_due(self._settings.trainer.validate_every)
@@ -336,14 +341,14 @@ class Controller:
 
     async def _finish(self) -> None:
         """Wait for background work and for the last checkpoint."""
-        await self._parts.validator.wait()
+        await self._validator.wait()
         if not self._scheduler.is_done:
             self._rollouts.hold()
             await self._weights.wait_served()
             step = self.state.step
             splits = ("test",) if self.state.validated >= step else ("validation", "test")
             self._trackers.log_late(step, await self._validate(*splits))
-        await self._tell_last_events()
+        self._log_events(await self._rollouter.last_events())
         await self._checkpoints.begin(self.state)
         await self._checkpoints.wait()
 
@@ -358,24 +363,18 @@ class Controller:
         step = self.state.step
         await self._hold_weights(step)
         with self._phase(f"validating step {step}", is_brief=True):
-            found = await self._parts.validator.run(step, self._rollouter, self._learner, splits=splits)
-        self._note_validation(step, found)
-        return found
+            metrics = await self._validator.run(step, splits=splits)
+        self._note_validation(step, metrics)
+        return metrics
 
     async def _validate_beside(self) -> None:
         """Start evaluating the current policy while training continues."""
-        await self._parts.validator.wait()  # one at a time, because each may hold a copy of the weights
+        await self._validator.wait()  # one at a time, because each may hold a copy of the weights
         await self._hold_weights(self.state.step)
-        if self._settings.trainer.keep_best and self._parts.validator.can_be_exact(self.state.step):
+        if self._settings.trainer.keep_best and self._validator.can_be_exact(self.state.step):
             self._goal.begun(self.state.step)
             self._holds_versions = self._settings.schedule.validate_on == "engines"
-        self._parts.validator.begin(
-            self.state.step,
-            self._rollouter,
-            self._learner,
-            self._has_validated,
-            until_ready=self._weights.wait_served,
-        )
+        self._validator.begin(self.state.step, self._has_validated, until_ready=self._weights.wait_served)
 
     async def _hold_weights(self, step: int) -> None:
         if self._settings.schedule.validate_on == "learner":
@@ -395,7 +394,7 @@ class Controller:
 
     def _note_validation(self, step: int, metrics: dict[str, float]) -> None:
         self._goal.noted(step, metrics)
-        self.state = self._parts.validator.noted(self.state, step, metrics)
+        self.state = self._validator.noted(self.state, step, metrics)
 
     # -- weights
 
@@ -413,7 +412,7 @@ class Controller:
     # -- deaths
 
     async def _is_lost(self, role: str, error: RoleDiedError) -> None:
-        self._parts.say("role_died", role=role, error=str(error))
+        self._say("role_died", role=role, error=str(error))
 
     async def _learner_is_restored(self, checkpoint: Path | None) -> None:
         """Roll everything back to the learner's checkpoint; later steps are trained again with the same groups."""
@@ -423,7 +422,6 @@ class Controller:
         async with self._changed:
             self._scheduler.rewind()
             self._learner.went_back()
-            self._checkpoints.given_up()
             self._goal.went_back()
             self.state = replace(state, results=results, validated=max(state.validated, self.state.validated))
             self._changed.notify_all()
@@ -434,7 +432,7 @@ class Controller:
             )
         self._was_restored = True
         self._parts.record.write("resumed", step=state.step)
-        self._parts.say("learner_restored", step=state.step, checkpoint=None if checkpoint is None else str(checkpoint))
+        self._say("learner_restored", step=state.step, checkpoint=None if checkpoint is None else str(checkpoint))
 
     # -- the user
 

@@ -1,19 +1,19 @@
 """Objects that the parts of the controller share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rl_async_trainer.assemble import Roles
-from rl_async_trainer.controller.validator import Validator
-from rl_async_trainer.liveness.hang_evidence import HangEvidence
-from rl_async_trainer.schedule.places import Places
 from rl_async_trainer.schedule.record import ScheduleRecord
+from rl_async_trainer.schedule.restoring import PromptPlaces
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
+from rl_core.cluster import Role
 from rl_metrics.reductions import MemoryWatch
 from rl_rollout.prompts import PromptSupply
 from rl_rollout.schedule import Scheduler
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
+from rl_trainer_parts.reporting.token_probes import TokenProbes
+from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
 
@@ -24,34 +24,32 @@ class ControllerParts:
 
     Attributes:
         settings: The run's settings.
-        roles: The run's roles.
+        inputs: Its prompts and tokenizer.
+        roles: Its roles: "rollouter", "learner" and, if there are any, "teachers".
         queue: The queue between them.
         scheduler: Decides which prompts start and which groups make a step.
         supply: Provides prompts.
         places: Place of each prompt in the order of training.
         record: Records what happens.
-        validator: Runs validations.
-        evidence: Collects what every role is doing.
         stop: Ctrl-C and SIGTERM.
         progress: Called on any progress.
-        say: Logs an event.
-        lifecycle: Trackers, checkpoints and elapsed time.
+        lifecycle: Events, trackers, checkpoints and elapsed time.
         rollouts: Records a step's trajectories.
+        probes: Probes the policy at fixed tokens.
         memory: Measures the controller's memory.
     """
 
     settings: AsyncSettings
-    roles: Roles
+    inputs: Inputs
+    roles: Mapping[str, Role]
     queue: TransferQueue
     scheduler: Scheduler
     supply: PromptSupply
-    places: Places
+    places: PromptPlaces
     record: ScheduleRecord
-    validator: Validator
-    evidence: HangEvidence
     stop: StopSignal
     progress: Callable[[str], None]
-    say: Callable[..., None]
     lifecycle: RunLifecycle
     rollouts: RolloutWriter
+    probes: TokenProbes
     memory: MemoryWatch

@@ -1,17 +1,18 @@
 """Starts prompts when the scheduler allows it, and receives the rollouter's results."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from rl_async_trainer.controller.links import RollouterLink, TeachersLink
 from rl_async_trainer.controller.parts import ControllerParts
-from rl_async_trainer.controller.rollouter_link import RollouterLink
 from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.schedule.record import FILE
 from rl_async_trainer.schedule.replay import ReplayScheduler
 from rl_core.errors import RoleDiedError
 from rl_rollout.rollouter import Dispatch, GroupEvent, queued_event
+from rl_trainer_parts.learning.parts import proof_tolerances
 
 
 class Rollouts:
@@ -28,7 +29,7 @@ class Rollouts:
         changed: asyncio.Condition,
         metrics: StepMetrics,
         *,
-        on_started: Callable[[], Awaitable[None]],
+        teachers: TeachersLink | None,
         on_weights_lost: Callable[[], None],
     ) -> None:
         """Start paused; prompts start after `let_feed`.
@@ -37,19 +38,24 @@ class Rollouts:
             parts: Shared parts of the controller.
             changed: Condition that guards the scheduler and announces its changes.
             metrics: Counts dropped groups.
-            on_started: Called whenever prompts were started.
+            teachers: Notified whenever prompts were started.
             on_weights_lost: Called, with `changed` held, when engines have no weights or missed an update.
         """
         self._parts = parts
         self._scheduler = parts.scheduler
         self._changed = changed
         self._metrics = metrics
-        self._on_started = on_started
+        self._teachers = teachers
         self._on_weights_lost = on_weights_lost
         self._is_feeding = False
         self._num_lost = 0
         self.last_failure = f"in an earlier launch; see {FILE}"
-        self.link = RollouterLink(parts.roles.rollouter, parts.settings, on_lost=self._is_lost)
+        self.link = RollouterLink(
+            parts.roles["rollouter"],
+            tolerances=proof_tolerances(parts.settings),
+            drains=not parts.settings.schedule.partial_rollout,
+            on_lost=self._is_lost,
+        )
 
     async def let_feed(self) -> None:
         """Allow prompts to start."""
@@ -76,20 +82,24 @@ class Rollouts:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._is_feeding and self._scheduler.num_to_start() > 0)
                 dispatches = await self._next_dispatches()
-                uids = [one.prompt.uid for one in dispatches]
+                uids = [dispatch.prompt.uid for dispatch in dispatches]
                 self._scheduler.started(uids)
-                places = [one.place for one in dispatches]
+                places = [dispatch.place for dispatch in dispatches]
                 self._parts.record.write("started", uids=uids, version=self._scheduler.served_version, places=places)
                 is_current = self._until_lost()
             await self.link.submit(dispatches, is_current)
-            await self._on_started()
+            if self._teachers is not None:
+                await self._teachers.issued()
 
     async def gather(self) -> None:
         """Receive finished groups; ends only by an error."""
         while True:
             events = await self.link.events()
+            if not events and await self.link.lacks_weights():
+                # A restarted engine may have missed weights that were lost with the learner.
+                async with self._changed:
+                    self._on_weights_lost()
             if not events:
-                await self._look_for_weights()
                 continue
             self._parts.progress(f"group {events[-1].uid}")
             async with self._changed:
@@ -119,7 +129,8 @@ class Rollouts:
         """Missing sessions of groups that were in flight; complete groups are accepted."""
         if not waiting:
             return {}
-        unsettled = {one.prompt.uid: one.sessions for one in await asyncio.to_thread(self._parts.queue.unsettled)}
+        groups = await asyncio.to_thread(self._parts.queue.unsettled)
+        unsettled = {group.prompt.uid: group.sessions for group in groups}
         await self._take_settled([uid for uid in waiting if uid not in unsettled])
         return {uid: unsettled[uid] for uid in waiting if uid in unsettled}
 
@@ -143,7 +154,7 @@ class Rollouts:
             self._scheduler.settled(event.uid, oldest_version=event.oldest)
             return
         self._parts.record.write("failed", uid=event.uid, reason=event.failure)
-        self._parts.say("group_failed", uid=event.uid, reason=event.failure)
+        self._parts.lifecycle.say("group_failed", uid=event.uid, reason=event.failure)
         self._scheduler.failed(event.uid, is_refused=event.is_refused)
         if event.is_refused or not self._scheduler.options.is_on_policy:
             self._parts.places.vacate(event.uid)
@@ -153,12 +164,6 @@ class Rollouts:
         if isinstance(self._scheduler, ReplayScheduler):
             self._scheduler.require_group(event.uid, failure=event.failure)
 
-    async def _look_for_weights(self) -> None:
-        """Request weights if an engine has none: a restarted engine may have missed weights lost with the learner."""
-        if await self.link.lacks_weights():
-            async with self._changed:
-                self._on_weights_lost()
-
     def _until_lost(self) -> Callable[[], bool]:
         """Return a function that later tells whether groups started now were requeued after the rollouter died."""
         num_lost = self._num_lost
@@ -166,7 +171,7 @@ class Rollouts:
 
     async def _is_lost(self, error: RoleDiedError) -> None:
         """Keep groups in flight that finished before the rollouter died, and requeue the others."""
-        self._parts.say("role_died", role="rollouter", error=str(error))
+        self._parts.lifecycle.say("role_died", role="rollouter", error=str(error))
         async with self._changed:
             self._num_lost += 1
             self._on_weights_lost()

@@ -31,7 +31,6 @@ class StepMetrics:
         self._waited_s = 0.0
         self._dropped: Counter[str] = Counter()
         self._updates: dict[str, float] = {}
-        self._saved_s: float | None = None
         self._so_far = dict.fromkeys(ADDED_UP, 0.0)
 
     def step_ended(self) -> float:
@@ -55,11 +54,11 @@ class StepMetrics:
 
     def saved(self, took_s: float) -> None:
         """Record that a checkpoint is complete."""
-        self._saved_s = took_s
+        self._updates["timing_s/save_checkpoint"] = took_s
 
     def published(self, packed: PackedWeights, report: PublishReport) -> None:
         """Record that the engines serve new weights."""
-        self._updates = {
+        self._updates |= {
             "weights/num_tensors": float(report.num_tensors),
             "weights/size_gb": report.size_bytes / 2**30,
             "weights/probe_max_diff": report.probe_max_diff,
@@ -120,6 +119,4 @@ class StepMetrics:
         }
         metrics |= {f"fully_async/count/dropped/{reason}": float(n) for reason, n in sorted(self._dropped.items())}
         metrics |= {f"fully_async/restarts/{role}": float(count) for role, count in restarts.items()}
-        if self._saved_s is not None:
-            metrics["timing_s/save_checkpoint"], self._saved_s = self._saved_s, None
         return metrics

@@ -2,17 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from rl_async_trainer.controller.learner_link import LearnerLink
-from rl_async_trainer.controller.rollouter_link import RollouterLink
+from rl_async_trainer.controller.links import LearnerLink, RollouterLink
+from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.messages import ValidationBatch
-from rl_async_trainer.schedule.run_state import AsyncState
-from rl_async_trainer.settings import AsyncSettings
+from rl_async_trainer.schedule.record import AsyncState
 from rl_core import Prompt
 from rl_core.cluster import RoleRestartedError
 from rl_core.data import NO_VERSION, IntArray
@@ -20,7 +19,6 @@ from rl_metrics.run_files import GenerationSample
 from rl_metrics.targets import EXACT
 from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.answers import Answer
 from rl_trainer_parts.rollouts.evaluation import (
     chosen_problems,
@@ -29,45 +27,21 @@ from rl_trainer_parts.rollouts.evaluation import (
     summarize_answers,
     with_results,
 )
-from rl_trainer_parts.rollouts.inputs import Inputs
-
-OnGenerations = Callable[[int, str, Sequence[GenerationSample]], None]
-OnValidated = Callable[[int, dict[str, float]], Awaitable[None]]
-
-
-Answerer = RollouterLink | LearnerLink
-"""Answers validation prompts: the engines or the learner's side."""
 
 
 class Validator:
-    """Runs one validation after the other, while training continues or waits."""
+    """Runs one validation after the other, while training continues or waits.
 
-    def __init__(
-        self,
-        settings: AsyncSettings,
-        inputs: Inputs,
-        *,
-        say: Callable[..., None],
-        on_generations: OnGenerations,
-        progress: Callable[[str], None],
-        probes: TokenProbes,
-    ) -> None:
-        """Set what is validated.
+    Attributes:
+        failed: Has the error of a background validation.
+    """
 
-        Args:
-            settings: The run's settings.
-            inputs: The run's inputs.
-            say: Logs an event.
-            on_generations: Receives each validation's samples, with their step and name.
-            progress: Called after each answered batch.
-            probes: Probes the policy at fixed tokens.
-        """
-        self._settings = settings
-        self._inputs = inputs
-        self._say = say
-        self._on_generations = on_generations
-        self._progress = progress
-        self._probes = probes
+    def __init__(self, parts: ControllerParts, answerer: RollouterLink | LearnerLink) -> None:
+        """Set who answers: the engines or the learner's side."""
+        self._settings = parts.settings
+        self._inputs = parts.inputs
+        self._parts = parts
+        self._answerer = answerer
         self._tasks: list[asyncio.Task[None]] = []
         self._lock = asyncio.Lock()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -77,34 +51,36 @@ class Validator:
         """False if there is nothing to validate on during training."""
         return self._inputs.validation is not None
 
-    async def run(self, step: int, engines: Answerer, learner: Answerer, *, splits: Sequence[str]) -> dict[str, float]:
+    async def run(self, step: int, *, splits: Sequence[str]) -> dict[str, float]:
         """Evaluate the current policy and return its metrics.
 
         Args:
             step: Number of finished steps.
-            engines: Answer if the settings select them.
-            learner: Answers if the settings select it.
             splits: Which of "validation" and "test" to evaluate, if the run has them.
 
         Raises:
             RoleRestartedError: The learner's side answered and died.
         """
-        whom = engines if self._settings.schedule.validate_on == "engines" else learner
+        lifecycle = self._parts.lifecycle
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         async with self._lock:
-            for batches in self._batches(step, splits):
-                answers = await self._ask(batches, whom)
-                found, drawn = await asyncio.to_thread(self._summarize, batches, answers)
-                split = batches[0].split
-                FailedSessions.among(answers).tell(self._say, step=step, during=split)
-                if drawn:
-                    self._on_generations(step, f"{split}/generations", drawn)
+            for split in splits:
+                problems = {"validation": self._inputs.validation, "test": self._inputs.test}[split]
+                if problems is None:
+                    continue
+                chosen = chosen_problems(self._settings, problems)
+                batches = split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
+                answers = await self._answers(batches)
+                of_split, samples = await asyncio.to_thread(self._summarize, batches, answers)
+                FailedSessions.among(answers).tell(lifecycle.say, step=step, during=split)
+                if samples:
+                    lifecycle.trackers.log_generations(step, f"{split}/generations", samples)
                 if split == "validation":
-                    metrics |= found | {EXACT: float(self._is_exact(step, found))}
-                    await self._probes.ask(partial(_scores, whom, step), answers, step=step)
+                    metrics |= of_split | {EXACT: float(self._is_exact(step, of_split))}
+                    await self._parts.probes.ask(partial(self._scores, step), answers, step=step)
                 else:
-                    metrics |= {f"test/{name}": value for name, value in measured(self._settings, found).items()}
+                    metrics |= {f"test/{name}": value for name, value in measured(self._settings, of_split).items()}
         if metrics:
             metrics["timing_s/testing"] = time.perf_counter() - started
         return metrics
@@ -112,9 +88,7 @@ class Validator:
     def begin(
         self,
         step: int,
-        engines: Answerer,
-        learner: Answerer,
-        on_validated: OnValidated,
+        on_validated: Callable[[int, dict[str, float]], Awaitable[None]],
         *,
         until_ready: Callable[[], Awaitable[None]],
     ) -> None:
@@ -127,7 +101,7 @@ class Validator:
         async def work() -> None:
             try:
                 await until_ready()
-                await on_validated(step, await self.run(step, engines, learner, splits=("validation",)))
+                await on_validated(step, await self.run(step, splits=("validation",)))
             except RoleRestartedError:
                 return
             except Exception as error:
@@ -168,24 +142,22 @@ class Validator:
     def _is_exact(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether this step's own weights sampled every token."""
         version = self._settings.schedule_options.version_after(step)
-        found = {metrics.get("validation/policy_version/min"), metrics.get("validation/policy_version/max")}
-        return found == {version} and self.can_be_exact(step)
+        sampled = {metrics.get(f"validation/policy_version/{which}") for which in ("min", "max")}
+        return sampled == {version} and self.can_be_exact(step)
 
-    def _batches(self, step: int, splits: Sequence[str]) -> Iterator[list[ValidationBatch]]:
-        """Yield the batches of each split that has prompts."""
-        for split in splits:
-            problems = {"validation": self._inputs.validation, "test": self._inputs.test}[split]
-            if problems is not None:
-                chosen = chosen_problems(self._settings, problems)
-                yield split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
-
-    async def _ask(self, batches: list[ValidationBatch], whom: Answerer) -> list[Answer]:
+    async def _answers(self, batches: list[ValidationBatch]) -> list[Answer]:
         """Answers to all prompts, in order."""
         answers: list[Answer] = []
         for batch in batches:
-            answers += await whom.validate(batch)
-            self._progress(f"batch {batch.number + 1} of {len(batches)} of the {batch.split} of step {batch.step}")
+            answers += await self._answerer.validate(batch)
+            which = f"batch {batch.number + 1} of {len(batches)}"
+            self._parts.progress(f"{which} of the {batch.split} of step {batch.step}")
         return answers
+
+    async def _scores(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+        """Probe the policy; empty if the process that can answer has died and will be asked at the next validation."""
+        scores = await self._answerer.probe(step, sequences, top_k)
+        return PolicyScores(version=NO_VERSION, scores=()) if scores is None else scores
 
     def _summarize(
         self, batches: list[ValidationBatch], answers: list[Answer]
@@ -197,12 +169,6 @@ class Validator:
             return metrics, []
         number_of = {prompt.uid: batch.number for batch in batches for prompt in batch.prompts}
         return metrics, draw_samples(settings, answers, self._inputs.tokenizer, batches=number_of)
-
-
-async def _scores(whom: Answerer, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
-    """Probe the policy; empty if the process that can answer has died and will be asked at the next validation."""
-    found = await whom.probe(step, sequences, top_k)
-    return PolicyScores(version=NO_VERSION, scores=()) if found is None else found
 
 
 def split_batches(split: str, step: int, prompts: Sequence[Prompt], *, size: int | None) -> list[ValidationBatch]:

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rl_async_trainer.controller.learner_link import IsCurrent, LearnerLink
-from rl_async_trainer.controller.rollouter_link import RollouterLink
+from rl_async_trainer.controller.links import IsCurrent, LearnerLink, RollouterLink
 from rl_core.cluster import RoleRestartedError
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError
 from rl_core.weights import PublishReport
@@ -154,7 +153,7 @@ class WeightPublisher:
                 f"{packed.update.version} and gave up."
             ) from error
         except (EngineError, TransferError, WeightProofError):
-            await self._learner.look()
+            await self._learner.check_alive()
             if is_current():
                 raise
             return None

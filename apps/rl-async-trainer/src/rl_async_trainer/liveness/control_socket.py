@@ -9,8 +9,8 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +26,40 @@ CREDENTIALS = struct.Struct("3i")
 Handler = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 
-class ControlSocket:
-    """Answers requests while a run is alive; a context manager."""
+@asynccontextmanager
+async def control_socket(folder: Path, handle: Handler) -> AsyncIterator[None]:
+    """Answer requests to the run in a folder with a function."""
 
-    def __init__(self, folder: Path, handle: Handler) -> None:
-        """Set the run's folder and the function that answers."""
-        self._folder = folder
-        self._handle = handle
-        self._stack = ExitStack()
-        self._server: asyncio.Server | None = None
-
-    async def __aenter__(self) -> "ControlSocket":
-        path = self._stack.enter_context(temporary_folder("rl-control-")) / "socket"
-        self._server = await asyncio.start_unix_server(self._answer, str(path), limit=MAX_LINE_BYTES)
-        path.chmod(0o600)
-        write_durably(self._folder / FILE, json.dumps({"socket": str(path)}).encode())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._server is not None:
-            self._server.close()
-        (self._folder / FILE).unlink(missing_ok=True)
-        self._stack.close()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
             _refuse_other_users(writer.get_extra_info("socket"))
-            answer = await self._answer_to(await reader.readline())
+            answer = await _answer(await reader.readline(), handle)
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
         writer.close()
 
-    async def _answer_to(self, line: bytes) -> dict[str, Any]:
+    with temporary_folder("rl-control-") as private:
+        path = private / "socket"
+        server = await asyncio.start_unix_server(serve, str(path), limit=MAX_LINE_BYTES)
+        path.chmod(0o600)
+        write_durably(folder / FILE, json.dumps({"socket": str(path)}).encode())
         try:
-            request = json.loads(line)
-            if not isinstance(request, dict):
-                return {"error": "a request must be a JSON object with a field `do`."}
-            return {"answer": await self._handle(request)}
-        except (ValueError, RecursionError) as error:
-            return {"error": f"a request must be one line of JSON: {error}."}
-        except RLError as error:
-            return {"error": str(error)}
+            yield
+        finally:
+            server.close()
+            (folder / FILE).unlink(missing_ok=True)
+
+
+async def _answer(line: bytes, handle: Handler) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+        if not isinstance(request, dict):
+            return {"error": "a request must be a JSON object with a field `do`."}
+        return {"answer": await handle(request)}
+    except (ValueError, RecursionError) as error:
+        return {"error": f"a request must be one line of JSON: {error}."}
+    except RLError as error:
+        return {"error": str(error)}
 
 
 def ask_run(folder: Path, request: Mapping[str, Any], *, deadline_s: float) -> Any:

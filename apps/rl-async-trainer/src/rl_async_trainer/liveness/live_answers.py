@@ -3,15 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rl_async_trainer.controller.learner_link import LearnerLink
+from rl_async_trainer.controller.links import LearnerLink, RollouterLink
 from rl_async_trainer.controller.parts import ControllerParts
-from rl_async_trainer.controller.rollouter_link import RollouterLink
+from rl_async_trainer.liveness.role_activity import role_views
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import count_room, describe_shares, machine_shares
 from rl_core.errors import NotReadyError
 from rl_trainer_parts.learning.start_learners import rank_pool
 from rl_trainer_parts.rollouts.engines import gpus_per_replica
-from rl_trainer_parts.run.lifecycle import RunLifecycle
 
 
 async def answer_request(
@@ -35,32 +34,16 @@ async def answer_request(
         _require_room(parts.settings, count)
         if count >= 1:
             await learner.expect_engines(count)
-        found = await rollouter.set_num_engines(count)
-        parts.say("engines_changed", count=found)
-        return found
+        num_engines = await rollouter.set_num_engines(count)
+        parts.lifecycle.say("engines_changed", count=num_engines)
+        return num_engines
     raise NotReadyError(f'a request must be {{"do": "status"}} or {{"do": "scale", "engines": N}}; found {request!r}.')
-
-
-def answer_meanwhile(request: Mapping[str, Any], lifecycle: RunLifecycle) -> dict[str, Any]:
-    """Answer a request to a run that is starting or ending.
-
-    Args:
-        request: Request from the control socket.
-        lifecycle: The launch.
-
-    Raises:
-        NotReadyError: The request is not `status`.
-    """
-    stage, running = "ending" if lifecycle.is_ending else "starting", lifecycle.console.running()
-    if request.get("do") != "status":
-        raise NotReadyError(f"the run is {stage} ({'; '.join(running)}). Try again while it trains.")
-    return {"stage": stage, "launch_s": lifecycle.launch_s, "running": running}
 
 
 async def _status(parts: ControllerParts) -> dict[str, Any]:
     scheduler = parts.scheduler
     blockage = scheduler.blockage()
-    views = await parts.evidence.views()
+    views = await role_views(parts.roles)
     return {
         "schedule": {
             "step": scheduler.num_steps,
@@ -75,7 +58,7 @@ async def _status(parts: ControllerParts) -> dict[str, Any]:
         "roles": {
             name: ("" if role.state == "serving" else f"{role.state}; ")
             + ("does not answer" if (view := views[name]) is None else view.doing)
-            for name, role in parts.roles.all.items()
+            for name, role in parts.roles.items()
         },
     }
 

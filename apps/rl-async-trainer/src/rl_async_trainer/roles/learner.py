@@ -9,14 +9,13 @@ import numpy as np
 
 from rl_async_trainer.messages import StepOrder, TrainedStep, ValidationBatch
 from rl_async_trainer.roles.learner_validation import LearnerValidation
-from rl_async_trainer.schedule.run_state import AsyncState
+from rl_async_trainer.schedule.record import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, TransferQueue
 from rl_core.cluster import RoleView
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
-from rl_distill.learner_host import LearnerHost as BaseLearnerHost
-from rl_distill.learner_host import LearnerHostOptions, PackedWeights
+from rl_distill.learner_host import LearnerHost, LearnerHostOptions, PackedWeights
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions import Recorder, summarize_gpus, summarize_staleness
@@ -38,7 +37,7 @@ from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
 from rl_trainer_parts.run.checkpoints import read_run_state
 
 
-class LearnerHost(BaseLearnerHost):
+class RunLearner(LearnerHost):
     """Trains on the requested groups; one per run, whatever its number of ranks."""
 
     def __init__(
@@ -100,7 +99,8 @@ class LearnerHost(BaseLearnerHost):
         Args:
             version: The version; None uses the number of finished steps.
         """
-        return await self._run(self._pack, version)
+        version_after = self._settings.schedule_options.version_after
+        return await self._run(lambda: self.pack_weights(version_after(self.step) if version is None else version))
 
     async def expect_engines(self, count: int) -> None:
         """Set the number of engines that receive weights over the network; see `Learners.expect_engines`."""
@@ -181,12 +181,7 @@ class LearnerHost(BaseLearnerHost):
             kl=kl_state,
             busy_s=busy_s,
             rollouts=draft_rollouts(settings, batch, step=step, version=order.version),
-            histograms={name: one.to_json() for name, one in recorder.histograms().items()},
-        )
-
-    def _pack(self, version: int | None) -> PackedWeights:
-        return self.pack_weights(
-            self._settings.schedule_options.version_after(self.step) if version is None else version
+            histograms={name: histogram.to_json() for name, histogram in recorder.histograms().items()},
         )
 
     def _record(self, recorder: Recorder, batch: Batch, order: StepOrder, *, busy_s: float) -> None:
@@ -206,11 +201,9 @@ class LearnerHost(BaseLearnerHost):
 
 def _staleness(batch: Batch, version: int) -> dict[str, float]:
     """Staleness of each trajectory's tokens against the weights that train on them."""
-    sampled = [row[row != NO_VERSION] for row in batch.ragged("policy_versions")]
-    rows = [index for index, row in enumerate(sampled) if len(row)]
-    if not rows:
+    versions = [row[row != NO_VERSION] for row in batch.ragged("policy_versions")]
+    sampled = [index for index, row in enumerate(versions) if len(row)]
+    if not sampled:
         return {}
-    oldest = np.asarray([sampled[index].min() for index in rows])
-    newest = np.asarray([sampled[index].max() for index in rows])
-    groups = batch.group_index()[rows]
-    return summarize_staleness(oldest, newest, policy_version=version, group_index=groups)
+    oldest, newest = (np.asarray([bound(versions[index]) for index in sampled]) for bound in (np.min, np.max))
+    return summarize_staleness(oldest, newest, policy_version=version, group_index=batch.group_index()[sampled])

@@ -21,8 +21,7 @@ from rl_metrics.reductions import (
     timing_distributions,
 )
 from rl_rollout.engines import EngineLoad, ReplicatedEngine, RolloutEngine
-from rl_rollout.rollouter import Refusals, RollouterOptions, RolloutWindow
-from rl_rollout.rollouter import Rollouter as BaseRollouter
+from rl_rollout.rollouter import Refusals, Rollouter, RollouterOptions, RolloutWindow
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.step_metrics import (
     make_memory_watch,
@@ -41,7 +40,7 @@ FAILED_STEPS = 2
 """Consecutive failed groups that stop a run, in steps; on policy, one step whose groups all fail stops it too."""
 
 
-class Rollouter(BaseRollouter):
+class RunRollouter(Rollouter):
     """The run's rollouter; one per run."""
 
     def __init__(
@@ -130,9 +129,9 @@ class Rollouter(BaseRollouter):
         if window.timed:
             window.say("slowest_session", **slowest_session(window.timed))
         recorder = Recorder()
-        for name, values in timing_distributions([one.timings for one in window.timed]).items():
+        for name, values in timing_distributions([session.timings for session in window.timed]).items():
             recorder.record_values(name, values)
-        histograms = {name: one.to_json() for name, one in recorder.histograms().items()}
+        histograms = {name: histogram.to_json() for name, histogram in recorder.histograms().items()}
         if self._memory is not None:
             metrics |= self._memory.step()
         rollouts = failed.drafts(self._settings, step=step)

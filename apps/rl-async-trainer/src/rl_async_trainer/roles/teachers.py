@@ -6,13 +6,13 @@ from typing import Any
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.gpus import gpu_use_of
-from rl_distill.teacher import TeacherHost as BaseTeacherHost
+from rl_distill.teacher import TeacherHost
 from rl_metrics.reductions import summarize_gpus
 from rl_trainer_parts.learning.distillation import teacher_metrics
 from rl_trainer_parts.learning.teachers import make_teachers
 
 
-class TeacherHost(BaseTeacherHost):
+class RunTeachers(TeacherHost):
     """Holds the run's teachers; one per run."""
 
     def __init__(self, settings: AsyncSettings, queue: TransferQueue, *, folder: Path) -> None:

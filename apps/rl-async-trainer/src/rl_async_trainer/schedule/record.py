@@ -1,6 +1,6 @@
-"""record.jsonl: the order of a run's events, used to resume or replay it.
+"""A run's state in checkpoints, and record.jsonl: the order of its events, used to resume or replay it.
 
-Each line has `what`, its fields, and a running number `at` that continues across launches:
+Each line of the record has `what`, its fields, and a running number `at` that continues across launches:
 
 - `issued`: prompts entered the queue; `uids` in order
 - `started`: groups `uids` were sent to the rollouter while `version` was served; `places` are theirs in the order of
@@ -15,7 +15,8 @@ Each line has `what`, its fields, and a running number `at` that continues acros
   one of them then has other groups, its old record and all later ones are void
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,26 @@ from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_core.files import preview
 from rl_metrics.run_files import JsonLinesWriter, read_json_lines
+from rl_trainer_parts.run.checkpoints import RunState
 
 FILE = "record.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncState(RunState):
+    """The run at the end of a step: the controller's state in a checkpoint, beside the learner's.
+
+    Attributes:
+        num_trained: Number of groups trained so far.
+        num_spent: Number of groups that failed and were not replaced.
+        validated: Last validated step; -1 before the first.
+        unacked: Groups in this checkpoint that the queue may not know as done.
+    """
+
+    num_trained: int = 0
+    num_spent: int = 0
+    validated: int = -1
+    unacked: Sequence[str] = ()
 
 
 class ScheduleRecord:
@@ -48,7 +67,7 @@ class ScheduleRecord:
 
 
 @dataclass(slots=True)
-class History:
+class ScheduleHistory:
     """Contents of a record, without steps that later ones replaced.
 
     Attributes:
@@ -73,19 +92,17 @@ class History:
 
     def steps_after(self, step: int) -> list[tuple[str, ...]]:
         """Groups of the recorded steps after a given one, as long as they are consecutive."""
-        found: list[tuple[str, ...]] = []
-        while (number := step + len(found) + 1) in self.steps:
-            found.append(self.steps[number])
-        return found
+        numbers = itertools.takewhile(self.steps.__contains__, itertools.count(step + 1))
+        return [self.steps[number] for number in numbers]
 
 
-def read_history(folder: Path) -> History:
+def read_history(folder: Path) -> ScheduleHistory:
     """Read the record in a run's folder; empty if there is none.
 
     Raises:
         DataError: A line has another format.
     """
-    history = History()
+    history = ScheduleHistory()
     file = folder / FILE
     if not file.exists():
         return history
@@ -97,38 +114,31 @@ def read_history(folder: Path) -> History:
     return history
 
 
-def _apply(history: History, line: dict[str, Any]) -> None:
-    what = line["what"]
+def _apply(history: ScheduleHistory, line: dict[str, Any]) -> None:
+    what, uids = line["what"], tuple(str(uid) for uid in line.get("uids", ()))
     if what == "issued":
-        history.issued.update(dict.fromkeys(_texts(line["uids"])))
+        history.issued.update(dict.fromkeys(uids))
     elif what == "started":
-        started = dict.fromkeys(_texts(line["uids"]), int(line["version"]))
+        started = dict.fromkeys(uids, int(line["version"]))
         history.started.update(started)
         for uid, version in started.items():
             history.begun.setdefault(uid, version)
-        history.places.update(zip(_texts(line["uids"]), map(int, line.get("places", ())), strict=False))
+        history.places.update(zip(uids, map(int, line.get("places", ())), strict=False))
     elif what == "settled":
-        history.settled.pop(str(line["uid"]), None)
-        history.settled[str(line["uid"])] = (_version(line["oldest"]), _version(line["newest"]))
+        uid = str(line["uid"])
+        history.settled.pop(uid, None)
+        history.settled[uid] = (_version(line["oldest"]), _version(line["newest"]))
         if line.get("started") is not None:
-            history.started[str(line["uid"])] = int(line["started"])
+            history.started[uid] = int(line["started"])
     elif what == "failed":
         history.failed[str(line["uid"])] = str(line["reason"])
     elif what == "step":
-        _apply_step(history, int(line["step"]), tuple(_texts(line["uids"])))
+        step = int(line["step"])
+        if history.steps.get(step, uids) != uids:  # it replaces another, so all later steps are void
+            history.steps = {number: groups for number, groups in history.steps.items() if number < step}
+        history.steps[step] = uids
     elif what == "published":
         history.published[int(line["version"])] = int(line["step"])
-
-
-def _apply_step(history: History, step: int, uids: tuple[str, ...]) -> None:
-    """Enter a step; if it replaces another, all later steps are void."""
-    if history.steps.get(step, uids) != uids:
-        history.steps = {number: groups for number, groups in history.steps.items() if number < step}
-    history.steps[step] = uids
-
-
-def _texts(values: Iterable[Any]) -> list[str]:
-    return [str(value) for value in values]
 
 
 def _version(value: Any) -> int | None:

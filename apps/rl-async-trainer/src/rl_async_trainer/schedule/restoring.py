@@ -1,11 +1,11 @@
 """Restore the schedule of the last launch from the checkpoint, the queue's ledger and the record."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import takewhile
 
-from rl_async_trainer.schedule.places import Places
-from rl_async_trainer.schedule.record import History
+from rl_async_trainer.schedule.record import AsyncState, ScheduleHistory
 from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
-from rl_async_trainer.schedule.run_state import AsyncState
 from rl_core import TransferQueue
 from rl_core.errors import CheckpointError
 from rl_core.queue import LedgerEntry
@@ -15,12 +15,40 @@ from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer_parts.rollouts.setup import TRAIN
 
 
+class PromptPlaces:
+    """The place of each prompt in training, if groups train in the order of issue, as a skip cache's steps do.
+
+    Prompts are numbered from 0. A replacement takes the place of a group that failed or was refused.
+    """
+
+    def __init__(self, taken: Mapping[str, int]) -> None:
+        """Continue after the places that earlier launches gave to groups that were not replaced."""
+        self._of = dict(taken)
+        used = set(self._of.values())
+        self._next = max(used, default=-1) + 1
+        self._vacant = sorted(set(range(self._next)) - used)
+
+    def take(self, uids: Iterable[str]) -> dict[str, int]:
+        """Return the place of each prompt; a new one gets the first vacant place, or else the next."""
+        uids = list(uids)
+        for uid in uids:
+            if uid not in self._of:
+                self._of[uid] = heappop(self._vacant) if self._vacant else self._next
+                self._next = max(self._next, self._of[uid] + 1)
+        return {uid: self._of[uid] for uid in uids}
+
+    def vacate(self, uid: str) -> None:
+        """Free the place of a group that will be replaced."""
+        if uid in self._of:
+            heappush(self._vacant, self._of.pop(uid))
+
+
 def restore_schedule(
     options: ScheduleOptions,
     state: AsyncState,
     queue: TransferQueue,
     supply: PromptSupply,
-    history: History,
+    history: ScheduleHistory,
     *,
     plan: ReplayPlan | None = None,
 ) -> Scheduler:
@@ -42,7 +70,9 @@ def restore_schedule(
         DataError: The queue belongs to other prompts.
         RolloutError: A group of `plan` failed in an earlier launch.
     """
-    _ack_saved(queue, state)
+    settled = {entry.prompt_uid for entry in queue.ledger() if entry.state == "settled"}
+    if unacked := [uid for uid in state.unacked if uid in settled]:
+        queue.finish(TRAIN, unacked)
     ledger = queue.ledger()
     num_done = sum(entry.state == "done" for entry in ledger)
     if num_done > state.num_trained:
@@ -54,62 +84,42 @@ def restore_schedule(
     scheduler = Scheduler(options) if plan is None else ReplayScheduler(options, plan=plan)
     scheduler.num_trained, scheduler.num_spent, scheduler.num_steps = state.num_trained, state.num_spent, state.step
     scheduler.served_version = state.step // options.sync_every
-    arrivals = {uid: place for place, uid in enumerate(history.settled)}
-    settled: list[LedgerEntry] = []
     for entry in ledger:
-        if entry.state in ("done", "dropped"):
-            if entry.state == "dropped" and isinstance(scheduler, ReplayScheduler):
-                scheduler.require_group(entry.prompt_uid, failure=entry.reason or "dropped")
-            continue
-        scheduler.issued([entry.prompt_uid], begun=history.begun.get(entry.prompt_uid))
-        if entry.state == "settled":
-            settled.append(entry)
-    for entry in sorted(settled, key=lambda one: arrivals.get(one.prompt_uid, len(arrivals))):
-        uid = entry.prompt_uid
-        oldest, _ = history.settled.get(uid) or entry.policy_versions or (None, None)  # a kill may have lost the line
+        if entry.state == "dropped" and isinstance(scheduler, ReplayScheduler):
+            scheduler.require_group(entry.prompt_uid, failure=entry.reason or "dropped")
+        if entry.state in ("issued", "settled"):
+            scheduler.issued([entry.prompt_uid], begun=history.begun.get(entry.prompt_uid))
+    _restore_settled(scheduler, ledger, history)
+    if options.is_on_policy:  # groups that failed after the checkpoint count towards their step as before
+        failed = sum(entry.state == "dropped" and not is_refused(entry) for entry in ledger)
+        scheduler.num_spent = max(state.num_spent, failed)
+    if plan is None:
+        available = {entry.prompt_uid for entry in ledger if entry.state in ("issued", "settled")}
+        scheduler.force(takewhile(available.issuperset, history.steps_after(state.step)))
+    else:
+        scheduler.force(plan.steps[state.step :])
+    return scheduler
+
+
+def _restore_settled(scheduler: Scheduler, ledger: Sequence[LedgerEntry], history: ScheduleHistory) -> None:
+    """Settle finished groups, in the order of their arrival."""
+    settled = {entry.prompt_uid: entry for entry in ledger if entry.state == "settled"}
+    arrived = [uid for uid in history.settled if uid in settled]
+    for uid in dict.fromkeys([*arrived, *settled]):
+        oldest, _ = history.settled.get(uid) or settled[uid].policy_versions or (None, None)  # a kill loses a line
         sampled = scheduler.sampled_since(uid, oldest)
         if sampled is None:
             scheduler.replayed.add(uid)
         scheduler.settled(uid, oldest_version=history.started.get(uid) if sampled is None else sampled)
-    _redo_spent(scheduler, options, state, ledger)
-    scheduler.force(_known(history.steps_after(state.step), ledger) if plan is None else plan.steps[state.step :])
-    return scheduler
 
 
-def restore_places(options: ScheduleOptions, ledger: Sequence[LedgerEntry], history: History) -> Places:
+def restore_places(options: ScheduleOptions, ledger: Sequence[LedgerEntry], history: ScheduleHistory) -> PromptPlaces:
     """Return the places of the prompts that the queue has issued, without those of replaced groups."""
     kept = [
         entry.prompt_uid
         for entry in ledger
         if entry.state != "dropped" or (options.is_on_policy and not is_refused(entry))
     ]
-    places = Places({uid: history.places[uid] for uid in kept if uid in history.places})
+    places = PromptPlaces({uid: history.places[uid] for uid in kept if uid in history.places})
     places.take(kept)  # a kill may have lost the line of the last ones
     return places
-
-
-def _ack_saved(queue: TransferQueue, state: AsyncState) -> None:
-    open_uids = {entry.prompt_uid for entry in queue.ledger() if entry.state == "settled"}
-    missing = [uid for uid in state.unacked if uid in open_uids]
-    if missing:
-        queue.finish(TRAIN, missing)
-
-
-def _redo_spent(
-    scheduler: Scheduler, options: ScheduleOptions, state: AsyncState, ledger: Sequence[LedgerEntry]
-) -> None:
-    """On policy, groups that failed after the checkpoint count towards their step as before."""
-    if options.is_on_policy:
-        failed = sum(entry.state == "dropped" and not is_refused(entry) for entry in ledger)
-        scheduler.num_spent = max(state.num_spent, failed)
-
-
-def _known(steps: Sequence[tuple[str, ...]], ledger: Sequence[LedgerEntry]) -> list[tuple[str, ...]]:
-    """Recorded steps, up to the first with a group that is no longer available."""
-    open_uids = {entry.prompt_uid for entry in ledger if entry.state in ("issued", "settled")}
-    found = []
-    for step in steps:
-        if not open_uids.issuperset(step):
-            break
-        found.append(step)
-    return found

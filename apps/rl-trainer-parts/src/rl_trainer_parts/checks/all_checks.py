@@ -207,17 +207,31 @@ def _parallel(settings: Settings) -> Iterator[str]:
     if cluster.ray_address is not None and "ray" not in placements.values():
         on_ray = " or ".join(f'{name} = "ray"' for name in placements)
         yield f"cluster.ray_address needs {on_ray}; found {', '.join(map(repr, placements.values()))}."
-    if cluster.ray_address is not None and cluster.placement == "ray" and cluster.gpus_per_rank is None:
-        yield (
-            "cluster.gpus_per_rank must be set when the run joins a Ray cluster, whose GPUs are not visible from here: "
-            "1 for a GPU per rank, 0 to train on CPUs; found none."
-        )
+    yield from _joined_gpus(settings)
     if cluster.placement == "inline" and (cluster.cpus_per_rank or cluster.gpus_per_rank):
         yield (
             "cluster.cpus_per_rank and cluster.gpus_per_rank reserve nothing for a rank in the trainer's process. Set "
             'them to 0, or cluster.placement to "process" or "ray".'
         )
     yield from _replicas(settings)
+
+
+def _joined_gpus(settings: Settings) -> Iterator[str]:
+    """Problems of GPUs that are not set in a run that joins a Ray cluster."""
+    cluster, replicas = settings.cluster, settings.replicas
+    parts = [
+        ("cluster.gpus_per_rank", cluster.placement, cluster.gpus_per_rank, "rank, 0 to train"),
+        ("replicas.gpus", settings.rollout.placement, replicas.gpus, "replica, 0 to generate"),
+    ]
+    for name, teacher in settings.distillation.teachers.items():
+        setting = f"distillation.teachers.{name}.resources.gpus"
+        parts.append((setting, teacher.placement, teacher.resources.gpus, "rank, 0 to score"))
+    for setting, placement, gpus, use in parts if cluster.ray_address is not None else ():
+        if placement == "ray" and gpus is None:
+            yield (
+                f"{setting} must be set when the run joins a Ray cluster, whose GPUs are not visible from here: 1 for "
+                f"a GPU per {use} on CPUs; found none."
+            )
 
 
 def _replicas(settings: Settings) -> Iterator[str]:
@@ -234,11 +248,6 @@ def _replicas(settings: Settings) -> Iterator[str]:
             f'rollout.placement to "process" or "ray", or the transport to "file"; found placement {placement!r}.'
         )
     yield from _direct(settings)
-    if placement == "ray" and settings.cluster.ray_address is not None and replicas.gpus is None:
-        yield (
-            "replicas.gpus must be set when the run joins a Ray cluster, whose GPUs are not visible from here: 1 for a "
-            "GPU per replica, 0 to generate on CPUs; found none."
-        )
 
 
 def _shared_gpu(settings: Settings) -> Iterator[str]:

@@ -31,21 +31,16 @@ def distillation_problems(settings: Settings) -> Iterator[str]:
     if not found:
         yield from problems_of("distillation: ", objective_options, settings)
     yield from route_problems(chosen)
-    yield from _temperature(settings)
-    yield from _unused(settings)
-    yield from text_problems(settings)
-    yield from _places(settings)
-    if not found:
-        yield from _pools(settings)
-
-
-def _temperature(settings: Settings) -> Iterator[str]:
-    chosen, sampled = settings.distillation, settings.rollout.temperature
-    if chosen.loss in ESTIMATORS and chosen.temperature != sampled:
+    if chosen.loss in ESTIMATORS and chosen.temperature != settings.rollout.temperature:
         yield (
             f'distillation.loss = "{chosen.loss}" compares the logprobs of the sampled tokens, so '
-            f"distillation.temperature = {chosen.temperature:g} must be rollout.temperature = {sampled:g}."
+            f"distillation.temperature = {chosen.temperature:g} must be rollout.temperature = "
+            f"{settings.rollout.temperature:g}."
         )
+    yield from _unused(settings)
+    yield from text_problems(settings)
+    if not found:
+        yield from _pools(settings)
 
 
 def _unused(settings: Settings) -> Iterator[str]:
@@ -68,15 +63,6 @@ def _unused(settings: Settings) -> Iterator[str]:
     }.items():
         if is_set:
             yield f'{name} applies to the policy gradient, so it {need}. Or set distillation.used_as = "reward".'
-
-
-def _places(settings: Settings) -> Iterator[str]:
-    for name, teacher in settings.distillation.teachers.items() if settings.cluster.ray_address is not None else ():
-        if teacher.placement == "ray" and teacher.resources.gpus is None:
-            yield (
-                f"distillation.teachers.{name}.resources.gpus must be set when the run joins a Ray cluster, "
-                "whose GPUs are not visible from here: 1 for a GPU per rank, 0 to score on CPUs; found none."
-            )
 
 
 def _pools(settings: Settings) -> Iterator[str]:

@@ -25,6 +25,22 @@ FAILED = 1
 
 Command = Callable[[list[str]], int]
 
+USAGE = """usage: {program} COMMAND ...
+
+  new DIR [--model FOLDER]
+      Write commented settings, a reward and ten problems as the start of a new run.
+  check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
+      Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
+{train}
+  train --help [SECTION]
+      Explain every setting, or those of one section.
+  validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
+      Evaluate a Hugging Face folder, a checkpoint, or a run's best one on the validation and test problems.
+{others}  export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]
+      Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint, or
+      with --best of its best validated one. A LoRA adapter is merged into its base, or written alone in peft's format.
+      --base names the base if it has moved."""
+"""The commands of a trainer, with gaps for its own: `train`, and those that the other trainer does not have."""
 HELP = ("--help", "-h")
 EXPORT_HELP = """\
 export CHECKPOINT FOLDER: write the policy of a checkpoint, or of a run's newest one, as a Hugging Face folder.

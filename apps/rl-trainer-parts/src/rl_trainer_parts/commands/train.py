@@ -14,7 +14,7 @@ from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.commands.output import say
 from rl_trainer_parts.machine.this_machine import machine_problems
 from rl_trainer_parts.rollouts.evaluation import validate_policy
-from rl_trainer_parts.rollouts.inputs import Inputs, PromptCounts, read_inputs, what_to_look_at
+from rl_trainer_parts.rollouts.inputs import Inputs, PromptCounts, input_notes, read_inputs
 from rl_trainer_parts.run.folder import (
     RunFolder,
     choose_date,
@@ -65,7 +65,7 @@ def train_checked(
         loop_lines = check_loop(settings, inputs.tokenizer)
         check_engines(settings)
         settings = choose_products(settings, resume=resume)
-    notes = (*what_to_look_at(settings, inputs), *aggregation_notes(settings))
+    notes = (*input_notes(settings, inputs), *aggregation_notes(settings))
     for note in (*notes, *unused_settings(settings, also_unused)):
         console.say(f"note: {note}")
     if dry_run:
@@ -96,7 +96,7 @@ def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]
     """
     check_settings(settings)
     inputs = read_inputs(settings)
-    for note in what_to_look_at(settings, inputs):
+    for note in input_notes(settings, inputs):
         say(f"note: {note}")
     check_loop(settings, inputs.tokenizer)
     check_engines(settings)

@@ -46,8 +46,7 @@ def objective_options(settings: Settings) -> DistillationObjectiveOptions:
 def record_teachers(recorder: Recorder, report: ServiceReport) -> None:
     """Record the teachers' work in a step and how long the step waited for it."""
     recorder.record("timing_s/teacher", report.waited_s)
-    for metric, value in teacher_metrics(report).items():
-        recorder.record(metric, value)
+    recorder.record_all(teacher_metrics(report))
 
 
 def teacher_metrics(report: ServiceReport) -> dict[str, float]:

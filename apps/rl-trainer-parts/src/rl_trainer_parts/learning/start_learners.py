@@ -29,12 +29,10 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
     from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
     from rl_distill.megatron.ranks import LearnerRanks
 
-    where = settings.cluster
+    where, ray = settings.cluster, RayOptions(address=settings.cluster.ray_address)
     ranks = LearnerRanks(
         settings.parallel,
-        cluster=ClusterOptions(
-            kind=where.placement, ray=RayOptions(address=where.ray_address), log_directory=log_directory
-        ),
+        cluster=ClusterOptions(kind=where.placement, ray=ray, log_directory=log_directory),
         pool=rank_pool(settings),
         num_threads=settings.optimizer.num_threads,
         deadline_s=where.start_deadline_s,

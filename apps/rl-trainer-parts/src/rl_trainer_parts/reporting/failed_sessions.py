@@ -103,7 +103,7 @@ class FailedSessions:
         ]
 
 
-def told(event: Mapping[str, Any]) -> str:
+def failures_line(event: Mapping[str, Any]) -> str:
     """The event as a line of text."""
     failed, zeroed, total = event["num_failed"], event["num_zeroed"], event["num_sessions"]
     said = []

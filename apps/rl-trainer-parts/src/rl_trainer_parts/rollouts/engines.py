@@ -8,7 +8,15 @@ from typing import Any
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_core.errors import DeadlineError, SettingsError
 from rl_distill import adapted_modules
-from rl_rollout.engines import RolloutEngine, TransformersOptions, VLLMOptions, engine_class
+from rl_rollout.engines import (
+    EnginePlacement,
+    ProcessEngine,
+    ReplicatedEngine,
+    RolloutEngine,
+    TransformersOptions,
+    VLLMOptions,
+    engine_class,
+)
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
@@ -28,8 +36,6 @@ def make_engine(
     if settings.rollout.placement == "inline":
         engine: RolloutEngine = engine_class(settings.rollout.engine)(policy, options)
         return engine
-    from rl_rollout.engines import ReplicatedEngine
-
     pool = replica_pool(settings)
     return ReplicatedEngine(
         [
@@ -78,18 +84,13 @@ def make_replica(
         log_directory: Where it writes its output.
         options: The engine's options; None uses `engine_options`.
     """
-    from rl_rollout.engines import EnginePlacement, ProcessEngine
-
     if settings.rollout.placement == "inline":
         raise SettingsError(
             'an engine in its own process needs rollout.placement = "process" or "ray"; found "inline".'
         )
+    ray = RayOptions(address=settings.cluster.ray_address)
     host = EnginePlacement(
-        cluster=ClusterOptions(
-            kind=settings.rollout.placement,
-            ray=RayOptions(address=settings.cluster.ray_address),
-            log_directory=log_directory,
-        ),
+        cluster=ClusterOptions(kind=settings.rollout.placement, ray=ray, log_directory=log_directory),
         pool=pool,
         max_restarts=settings.replicas.restarts,
         deadline_s=settings.rollout.start_deadline_s,

@@ -65,7 +65,7 @@ class Inputs:
         )
 
 
-def what_to_look_at(settings: Settings, inputs: Inputs) -> Iterator[str]:
+def input_notes(settings: Settings, inputs: Inputs) -> Iterator[str]:
     """Warnings about plain text sent to a chat model, hidden tools, and responses that cannot end."""
     if not inputs.train[0].messages and inputs.tokenizer.has_chat_template:
         yield (

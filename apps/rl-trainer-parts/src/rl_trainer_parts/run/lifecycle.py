@@ -12,7 +12,7 @@ from rl_distill.checkpoints import CheckpointStore, Saved
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import ConsoleTracker, Ending
 from rl_trainer_parts.learning.distillation import method_title
-from rl_trainer_parts.reporting.failed_sessions import EVENT, told
+from rl_trainer_parts.reporting.failed_sessions import EVENT, failures_line
 from rl_trainer_parts.reporting.health import watch_health
 from rl_trainer_parts.reporting.trackers import make_trackers
 from rl_trainer_parts.run.checkpoints import RunState
@@ -123,7 +123,7 @@ class RunLifecycle:
         """Log an event; failed sessions are also shown on the console."""
         self.events.write(event, **fields)
         if event == EVENT:
-            self.console.say(told(fields), style="yellow")
+            self.console.say(failures_line(fields), style="yellow")
 
     def find_checkpoint(self) -> Path | None:
         """The newest whole checkpoint; broken ones are reported and skipped."""

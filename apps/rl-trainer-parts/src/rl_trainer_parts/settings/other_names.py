@@ -81,7 +81,14 @@ def full_names(library: str) -> tuple[str, ...]:
 @functools.cache
 def table() -> tuple[Meaning, ...]:
     """Every row of the table."""
-    return tuple(_rows())
+    rows = []
+    for library in LISTS:
+        for kind, texts in _document()[library].items():
+            for name, text in texts.items():
+                ours, _, note = text.partition(": ") if kind == "settings" else ("", "", text)
+                settings = tuple(setting.strip() for setting in ours.split(",") if setting)
+                rows.append(Meaning(library=library, name=name, kind=kind, settings=settings, note=note))
+    return tuple(rows)
 
 
 def meaning_of(name: str, library: str) -> Meaning | None:
@@ -145,15 +152,6 @@ def value_hint(setting: str, value: str) -> str:
 @functools.cache
 def _document() -> dict[str, Any]:
     return parse_toml(_asset("names.toml"), where="names.toml")
-
-
-def _rows() -> Iterator[Meaning]:
-    for library in LISTS:
-        for kind, rows in _document()[library].items():
-            for name, text in rows.items():
-                ours, _, note = text.partition(": ") if kind == "settings" else ("", "", text)
-                settings = tuple(one.strip() for one in ours.split(",") if one)
-                yield Meaning(library=library, name=name, kind=kind, settings=settings, note=note)
 
 
 def _is_filled_in(name: str, library: str) -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError
 from rl_metrics.commands.parts import Verbs, opened_run, say, say_json
-from rl_metrics.health.families import family_of
 from rl_metrics.health.finding import SEVERITY_RANKS, SIDE_TITLES, Finding, Status, Verdict
-from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.judging import judge_run
+from rl_metrics.health.rules import family_of
 from rl_metrics.health.stability import StabilityRow, stability
 
 SICK = 1
@@ -107,9 +107,10 @@ def _stability_lines(rows: Sequence[StabilityRow]) -> Iterator[str]:
     cells = [("", "metric", "mean", "healthy", "newest", "healthy", "source of the range")]
     for row in rows:
         mark = "?" if row.mark == "unknown" else row.mark
-        told = row.to_json()
-        ranges = (told["healthy_mean"] or "-", told["healthy_last"] or "-", told["source"] or "-")
-        cells.append((mark, row.metric, f"{row.mean:.4g}", ranges[0], f"{row.last:.4g}", ranges[1], ranges[2]))
+        healthy = (row.healthy_mean or "-", row.healthy_last or "-")
+        cells.append(
+            (mark, row.metric, f"{row.mean:.4g}", healthy[0], f"{row.last:.4g}", healthy[1], row.source or "-")
+        )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

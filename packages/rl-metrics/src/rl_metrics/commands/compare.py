@@ -3,6 +3,7 @@
 import argparse
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from rich.table import Table
@@ -18,8 +19,8 @@ from rl_metrics.trackers.console import plain_text
 from rl_metrics.validation.summary import HEADLINE
 
 MAX_NAME = 120
-COLUMNS = ("unit", "A", "B", "B - A", "95 % interval", "from")
-SHORT_COLUMNS = ("A", "B", "B - A", "95 % interval")
+COLUMNS = ("", "metric", "unit", "A", "B", "B - A", "95 % interval", "from")
+SHORT_COLUMNS = ("metric", "A", "B", "B - A", "95 % interval")
 ROOMY = 100
 """Minimum line width, in characters, to show units and origins."""
 
@@ -76,7 +77,7 @@ def _json_of(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Compari
     return {
         "a": [str(run.folder) for run in a],
         "b": [str(run.folder) for run in b],
-        "results": [one.to_json() for one in comparison.differences],
+        "results": [difference.to_json() for difference in comparison.differences],
         "only_a": list(comparison.only_a),
         "only_b": list(comparison.only_b),
     }
@@ -84,52 +85,55 @@ def _json_of(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Compari
 
 def _show(a: Sequence[RunRecord], b: Sequence[RunRecord], comparison: Comparison, *, is_all: bool) -> None:
     """Print the verdict, then a table of the clearest differences, or one of all metrics for each chapter."""
-    shown = run_names([run.name for run in (*a, *b)])
-    for side, of_side in (("A", shown[: len(a)]), ("B", shown[len(a) :])):
+    names = run_names([run.name for run in (*a, *b)])
+    for side, of_side in (("A", names[: len(a)]), ("B", names[len(a) :])):
         say(f"{side}: {', '.join(of_side)}")
     for line in _verdict_lines(comparison):
         say(line)
     if is_all:
         console = table_console()
-        for chapter, differences in itertools.groupby(comparison.differences, key=lambda one: one.chapter):
+        for chapter, differences in itertools.groupby(
+            comparison.differences, key=lambda difference: difference.chapter
+        ):
             console.print(_table(differences, title=chapter, width=console.width))
     else:
-        clear = [one for one in comparison.differences if one.is_clear]
-        clear.sort(key=lambda one: one.sureness, reverse=True)
+        clear = [difference for difference in comparison.differences if difference.is_clear]
+        clear.sort(key=attrgetter("sureness"), reverse=True)
         if clear:
             table_console(width=WIDTH).print(_short_table(clear[:MAX_SHORT]))
         rest = len(comparison.differences) - min(len(clear), MAX_SHORT)
         if rest:
             say(f"{rest} more metrics: --all shows them by chapter, --metric chooses some.")
-    for side, names in (("A", comparison.only_a), ("B", comparison.only_b)):
-        if names:
-            say(f"only in {side}: {', '.join(names[:SHOWN_NAMES])}" + ", ..." * (len(names) > SHOWN_NAMES))
+    for side, only in (("A", comparison.only_a), ("B", comparison.only_b)):
+        if only:
+            say(f"only in {side}: {', '.join(only[:SHOWN_NAMES])}" + ", ..." * (len(only) > SHOWN_NAMES))
 
 
 def _verdict_lines(comparison: Comparison) -> Iterator[str]:
     """Yield the number of clear differences, then the differences of validations, or else of the reward."""
-    num_clear = sum(one.is_clear for one in comparison.differences)
+    differences = comparison.differences
     yield (
-        f"{num_clear} of {len(comparison.differences)} metrics differ clearly (*): their interval excludes 0. "
-        "Between equal runs, about one in twenty does."
+        f"{sum(difference.is_clear for difference in differences)} of {len(differences)} metrics differ clearly (*): "
+        "their interval excludes 0. Between equal runs, about one in twenty does."
     )
-    validated = [one for one in comparison.differences if HEADLINE.fullmatch(one.metric)]
-    rewards = [one for one in comparison.differences if one.metric in SCORE]
-    for one in validated or rewards[:1]:
-        higher = f"{'B' if one.difference > 0 else 'A'} is clearly higher"
-        told = higher if one.is_clear else "no clear difference" if one.interval.is_known else "too few values to tell"
-        yield f"{plain_text(one.metric, limit=MAX_NAME)}: A {one.a:.4g}, B {one.b:.4g}: {told}"
+    validated = [difference for difference in differences if HEADLINE.fullmatch(difference.metric)]
+    rewards = [difference for difference in differences if difference.metric in SCORE]
+    for main in validated or rewards[:1]:
+        verdict = "no clear difference" if main.interval.is_known else "too few values to tell"
+        if main.is_clear:
+            verdict = f"{'B' if main.difference > 0 else 'A'} is clearly higher"
+        yield f"{plain_text(main.metric, limit=MAX_NAME)}: A {main.a:.4g}, B {main.b:.4g}: {verdict}"
 
 
 def _short_table(differences: Sequence[Difference]) -> Table:
     """Return a table in which only the names of metrics are folded."""
     table = Table(title="Clear differences, surest first", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("metric", overflow="fold")
-    for column in SHORT_COLUMNS:
+    for column in SHORT_COLUMNS[1:]:
         table.add_column(column, no_wrap=True, justify="right")
-    for one in differences:
-        name, cells = plain_text(one.metric, limit=MAX_NAME), dict(zip(COLUMNS, _cells(one, digits=3)[2:], strict=True))
-        table.add_row(*map(Text, (name, *(cells[column] for column in SHORT_COLUMNS))))
+    for difference in differences:
+        cells = _cells(difference, digits=3)
+        table.add_row(*(Text(cells[column]) for column in SHORT_COLUMNS))
     return table
 
 
@@ -137,37 +141,39 @@ def _table(differences: Iterable[Difference], *, title: str, width: int) -> Tabl
     table = Table(title=title, title_justify="left", expand=True)
     table.add_column("", width=1)
     table.add_column("metric", overflow="fold", ratio=4)
-    columns = [name for name in COLUMNS if width >= ROOMY or name not in ("unit", "from")]
-    for column in columns:
+    columns = [column for column in COLUMNS if width >= ROOMY or column not in ("unit", "from")]
+    for column in columns[2:]:
         is_number = column in ("A", "B", "B - A")
         ratio = 2 if column in ("95 % interval", "from") else 1
         table.add_column(column, ratio=ratio, no_wrap=is_number, min_width=9 if is_number else None)
-    for one in differences:
-        cells = _cells(one)
-        shown_cells = [*cells[:2], *(dict(zip(COLUMNS, cells[2:], strict=True))[name] for name in columns)]
-        table.add_row(*map(Text, shown_cells), style="bold" if one.is_clear else "")
+    for difference in differences:
+        cells = _cells(difference)
+        table.add_row(*(Text(cells[column]) for column in columns), style="bold" if difference.is_clear else "")
     return table
 
 
-def _cells(one: Difference, *, digits: int = 4) -> tuple[str, ...]:
-    low, high = f"{one.interval.low:+.{digits}g}", f"{one.interval.high:+.{digits}g}"
-    interval = f"{low} to {high}" if one.interval.is_known else "unknown"
-    return (
-        "*" if one.is_clear else "",
-        plain_text(one.metric, limit=MAX_NAME),
-        one.unit,
-        f"{one.a:.{digits}g}",
-        f"{one.b:.{digits}g}",
-        f"{one.difference:+.{digits}g}",
-        interval,
-        _origin(one),
+def _cells(difference: Difference, *, digits: int = 4) -> dict[str, str]:
+    """Return the cells of a row by column."""
+    number = f".{digits}g"
+    interval = difference.interval
+    values = (
+        "*" if difference.is_clear else "",
+        plain_text(difference.metric, limit=MAX_NAME),
+        difference.unit,
+        format(difference.a, number),
+        format(difference.b, number),
+        format(difference.difference, f"+{number}"),
+        f"{interval.low:+{number}} to {interval.high:+{number}}" if interval.is_known else "unknown",
+        _origin(difference),
     )
+    return dict(zip(COLUMNS, values, strict=True))
 
 
-def _origin(one: Difference) -> str:
-    if max(one.num_runs) > 1:
-        return f"{one.num_runs[0]} and {one.num_runs[1]} runs"
-    if one.method == "validation":
+def _origin(difference: Difference) -> str:
+    num_a, num_b = difference.num_runs
+    if max(num_a, num_b) > 1:
+        return f"{num_a} and {num_b} runs"
+    if difference.method == "validation":
         return "intervals of validations"
-    steps = f"{one.num_steps} step" + "s" * (one.num_steps != 1)
-    return f"{steps} of each" if one.method == "own steps" else steps
+    steps = f"{difference.num_steps} step" + "s" * (difference.num_steps != 1)
+    return f"{steps} of each" if difference.method == "own steps" else steps

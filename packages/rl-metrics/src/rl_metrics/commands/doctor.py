@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rl_metrics.commands.parts import Verbs, opened_run, say, say_json
-from rl_metrics.doctor import Cause, Diagnosis, DoctorReport, diagnose
+from rl_metrics.doctor import Diagnosis, DoctorReport, diagnose
 
 FOUND = 1
 UNKNOWN = 2
@@ -36,43 +36,37 @@ def _run(arguments: argparse.Namespace) -> int:
 def show(report: DoctorReport) -> None:
     """Print the problems, most likely cause first, then the checks without a problem."""
     say(f"run {report.run}", style="bold")
-    first = report.first_cause
-    if first is not None:
-        say(f"first cause: {first.title}", style="bold red")
+    causes = [cause for diagnosis in report.diagnoses for cause in diagnosis.causes]
+    if causes:
+        say(f"first cause: {causes[0].title}", style="bold red")
     elif not report.diagnoses and all(result.state == "unknown" for result in report.no_findings):
         say("nothing could be checked", style="bold yellow")
     elif not report.diagnoses:
         say("no problem found", style="bold green")
     for diagnosis in report.diagnoses:
         _show_diagnosis(diagnosis)
-    for number, result in enumerate(report.no_findings):
-        if not number:
-            say("")
+    if report.no_findings:
+        say("")
+    for result in report.no_findings:
         mark, style = ("ok", "green") if result.state == "right" else ("unknown", "yellow")
         say(f"{result.kind}: {mark}: {result.text}", style=style)
 
 
 def _show_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print a diagnosis, with each line of evidence and advice once."""
     say("")
     say(f"{diagnosis.kind}: {diagnosis.what}", style="bold")
-    evidence = list(dict.fromkeys(evidence.text for evidence in diagnosis.evidence))
-    for text in evidence:
+    shown = dict.fromkeys(evidence.text for evidence in diagnosis.evidence)
+    for text in shown:
         say(f"  {text}")
-    said = set(evidence)
     for number, cause in enumerate(diagnosis.causes, start=1):
-        _show_cause(number, cause, said)
+        share = "" if cause.share is None else f" ({100.0 * cause.share:.0f} %)"
+        say(f"  {number}. {cause.title}{share}", style="bold")
+        evidence = dict.fromkeys(evidence.text for evidence in cause.evidence)
+        for text in [text for text in evidence if text not in shown]:
+            say(f"     because {text}")
+        for advice in [advice for advice in dict.fromkeys(cause.advice) if advice not in shown]:
+            say(f"     try: {advice}", style="cyan")
+        shown |= evidence | dict.fromkeys(cause.advice)
     for line in diagnosis.details:
         say(f"  | {line}", style="dim")
-
-
-def _show_cause(number: int, cause: Cause, said: set[str]) -> None:
-    """Print a cause without lines that are in `said`, and add its lines to `said`."""
-    share = "" if cause.share is None else f" ({100.0 * cause.share:.0f} %)"
-    say(f"  {number}. {cause.title}{share}", style="bold")
-    evidence = [f"     because {evidence.text}" for evidence in cause.evidence if evidence.text not in said]
-    advice = [f"     try: {advice}" for advice in cause.advice if advice not in said]
-    for line in dict.fromkeys(evidence):
-        say(line)
-    for line in dict.fromkeys(advice):
-        say(line, style="cyan")
-    said.update(cause.advice, (evidence.text for evidence in cause.evidence))

@@ -6,6 +6,7 @@ import re
 import sys
 from typing import Any
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
@@ -54,38 +55,33 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _matching(pattern: str) -> dict[str, tuple[Metric, ...]]:
+def _matching(pattern: str) -> dict[str, list[Metric]]:
     """Return metrics by chapter whose name or meaning contains the pattern, ignoring case; "" matches all.
 
     Args:
         pattern: Text; with `*`, `?` or `[`, a glob that must match the whole name, such as `actor/*`.
     """
-    found = {
-        chapter: tuple(metric for metric in metrics if _fits(metric, pattern.lower()))
-        for chapter, metrics in FAMILIES.items()
-    }
-    return {chapter: metrics for chapter, metrics in found.items() if metrics}
+    text = pattern.lower()
+
+    def matches(metric: Metric) -> bool:
+        if GLOB.search(text):
+            return fnmatch.fnmatchcase(metric.name.lower(), text)
+        return text in metric.name.lower() or text in metric.meaning.lower()
+
+    chapters = {chapter: list(filter(matches, metrics)) for chapter, metrics in FAMILIES.items()}
+    return {chapter: metrics for chapter, metrics in chapters.items() if metrics}
 
 
-def _fits(metric: Metric, wanted: str) -> bool:
-    name = metric.name.lower()
-    if GLOB.search(wanted):
-        return fnmatch.fnmatchcase(name, wanted)
-    return wanted in name or wanted in metric.meaning.lower()
-
-
-def _as_markdown(chapters: dict[str, tuple[Metric, ...]]) -> str:
+def _as_markdown(chapters: dict[str, list[Metric]]) -> str:
     """Return the docs page."""
     parts = [PAGE_HEAD]
     for chapter, metrics in chapters.items():
         rows = "\n".join(_markdown_row(metric) for metric in metrics)
-        parts.append(
-            f"## {chapter}\n\n| name | unit | reduced | meaning | healthy |\n|---|---|---|---|---|\n{rows}\n",
-        )
+        parts.append(f"## {chapter}\n\n| name | unit | reduced | meaning | healthy |\n|---|---|---|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 
-def _show(chapters: dict[str, tuple[Metric, ...]]) -> None:
+def _show(chapters: dict[str, list[Metric]]) -> None:
     """Print one table per chapter."""
     console = table_console()
     for chapter, metrics in chapters.items():
@@ -94,23 +90,22 @@ def _show(chapters: dict[str, tuple[Metric, ...]]) -> None:
         for column, ratio in (("unit", 1), ("reduced", 2), ("meaning", 6), ("healthy", 2)):
             table.add_column(column, ratio=ratio)
         for metric in metrics:
-            table.add_row(*(Text(cell) for cell in _cells(metric)))
+            table.add_row(*map(Text, _cells(metric)))
         console.print(table)
     console.print(f"{sum(map(len, chapters.values()))} metrics and families")
 
 
-def _cells(metric: Metric) -> tuple[str, str, str, str, str]:
-    return metric.name, metric.unit, metric.reduced, metric.meaning, str(metric.healthy) if metric.healthy else ""
+def _cells(metric: Metric) -> tuple[str, ...]:
+    return metric.name, metric.unit, metric.reduced, metric.meaning, str(metric.healthy or "")
 
 
 def _markdown_row(metric: Metric) -> str:
-    name, unit, reduced, meaning, healthy = _cells(metric)
+    name, *cells, healthy = _cells(metric)
     band = f"{healthy} ({metric.healthy.source})" if metric.healthy else ""
-    return f"| `{name}` | {unit} | {reduced} | {meaning} | {band} |"
+    return f"| `{name}` | {' | '.join(cells)} | {band} |"
 
 
 def _json_row(metric: Metric, chapter: str) -> dict[str, Any]:
-    healthy = metric.healthy
     return {
         "name": metric.name,
         "chapter": chapter,
@@ -118,5 +113,5 @@ def _json_row(metric: Metric, chapter: str) -> dict[str, Any]:
         "reduction": metric.reduction,
         "weighted_by": metric.counts,
         "meaning": metric.meaning,
-        "healthy": None if healthy is None else {"low": healthy.low, "high": healthy.high, "source": healthy.source},
+        "healthy": msgspec.to_builtins(metric.healthy),
     }

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from rl_core.data import Json
 from rl_metrics.commands.parts import Verbs, say_json
-from rl_metrics.health.families import FAMILIES, FAMILY_TEXTS
 from rl_metrics.health.finding import SIDE_TITLES
 from rl_metrics.health.guide import GUIDE
-from rl_metrics.health.rules import Rule, Threshold
+from rl_metrics.health.rules import FAMILIES, FAMILY_TEXTS, Rule, Threshold
 
 
 def add_to(verbs: Verbs) -> None:

@@ -1,1 +1,1 @@
-"""Compare runs: differences, intervals, plots."""
+"""Compare runs: differences with confidence intervals, and trends."""

@@ -136,11 +136,11 @@ def compare(
     windows = [[_window(history, last) for history in side] for side in (a, b)]
     names_a, names_b = (_names(side, patterns) for side in windows)
     with np.errstate(over="ignore", invalid="ignore"):  # values near the largest float have no interval
-        found = [_difference(name, windows[0], windows[1]) for name in names_a if name in names_b]
+        differences = [_difference(name, windows[0], windows[1]) for name in names_a if name in names_b]
     order = {chapter: number for number, chapter in enumerate(CHAPTERS)}
-    found.sort(key=lambda one: (order[one.chapter], not one.is_clear, -one.sureness, one.metric))
+    differences.sort(key=lambda one: (order[one.chapter], not one.is_clear, -one.sureness, one.metric))
     return Comparison(
-        differences=tuple(found),
+        differences=tuple(differences),
         only_a=tuple(sorted(names_a.keys() - names_b.keys())),
         only_b=tuple(sorted(names_b.keys() - names_a.keys())),
     )
@@ -169,18 +169,19 @@ def _window(history: History, last: int | None) -> _Window:
 def _names(windows: Sequence[_Window], patterns: Sequence[str]) -> dict[str, None]:
     """Return the metrics with a value in the window of at least one run of the side."""
     names = dict.fromkeys(name for window in windows for name in window.names)
-    wanted = [name for name in names if not name.endswith(ENDS) and _is_wanted(name, patterns)]
+    matching = {name for pattern in patterns or ("*",) for name in names if fnmatch.fnmatchcase(name, pattern)}
     return dict.fromkeys(
-        name for name in wanted if any(name in one.names and len(one.series(name)[0]) for one in windows)
+        name for name in names if name in matching and not name.endswith(ENDS) and _having(windows, name)
     )
 
 
-def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
-    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def _having(windows: Sequence[_Window], name: str) -> list[_Window]:
+    """Return the windows with a value of the metric."""
+    return [window for window in windows if name in window.names and len(window.series(name)[0])]
 
 
 def _difference(name: str, a: Sequence[_Window], b: Sequence[_Window]) -> Difference:
-    runs_a, runs_b = ([one for one in side if name in one.names and len(one.series(name)[0])] for side in (a, b))
+    runs_a, runs_b = _having(a, name), _having(b, name)
     if len(a) > 1 or len(b) > 1:
         return _over_runs(name, runs_a, runs_b)
     return _of_two(name, runs_a[0], runs_b[0])

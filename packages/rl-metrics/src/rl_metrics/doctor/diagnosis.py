@@ -82,11 +82,6 @@ class DoctorReport:
     diagnoses: tuple[Diagnosis, ...] = ()
     no_findings: tuple[NoFinding, ...] = ()
 
-    @property
-    def first_cause(self) -> Cause | None:
-        """The most likely cause of the first problem; None if there is no problem or no known cause."""
-        return next((cause for diagnosis in self.diagnoses for cause in diagnosis.causes), None)
-
     def to_json(self) -> dict[str, Json]:
         """Return the report as a JSON object; values that are not finite are null."""
         document: dict[str, Json] = as_plain(msgspec.to_builtins(self))

@@ -10,12 +10,27 @@ import numpy as np
 
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, NoFinding
 from rl_metrics.doctor.facts import Facts, facts_of
-from rl_metrics.doctor.limits import CERTAIN, EXACT, MIN_TOKENS, ONE_SIDED, ROUNDED, STALE_KL, grows
 from rl_metrics.doctor.mismatch_by_metrics import diagnose_metrics
-from rl_metrics.doctor.mismatch_causes import APART, failed_proof, with_evidence
-from rl_metrics.doctor.token_pairs import Bools, Floats, TokenPairs, read_pairs
+from rl_metrics.doctor.mismatch_causes import (
+    APART,
+    CERTAIN,
+    EXACT,
+    ROUNDED,
+    STALE_KL,
+    failed_proof,
+    grows,
+    with_evidence,
+)
+from rl_metrics.doctor.token_pairs import Bools, TokenPairs, read_pairs
 from rl_metrics.health.finding import Evidence
+from rl_metrics.run_files.history import FloatColumn
 from rl_metrics.run_files.run_record import RunRecord
+
+MIN_TOKENS = 30
+"""Minimum number of tokens for a diagnosis: a mean of 30 has a fifth of one value's spread."""
+
+ONE_SIDED = 0.15
+"""Maximum share of upward differences for truncated sampling, which has none; other causes have about half."""
 
 FIRST_TOKENS = 4
 """Tokens of a response that count as its first, of responses with at least four times as many."""
@@ -59,61 +74,57 @@ def diagnose_tokens(pairs: TokenPairs, facts: Facts) -> Diagnosis | NoFinding:
     """
     diff = np.clip(pairs.diff, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     size, k3_kl = float(np.abs(diff).mean()), float((np.expm1(diff) - diff).mean())
-    said = f"{size:.2g} nats on average over {len(pairs)} tokens, k3 KL {k3_kl:.2g}"
+    summary = f"{size:.2g} nats on average over {len(pairs)} tokens, k3 KL {k3_kl:.2g}"
     proof = failed_proof(facts)
     if size <= EXACT and proof is None:
-        text = f"engine and learner agree: {said}; float32 explains up to {EXACT:g}"
+        text = f"engine and learner agree: {summary}; float32 explains up to {EXACT:g}"
         return NoFinding(kind="mismatch", state="right", text=text)
     contrasts = [contrast for contrast in (by_position(pairs), by_age(pairs), by_step(pairs)) if contrast]
     causes = _causes(pairs, facts, contrasts, size=size)
     names = {cause.name for cause in causes}
-    is_small = "stale_rollouts" in names and k3_kl <= STALE_KL
-    is_small |= "precision" in names and not facts.is_exact
-    if proof is None and len(names) == 1 and is_small:
-        why = causes[0].title.partition(":")[0]
-        return NoFinding(kind="mismatch", state="right", text=f"engine and learner differ by {said}: {why} explains it")
     if proof is not None:
-        causes = [
-            proof,
-            *(cause for cause in causes if cause.name not in (proof.name, "precision", "other_computation")),
-        ]
+        causes = [proof, *(cause for cause in causes if cause.name not in REPLACED_BY_PROOF)]
+    elif (names == {"stale_rollouts"} and k3_kl <= STALE_KL) or (names == {"precision"} and not facts.is_exact):
+        reason = causes[0].title.partition(":")[0]
+        text = f"engine and learner differ by {summary}: {reason} explains it"
+        return NoFinding(kind="mismatch", state="right", text=text)
     up = f"{100.0 * _upward_share(diff):.3g} % of the difference is upward: there the learner's logprob is higher"
-    rows = [
-        Evidence(metric="rollouts.jsonl", text=said, value=size),
-        *(Evidence(metric="rollouts.jsonl", text=contrast.text, value=contrast.affected) for contrast in contrasts),
-        Evidence(metric="rollouts.jsonl", text=up),
-    ]
-    return Diagnosis(kind="mismatch", what=APART, evidence=tuple(rows), causes=tuple(causes))
+    rows = [(summary, size), *((contrast.text, contrast.affected) for contrast in contrasts), (up, None)]
+    evidence = tuple(Evidence(metric="rollouts.jsonl", text=text, value=value) for text, value in rows)
+    return Diagnosis(kind="mismatch", what=APART, evidence=evidence, causes=tuple(causes))
+
+
+REPLACED_BY_PROOF = ("stale_weights", "precision", "other_computation")
+"""Causes that a failed weight proof explains better."""
 
 
 def _causes(pairs: TokenPairs, facts: Facts, contrasts: list[Contrast], *, size: float) -> list[Cause]:
     """Return the causes that the tokens show, largest share first."""
     certain = [contrast for contrast in contrasts if contrast.is_certain]
-    causes = [with_evidence(one.name, one.text, share=one.share) for one in certain]
-    is_usual = np.logical_and.reduce([one.usual for one in certain]) if certain else np.ones(len(pairs), dtype=bool)
+    causes = [with_evidence(contrast.name, contrast.text, share=contrast.share) for contrast in certain]
+    is_usual = np.logical_and.reduce([np.ones(len(pairs), dtype=bool), *(contrast.usual for contrast in certain)])
     unaffected = pairs.diff[is_usual] if is_usual.any() else pairs.diff
-    up = _upward_share(unaffected)
+    up, unaffected_size = _upward_share(unaffected), float(np.abs(unaffected).mean())
     ratios = np.exp(np.clip(unaffected, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     kept, error = float(ratios.mean()), float(ratios.std()) / math.sqrt(len(ratios))
-    if up <= ONE_SIDED and float(np.abs(unaffected).mean()) > EXACT and 1.0 - kept > CERTAIN * error:
+    if up <= ONE_SIDED and unaffected_size > EXACT and 1.0 - kept > CERTAIN * error:
         texts = [
             f"the learner assigns {100.0 * kept:.3g} % of its mass to what the engine can sample; without truncation "
             "it is 100 %",
             ", ".join(facts.cuts) or "the recorded settings do not truncate: look at the engine's own defaults",
         ]
-        share = (1.0 - 2.0 * up) * float(np.abs(unaffected).mean()) / size
-        causes.append(with_evidence("truncation", *texts, share=min(share, 1.0)))
+        share = min((1.0 - 2.0 * up) * unaffected_size / size, 1.0)
+        causes.append(with_evidence("truncation", *texts, share=share))
     if causes:
         by_share = sorted(causes, key=lambda cause: cause.share or 0.0)
         return list({cause.name: cause for cause in by_share}.values())[::-1]
     if size <= ROUNDED and not (facts.is_exact and size > 10.0 * EXACT):
         return [with_evidence("precision", f"{size:.2g} nats with the {facts.dtypes}")]
-    if pairs.staleness.min() >= 1:
-        text = f"every token was sampled by weights at least {int(pairs.staleness.min())} versions old"
-        return [with_evidence("stale_rollouts", text)]
-    text = f"{size:.2g} nats are more than rounding explains ({facts.dtypes}), and no other cause shows"
-    first = int(pairs.step.min())
+    youngest, first = int(pairs.staleness.min()), int(pairs.step.min())
+    if youngest >= 1:
+        return [with_evidence("stale_rollouts", f"every token was sampled by weights at least {youngest} versions old")]
     since = "from the first step on" if first <= 1 else f"from step {first} on, the first recorded one"
+    text = f"{size:.2g} nats are more than rounding explains ({facts.dtypes}), and no other cause shows"
     return [with_evidence("other_computation", f"{text}; present {since}", *facts.suspects)]
 
 
@@ -178,7 +189,7 @@ def _contrast(name: str, pairs: TokenPairs, usual: Bools, affected: Bools, group
     )
 
 
-def _upward_share(diff: Floats) -> float:
+def _upward_share(diff: FloatColumn) -> float:
     """Return the share of the absolute difference in tokens that are more likely to the learner than to the engine."""
     total = float(np.abs(diff).sum())
     return float(np.maximum(diff, 0.0).sum()) / total if total else 0.5

@@ -1,9 +1,38 @@
-"""Titles and advice for the causes of a mismatch."""
+"""Limits of the diagnosis of a mismatch, with reasons, and titles and advice for its causes."""
+
+import math
+
+import numpy as np
 
 from rl_metrics.doctor.diagnosis import Cause
 from rl_metrics.doctor.facts import Facts
-from rl_metrics.doctor.limits import CANARY_EXACT, CANARY_ROUNDED
 from rl_metrics.health.finding import Evidence
+from rl_metrics.run_files.history import FloatColumn
+
+EXACT = 1e-3
+"""Mean absolute difference, in nats, that two float32 implementations explain.
+
+They differ by about 1e-5, and a weight proof accepts 1e-3.
+"""
+
+ROUNDED = 0.03
+"""The same if one side computes in bfloat16.
+
+With eight bits, logits from 8 to 16 have steps of 1/16, so a logit is off by 0.016 on average, and a sum over layers by
+a few times that.
+"""
+
+STALE_KL = 0.05
+"""Maximum k3 KL, in nats, that is expected of rollouts known to be old; PPO's clip at 0.2 starts to bind around it."""
+
+GROWTH = 3.0
+"""A difference grows if it reaches this multiple of its first value; noise of 30 tokens stays below 2."""
+
+TYPICAL = 1.5
+"""The median must grow by this multiple too, because a few tokens of other experts change a mean, but no median."""
+
+CERTAIN = 4.0
+"""Standard errors between two means that rule out chance: one run in 30,000 exceeds them by chance."""
 
 APART = "Engine and learner assign different probabilities to the same tokens."
 
@@ -65,11 +94,15 @@ def with_evidence(name: str, *texts: str, share: float | None = None, metric: st
 
 def failed_proof(facts: Facts) -> Cause | None:
     """Return stale weights as a cause if a weight proof failed or its canary differs, else None."""
-    texts = []
-    if facts.proof_failures:
-        said = f": {facts.proof_error}" if facts.proof_error else ""
-        texts.append(f"the proof of a weight update failed {facts.proof_failures} times{said}")
-    bound = CANARY_EXACT if facts.is_exact else CANARY_ROUNDED
-    if facts.canary is not None and facts.canary > bound:
-        texts.append(f"weights/canary_max_diff reached {facts.canary:.2g} nats; up to {bound:g} is normal")
-    return with_evidence("stale_weights", *texts, metric="weights/canary_max_diff") if texts else None
+    return (
+        with_evidence("stale_weights", *facts.failed_proofs, metric="weights/canary_max_diff")
+        if facts.failed_proofs
+        else None
+    )
+
+
+def grows(first: FloatColumn, later: FloatColumn) -> bool:
+    """Return whether differences grow by GROWTH, and beyond chance."""
+    error = math.hypot(first.std() / math.sqrt(len(first)), later.std() / math.sqrt(len(later)))
+    is_certain = later.mean() - first.mean() >= CERTAIN * error and np.median(later) > TYPICAL * np.median(first)
+    return bool(is_certain and later.mean() >= GROWTH * max(first.mean(), 1e-5))

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_metrics.run_files.history import FloatColumn, IntColumn
 from rl_metrics.run_files.rollout_log import RolloutRow
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 UNKNOWN_VERSION = -1
@@ -31,41 +30,43 @@ class TokenPairs:
         position: int64, position in the response, from 0.
     """
 
-    diff: Floats
-    version: Ints
-    policy_version: Ints
-    step: Ints
-    position: Ints
+    diff: FloatColumn
+    version: IntColumn
+    policy_version: IntColumn
+    step: IntColumn
+    position: IntColumn
 
     def __len__(self) -> int:
         return len(self.diff)
 
     @property
-    def staleness(self) -> Ints:
+    def staleness(self) -> IntColumn:
         """Versions between the engine's weights and the learner's; -1 if unknown."""
-        behind: Ints = np.where(self.version < 0, UNKNOWN_VERSION, np.maximum(self.policy_version - self.version, 0))
+        behind: IntColumn = np.where(
+            self.version < 0, UNKNOWN_VERSION, np.maximum(self.policy_version - self.version, 0)
+        )
         return behind
 
 
-def read_pairs(rows: Iterable[RolloutRow], *, max_tokens: int = MAX_TOKENS) -> TokenPairs:
+def read_pairs(rows: Iterable[RolloutRow]) -> TokenPairs:
     """Return the tokens of trajectories; trajectories without both columns have none."""
-    parts: list[Floats] = []
+    parts: list[FloatColumn] = []
     num_tokens, stride = 0, 1
     for index, row in enumerate(rows):
         if index % stride or (part := _columns(row)) is None:
             continue
         parts.append(part)
         num_tokens += part.shape[1]
-        while num_tokens > max_tokens and len(parts) > 1:
+        while num_tokens > MAX_TOKENS and len(parts) > 1:
             stride *= 2
             parts = parts[::2]
             num_tokens = sum(part.shape[1] for part in parts)
     diff, *others = np.concatenate(parts, axis=1) if parts else np.zeros((5, 0))
-    version, policy_version, step, position = (np.clip(one, -1.0, 2.0**62).astype(np.int64) for one in others)
+    version, policy_version, step, position = (np.clip(column, -1.0, 2.0**62).astype(np.int64) for column in others)
     return TokenPairs(diff=diff, version=version, policy_version=policy_version, step=step, position=position)
 
 
-def _columns(row: RolloutRow) -> Floats | None:
+def _columns(row: RolloutRow) -> FloatColumn | None:
     """Return the [5, n] columns of one trajectory, or None without a token to compare."""
     if not {"rollout_logprobs", "policy_logprobs"} <= row.columns.keys() or not row.tokens:
         return None
@@ -78,5 +79,5 @@ def _columns(row: RolloutRow) -> Floats | None:
         same = [np.full(size, float(value)) for value in (row.policy_version, row.step)]
     except OverflowError:  # a version beyond every float
         return None
-    part: Floats = np.stack([policy - rollout, version, *same, np.arange(float(size))])[:, is_known]
+    part: FloatColumn = np.stack([policy - rollout, version, *same, np.arange(float(size))])[:, is_known]
     return part if part.size else None

@@ -1,28 +1,38 @@
 """Metric names, reward conditions and causes shared by rules of several sides."""
 
-from rl_metrics.health.rules import Cause, condition
+from rl_metrics.health.rules import Cause, Condition, condition
 
 SCORE = ("critic/score/mean", "critic/rewards/mean")
 BEST_SCORE = ("critic/score/max", "critic/rewards/max")
 WITHOUT_SPREAD = ("rollout/groups_without_spread_ratio",)
 REFERENCE_KL = ("actor/reference_kl", "actor/kl_loss")
+OVER_RUN = 1_000_000
+"""Window of more steps than any run."""
+
 STALENESS = ("training/staleness/mean", "fully_async/staleness/mean")
 
+HEALTHY = "{metric} is at {value} (at most {max} is healthy)"
+HEALTHY_NATS = "{metric} is at {value} nats (at most {max} is healthy)"
+IN_RANGE = "{metric} is at {value} (from {min} to {max} is healthy)"
+OVER_THE_RUN = "{metric} is {value} on average over the run"
+MANY_TIMES = "{{metric}} is at {{value}}{}, from {{before}} at first ({{times}} times as much is too much)"
+DIFFER = " differ from 0 by up to {value} in the last {window} steps"
+
+
+def share_of(whole: str, prefix: str = "", *, bound: str = "at most {max:share}") -> str:
+    """Return the text of a condition on a share of a whole, such as "tokens"."""
+    return f"{{metric}}: {prefix}{{value:share}} of the {whole} ({bound} is healthy)"
+
+
 SOLVED = condition(
-    "near_top",
-    SCORE,
-    BEST_SCORE,
-    window=10,
-    says="the reward is near its best so far",
-    can_do_with_one=True,
-    min=0.95,
+    "near_top", SCORE, BEST_SCORE, window=10, says="the reward is near its best so far", optional_last=True, min=0.95
 )
 """The reward is near the maximum so far, or near the best mean without a maximum: little is left to learn."""
 
 IMPROVES = condition("rises", SCORE, window=30, says="the reward rises", max=0.0)
 """The reward is rising."""
 
-IMPROVED = condition("rises", SCORE, window=1_000_000, says="the reward has risen", max=0.0)
+IMPROVED = condition("rises", SCORE, window=OVER_RUN, says="the reward has risen", max=0.0)
 """The reward has risen over the whole run."""
 
 HAS_GAINED = condition(
@@ -31,7 +41,7 @@ HAS_GAINED = condition(
     BEST_SCORE,
     window=5,
     says="the reward has risen by {value:share} of the possible gain, from {before}",
-    can_do_with_one=True,
+    optional_last=True,
     min=0.25,
 )
 """The reward is well above its start; in a short run, the trend may still be insignificant."""
@@ -43,7 +53,7 @@ STANDS_STILL = condition(
     window=10,
     says="the reward has hardly risen: by {value:share} of the possible gain, from {before}",
     otherwise="the reward has risen",
-    can_do_with_one=True,
+    optional_last=True,
     min=0.2,
 )
 """The reward has hardly risen."""
@@ -62,6 +72,12 @@ OFF_POLICY = condition(
 )
 """Rollouts come from older weights than those they train."""
 
+
+def kl_coefficient(above: float) -> Condition:
+    """Return the condition that the coefficient of the KL penalty is above a value."""
+    return condition("level", "actor/kl_coef", window=5, says="{metric} is {value}; up to 0.02 is usual", max=above)
+
+
 LOSS = ("actor/pg_loss", "actor/loss")
 
 UNMOVED = condition(
@@ -72,9 +88,8 @@ UNMOVED = condition(
 )
 """Old and trained policy are equal, because each batch has one update, which its loss comes before."""
 
-KL_COEFFICIENT = ("actor/kl_coef",)
-
 TOO_FAST = Cause("learning rate too high", "divide the learning rate by three")
+TOO_SLOW = Cause("learning rate too low", "multiply the learning rate by three")
 TOO_MANY_UPDATES = Cause("too many updates on the same rollouts", "lower trainer.minibatches and trainer.epochs")
 TOO_OLD = Cause("rollouts are too old", "lower the staleness", rule="off_policy")
 REWARD_ZERO = Cause("every reward is 0", "call the reward function on a response known to be right", rule="reward_zero")

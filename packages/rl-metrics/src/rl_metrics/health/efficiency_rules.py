@@ -1,31 +1,33 @@
 """Efficiency rules: use of time, memory and GPUs."""
 
+from functools import partial
+
 from rl_metrics.definitions.entries import GUIDE, THUMB
+from rl_metrics.health import common_rules as common
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
 OF_STEP = "{metric} is {value:share} of the step's time (at most {max:share} is healthy)"
-OF_TIME = "{metric}: {value:share} of the time (at most {max:share} is healthy)"
+OF_TIME = common.share_of("time")
 
 SLOW_REWARD = Cause("the reward takes most of the time", "see the finding reward_slow", rule="reward_slow")
 LEAK = Cause(
     "memory runs short: the machine swaps, or garbage collection runs", "see the finding memory", rule="memory"
 )
+OTHERS = Cause("something else on the machine", "look at the machine's other processes")
 STEP = ("timing_s/step", "perf/time_per_step")
 REWARD_QUEUE = condition(
-    "level",
-    "timing_s/reward_wait",
-    STEP,
-    says="{metric}: sessions wait for the reward for {value:share} of the step's time (at most {max:share} is healthy)",
+    "level", "timing_s/reward_wait", STEP, says=common.share_of("step's time", "sessions wait for the reward for ")
 )
 
 GPU_OWNERS = ("perf", "engine", "teacher")
 BUSY_OWNERS = ("perf", "engine")
 """Teachers work only while groups arrive, so their utilization alone is no problem."""
 
+rule = partial(Rule, side="efficiency")
+
 EFFICIENCY = (
-    Rule(
+    rule(
         name="memory",
-        side="efficiency",
         title="memory is steady",
         what="Memory grows from step to step.",
         severity="critical",
@@ -44,7 +46,7 @@ EFFICIENCY = (
                 "perf/process_memory_gb",
                 *(f"{owner}/max_memory_allocated_gb" for owner in GPU_OWNERS),
             )
-            for window in (0, 400, 1_000_000)  # slow leaks grow little within the rule's own window
+            for window in (0, 400, common.OVER_RUN)  # slow leaks grow little within the rule's own window
         ),
         thresholds=(
             Threshold("max", 0.2, "growth over the window, share of its start", THUMB),
@@ -61,9 +63,8 @@ EFFICIENCY = (
             Cause("responses become longer", "look at response_length/mean"),
         ),
     ),
-    Rule(
+    rule(
         name="reward_slow",
-        side="efficiency",
         title="reward's share of the step's time",
         what="The reward function takes a large part of the step.",
         conditions=(
@@ -86,9 +87,8 @@ EFFICIENCY = (
             ),
         ),
     ),
-    Rule(
+    rule(
         name="tools_slow",
-        side="efficiency",
         title="tools' share of the step's time",
         what="Tools take a large part of the step.",
         conditions=(condition("level", "agent_loop/slowest/tool_calls", STEP, says=OF_STEP),),
@@ -96,9 +96,8 @@ EFFICIENCY = (
         min_steps=5,
         causes=(Cause("slow tools", "look at the slowest sessions, and set time limits for tools"),),
     ),
-    Rule(
+    rule(
         name="step_time_jump",
-        side="efficiency",
         title="no threefold jumps of the step time",
         what="Some steps take several times as long as earlier ones.",
         conditions=(
@@ -118,12 +117,11 @@ EFFICIENCY = (
             LEAK,
             Cause("a few very long responses", "look at response_length/max, and allow partial rollouts"),
             Cause("preemptions in the engine", "look at agent_loop/num_preempted/max; give the engine more memory"),
-            Cause("something else on the machine", "look at the machine's other processes"),
+            OTHERS,
         ),
     ),
-    Rule(
+    rule(
         name="step_time_drift",
-        side="efficiency",
         title="time per token does not drift",
         what="Tokens take much longer than before.",
         conditions=(
@@ -136,12 +134,11 @@ EFFICIENCY = (
             SLOW_REWARD,
             LEAK,
             Cause("longer responses cost more per token", "look at response_length/mean"),
-            Cause("something else on the machine", "look at the machine's other processes"),
+            OTHERS,
         ),
     ),
-    Rule(
+    rule(
         name="learner_idle",
-        side="efficiency",
         title="the learner works (utilization above 50 %)",
         what="The learner is idle most of the time.",
         conditions=(condition("mean_level", "fully_async/trainer/idle_ratio", says=OF_TIME),),
@@ -153,9 +150,8 @@ EFFICIENCY = (
             Cause("long waits for checkpoints or validation", "write and validate concurrently with training"),
         ),
     ),
-    Rule(
+    rule(
         name="engines_idle",
-        side="efficiency",
         title="the engines work",
         what="The engines are idle most of the time.",
         conditions=(condition("mean_level", "fully_async/rollouter/idle_ratio", says=OF_TIME),),
@@ -167,9 +163,8 @@ EFFICIENCY = (
             Cause("the staleness bound holds them back", "raise schedule.max_staleness"),
         ),
     ),
-    Rule(
+    rule(
         name="mfu",
-        side="efficiency",
         title="model FLOPs utilization",
         what="The learner uses little of its devices' compute.",
         conditions=(
@@ -182,9 +177,8 @@ EFFICIENCY = (
             Cause("too many ranks for the model", "lower tensor and pipeline parallelism"),
         ),
     ),
-    Rule(
+    rule(
         name="gpu_memory_full",
-        side="efficiency",
         title="the GPU's memory has room",
         what="The peak of the GPU's memory is close to the card's size.",
         conditions=tuple(
@@ -201,15 +195,13 @@ EFFICIENCY = (
         causes=(
             Cause("micro-batches too large", "lower optimizer.micro_batch_tokens, or recompute activations"),
             Cause(
-                "engine and learner share the card",
-                "lower vllm.gpu_memory_utilization, or set trainer.offload_learner",
+                "engine and learner share the card", "lower vllm.gpu_memory_utilization, or set trainer.offload_learner"
             ),
             Cause("responses become longer", "look at response_length/max"),
         ),
     ),
-    Rule(
+    rule(
         name="gpu_memory_jump",
-        side="efficiency",
         title="no jumps of the GPU's peak memory",
         what="The peak of the GPU's memory jumped, as from 20 to 30 GiB.",
         conditions=tuple(
@@ -234,16 +226,13 @@ EFFICIENCY = (
             ),
         ),
     ),
-    Rule(
+    rule(
         name="gpu_idle",
-        side="efficiency",
         title="the GPUs are busy (above 50 % is good, 70 % very good)",
         what="The GPUs are busy less than 30 % of the time.",
         conditions=tuple(
             condition(
-                "mean_level",
-                f"{owner}/gpu_utilization",
-                says="{metric}: {value:share} of the time (at least {min:share} is healthy)",
+                "mean_level", f"{owner}/gpu_utilization", says=common.share_of("time", bound="at least {min:share}")
             )
             for owner in BUSY_OWNERS
         ),

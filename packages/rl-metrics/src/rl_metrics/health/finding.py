@@ -145,17 +145,9 @@ class Verdict:
         """Create a verdict from an object of `to_json`.
 
         Raises:
-            DataError: The object is not a verdict, or a check's status contradicts the findings.
+            DataError: The object is not a verdict.
         """
         try:
-            verdict = msgspec.convert(row, cls)
+            return msgspec.convert(row, cls)
         except (msgspec.ValidationError, OverflowError, RecursionError) as error:
             raise DataError(f"a verdict must be an object of Verdict.to_json; {error}.") from None
-        severities = {finding.rule: finding.severity for finding in verdict.findings}
-        for check in verdict.checks:
-            if severities.get(check.rule) != (check.status if SEVERITY_RANKS[check.status] else None):
-                raise DataError(
-                    f"check {check.rule!r} has the status {check.status!r}, which contradicts its finding or its lack "
-                    "of one."
-                )
-        return verdict

@@ -1,23 +1,21 @@
-"""Evaluation of health rules: findings, likely causes, and explanations between findings."""
+"""Verdicts on runs: findings of the health rules, their likely causes, and which findings explain others."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rl_metrics.health.evaluate_rules import ConditionResult, RuleEvaluator
-from rl_metrics.health.families import FAMILY_TEXTS, Family, family_of
-from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Status, Verdict
-from rl_metrics.health.guide import GUIDE
-from rl_metrics.health.plateau_rule import with_target
-from rl_metrics.health.rules import Cause, Condition, Rule, with_thresholds
-from rl_metrics.health.target_verdict import judge_target
-from rl_metrics.run_files.events import BEGUN
+from rl_metrics.health.finding import SEVERITY_RANKS, Check, Evidence, Finding, Status, TargetVerdict, Verdict
+from rl_metrics.health.guide import GUIDE, own_rules, with_target
+from rl_metrics.health.rules import FAMILY_TEXTS, Cause, Condition, Family, Rule, family_of, with_thresholds, without
+from rl_metrics.run_files.events import BEGUN, ENDED
 from rl_metrics.run_files.history import History
-from rl_metrics.targets.target import TargetOptions
+from rl_metrics.run_files.run_record import RunRecord
+from rl_metrics.targets import TargetOptions, Validated, best_of, target_of, validations_of
 
-WORST_FIRST: tuple[Status, ...] = ("critical", "warning", "ok")
 MAX_ERROR_CHARS = 300
 NEAR = 10
 """Number of steps that an effect may precede its cause, because windows differ; larger for rules with longer windows.
@@ -48,62 +46,119 @@ def judge(
     Raises:
         SettingsError: A threshold does not exist.
     """
-    if thresholds:
-        rules = with_thresholds(rules, thresholds)
-    target = target or TargetOptions()
+    target, family = target or TargetOptions(), family or family_of(history.values, {})
+    newest = int(history.steps[-1]) if len(history.steps) else 0
     with np.errstate(all="ignore"):  # values may be near the largest float
         aim = judge_target(history, target)
         evaluator = RuleEvaluator(history, is_over=is_over)
-        newest = int(history.steps[-1]) if len(history.steps) else 0
-        reports, family = _of_this_attempt(events), family or family_of(history.values, {})
-        verdict = _judged(evaluator, with_target(rules, target, aim), reports, family, newest)
-    return replace(verdict, target=aim)
+        by_name = {rule.name: rule for rule in with_target(with_thresholds(rules, thresholds or {}), target, aim)}
+        reports = _of_this_attempt(events)
+        judged = [_check(rule, evaluator, reports, family, newest) for rule in by_name.values()]
+        checks = tuple(check for check, _ in judged)
+        findings = {finding.rule: finding for _, finding in judged if finding is not None}
+        explainers = _explainers(by_name, findings)
+        explained = {name: _explain(by_name[name], findings[name], explainers, evaluator) for name in findings}
+    known = [check.status for check in checks if check.status != "unknown"]
+    return Verdict(
+        status=max(known, key=SEVERITY_RANKS.__getitem__, default="unknown"),
+        step=newest,
+        checks=checks,
+        findings=_in_order(explained, explainers),
+        target=aim,
+    )
 
 
-def _judged(
-    evaluator: RuleEvaluator, rules: Sequence[Rule], reports: Sequence[Mapping[str, Any]], family: Family, newest: int
-) -> Verdict:
-    judged = [
-        _check(rule, evaluator, reports, newest)
-        if family in rule.families
-        else (_line(rule, "unknown", f"does not apply to {FAMILY_TEXTS[family]}", applies=False), None)
-        for rule in rules
-    ]
-    checks, found = tuple(check for check, _ in judged), {one.rule: one for _, one in judged if one is not None}
-    by_name = {rule.name: rule for rule in rules}
-    explainers = _explainers(by_name, found)
-    explained = {name: _explain(by_name[name], one, explainers, evaluator) for name, one in found.items()}
-    return Verdict(status=_worst(checks), step=newest, checks=checks, findings=_in_order(explained, explainers))
+def judge_run(run: RunRecord, *, thresholds: Mapping[str, float] | None = None, off: Collection[str] = ()) -> Verdict:
+    """Judge a recorded run's health at its newest step, which is its last unless its events say otherwise.
+
+    Args:
+        run: Record of the run; `[health]` of its settings applies.
+        thresholds: Overrides by rule and threshold, with priority over the run's.
+        off: Rules to skip, in addition to those that the run skips.
+
+    Raises:
+        SettingsError: A rule or threshold does not exist.
+        OSError: A file cannot be read.
+    """
+    verdict = judge(
+        run.history,
+        rules=without(with_thresholds(own_rules(run.settings), thresholds or {}), off),
+        events=run.events,
+        family=family_of(run.history.values, run.settings),
+        target=target_of(run.settings),
+        is_over=run.is_finished or not any(event["event"] in (*BEGUN, *ENDED) for event in run.events),
+    )
+    if not run.is_imported:
+        return verdict
+    findings = (replace(finding, advice=tuple(map(without_measuring, finding.advice))) for finding in verdict.findings)
+    return replace(verdict, findings=tuple(findings))
+
+
+def without_measuring(text: str) -> str:
+    """Remove advice to measure more, because an imported run's trainer does not have these settings."""
+    return re.sub(r"(, and |; )?set metrics\.[^;]*", "", text)
+
+
+def judge_target(history: History, target: TargetOptions) -> TargetVerdict | None:
+    """Return the verdict on the run's target; None without a value to reach."""
+    if target.value is None:
+        return None
+    validations = validations_of(history, target)
+    best = best_of(validations, target)
+    reached = next((validation for validation in validations if target.is_reached(validation.value)), None)
+    if best is None:
+        text = "not judged, because no validation reports it yet"
+    elif reached is None:
+        newest = validations[-1]
+        text = f"not reached; {_described(best)}, newest {newest.value:.4g} at step {newest.step}"
+    else:
+        text = f"reached at step {reached.step} ({reached.value:.4g}); {_described(best)}"
+    return TargetVerdict(
+        metric=target.label,
+        value=target.value,
+        lower_is_better=target.lower_is_better,
+        is_reached=reached is not None,
+        reached_at_step=None if reached is None else reached.step,
+        best=None if best is None else best.value,
+        best_step=None if best is None else best.step,
+        text=f"target {target.label} {'<=' if target.lower_is_better else '>='} {target.value:.4g}: {text}",
+    )
+
+
+def _described(best: Validated) -> str:
+    return f"best {best.value:.4g} at step {best.step}"
 
 
 def _check(
-    rule: Rule, evaluator: RuleEvaluator, reports: Sequence[Mapping[str, Any]], newest: int
+    rule: Rule, evaluator: RuleEvaluator, reports: Sequence[Mapping[str, Any]], family: Family, newest: int
 ) -> tuple[Check, Finding | None]:
     """Return a rule's check and its finding, before other findings are known."""
+    if family not in rule.families:
+        return _line(rule, "unknown", f"does not apply to {FAMILY_TEXTS[family]}", applies=False), None
     for condition in rule.idle:
-        for result in evaluator.found(condition, rule):
+        for result in evaluator.wrong(condition, rule):
             return _line(rule, "unknown", result.evidence.text, applies=False), None
     results = [result for condition in rule.conditions for result in evaluator.results(condition, rule)]
-    enough = [result for result in results if len(result.steps) >= _needed(rule, result) and not result.is_old]
-    reported = [_told(report, newest) for report in reports if _is_reported(rule, report)]
-    wrong = [
-        result
+    enough = [result for result in results if len(result.steps) >= result.num_needed and not result.is_old]
+    excuses = [
+        (result, evaluator.excuse(result.condition, rule))
         for result in enough
-        if result.is_wrong and all(evaluator.found(need, rule) for need in result.condition.needs)
+        if result.is_wrong and all(evaluator.wrong(need, rule) for need in result.condition.needs)
     ]
-    excuses = [(result, evaluator.excuse(result.condition, rule)) for result in wrong]
-    wrong = [result for result, excuse in excuses if excuse is None]
-    is_wrong = bool(wrong)
-    if not is_wrong and not reported:
+    wrong = sorted((result for result, excuse in excuses if excuse is None), key=lambda result: result.since_step)
+    reported = [_reported(report, newest) for report in reports if _is_finding(rule, report)]
+    if not wrong and not reported:
+        excuse = (excuses[0][1] or "") if excuses else ""
         reading = _reading(rule, results, enough, evaluator)
-        if excuses:
-            reading = f"{_with_sureness(rule, excuses[0][0]).text}, which is accepted: {excuses[0][1]}"
-        missing = not any(evaluator.has(condition.reads[0]) for condition in _due(rule, evaluator))
-        line = _line(rule, "ok" if enough else "unknown", reading, applies=not missing)
-        return replace(line, excuse=(excuses[0][1] or "") if excuses else ""), None
-    wrong = _without_repeats(sorted(wrong, key=lambda result: result.since_step)) if is_wrong else []
-    reasons = [_told(report, newest)[0] for report in reports if is_wrong and report.get("event") == rule.reasons]
-    evidence = (*(told for told, _ in reported), *(_with_sureness(rule, result) for result in wrong), *reasons[-1:])
+        if excuse:
+            reading = f"{excuses[0][0].evidence.text}, which is accepted: {excuse}"
+        status: Status = "ok" if enough else "unknown"
+        is_recorded = any(evaluator.has(condition.reads[0]) for condition in _due(rule, evaluator))
+        return replace(_line(rule, status, reading, applies=is_recorded), excuse=excuse), None
+    # of results that report the same about a metric over several windows, the first
+    wrong = list({(result.metric, result.condition.says): result for result in reversed(wrong)}.values())[::-1]
+    reasons = [_reported(report, newest)[0] for report in reports if wrong and report.get("event") == rule.reasons]
+    evidence = (*(text for text, _ in reported), *(result.evidence for result in wrong), *reasons[-1:])
     finding = Finding(
         rule=rule.name,
         side=rule.side,
@@ -126,39 +181,56 @@ def _due(rule: Rule, evaluator: RuleEvaluator) -> list[Condition]:
     return [condition for condition in rule.conditions if evaluator.is_over or not condition.at_end]
 
 
-def _needed(rule: Rule, result: ConditionResult) -> int:
-    """Return how many steps with its metric a condition needs."""
-    return max(rule.min_steps, result.condition.min_steps)
+def _reading(
+    rule: Rule, results: Sequence[ConditionResult], enough: Sequence[ConditionResult], evaluator: RuleEvaluator
+) -> str:
+    """Return what was measured, or why nothing could be judged."""
+    old = [result.reading for result in results if result.is_old]
+    if enough or old:
+        return "; ".join(dict.fromkeys(result.reading for result in enough[:3])) or old[0]
+    if results:
+        first = min(results, key=lambda result: result.num_needed - len(result.steps))
+        return f"{len(first.steps)} of the {first.num_needed} steps needed"
+    if not _due(rule, evaluator):
+        return "judged at the end of the run"
+    columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.needed))
+    missing = [names for names in columns if not evaluator.has(names)]
+    known = "the run does not record" if missing else "no step has finite values of"
+    return f"{known} {', '.join(' or '.join(names) for names in missing or columns)}"
 
 
-def _sureness(rule: Rule, result: ConditionResult) -> str:
-    """Return how sure a result is, if it comes from few values."""
-    return f" (unsure: {len(result.steps)} of {rule.sure_steps} values)" if len(result.steps) < rule.sure_steps else ""
+def _of_this_attempt(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    newest: list[Mapping[str, Any]] = []
+    for event in events:
+        if event.get("event") in BEGUN:
+            newest = []
+        else:
+            newest.append(event)
+    return newest
 
 
-def _with_sureness(rule: Rule, result: ConditionResult) -> Evidence:
-    return replace(result.evidence, text=result.evidence.text + _sureness(rule, result))
+def _is_finding(rule: Rule, event: Mapping[str, Any]) -> bool:
+    return any(event.get("event") == name and text in str(event.get("error")) for name, text in rule.events)
 
 
-def _without_repeats(results: Sequence[ConditionResult]) -> list[ConditionResult]:
-    """Return the first of the results that report the same about a metric over several windows."""
-    return list({(result.metric, result.condition.says): result for result in reversed(results)}.values())[::-1]
+def _reported(event: Mapping[str, Any], newest: int) -> tuple[Evidence, int]:
+    """Return an event as evidence, and its step."""
+    step = event.get("step")
+    since = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else newest
+    return Evidence(metric=str(event.get("event")), text=str(event.get("error"))[:MAX_ERROR_CHARS]), since
 
 
-def _explainers(rules: Mapping[str, Rule], found: Mapping[str, Finding]) -> dict[str, frozenset[str]]:
+def _explainers(rules: Mapping[str, Rule], findings: Mapping[str, Finding]) -> dict[str, frozenset[str]]:
     """Return, for each finding, the rules whose findings explain it."""
-    named = {name: frozenset(cause.rule for cause in rules[name].causes if cause.rule in found) for name in found}
+    named = {name: findings.keys() & {cause.rule for cause in rules[name].causes} for name in findings}
 
     def is_before(cause: str, effect: str) -> bool:
-        if effect in named[cause]:  # each may explain the other: the earlier one does
-            return found[cause].since_step < found[effect].since_step
         slack = max(rules[effect].window, rules[effect].min_steps, NEAR)
-        return found[cause].since_step <= found[effect].since_step + slack
+        if effect in named[cause]:  # each may explain the other: the earlier one does
+            slack = -1
+        return findings[cause].since_step <= findings[effect].since_step + slack
 
-    return {
-        effect: frozenset(cause for cause in causes if cause is not None and is_before(cause, effect))
-        for effect, causes in named.items()
-    }
+    return {effect: frozenset(cause for cause in named[effect] if is_before(cause, effect)) for effect in findings}
 
 
 def _explain(
@@ -166,19 +238,13 @@ def _explain(
 ) -> Finding:
     """Return the finding with its causes."""
     because = explainers[rule.name]
-    likely: list[Cause] = []
-    possible: list[Cause] = []
-    evidence = list(finding.evidence)
+    likely, possible, evidence = list[Cause](), list[Cause](), list(finding.evidence)
     for cause in rule.causes:
-        if cause.rule is not None:
-            if cause.rule in because:
-                likely.append(cause)
-        elif cause.sign is not None:
-            signs = evaluator.found(cause.sign, rule)
-            if signs:
-                likely.append(cause)
-                evidence.extend(result.evidence for result in signs)
-        else:
+        signs = evaluator.wrong(cause.sign, rule) if cause.sign else []
+        evidence += [sign.evidence for sign in signs]
+        if signs or cause.rule in because:
+            likely.append(cause)
+        elif cause.rule is None and cause.sign is None:
             possible.append(cause)
     likely.sort(key=lambda cause: cause.rule is not None and bool(explainers[cause.rule] & because))  # roots first
     advice: dict[str, str] = {}
@@ -204,16 +270,15 @@ def _in_order(findings: Mapping[str, Finding], explainers: Mapping[str, frozense
         explainers: For each rule, the rules whose findings explain its finding.
     """
     effects = {rule: _effects(rule, explainers) for rule in findings}
-    places = {rule: place for place, rule in enumerate(findings)}
 
-    def key(rule: str) -> tuple[int, int, int, int]:
-        worst = max(SEVERITY_RANKS[findings[one].severity] for one in {rule, *effects[rule]})
-        return -worst, -len(effects[rule]), findings[rule].since_step, places[rule]
+    def urgency(rule: str) -> tuple[int, int, int]:
+        worst = max(SEVERITY_RANKS[findings[name].severity] for name in {rule, *effects[rule]})
+        return -worst, -len(effects[rule]), findings[rule].since_step
 
-    left, ordered = set(findings), list[Finding]()
+    left, ordered = list(findings), list[Finding]()
     while left:
-        roots = [rule for rule in left if not (explainers[rule] - {rule}) & left] or list(left)
-        first = min(roots, key=key)
+        roots = [rule for rule in left if not (explainers[rule] - {rule}).intersection(left)]
+        first = min(roots or left, key=urgency)
         left.remove(first)
         ordered.append(findings[first])
     return tuple(ordered)
@@ -223,53 +288,6 @@ def _effects(rule: str, explainers: Mapping[str, frozenset[str]]) -> frozenset[s
     """Return all findings that a finding explains, directly or through others."""
     known, fresh = {rule}, {rule}
     while fresh:
-        fresh = {other for other, because in explainers.items() if because & fresh} - known
+        fresh = {effect for effect, because in explainers.items() if because & fresh} - known
         known |= fresh
     return frozenset(known - {rule})
-
-
-def _worst(checks: Sequence[Check]) -> Status:
-    said = {check.status for check in checks}
-    for status in WORST_FIRST:
-        if status in said:
-            return status
-    return "unknown"
-
-
-def _reading(
-    rule: Rule, results: Sequence[ConditionResult], enough: Sequence[ConditionResult], evaluator: RuleEvaluator
-) -> str:
-    if enough:
-        return "; ".join(dict.fromkeys(result.reading + _sureness(rule, result) for result in enough[:3]))
-    if old := [result for result in results if result.is_old]:
-        return old[0].reading
-    if results:
-        first = min(results, key=lambda result: _needed(rule, result) - len(result.steps))
-        return f"{len(first.steps)} of the {_needed(rule, first)} steps needed"
-    if not _due(rule, evaluator):
-        return "judged at the end of the run"
-    columns = list(dict.fromkeys(names for condition in rule.conditions for names in condition.needed))
-    missing = [names for names in columns if not evaluator.has(names)]
-    if not missing:
-        return f"no step has finite values of {', '.join(' or '.join(names) for names in columns)}"
-    return f"the run does not record {', '.join(' or '.join(names) for names in missing)}"
-
-
-def _of_this_attempt(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    newest: list[Mapping[str, Any]] = []
-    for event in events:
-        if event.get("event") in BEGUN:
-            newest = []
-        else:
-            newest.append(event)
-    return newest
-
-
-def _is_reported(rule: Rule, event: Mapping[str, Any]) -> bool:
-    return any(event.get("event") == name and text in str(event.get("error")) for name, text in rule.events)
-
-
-def _told(event: Mapping[str, Any], newest: int) -> tuple[Evidence, int]:
-    step = event.get("step")
-    since = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else newest
-    return Evidence(metric=str(event.get("event")), text=str(event.get("error"))[:MAX_ERROR_CHARS]), since

@@ -1,33 +1,25 @@
 """Stability rules for the mismatch between engine and learner."""
 
+from functools import partial
+
 from rl_metrics.definitions.entries import THUMB
-from rl_metrics.health.common_rules import OFF_POLICY, PROVED_STALE, STUCK, TOO_FAST
+from rl_metrics.health import common_rules as common
 from rl_metrics.health.rules import Cause, Rule, Threshold, condition
 
-AT_MOST_NATS = "{metric} is at {value} nats (at most {max} is healthy)"
-
+REACHED = "{{metric}} reached {{value}}{} (at most {{max}} is normal)"
 PROOF = "tolerance of the weight proof in bfloat16"
 
+rule = partial(Rule, side="stability")
+
 AGREEMENT = (
-    Rule(
+    rule(
         name="weights_proof",
-        side="stability",
         title="the engines have the learner's weights",
         what="A weight proof failed: the engines' weights are not the learner's.",
         severity="critical",
         conditions=(
-            condition(
-                "highest",
-                "weights/canary_max_diff",
-                says="{metric} reached {value} nats (at most {max} is normal)",
-                max="canary_max",
-            ),
-            condition(
-                "highest",
-                "weights/probe_max_diff",
-                says="{metric} reached {value} (at most {max} is normal)",
-                max="probe_max",
-            ),
+            condition("highest", "weights/canary_max_diff", says=REACHED.format(" nats"), max="canary_max"),
+            condition("highest", "weights/probe_max_diff", says=REACHED.format(""), max="probe_max"),
         ),
         thresholds=(
             Threshold("canary_max", 0.3, "nats; 0.001 in float32", PROOF),
@@ -46,21 +38,15 @@ AGREEMENT = (
             ),
         ),
     ),
-    Rule(
+    rule(
         name="engine_mismatch",
-        side="stability",
         title="engine and learner agree (train-inference mismatch)",
         what="Engine and learner assign different probabilities to the same tokens.",
         severity="critical",
         conditions=(
-            condition("level", "rollout_corr/k3_kl", says=AT_MOST_NATS, max="kl_max"),
-            condition(
-                "level",
-                "training/rollout_probs_diff_mean",
-                says="{metric} is at {value} (at most {max} is healthy)",
-                max="diff_max",
-            ),
-            condition("level", "training/rollout_logprobs_diff_mean", says=AT_MOST_NATS, max="nats_max"),
+            condition("level", "rollout_corr/k3_kl", says=common.HEALTHY_NATS, max="kl_max"),
+            condition("level", "training/rollout_probs_diff_mean", says=common.HEALTHY, max="diff_max"),
+            condition("level", "training/rollout_logprobs_diff_mean", says=common.HEALTHY_NATS, max="nats_max"),
             condition(
                 "level",
                 "training/rollout_actor_probs_pearson_corr",
@@ -76,25 +62,21 @@ AGREEMENT = (
         ),
         window=5,
         min_steps=5,
-        unless=(OFF_POLICY,),
+        unless=(common.OFF_POLICY,),
         causes=(
-            PROVED_STALE,
+            common.PROVED_STALE,
             Cause(
                 "stale weights: the difference grows from step to step",
                 "check the weight proof, and restart the engines",
                 sign=condition(
                     "leap",
-                    (
-                        "training/rollout_probs_diff_mean",
-                        "training/rollout_logprobs_diff_mean",
-                        "rollout_corr/k3_kl",
-                    ),
+                    ("training/rollout_probs_diff_mean", "training/rollout_logprobs_diff_mean", "rollout_corr/k3_kl"),
                     window=3,
                     says="{metric} is at {value}, up from {before} in the first steps",
                     times=2.0,
                 ),
             ),
-            STUCK,
+            common.STUCK,
             Cause(
                 "engine and learner use different templates or tokenizers",
                 "run rl-metrics doctor on the run; compare the token ids of one prompt",
@@ -114,17 +96,15 @@ AGREEMENT = (
             ),
         ),
     ),
-    Rule(
+    rule(
         name="replay",
-        side="stability",
         title="the learner replays a mixture's experts",
         what="Tokens of a mixture train on experts chosen by the learner instead of the engine's.",
         conditions=(
             condition(
                 "level",
                 "router/unknown_share",
-                says="{metric}: the engine's experts are unknown for {value:share} of the tokens "
-                "(at most {max:share} is healthy)",
+                says=common.share_of("tokens", "the engine's experts are unknown for "),
                 max="unknown_max",
             ),
         ),
@@ -132,8 +112,7 @@ AGREEMENT = (
         min_steps=1,
         causes=(
             Cause(
-                "rollouts from a skip cache that was written without experts",
-                "rewrite the cache: rollout_cache.action",
+                "rollouts from a skip cache that was written without experts", "rewrite the cache: rollout_cache.action"
             ),
             Cause(
                 "your agent loop leaves Generation.routed_experts out of its trajectories",
@@ -141,13 +120,12 @@ AGREEMENT = (
             ),
         ),
     ),
-    Rule(
+    rule(
         name="off_policy",
-        side="stability",
         title="old rollouts are close enough",
         what="The training data differs too much from what the policy would generate now.",
         conditions=(
-            condition("level", "rollout_corr/k3_kl", says=AT_MOST_NATS, max="kl_max"),
+            condition("level", "rollout_corr/k3_kl", says=common.HEALTHY_NATS, max="kl_max"),
             condition(
                 "level",
                 "rollout_corr/rollout_is_eff_sample_size",
@@ -155,11 +133,7 @@ AGREEMENT = (
                 min="samples_min",
             ),
             condition(
-                "level",
-                "rollout_corr/rollout_is_mean",
-                says="{metric} is at {value} (from {min} to {max} is healthy)",
-                min="weight_min",
-                max="weight_max",
+                "level", "rollout_corr/rollout_is_mean", says=common.IN_RANGE, min="weight_min", max="weight_max"
             ),
         ),
         thresholds=(
@@ -168,15 +142,15 @@ AGREEMENT = (
             Threshold("weight_min", 0.5, "mean importance weight", THUMB),
             Threshold("weight_max", 2.0, "mean importance weight", THUMB),
         ),
-        needs=(OFF_POLICY,),
+        needs=(common.OFF_POLICY,),
         causes=(
-            PROVED_STALE,
-            STUCK,
+            common.PROVED_STALE,
+            common.STUCK,
             Cause(
                 "rollouts are too old for steps of this size",
                 "lower schedule.max_staleness or schedule.sync_every, or correct with correction.weights",
             ),
-            TOO_FAST,
+            common.TOO_FAST,
         ),
     ),
 )

@@ -5,13 +5,42 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rl_core.errors import SettingsError
 from rl_core.record_fields import record
 from rl_metrics.definitions.definition import Band
-from rl_metrics.health.families import FAMILIES, Family
 from rl_metrics.health.finding import Severity, Side
+
+Family = Literal["policy_gradient", "distillation", "mixed"]
+"""What a run learns from: rewards by a policy gradient, teachers, or both; some rules hold only for one."""
+
+FAMILIES: tuple[Family, ...] = get_args(Family)
+REWARDED: tuple[Family, ...] = ("policy_gradient", "mixed")
+"""Families that learn from rewards, alone or with teachers."""
+
+GRADIENT_ALONE: tuple[Family, ...] = ("policy_gradient",)
+"""Families whose loss, gradients, entropy and lengths come only from a policy gradient."""
+
+FAMILY_TEXTS: dict[Family, str] = {
+    "policy_gradient": "a policy gradient",
+    "distillation": "distillation",
+    "mixed": "distillation with rewards",
+}
+
+
+def family_of(metrics: Collection[str], settings: Mapping[str, Any]) -> Family:
+    """Return the family of a recorded run.
+
+    Args:
+        metrics: Names of its metrics; only runs with teachers have actor/distillation/*.
+        settings: Settings of the run, as tables; without them, a run with teachers counts as distillation alone.
+    """
+    if not any(name.startswith("actor/distillation/") for name in metrics):
+        return "policy_gradient"
+    distillation = settings.get("distillation")
+    is_mixed = isinstance(distillation, Mapping) and distillation.get("use_task_rewards") is True
+    return "mixed" if is_mixed else "distillation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +84,7 @@ class Condition:
         needs: Conditions that must be true too; for a rule's own conditions.
         unless: Conditions; any true one excuses this condition, beside the rule's; for a rule's own conditions.
         otherwise: Text if the condition is false; for a rule's `needs`.
-        can_do_with_one: Whether the last column is optional.
+        optional_last: Whether the last column is optional.
         at_end: Whether the condition is for the end of a run only; for a rule's own conditions.
     """
 
@@ -68,18 +97,19 @@ class Condition:
     needs: tuple["Condition", ...] = ()
     unless: tuple["Condition", ...] = ()
     otherwise: str = ""
-    can_do_with_one: bool = False
+    optional_last: bool = False
     at_end: bool = False
 
     @property
     def needed(self) -> tuple[tuple[str, ...], ...]:
         """The required columns."""
-        return self.reads[:-1] if self.can_do_with_one else self.reads
+        return self.reads[:-1] if self.optional_last else self.reads
 
     def limits_of(self, rule: "Rule") -> dict[str, float]:
         """Return the limits of this condition as numbers, for use in a rule."""
-        limits = self.limits or {threshold.name: threshold.name for threshold in rule.thresholds}
-        return {name: rule.limit(limit) if isinstance(limit, str) else limit for name, limit in limits.items()}
+        thresholds = {threshold.name: threshold.default for threshold in rule.thresholds}
+        limits = {name: thresholds[limit] if isinstance(limit, str) else limit for name, limit in self.limits.items()}
+        return limits or thresholds
 
 
 def condition(kind: str, *reads: str | tuple[str, ...], **options: Any) -> Condition:
@@ -159,17 +189,6 @@ class Rule:
     events: tuple[tuple[str, str], ...] = ()
     reasons: str = ""
 
-    def limit(self, name: str) -> float:
-        """Return a threshold's value.
-
-        Raises:
-            KeyError: The rule has no threshold of this name.
-        """
-        for threshold in self.thresholds:
-            if threshold.name == name:
-                return threshold.default
-        raise KeyError(name)
-
 
 def with_thresholds(rules: Iterable[Rule], chosen: Mapping[str, float]) -> tuple[Rule, ...]:
     """Return the rules with a user's thresholds.
@@ -183,20 +202,14 @@ def with_thresholds(rules: Iterable[Rule], chosen: Mapping[str, float]) -> tuple
     """
     rules = tuple(rules)
     known = [f"{rule.name}.{threshold.name}" for rule in rules for threshold in rule.thresholds]
-    for name in chosen:
-        if name not in known:
-            raise SettingsError(f"there is no threshold {name!r}{_hint(name, known)}.")
+    _require(chosen, known, what="threshold")
+
+    def set_by_user(rule: Rule, threshold: Threshold) -> Threshold:
+        value = chosen.get(f"{rule.name}.{threshold.name}")
+        return threshold if value is None else replace(threshold, default=float(value), source="chosen by you")
+
     return tuple(
-        replace(
-            rule,
-            thresholds=tuple(
-                replace(one, default=float(chosen[f"{rule.name}.{one.name}"]), source="chosen by you")
-                if f"{rule.name}.{one.name}" in chosen
-                else one
-                for one in rule.thresholds
-            ),
-        )
-        for rule in rules
+        replace(rule, thresholds=tuple(set_by_user(rule, threshold) for threshold in rule.thresholds)) for rule in rules
     )
 
 
@@ -213,18 +226,11 @@ def without(rules: Iterable[Rule], off: Collection[str]) -> tuple[Rule, ...]:
 
 def reads(rules: Iterable[Rule]) -> Callable[[str], bool]:
     """Return a predicate that is True for the names of metrics read by any of the rules."""
-    conditions = (
-        condition
-        for rule in rules
-        for one in (
-            *rule.conditions,
-            *rule.needs,
-            *rule.unless,
-            *rule.idle,
-            *(cause.sign for cause in rule.causes if cause.sign),
-        )
-        for condition in (one, *one.needs, *one.unless)
-    )
+    conditions: list[Condition] = []
+    for rule in rules:
+        signs = (cause.sign for cause in rule.causes if cause.sign)
+        for condition in (*rule.conditions, *rule.needs, *rule.unless, *rule.idle, *signs):
+            conditions += [condition, *condition.needs, *condition.unless]
     names = {name for condition in conditions for choices in condition.reads for name in choices}
     patterns = [pattern_of(name) for name in sorted(names) if is_pattern(name)]
     return lambda metric: metric in names or any(pattern.fullmatch(metric) for pattern in patterns)
@@ -252,12 +258,12 @@ def require_rules(rules: Iterable[Rule], names: Iterable[str], *, also: tuple[st
     Raises:
         SettingsError: A rule does not exist; the message suggests the nearest one.
     """
-    known = [*also, *(rule.name for rule in rules)]
+    _require(names, [*also, *(rule.name for rule in rules)], what="health rule")
+
+
+def _require(names: Iterable[str], known: list[str], *, what: str) -> None:
     for name in names:
         if name not in known:
-            raise SettingsError(f"there is no health rule {name!r}{_hint(name, known)}.")
-
-
-def _hint(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; the nearest is {near[0]!r}" if near else f"; known: {', '.join(known)}"
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"the nearest is {near[0]!r}" if near else f"known: {', '.join(known)}"
+            raise SettingsError(f"there is no {what} {name!r}; {hint}.")

@@ -4,23 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
+from rl_metrics.definitions import entries
 from rl_metrics.definitions.definition import Band
-from rl_metrics.definitions.entries import (
-    ADVANTAGES_MEAN,
-    ENTROPY,
-    GRAD_NORM,
-    GRAD_NORM_MEAN,
-    KL_TO_REFERENCE,
-    POLICY_LOSS_MEAN,
-    STEP_KL,
-)
 from rl_metrics.health.common_rules import LOSS, REFERENCE_KL
-from rl_metrics.health.families import GRADIENT_ALONE, Family
 from rl_metrics.health.finding import Check, Verdict
+from rl_metrics.health.rules import GRADIENT_ALONE, Family
 from rl_metrics.run_files.history import History
-from rl_metrics.run_files.json_lines import number_or_none
+from rl_metrics.run_files.json_lines import as_plain
 
 Mark = Literal["ok", "outside", "accepted", "unknown"]
 """Whether both values are in their ranges; "accepted" is outside, but the check of a rule gives a reason.
@@ -39,8 +32,9 @@ class StabilityRow:
         mean: Mean over all steps.
         last: Newest value.
         step: Step of the newest value.
-        healthy_mean: Healthy range of the mean; None without one.
-        healthy_last: Healthy range of the newest value; None without one.
+        healthy_mean: Healthy range of the mean; empty without one.
+        healthy_last: Healthy range of the newest value; empty without one.
+        source: Sources of the ranges.
         mark: Whether the values are in their ranges.
         why: Why the mark is "unknown" or "accepted", or why no check warns about a value outside; else empty.
         rules: Rules that judge the metric.
@@ -51,45 +45,34 @@ class StabilityRow:
     mean: float
     last: float
     step: int
-    healthy_mean: Band | None
-    healthy_last: Band | None
+    healthy_mean: str
+    healthy_last: str
+    source: str
     mark: Mark
     why: str
     rules: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON values; ranges as text, with their sources."""
-        bands = [band for band in (self.healthy_mean, self.healthy_last) if band]
-        return {
-            "label": self.label,
-            "metric": self.metric,
-            "mean": number_or_none(self.mean),
-            "last": number_or_none(self.last),
-            "step": self.step,
-            "healthy_mean": str(self.healthy_mean or ""),
-            "healthy_last": str(self.healthy_last or ""),
-            "source": "; ".join(dict.fromkeys(band.source for band in bands)),
-            "mark": self.mark,
-            "why": self.why,
-            "rules": list(self.rules),
-        }
+        """Return the row as JSON values; values that are not finite are null."""
+        row: dict[str, Any] = as_plain(msgspec.to_builtins(self))
+        return row
 
 
 _Entry = tuple[str, tuple[str, ...], Band | None, Band | None, tuple[str, ...]]
 
 ENTRIES: tuple[_Entry, ...] = (
-    ("policy loss", LOSS, POLICY_LOSS_MEAN, POLICY_LOSS_MEAN, ("policy_loss",)),
-    ("entropy", ("actor/entropy",), None, ENTROPY, ("entropy_collapse", "entropy_rise", "entropy_final")),
-    ("KL of a step", ("actor/ppo_kl",), STEP_KL, STEP_KL, ("kl_high",)),
+    ("policy loss", LOSS, entries.POLICY_LOSS_MEAN, entries.POLICY_LOSS_MEAN, ("policy_loss",)),
+    ("entropy", ("actor/entropy",), None, entries.ENTROPY, ("entropy_collapse", "entropy_rise", "entropy_final")),
+    ("KL of a step", ("actor/ppo_kl",), entries.STEP_KL, entries.STEP_KL, ("kl_high",)),
     (
         "KL to the reference",
         REFERENCE_KL[::-1],
-        KL_TO_REFERENCE,
-        KL_TO_REFERENCE,
+        entries.KL_TO_REFERENCE,
+        entries.KL_TO_REFERENCE,
         ("kl_loss_high", "reference_kl_high"),
     ),
-    ("gradient norm", ("actor/grad_norm",), GRAD_NORM_MEAN, GRAD_NORM, ("grad_norm",)),
-    ("mean advantage", ("critic/advantages/mean",), ADVANTAGES_MEAN, ADVANTAGES_MEAN, ("policy_loss",)),
+    ("gradient norm", ("actor/grad_norm",), entries.GRAD_NORM_MEAN, entries.GRAD_NORM, ("grad_norm",)),
+    ("mean advantage", ("critic/advantages/mean",), entries.ADVANTAGES_MEAN, entries.ADVANTAGES_MEAN, ("policy_loss",)),
 )
 """Label, alternative metrics, healthy ranges of the mean and of the newest value, and the rules that judge them."""
 
@@ -104,7 +87,7 @@ def stability(history: History, verdict: Verdict, *, family: Family = "policy_gr
     """
     has_ranges = family in GRADIENT_ALONE
     rows = []
-    for label, names, healthy_mean, healthy_last, rules in ENTRIES:
+    for label, names, *healthy, rules in ENTRIES:
         metric = next((name for name in names if name in history.values), None)
         known = np.flatnonzero(np.isfinite(history.values[metric] if metric else np.zeros(0)))
         if metric is None or not len(known):
@@ -112,9 +95,10 @@ def stability(history: History, verdict: Verdict, *, family: Family = "policy_gr
         values = history.values[metric][known]
         with np.errstate(all="ignore"):  # values may be near the largest float
             mean, last = float(values.mean()), float(values[-1])
-        bands = (healthy_mean, healthy_last) if has_ranges else (None, None)
+        bands = healthy if has_ranges else (None, None)
         is_ok = all(band is None or band.contains(value) for band, value in zip(bands, (mean, last), strict=True))
-        mark, why = _marked([one for one in verdict.checks if one.rule in rules], has_ranges=has_ranges, is_ok=is_ok)
+        checks = [check for check in verdict.checks if check.rule in rules]
+        mark, why = _marked(checks, has_ranges=has_ranges, is_ok=is_ok)
         rows.append(
             StabilityRow(
                 label=label,
@@ -122,8 +106,9 @@ def stability(history: History, verdict: Verdict, *, family: Family = "policy_gr
                 mean=mean,
                 last=last,
                 step=int(history.steps[known[-1]]),
-                healthy_mean=bands[0],
-                healthy_last=bands[1],
+                healthy_mean=str(bands[0] or ""),
+                healthy_last=str(bands[1] or ""),
+                source="; ".join(dict.fromkeys(band.source for band in bands if band)),
                 mark=mark,
                 why=why,
                 rules=rules,

@@ -1,45 +1,30 @@
 """Stability rules: sound training data, and agreement of engine and learner."""
 
-from rl_metrics.definitions.entries import BY_DESIGN, GRAD_NORM, GRAD_NORM_MEAN, GUIDE, THUMB
-from rl_metrics.health.common_rules import (
-    BROKEN,
-    CUT_SHORT,
-    DETERMINISTIC,
-    EQUAL_REWARDS,
-    HAS_GAINED,
-    IMPROVES,
-    KL_COEFFICIENT,
-    MISMATCH,
-    NOT_FINITE,
-    PROVED_STALE,
-    RANDOM,
-    REWARD_ZERO,
-    SCORE,
-    SOLVED,
-    STANDS_STILL,
-    TOO_FAST,
-    TOO_OLD,
-    WITHOUT_SPREAD,
-)
-from rl_metrics.health.families import GRADIENT_ALONE, REWARDED
-from rl_metrics.health.rules import Cause, Rule, Threshold, condition, from_band
+from functools import partial
 
-OF_TRAJECTORIES = "{metric}: {value:share} of the trajectories (at most {max:share} is healthy)"
+from rl_metrics.definitions.entries import BY_DESIGN, GRAD_NORM, GRAD_NORM_MEAN, GUIDE, THUMB
+from rl_metrics.health import common_rules as common
+from rl_metrics.health.rules import GRADIENT_ALONE, REWARDED, Cause, Rule, Threshold, condition, from_band
+
+OF_TRAJECTORIES = common.share_of("trajectories")
 REACHED = "{metric} reached {value} in a step"
 
+NUMERIC = (
+    Cause("too little precision", "use bfloat16 or float32, not float16"),
+    Cause("a reward or logprob that is not finite", "look at the first step with one"),
+)
+
+rule = partial(Rule, side="stability")
+
 STABILITY = (
-    Rule(
+    rule(
         name="grad_norm",
-        side="stability",
         title="gradient norm below 1",
         what="The gradients stay large.",
         conditions=(
-            condition("level", "actor/grad_norm", says="{metric} is at {value} (at most {max} is healthy)", max="max"),
+            condition("level", "actor/grad_norm", says=common.HEALTHY, max="max"),
             condition(
-                "run_mean",
-                "actor/grad_norm",
-                says="{metric} is {value} on average over the run (at most {max} is healthy)",
-                max="mean_max",
+                "run_mean", "actor/grad_norm", says=common.OVER_THE_RUN + " (at most {max} is healthy)", max="mean_max"
             ),
         ),
         thresholds=(
@@ -47,32 +32,25 @@ STABILITY = (
             *from_band(GRAD_NORM_MEAN, "mean over the run", prefix="mean_"),
         ),
         min_steps=20,
-        unless=(SOLVED, IMPROVES, HAS_GAINED),
+        unless=(common.SOLVED, common.IMPROVES, common.HAS_GAINED),
         families=GRADIENT_ALONE,
         causes=(
-            PROVED_STALE,
-            MISMATCH,
-            TOO_OLD,
+            common.PROVED_STALE,
+            common.MISMATCH,
+            common.TOO_OLD,
+            Cause("the KL penalty outweighs the reward", "divide algorithm.kl_coefficient by ten", rule="policy_held"),
             Cause(
                 "the KL penalty outweighs the reward",
                 "divide algorithm.kl_coefficient by ten",
-                rule="policy_held",
+                sign=common.kl_coefficient(above=1.0),
             ),
-            Cause(
-                "the KL penalty outweighs the reward",
-                "divide algorithm.kl_coefficient by ten",
-                sign=condition(
-                    "level", KL_COEFFICIENT, window=5, says="{metric} is {value}; up to 0.02 is usual", max=1.0
-                ),
-            ),
-            TOO_FAST,
+            common.TOO_FAST,
             Cause("large rewards or advantages", "normalize advantages, or scale the reward"),
             Cause("the batch is too small", "raise rollout.prompts_per_step or rollout.group_size"),
         ),
     ),
-    Rule(
+    rule(
         name="grad_jump",
-        side="stability",
         title="no jumps of the gradient norm",
         what="The gradient norm jumped.",
         conditions=(
@@ -91,17 +69,16 @@ STABILITY = (
         min_steps=4,
         families=GRADIENT_ALONE,
         causes=(
-            PROVED_STALE,
-            MISMATCH,
-            TOO_OLD,
-            TOO_FAST,
+            common.PROVED_STALE,
+            common.MISMATCH,
+            common.TOO_OLD,
+            common.TOO_FAST,
             Cause("the gradients are large at all steps", "see the finding grad_norm", rule="grad_norm"),
             Cause("a batch with extreme ratios or lengths", "clip gradients (optimizer.clip_grad = 1)"),
         ),
     ),
-    Rule(
+    rule(
         name="not_finite",
-        side="stability",
         title="all values are finite",
         what="Values that are not finite were dropped, or updates were skipped because of them.",
         conditions=(
@@ -110,26 +87,18 @@ STABILITY = (
         ),
         thresholds=(Threshold("max", 0.0, "values or updates in a step", BY_DESIGN),),
         min_steps=1,
-        causes=(
-            TOO_FAST,
-            Cause("too little precision", "use bfloat16 or float32, not float16"),
-            Cause("a reward or logprob that is not finite", "look at the first step with one"),
-        ),
+        causes=(common.TOO_FAST, *NUMERIC),
     ),
-    Rule(
+    rule(
         name="lost_metrics",
-        side="stability",
         title="metrics of every step stay recorded",
         what="Metrics recorded at every step are missing or not finite (NaN, infinite).",
         severity="critical",
         conditions=tuple(
             condition("lost", names, says="{metric} is missing or not finite in {value} newest steps")
             for names in (
-                SCORE,
-                ("actor/loss", "actor/pg_loss"),
-                ("actor/grad_norm",),
-                ("actor/entropy",),
-                ("response_length/mean",),
+                *(common.SCORE, common.LOSS[::-1]),
+                *("actor/grad_norm", "actor/entropy", "response_length/mean"),
             )
         ),
         thresholds=(Threshold("max", 5.0, "newest steps without a value", BY_DESIGN),),
@@ -139,59 +108,47 @@ STABILITY = (
                 "the policy is no longer finite: an update or learning rate was too large",
                 "resume from an earlier checkpoint with a third of the learning rate",
             ),
-            Cause("too little precision", "use bfloat16 or float32, not float16"),
-            Cause("a reward or logprob that is not finite", "look at the first step with one"),
+            *NUMERIC,
             Cause("the run no longer records them", "check what changed at its last resume"),
         ),
     ),
-    Rule(
+    rule(
         name="no_advantages",
-        side="stability",
         title="advantages are not all zero",
         what="Every advantage is 0: the policy learns nothing.",
         severity="critical",
         conditions=(
-            condition(
-                "zero",
-                "critic/advantages/max",
-                "critic/advantages/min",
-                says="advantages differ from 0 by up to {value} in the last {window} steps",
-            ),
+            condition("zero", "critic/advantages/max", "critic/advantages/min", says="advantages" + common.DIFFER),
         ),
         thresholds=(Threshold("max", 1e-9, "maximum advantage that counts as 0", BY_DESIGN),),
         window=5,
         min_steps=5,
-        unless=(SOLVED,),
+        unless=(common.SOLVED,),
         families=REWARDED,
         causes=(
-            REWARD_ZERO,
-            BROKEN,
-            EQUAL_REWARDS,
+            common.REWARD_ZERO,
+            common.BROKEN,
+            common.EQUAL_REWARDS,
             Cause(
                 "the advantage's options remove all differences", "look at algorithm.advantage and rollout.group_size"
             ),
         ),
     ),
-    Rule(
+    rule(
         name="without_spread",
-        side="stability",
         title="rewards differ within groups",
         what="In nearly every group all rewards are equal; such groups have no advantages.",
-        conditions=(
-            condition(
-                "level", WITHOUT_SPREAD, says="{metric}: {value:share} of the groups (at most {max:share} is healthy)"
-            ),
-        ),
+        conditions=(condition("level", common.WITHOUT_SPREAD, says=common.share_of("groups")),),
         thresholds=(Threshold("max", 0.9, "share of groups", THUMB),),
         window=5,
         min_steps=5,
-        unless=(SOLVED,),
+        unless=(common.SOLVED,),
         families=REWARDED,
         causes=(
-            REWARD_ZERO,
-            DETERMINISTIC,
-            BROKEN,
-            CUT_SHORT,
+            common.REWARD_ZERO,
+            common.DETERMINISTIC,
+            common.BROKEN,
+            common.CUT_SHORT,
             Cause(
                 "the reward function gives every response of a prompt the same reward",
                 "call it on a right and a wrong response to one prompt",
@@ -202,33 +159,26 @@ STABILITY = (
             ),
         ),
     ),
-    Rule(
+    rule(
         name="truncated",
-        side="stability",
         title="responses end before the length limit",
         what="Many responses are cut at the length limit.",
-        conditions=(
-            condition(
-                "level",
-                "response_length/clip_ratio",
-                says="{metric}: {value:share} of the responses (at most {max:share} is healthy)",
-            ),
-        ),
+        conditions=(condition("level", "response_length/clip_ratio", says=common.share_of("responses")),),
         thresholds=(Threshold("max", 0.1, "share of responses", THUMB),),
         window=5,
         min_steps=5,
         causes=(
-            NOT_FINITE,
-            RANDOM,
-            BROKEN,
-            PROVED_STALE,
+            common.NOT_FINITE,
+            common.RANDOM,
+            common.BROKEN,
+            common.PROVED_STALE,
             Cause(
                 "the limit is too low for the task",
                 "raise rollout.max_response_tokens",
                 sign=condition(
                     "level",
                     "response_length/clip_ratio",
-                    window=1_000_000,
+                    window=common.OVER_RUN,
                     says="also in most of the run: {value:share} of the responses",
                     max=0.1,
                 ),
@@ -240,9 +190,8 @@ STABILITY = (
             Cause("the limit is too low for the task", "raise rollout.max_response_tokens"),
         ),
     ),
-    Rule(
+    rule(
         name="response_length",
-        side="stability",
         title="response length",
         what="Responses have become much shorter or longer without a gain in reward.",
         conditions=(
@@ -264,22 +213,21 @@ STABILITY = (
             Threshold("grown", 3.0, "maximum multiple of its start", THUMB),
         ),
         min_steps=30,
-        unless=(SOLVED, IMPROVES),
-        needs=(STANDS_STILL,),
+        unless=(common.SOLVED, common.IMPROVES),
+        needs=(common.STANDS_STILL,),
         families=GRADIENT_ALONE,
         causes=(
-            RANDOM,
-            BROKEN,
-            DETERMINISTIC,
+            common.RANDOM,
+            common.BROKEN,
+            common.DETERMINISTIC,
             Cause(
                 "the reward pays for long or short responses",
                 "read the responses with the highest rewards, and penalize length",
             ),
         ),
     ),
-    Rule(
+    rule(
         name="lost_rollouts",
-        side="stability",
         title="sessions return trajectories",
         what="Many sessions failed, or returned nothing that can train.",
         conditions=(
@@ -287,7 +235,7 @@ STABILITY = (
                 "part_level",
                 "rollout/failed_sessions",
                 "rollout/num_trajectories",
-                says="{metric}: {value:share} of the sessions (at most {max:share} is healthy)",
+                says=common.share_of("sessions"),
                 max="failed_max",
             ),
             condition("level", "response/aborted_ratio", says=OF_TRAJECTORIES, max="aborted_max"),
@@ -321,18 +269,11 @@ STABILITY = (
             Cause("requests run out of time", "look at agent_loop/slowest/*, and raise the deadlines"),
         ),
     ),
-    Rule(
+    rule(
         name="broken_sessions",
-        side="stability",
         title="an agent's turns are one conversation",
         what="Many agent requests start a new conversation; each trains as a separate trajectory.",
-        conditions=(
-            condition(
-                "level",
-                "gateway/new_root_share",
-                says="{metric}: {value:share} of the requests (at most {max:share} is healthy)",
-            ),
-        ),
+        conditions=(condition("level", "gateway/new_root_share", says=common.share_of("requests")),),
         thresholds=(Threshold("max", 0.3, "share of the requests, running median", THUMB),),
         window=5,
         min_steps=1,
@@ -347,18 +288,11 @@ STABILITY = (
             ),
         ),
     ),
-    Rule(
+    rule(
         name="failed_rewards",
-        side="stability",
         title="the reward function returns rewards",
         what="The reward function failed in some sessions, which are dropped or count 0.",
-        conditions=(
-            condition(
-                "level",
-                "rollout/failed_rewards",
-                says="{metric}: {value} sessions in a step",
-            ),
-        ),
+        conditions=(condition("level", "rollout/failed_rewards", says="{metric}: {value} sessions in a step"),),
         thresholds=(Threshold("max", 0.0, "sessions in a step, running median", BY_DESIGN),),
         window=5,
         min_steps=1,
@@ -371,6 +305,31 @@ STABILITY = (
             Cause(
                 "a service that it calls does not answer", 'raise reward.timeout_s, or set reward.on_failure = "retry"'
             ),
+        ),
+    ),
+    rule(
+        name="reward_spread",
+        title="the spread of rewards does not grow",
+        what="The rewards within groups spread more and more: training becomes unstable.",
+        conditions=(condition("grown", "rollout/group_reward_std", says=common.MANY_TIMES.format("")),),
+        thresholds=(Threshold("times", 3.0, "running median over the median at the start", THUMB),),
+        unless=(
+            condition(
+                "within_bounds",
+                "rollout/group_reward_std",
+                "critic/score/mean",
+                "critic/score/min",
+                "critic/score/max",
+                says="so much spread belongs to this mean of rewards between the same bounds",
+                times=3.0,
+            ),
+        ),
+        families=REWARDED,
+        causes=(
+            common.RANDOM,
+            common.TOO_FAST,
+            Cause("a part of the reward has no bounds", "look at reward/*, and bound or scale that part"),
+            Cause("some prompts are solved and others are not", "look at distribution/reward and the report's groups"),
         ),
     ),
 )

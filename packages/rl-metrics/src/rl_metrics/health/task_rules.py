@@ -1,77 +1,69 @@
 """Task rules: the policy learns what is rewarded."""
 
+from functools import partial
+
 from rl_metrics.definitions.entries import BY_DESIGN, GUIDE, THUMB
-from rl_metrics.health.common_rules import (
-    BEST_SCORE,
-    BROKEN,
-    CUT_SHORT,
-    DETERMINISTIC,
-    IMPROVED,
-    MISMATCH,
-    NO_SPREAD,
-    NOT_FINITE,
-    PROVED_STALE,
-    REWARD_ZERO,
-    SCORE,
-    SOLVED,
-    TOO_FAST,
-)
-from rl_metrics.health.families import REWARDED
-from rl_metrics.health.rules import Cause, Rule, Threshold, condition
+from rl_metrics.health import common_rules as common
+from rl_metrics.health.rules import REWARDED, Cause, Condition, Rule, Threshold, condition
 
 BELOW_BEST = "{metric} is {value:share} below its best of {before} (at most {max:share} is healthy)"
 ON_THE_WAY = "{metric} started at {before} and went at most {value:share} of the way to the highest reward"
 ABOVE_START = "{metric} started at {before}, and its best is {value:share} above that"
 BELOW_TRAINING = "{metric} is {value:share} below training's {before} (a new gap of at most {max:share} is healthy)"
 
-TWO_ERRORS = 2.0
-"""Standard errors of margin for a validation without an interval."""
-
-THREE_IN_A_ROW = 3.0
-"""Consecutive validations, because greedy responses can be temporarily worse while the policy changes."""
-
 SURE = 6
 """Number of validations from which a verdict on them is sure; fewer are judged more cautiously, and it is said."""
+
+IN_A_ROW = {"errors": 2.0, "held": 3.0, "sure": SURE}
+"""Limits of validations: standard errors of margin without an interval, and three in a row.
+
+Greedy responses can be temporarily worse while the policy changes.
+"""
 
 TOO_HARD = Cause(
     "the prompts are too hard for this policy",
     "start with easier prompts, a warm start (SFT), or partial credit in the reward",
 )
 
-VALIDATED_REWARD = (
-    "val-core/*/reward/mean@#",
-    "val-core/*/score/mean@#",
-    "val-aux/*/reward/mean@#",
-    "val-aux/*/score/mean@#",
-)
-VALIDATED = "val-core/*/mean@#"
+VALIDATED_REWARD = tuple(f"{part}/*/{name}/mean@#" for part in ("val-core", "val-aux") for name in ("reward", "score"))
 UPPER_END = "val-core/*/mean@#/ci_high"
 """Upper end of a validation's confidence interval; a fall within it is no loss."""
 
+REWARDED_SHARE = "rollout/positive_reward_ratio"
+SOME_REWARDED = "{value:share} of the responses have a reward above 0"
+NO_GAIN = "{{metric}} is at best {{value}}, {{window}} {} ago it was at best {{before}}"
+
+HAS_RISEN = condition(
+    "risen", common.SCORE, common.BEST_SCORE, window=10, says="the reward rose before", optional_last=True, min=0.1
+)
+"""The reward rose before it got stuck; `reward_flat` finds one that never rose."""
+
+
+def stuck_validation(metric: str, *, sign: float = 1.0, below: float | str = "below") -> Condition:
+    """Return the condition that validations no longer improve; `sign` = -1 for a metric that should fall."""
+    says = f"{NO_GAIN.format('validations')} ({{below}} is good enough)"
+    return condition("stuck", metric, says=says, window=5, below=below, gain="gain", sign=sign)
+
+
+rule = partial(Rule, side="task")
+
 TASK = (
-    Rule(
+    rule(
         name="reward_zero",
-        side="task",
         title="some responses are rewarded",
         what="Every reward is 0.",
         severity="critical",
         conditions=(
-            condition(
-                "zero",
-                SCORE,
-                BEST_SCORE,
-                says="rewards differ from 0 by up to {value} in the last {window} steps",
-                can_do_with_one=True,
-            ),
+            condition("zero", common.SCORE, common.BEST_SCORE, says="rewards" + common.DIFFER, optional_last=True),
         ),
         thresholds=(Threshold("max", 1e-9, "maximum reward that counts as 0", BY_DESIGN),),
         min_steps=5,
-        unless=(SOLVED,),
+        unless=(common.SOLVED,),
         families=REWARDED,
         causes=(
-            NOT_FINITE,
-            BROKEN,
-            CUT_SHORT,
+            common.NOT_FINITE,
+            common.BROKEN,
+            common.CUT_SHORT,
             Cause(
                 "the reward function does not find answers, or compares them with the wrong field",
                 "call the reward function on a response known to be right, and read some of the run's responses",
@@ -79,49 +71,41 @@ TASK = (
             TOO_HARD,
         ),
     ),
-    Rule(
+    rule(
         name="reward_fell",
-        side="task",
         title="the reward keeps its gains",
         what="The reward has fallen far below its best.",
         severity="critical",
-        conditions=(condition("fall", SCORE, says=BELOW_BEST, max="max", by=0.01, errors=3.2),),
+        conditions=(condition("fall", common.SCORE, says=BELOW_BEST, max="max", by=0.01, errors=3.2),),
         thresholds=(Threshold("max", 0.25, "maximum loss, share of the best running median", THUMB),),
         causes=(
-            NOT_FINITE,
-            PROVED_STALE,
-            MISMATCH,
-            CUT_SHORT,
-            DETERMINISTIC,
+            common.NOT_FINITE,
+            common.PROVED_STALE,
+            common.MISMATCH,
+            common.CUT_SHORT,
+            common.DETERMINISTIC,
             Cause(
                 "rollouts are too old for steps of this size",
                 "lower schedule.max_staleness or schedule.sync_every, or the learning rate",
                 rule="off_policy",
             ),
             Cause(
-                "learning rate too high",
-                "resume from a checkpoint before the fall with a third of the learning rate",
+                "learning rate too high", "resume from a checkpoint before the fall with a third of the learning rate"
             ),
             Cause("the reward function changed, or fails", "look at its errors and at reward/*"),
         ),
     ),
-    Rule(
+    rule(
         name="reward_flat",
-        side="task",
         title="the reward has risen since the start",
         what="The reward has not risen since the start.",
         conditions=(
-            condition(
-                "no_rise",
-                SCORE,
-                BEST_SCORE,
-                says=ON_THE_WAY,
-            ),
-            condition("no_rise", SCORE, says=ABOVE_START),
+            condition("no_rise", common.SCORE, common.BEST_SCORE, says=ON_THE_WAY),
+            condition("no_rise", common.SCORE, says=ABOVE_START),
         ),
         thresholds=(Threshold("min", 0.1, "minimum gain, share of the way to the highest reward", THUMB),),
         min_steps=30,
-        unless=(SOLVED, IMPROVED),
+        unless=(common.SOLVED, common.IMPROVED),
         families=REWARDED,
         causes=(
             Cause(
@@ -132,46 +116,33 @@ TASK = (
             Cause(
                 "the reward function gives every response of a prompt the same reward",
                 "call the reward function on a right and a wrong response to one prompt",
-                sign=NO_SPREAD,
+                sign=common.NO_SPREAD,
             ),
-            PROVED_STALE,
-            MISMATCH,
+            common.PROVED_STALE,
+            common.MISMATCH,
             Cause("rollouts are not from the trained policy", "run rl-metrics doctor on the run", rule="off_policy"),
             Cause(
                 "the KL penalty keeps the policy at the reference", "lower algorithm.kl_coefficient", rule="policy_held"
             ),
-            DETERMINISTIC,
-            CUT_SHORT,
+            common.DETERMINISTIC,
+            common.CUT_SHORT,
             Cause("learning rate too high", "divide the learning rate by three", rule="reward_fell"),
-            Cause("learning rate too low", "multiply the learning rate by three"),
+            common.TOO_SLOW,
             TOO_HARD,
         ),
     ),
-    Rule(
+    rule(
         name="reward_rare",
-        side="task",
         title="share of positive rewards",
         what="Hardly any response is rewarded.",
-        conditions=(
-            condition(
-                "level",
-                "rollout/positive_reward_ratio",
-                says="{value:share} of the responses have a reward above 0 (at least {min:share} is healthy)",
-            ),
-        ),
+        conditions=(condition("level", REWARDED_SHARE, says=f"{SOME_REWARDED} (at least {{min:share}} is healthy)"),),
         thresholds=(Threshold("min", 0.05, "share of rewards above 0", THUMB),),
         unless=(condition("level", ("critic/score/min", "critic/rewards/min"), min=0.0),),
         families=REWARDED,
-        causes=(
-            REWARD_ZERO,
-            CUT_SHORT,
-            BROKEN,
-            TOO_HARD,
-        ),
+        causes=(common.REWARD_ZERO, common.CUT_SHORT, common.BROKEN, TOO_HARD),
     ),
-    Rule(
+    rule(
         name="overfitting",
-        side="task",
         title="validation against training",
         what="The policy has become worse on validation than on its training prompts.",
         conditions=tuple(
@@ -180,15 +151,13 @@ TASK = (
                 *names,
                 UPPER_END,
                 says=BELOW_TRAINING,
-                can_do_with_one=True,
+                optional_last=True,
                 at_end=limit == "end_max",
                 max=limit,
-                errors=TWO_ERRORS,
-                held=THREE_IN_A_ROW,
-                sure=SURE,
+                **IN_A_ROW,
             )
             for limit in ("max", "end_max")
-            for names in ((SCORE, VALIDATED_REWARD), ("reward/acc/mean", "val-core/*/acc/mean@#"))
+            for names in ((common.SCORE, VALIDATED_REWARD), ("reward/acc/mean", "val-core/*/acc/mean@#"))
         ),
         thresholds=(
             Threshold("max", 0.2, "new gap beyond noise, as a share of the training reward", GUIDE),
@@ -217,23 +186,20 @@ TASK = (
             ),
         ),
     ),
-    Rule(
+    rule(
         name="validation_fell",
-        side="task",
         title="validation keeps its gains",
         what="Validation has fallen below its best.",
         conditions=(
             condition(
                 "fall",
-                VALIDATED,
+                "val-core/*/mean@#",
                 UPPER_END,
                 says=BELOW_BEST,
-                can_do_with_one=True,
+                optional_last=True,
                 max="max",
                 by=0.01,
-                errors=TWO_ERRORS,
-                held=THREE_IN_A_ROW,
-                sure=SURE,
+                **IN_A_ROW,
             ),
         ),
         thresholds=(Threshold("max", 0.2, "maximum loss, share of the best", GUIDE),),
@@ -247,27 +213,74 @@ TASK = (
                 rule="reward_fell",
             ),
             Cause("overfitting", "stop at the best validation, or train on more prompts", rule="overfitting"),
-            TOO_FAST,
+            common.TOO_FAST,
             Cause(
                 "the validation data or its ground truths are wrong, or changed",
                 "score some of its responses by hand, and compare prompts.validation with prompts.train",
             ),
         ),
     ),
-    Rule(
+    rule(
         name="component_fell",
-        side="task",
         title="rewards by component",
         what="A component of the reward falls while the total does not.",
         conditions=(condition("fall", "reward/*/mean", says=BELOW_BEST, max="max", by=0.05, errors=3.2),),
         thresholds=(Threshold("max", 0.3, "maximum loss, share of the component's best", THUMB),),
         min_steps=20,
-        unless=(condition("fall", SCORE, max=0.1, by=0.01),),
+        unless=(condition("fall", common.SCORE, max=0.1, by=0.01),),
         families=REWARDED,
         causes=(
             Cause(
                 "the policy trades this component for another that pays more",
                 "change the components' weights, and read the responses with the highest rewards",
+            ),
+        ),
+    ),
+    rule(
+        name="plateau",
+        title="improves until its target",
+        what="The policy has stopped improving below its target.",
+        conditions=(
+            stuck_validation("val-core/*/acc/mean@#"),
+            condition(
+                "stuck",
+                common.SCORE,
+                common.BEST_SCORE,
+                says=f"{NO_GAIN.format('steps')} ({{share:share}} of the way to the highest reward is good enough)",
+                window=40,
+                min_steps=60,
+                needs=(HAS_RISEN,),
+                unless=(common.SOLVED, common.IMPROVES),
+                share="share",
+                gain="gain",
+            ),
+        ),
+        thresholds=(
+            Threshold("below", 0.55, "validation accuracy that is good enough; trainer.target replaces it", GUIDE),
+            Threshold("share", 0.5, "share of the way to the highest reward that is good enough", THUMB),
+            Threshold("gain", 0.05, "gain over the earlier best that counts, as a share of it", THUMB),
+        ),
+        min_steps=6,
+        families=REWARDED,
+        causes=(
+            common.REWARD_ZERO,
+            Cause(
+                "few responses are rewarded",
+                "start with easier prompts, a warm start (SFT), or partial credit in the reward",
+                sign=condition("level", REWARDED_SHARE, says=f"only {SOME_REWARDED}", min=0.2),
+            ),
+            Cause(
+                "most groups have equal rewards, and teach nothing",
+                "raise rollout.group_size, or set dynamic_sampling.filter to replace these groups",
+                sign=common.NO_SPREAD,
+            ),
+            common.DETERMINISTIC,
+            common.CUT_SHORT,
+            Cause("learning rate too low, or too high to settle", "try a third and three times the learning rate"),
+            Cause(
+                "this policy can do no better on these prompts",
+                "keep the best checkpoint (export --best), and set trainer.target or trainer.stop_when_no_better to "
+                "end such runs",
             ),
         ),
     ),

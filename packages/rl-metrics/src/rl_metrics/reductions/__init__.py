@@ -2,10 +2,14 @@
 
 from rl_metrics.reductions.async_training import summarize_processing_times, summarize_staleness
 from rl_metrics.reductions.distributions import batch_distributions, timing_distributions
-from rl_metrics.reductions.gateway import summarize_gateway
-from rl_metrics.reductions.gpus import summarize_gpus
+from rl_metrics.reductions.hardware import (
+    MemoryWatch,
+    memory_metrics,
+    model_flops_utilization,
+    per_token_times,
+    summarize_gpus,
+)
 from rl_metrics.reductions.histogram import Histogram
-from rl_metrics.reductions.memory import MemoryWatch, memory_metrics
 from rl_metrics.reductions.mismatch import summarize_mismatch
 from rl_metrics.reductions.recorder import Recorder
 from rl_metrics.reductions.rollouts import (
@@ -13,12 +17,12 @@ from rl_metrics.reductions.rollouts import (
     spread,
     summarize_batch,
     summarize_components,
+    summarize_gateway,
     summarize_rewards,
     summarize_speed,
     summarize_timings,
     summarize_tool_calls,
 )
-from rl_metrics.reductions.speed import model_flops_utilization, per_token_times
 
 __all__ = [
     "Histogram",

@@ -5,9 +5,9 @@ their split over micro-batches and ranks.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -189,18 +189,27 @@ class Histogram:
         return histogram
 
     def _read(self, state: Any) -> None:
-        if not isinstance(state, Mapping) or state["per_octave"] != PER_OCTAVE:
-            raise ValueError(f"per_octave must be {PER_OCTAVE}")
-        keys = _integers(state["keys"], least=-NUM_KEYS, most=NUM_KEYS)
-        counts = _integers(state["counts"], least=1, most=MAX_COUNT)
-        if len(keys) != len(counts) or (np.diff(keys) <= 0).any() or sum(counts.tolist()) != state["count"]:
+        read = msgspec.convert(state, _State)
+        if len(read.keys) != len(read.counts) or (np.diff(read.keys) <= 0).any() or sum(read.counts) != read.count:
             raise ValueError("keys must rise, with a count each that add up to count")
-        (self._num_nonfinite,) = _integers([state["nonfinite"]], least=0, most=MAX_COUNT).tolist()
-        self._counts[keys + NUM_KEYS] = counts
-        if len(keys):
-            self._min, self._max = (_finite(state[name]) for name in ("min", "max"))
-            if self._min > self._max:
-                raise ValueError("min is above max")
+        self._num_nonfinite = read.nonfinite
+        self._counts[np.array(read.keys, dtype=np.int64) + NUM_KEYS] = read.counts
+        if read.keys:
+            if read.min is None or read.max is None or not -math.inf < read.min <= read.max < math.inf:
+                raise ValueError("min and max must be finite numbers, and min at most max")
+            self._min, self._max = read.min, read.max
+
+
+class _State(msgspec.Struct, frozen=True):
+    """Format of a histogram as JSON."""
+
+    per_octave: Literal[32]
+    count: int
+    min: float | None
+    max: float | None
+    nonfinite: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+    keys: list[Annotated[int, msgspec.Meta(ge=-NUM_KEYS, le=NUM_KEYS)]]
+    counts: list[Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]]
 
 
 def _keys(values: Array) -> Array:
@@ -209,15 +218,3 @@ def _keys(values: Array) -> Array:
     keys = PER_OCTAVE * (exponents - EXPONENTS[0]) + np.rint(2 * PER_OCTAVE * mantissas) - (PER_OCTAVE - 1)
     signed: Array = (np.sign(values) * keys.clip(0, NUM_KEYS)).astype(np.int64)
     return signed
-
-
-def _integers(numbers: Any, *, least: int, most: int) -> Array:
-    if not isinstance(numbers, (list, tuple)) or not all(type(n) is int and least <= n <= most for n in numbers):
-        raise ValueError(f"keys and counts must be lists of integers from {least} to {most}")
-    return np.asarray(numbers, dtype=np.int64)
-
-
-def _finite(number: Any) -> float:
-    if type(number) not in (int, float) or not math.isfinite(number):
-        raise ValueError("min and max must be finite numbers")
-    return float(number)

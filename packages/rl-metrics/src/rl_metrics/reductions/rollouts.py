@@ -1,4 +1,4 @@
-"""Metrics of a batch of rollouts, as pure functions of its columns, in float64."""
+"""Metrics of a batch of rollouts and its sessions: pure functions, in float64."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,11 +9,16 @@ from numpy.typing import NDArray
 
 from rl_core.data import Batch, Timings, Trajectory, are_equal_rewards
 from rl_core.errors import ShapeError
+from rl_metrics.definitions.gateway import EVENTS
 
 Array = NDArray[Any]
 
 TOKEN_SPREADS = {"advantages": "critic/advantages", "returns": "critic/returns", "values": "critic/values"}
 """Token columns whose mean, maximum and minimum over trained tokens are metrics."""
+
+
+GATEWAY_TOKENS = ("sampled_tokens", "untrained_tokens", "abandoned_tokens")
+ROOTS = "roots_"
 
 
 def summarize_batch(
@@ -161,6 +166,44 @@ def summarize_tool_calls(sessions: Iterable[Any]) -> dict[str, float]:
     if num_calls := counts.total():
         metrics["tools/ok_share"] = (counts["ok"] + counts["truncated"]) / num_calls
     return metrics
+
+
+def summarize_gateway(sessions: Iterable[Any]) -> dict[str, float]:
+    """Return `gateway/*` of a step's sessions.
+
+    Args:
+        sessions: The gateway's report of each session: counts by name, and "overhead_ms" with one number per turn.
+            Values that are not mappings, from sessions without a gateway, are ignored.
+
+    Returns:
+        Metrics by name; empty without a session.
+    """
+    told = [one for one in sessions if isinstance(one, Mapping)]
+    if not told:
+        return {}
+    counts: Counter[str] = Counter()
+    for one in told:
+        counts.update({name: value for name, value in one.items() if _is_number(value)})
+    roots = {name.removeprefix(ROOTS): value for name, value in counts.items() if name.startswith(ROOTS)}
+    turns = [value for one in told if _is_number(value := one.get("turns"))]
+    metrics = {
+        **spread("gateway/turns", np.array(turns, dtype=np.float64)),
+        "gateway/forks": counts["forks"] / len(told),
+        "gateway/roots": sum(roots.values()) / len(told),
+        **{f"gateway/roots/{reason}": float(number) for reason, number in sorted(roots.items())},
+        **{f"gateway/{name}": float(counts[name]) for name in (*GATEWAY_TOKENS, *EVENTS)},
+    }
+    if counts["turns"]:
+        metrics["gateway/new_root_share"] = (sum(roots.values()) - roots.get("first", 0)) / counts["turns"]
+    took = [session["overhead_ms"] for session in told if isinstance(session.get("overhead_ms"), list)]
+    overheads = [value for values in took for value in values if _is_number(value)]
+    for name, quantile in (("p50", 0.5), ("p99", 0.99)) if overheads else ():
+        metrics[f"gateway/overhead_ms/{name}"] = float(np.quantile(overheads, quantile))
+    return metrics
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def slowest_trajectory(timings: Sequence[Timings]) -> int:

@@ -9,8 +9,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_metrics.comparison.intervals import UNKNOWN, Interval, difference_of_estimates, mean_of_draws, wilson
-from rl_metrics.comparison.trends import mann_kendall_z
+from rl_metrics.comparison.intervals import (
+    UNKNOWN,
+    Interval,
+    difference_of_estimates,
+    mann_kendall_z,
+    mean_of_draws,
+    wilson,
+)
 from rl_metrics.health.common_rules import SCORE
 from rl_metrics.report.run_parts import flat_settings
 from rl_metrics.run_files.history import FloatColumn, History

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from rl_core.errors import DataError
 from rl_metrics.definitions.table import CHAPTERS, DEFINITIONS, chapter_of
-from rl_metrics.doctor.hang import went_on
-from rl_metrics.hang.stack_frames import innermost_frames
+from rl_metrics.doctor.hang import has_continued
+from rl_metrics.hang import innermost_frames
 from rl_metrics.health import Verdict
-from rl_metrics.health.families import family_of
-from rl_metrics.health.run_verdict import judge_run
+from rl_metrics.health.judging import judge_run
+from rl_metrics.health.rules import family_of
 from rl_metrics.health.stability import stability
 from rl_metrics.report.packing import Kind
 from rl_metrics.run_files.history import History
@@ -247,7 +247,7 @@ def describe_hang(run: RunRecord) -> dict[str, Any] | None:
     described: dict[str, Any] = msgspec.to_builtins(report)
     for role in described["roles"]:
         role |= {"counts": list(role["counts"].items()), "where": innermost_frames(role["stack"])}
-    return described | {"summary": report.summary, "queue": list(report.queue.items()), "is_over": went_on(run)}
+    return described | {"summary": report.summary, "queue": list(report.queue.items()), "is_over": has_continued(run)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -17,7 +17,6 @@ from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import SettingsError
 from rl_core.files import sync_file, sync_folder
 from rl_core.record_fields import converts_arguments
-from rl_metrics.output_file import check_output
 from rl_metrics.report.outcome import describe_outcome
 from rl_metrics.report.packing import BlobSink, pack, page_blobs
 from rl_metrics.report.page import page_head, page_tail, run_names
@@ -38,7 +37,6 @@ from rl_metrics.run_files.run_record import RunRecord
 
 MAX_TRAJECTORIES = 50_000
 """Default maximum number of trajectories per run in a report; larger runs are sampled."""
-ENDINGS = (".html",)
 
 WORST_SHARE = 0.25
 """Maximum share of kept trajectories that are chosen for low rewards."""
@@ -61,7 +59,7 @@ def write_report(runs: Sequence[RunRecord], output: Path, *, max_trajectories: i
         OSError: The file cannot be written, or a run's cannot be read.
     """
     check_request(runs, max_trajectories)
-    check_output(output, what="the report", endings=ENDINGS)
+    check_output(output)
     part = output.with_name(f".{output.name}.{os.getpid()}.part")  # a trainer and its user may write at once
     _remove_left_parts(output)
     try:
@@ -83,6 +81,25 @@ def _remove_left_parts(output: Path) -> None:
         pid = left.suffixes[-2].removeprefix(".") if len(left.suffixes) > 1 else ""
         if pid.isdecimal() and not is_running(int(pid)):
             left.unlink(missing_ok=True)
+
+
+def check_output(output: Path) -> None:
+    """Refuse a path that is no .html file in an existing folder.
+
+    Raises:
+        SettingsError: The file has another ending or is a folder, or its folder is missing.
+    """
+    if output.is_dir():
+        raise SettingsError(
+            f"the report must be a file; {output} is a folder. Name a file in it, such as {output / 'report.html'}."
+        )
+    if output.suffix.lower() != ".html":
+        raise SettingsError(
+            f"the report must end in .html; found {output.name!r}. Name another file, such as "
+            f"{output.with_suffix('.html')}."
+        )
+    if not output.parent.is_dir():
+        raise SettingsError(f"the report must be in an existing folder; found {output.parent}. Create it first.")
 
 
 def check_request(runs: Sequence[object], max_trajectories: int) -> None:

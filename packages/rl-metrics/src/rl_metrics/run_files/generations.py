@@ -3,9 +3,10 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rl_core.data import Json
@@ -61,35 +62,31 @@ class GenerationSample:
         Raises:
             DataError: A field is missing or of another type.
         """
-        versions, components = row.get("policy_version"), row.get("components")
-        is_whole = (
-            all(isinstance(row.get(name), str) for name in ("prompt_uid", "input", "output", "source"))
-            and {"ground_truth", "failure", "score"} <= row.keys()
-            and isinstance(row["failure"], str | None)
-            and all(isinstance(row.get(name, ""), str) for name in LATER_FIELDS)
-            and _is_number(row["score"])
-            and isinstance(versions, Sequence)
-            and [type(version) for version in versions] == [int, int]
-            and isinstance(components, Mapping)
-            and all(isinstance(name, str) and _is_number(value) for name, value in components.items())
-        )
-        if not is_whole or versions is None or components is None:
-            raise DataError(
-                f"a generation sample must have {', '.join(FIELDS)}, as from GenerationSample.to_json; "
-                f"found {str(dict(row))[:300]}."
-            )
-        return cls(
-            **{name: row[name] for name in ("prompt_uid", "input", "output", "source", "ground_truth", "failure")},
-            score=_number(row["score"]),
-            policy_version=(versions[0], versions[1]),
-            components={name: _number(value) for name, value in components.items()},
-            **{name: row[name] for name in LATER_FIELDS if name in row},
-        )
+        try:
+            read = msgspec.convert(row, _Row)
+        except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"a generation sample must have the fields of GenerationSample; {error}.") from None
+        numbers = {"score": _number(read.score), "components": {k: _number(v) for k, v in read.components.items()}}
+        return cls(**({name: getattr(read, name) for name in FIELDS} | numbers))
 
 
-FIELDS = tuple(one.name for one in fields(GenerationSample))
-LATER_FIELDS = ("data_source", "finish")
-"""Fields that older files lack."""
+class _Row(msgspec.Struct, frozen=True):
+    """Format of a sample as JSON; older files lack the fields with defaults."""
+
+    prompt_uid: str
+    input: str
+    output: str
+    score: float | None
+    ground_truth: Any
+    policy_version: tuple[int, int]
+    source: str
+    failure: str | None
+    components: dict[str, float | None]
+    data_source: str = "default"
+    finish: str = "stop"
+
+
+FIELDS = _Row.__struct_fields__
 
 
 def draw_generations(
@@ -150,10 +147,6 @@ def _sort_key(sample: GenerationSample) -> tuple[str, str, str, str]:
     row = sample.to_json()
     rest = [row[name] for name in ("score", "ground_truth", "failure", "components", "policy_version", "source")]
     return sample.input, sample.output, sample.prompt_uid, json.dumps(rest, sort_keys=True)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def _number(value: float | None) -> float:

@@ -125,24 +125,23 @@ class RolloutRow:
         Raises:
             DataError: A field is missing or of another type, or the lengths of columns differ.
         """
+        columns = {name: row[name] for name in TOKEN_COLUMNS if row.get(name) is not None}
         try:
-            read = msgspec.convert(row, _Row)
+            read = msgspec.convert({**row, "columns": columns}, _Row)
         except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
             raise DataError(f"a trajectory must have the fields of RolloutRow; {error}.") from None
-        columns = {name: values for name in TOKEN_COLUMNS if (values := getattr(read, name)) is not None}
         mask = (1,) * len(read.tokens) if read.mask is None else read.mask
-        lengths = {"mask": len(mask)} | {name: len(values) for name, values in columns.items()}
-        for name, length in lengths.items():
-            if length != len(read.tokens):
+        for name, values in {"mask": mask, **read.columns}.items():
+            if len(values) != len(read.tokens):
                 raise DataError(f"{name} of a trajectory must have a value for each of {len(read.tokens)} tokens; "
-                                f"found {length}.")  # fmt: skip
+                                f"found {len(values)}.")  # fmt: skip
         return cls(
-            **{one: getattr(read, one) for one in PLAIN_FIELDS},
+            **{name: getattr(read, name) for name in PLAIN_FIELDS},
             reward=_read(read.reward),
             components={name: _read(value) for name, value in read.components.items()},
             timings={name: _read(value) for name, value in read.timings.items()},
-            mask=tuple(bool(is_sampled) for is_sampled in mask),
-            columns={name: tuple(_read(value) for value in values) for name, values in columns.items()},
+            mask=tuple(map(bool, mask)),
+            columns={name: tuple(map(_read, values)) for name, values in read.columns.items()},
         )
 
 
@@ -169,18 +168,10 @@ class _Row(msgspec.Struct, frozen=True):
     policy_version: int = 0
     tokens: tuple[str, ...] = ()
     mask: tuple[int, ...] | None = None
-    token_ids: tuple[int, ...] | None = None
-    versions: tuple[int, ...] | None = None
-    rollout_logprobs: tuple[float | None, ...] | None = None
-    policy_logprobs: tuple[float | None, ...] | None = None
-    entropy: tuple[float | None, ...] | None = None
-    advantages: tuple[float | None, ...] | None = None
-    correction_weights: tuple[float | None, ...] | None = None
+    columns: dict[str, tuple[int | float | None, ...]] = {}
 
 
-PLAIN_FIELDS = tuple(
-    one.name for one in fields(RolloutRow) if one.name not in ("reward", "components", "timings", "mask", "columns")
-)
+PLAIN_FIELDS = sorted({*_Row.__struct_fields__} - {"reward", "components", "timings", "mask", "columns"})
 
 
 class RolloutLog:
@@ -228,10 +219,11 @@ def read_rollouts(path: Path) -> Iterator[RolloutRow]:
             file.seek(batch.start)
             while file.tell() < batch.end:
                 line = file.readline(MAX_LINE_BYTES)
+                row = _decode(line, dict[str, Any])
                 try:
-                    yield RolloutRow.from_json(_decoded(line))
+                    yield RolloutRow.from_json(row or {})
                 except DataError:
-                    num_bad += _is_bad(line) and _place(line) is not None  # the others are already counted
+                    num_bad += _is_bad(line) and _decode(line, _Place) is not None  # the others are already counted
         if num_bad:
             log.warning("unreadable_lines", path=str(path), count=num_bad)
 
@@ -258,7 +250,7 @@ def _standing_batches(file: BinaryIO) -> tuple[list[_Batch], int]:
     end = num_bad = 0
     while line := file.readline(MAX_LINE_BYTES):  # pieces of longer lines are not trajectories
         start, end = end, end + len(line)
-        place = _place(line)
+        place = _decode(line, _Place)
         if place is None:
             num_bad += _is_bad(line)
             continue
@@ -275,35 +267,16 @@ def _is_bad(line: bytes) -> bool:
     return line.endswith(b"\n") and bool(line.strip())
 
 
-def _place(line: bytes) -> _Place | None:
-    try:
-        return _decode(line, _Place)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _decoded(line: bytes) -> dict[str, Any]:
-    """Decode a line that has a step and index.
-
-    Raises:
-        DataError: The line is not a JSON object.
-    """
-    try:
-        return _decode(line, dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"a line of trajectories must be a JSON object; {error}.") from None
-
-
-def _decode(line: bytes, expected: type[T]) -> T:
-    try:
-        return msgspec.json.decode(line, type=expected)
-    except msgspec.ValidationError:
-        raise
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        mended = without_surrogates(line)
-        if mended is line:
-            raise
-        return msgspec.json.decode(mended, type=expected)
+def _decode(line: bytes, expected: type[T]) -> T | None:
+    """Decode a line, also with lone surrogates; None if it is something else."""
+    for text in (line, without_surrogates(line)):
+        try:
+            return msgspec.json.decode(text, type=expected)
+        except msgspec.ValidationError:
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+    return None
 
 
 def without_surrogates(line: bytes) -> bytes:

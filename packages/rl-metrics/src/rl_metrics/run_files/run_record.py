@@ -4,7 +4,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,17 +17,12 @@ import structlog
 from rl_core.errors import DataError
 from rl_core.files import parse_toml
 from rl_core.record_fields import converts_arguments
-from rl_metrics.hang.report import HANG_FILE, HangReport, read_hang_report
+from rl_metrics.hang import HANG_FILE, HangReport, read_hang_report
 from rl_metrics.run_files.events import BEGUN, ENDED, IMPORTED, read_events
 from rl_metrics.run_files.history import History, read_history
 from rl_metrics.run_files.json_lines import number_or_nan, numbered_json_lines, parse_line
 from rl_metrics.run_files.rollout_log import RolloutRow, read_rollouts, without_surrogates
-from rl_metrics.trackers.jsonl import (
-    GenerationTable,
-    StepHistograms,
-    read_generations,
-    read_histograms,
-)
+from rl_metrics.trackers.jsonl import GenerationTable, StepHistograms, read_generations, read_histograms
 
 log = structlog.get_logger(__name__)
 
@@ -79,9 +74,7 @@ class ProbeRow:
     candidates: tuple[tuple[str, float], ...] = ()
 
 
-_Dated = GenerationTable | StepHistograms | ProbeRow | RolloutRow
-"""Record of a step."""
-_AnyDated = TypeVar("_AnyDated", bound=_Dated)
+T = TypeVar("T")
 
 
 class RunRecord:
@@ -113,26 +106,22 @@ class RunRecord:
     @cached_property
     def events(self) -> tuple[dict[str, Any], ...]:
         """Events, in order."""
-        path = self._file("events.jsonl")
-        return () if path is None else tuple(read_events(path))
+        return tuple(self._rows("events.jsonl", read_events))
 
     @cached_property
     def generations(self) -> tuple[GenerationTable, ...]:
         """Samples of each validation."""
-        path = self._file("generations.jsonl")
-        return () if path is None else self._standing(read_generations(path))
+        return tuple(filter(self._stands, self._rows("generations.jsonl", read_generations)))
 
     @cached_property
     def histograms(self) -> tuple[StepHistograms, ...]:
         """Distributions, ordered by step."""
-        path = self._file("histograms.jsonl")
-        return () if path is None else self._standing(read_histograms(path))
+        return tuple(filter(self._stands, self._rows("histograms.jsonl", read_histograms)))
 
     @cached_property
     def probes(self) -> tuple[ProbeRow, ...]:
         """The policy's predictions at chosen tokens, ordered by step."""
-        path = self._file("probes.jsonl")
-        return () if path is None else self._standing(_standing_probes(path))
+        return tuple(filter(self._stands, self._rows("probes.jsonl", _standing_probes)))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -182,8 +171,7 @@ class RunRecord:
 
     def rollouts(self) -> Iterator[RolloutRow]:
         """Return an iterator over the trajectories, ordered by step."""
-        path = self._file("rollouts.jsonl")
-        return iter(()) if path is None else filter(self._stands, read_rollouts(path))
+        return filter(self._stands, self._rows("rollouts.jsonl", read_rollouts))
 
     def most_rollouts(self) -> int:
         """Return an upper bound of the number of trajectories, including replaced and truncated ones; fast."""
@@ -202,13 +190,14 @@ class RunRecord:
         times = [number_or_nan(event.get("time")) for event in self.events if event["event"] in BEGUN]
         return times[-1] if times else math.nan
 
-    def _stands(self, row: _Dated) -> bool:
+    def _stands(self, row: GenerationTable | StepHistograms | ProbeRow | RolloutRow) -> bool:
         """Return False for rows of an earlier launch whose steps a resume undid and has not repeated yet."""
         steps = self.history.steps
         return not (len(steps) and row.step > steps[-1] and row.time < self._began)
 
-    def _standing(self, rows: Iterable[_AnyDated]) -> tuple[_AnyDated, ...]:
-        return tuple(filter(self._stands, rows))
+    def _rows(self, name: str, read: Callable[[Path], Iterable[T]]) -> Iterable[T]:
+        path = self._file(name)
+        return () if path is None else read(path)
 
     def _json_document(self, name: str) -> dict[str, Any]:
         content = self._document(name)

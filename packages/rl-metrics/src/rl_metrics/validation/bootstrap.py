@@ -1,10 +1,12 @@
 """Bootstrap confidence intervals of means over prompts."""
 
+from typing import Annotated
+
 import numpy as np
+from annotated_types import Ge, Gt, Lt
 from numpy.typing import NDArray
 
-from rl_core.errors import SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import NonNegativeInt, settings_record
 from rl_metrics.validation.responses import Floats
 
 IntArray = NDArray[np.int64]
@@ -29,23 +31,9 @@ class Bootstrap:
         seed: Seed of the draws; equal values get equal intervals.
     """
 
-    level: float = 0.95
-    num_draws: int = 1000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            SettingsError: A value is out of range.
-        """
-        if not 0 < self.level < 1:
-            raise SettingsError(f"level must be between 0 and 1, such as 0.95; found {self.level}.")
-        if self.num_draws < 0 or not 0 <= self.seed < 2**64:
-            raise SettingsError(
-                "num_draws must be at least 0 and seed from 0 to 2**64 - 1; found "
-                f"num_draws = {self.num_draws}, seed = {self.seed}."
-            )
+    level: Annotated[float, Gt(0), Lt(1)] = 0.95
+    num_draws: NonNegativeInt = 1000
+    seed: Annotated[int, Ge(0), Lt(2**64)] = 0
 
 
 def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
@@ -65,9 +53,7 @@ def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
         return np.full((2, num_metrics), np.nan)
     generator = np.random.Generator(np.random.Philox(key=np.array([bootstrap.seed, 0], dtype=np.uint64)))
     columns = np.concatenate([_rounded(np.where(counted & has_interval, values, 0.0)), counted], axis=1)
-    kinds, counts = np.unique(
-        columns, axis=0, return_counts=True
-    )  # such as right or wrong, if prompts have one response
+    kinds, counts = np.unique(columns, axis=0, return_counts=True)  # such as right and wrong, with one response each
     per_chunk = max(1, CHUNK // num_prompts)
     means = [
         _resampled_means(kinds, counts, min(per_chunk, bootstrap.num_draws - start), generator)

@@ -5,15 +5,20 @@ is their mean over prompts. Best, worst and majority of n refer to n responses d
 and standard deviation are exact, while verl uses 1000 draws.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from rl_metrics.validation.majority import MAX_VOTES, vote_weights
 from rl_metrics.validation.responses import NO_VOTE, Floats, Ints, ResponseTable
 
-Estimator = Callable[[ResponseTable], Mapping[str, Floats]]
-"""Function to numbers per prompt, NaN if missing, by the last part of the metric's name."""
+
+def estimates_of(table: ResponseTable, *, pass_threshold: float | None = None) -> dict[str, Floats]:
+    """Return all estimates by the last part of the metric's name, without those in which no prompt counts."""
+    with np.errstate(invalid="ignore", over="ignore"):  # huge values result in infinite means, and no spread
+        estimates = mean_at_n(table) | std_at_n(table) | pass_at_k(table, threshold=pass_threshold)
+        estimates |= best_at_n(table) | worst_at_n(table) | majority_at_n(table)
+    return {metric: of_prompts for metric, of_prompts in estimates.items() if not np.isnan(of_prompts).all()}
 
 
 def mean_at_n(table: ResponseTable) -> dict[str, Floats]:

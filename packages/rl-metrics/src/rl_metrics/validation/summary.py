@@ -5,39 +5,13 @@ Prompts may have different numbers of responses. Each prompt counts once, with i
 """
 
 import re
-from collections.abc import Mapping, Sequence, Set
-from functools import partial
+from collections.abc import Mapping
 
 import numpy as np
 
 from rl_metrics.validation.bootstrap import Bootstrap, mean_intervals
-from rl_metrics.validation.estimators import (
-    Estimator,
-    best_at_n,
-    majority_at_n,
-    mean_at_n,
-    pass_at_k,
-    std_at_n,
-    worst_at_n,
-)
-from rl_metrics.validation.responses import (
-    Floats,
-    ResponseTable,
-    ValidationResponses,
-    checked_columns,
-    numbered,
-    response_table,
-)
-
-__all__ = [
-    "ESTIMATORS",
-    "ResponseTable",
-    "ValidationResponses",
-    "headline",
-    "headline_name",
-    "response_table",
-    "summarize_validation",
-]
+from rl_metrics.validation.estimators import estimates_of
+from rl_metrics.validation.responses import Floats, ValidationResponses, checked_columns, numbered, response_table
 
 MAIN_VARIABLES = ("acc", "reward")
 """Candidates for the main variable; the first that a source has is used."""
@@ -45,24 +19,16 @@ MAIN_VARIABLES = ("acc", "reward")
 CORE_STEMS = ("mean", "best", "maj", "pass")
 """Estimates of the main variable in `val-core`, each with its largest n; all others are in `val-aux`."""
 
-ESTIMATORS: tuple[Estimator, ...] = (mean_at_n, std_at_n, pass_at_k, best_at_n, worst_at_n, majority_at_n)
-"""Default estimators of `summarize_validation`."""
-
 HEADLINE = re.compile(r"val-core/.+/mean@[0-9]+", re.DOTALL)
 
 
 def summarize_validation(
-    responses: ValidationResponses,
-    *,
-    estimators: Sequence[Estimator] | None = None,
-    pass_threshold: float | None = None,
-    bootstrap: Bootstrap | None = None,
+    responses: ValidationResponses, *, pass_threshold: float | None = None, bootstrap: Bootstrap | None = None
 ) -> dict[str, float]:
     """Return `val-core/{source}/{variable}/...` for each source's main variable, and `val-aux/...` for all else.
 
     Args:
         responses: All responses of the validation.
-        estimators: Estimators of each variable; None uses `ESTIMATORS`.
         pass_threshold: Minimum value that passes, for `pass@k`; None computes `pass@k` only for variables whose values
             are all 0 or 1.
         bootstrap: Options of the intervals in `val-core`; None draws 1000 times for 95 %.
@@ -79,13 +45,9 @@ def summarize_validation(
         DataError: A uid or source is not text, a prediction is neither text nor None, or a variable is not numeric.
     """
     columns = checked_columns(responses)
-    if estimators is None:
-        estimators = [partial(pass_at_k, threshold=pass_threshold) if e is pass_at_k else e for e in ESTIMATORS]
     uids, sources = numbered(responses.uids), numbered(responses.sources)
     votes = None if responses.predictions is None else numbered(responses.predictions)
-    is_lost = {
-        name: bool(np.isnan(values).all()) for name, values in columns.items()
-    }  # missing everywhere, so not by design
+    is_lost = {name: bool(np.isnan(values).all()) for name, values in columns.items()}  # everywhere, not by design
     metrics: dict[str, float] = {}
     for number, source in enumerate(sorted(set(responses.sources))):
         rows = np.flatnonzero(sources == number)
@@ -101,11 +63,15 @@ def summarize_validation(
             if is_lost[name]:
                 continue
             table = response_table(values, prompt_of=uids[rows], votes=None if votes is None else votes[rows])
-            found = _estimates(table, estimators)
-            core = _core_names(found) if name == main else set()
-            metrics |= _named(f"{source}/{name}", found, core=core)
-            intervals = _intervals({m: found[m] for m in found if m in core}, bootstrap or Bootstrap())
-            metrics |= {f"val-core/{source}/{name}/{metric}": value for metric, value in intervals.items()}
+            estimates = estimates_of(table, pass_threshold=pass_threshold)
+            core = _core_names(estimates) if name == main else set()
+            for metric, of_prompts in estimates.items():
+                with np.errstate(invalid="ignore"):
+                    mean = float(np.nanmean(of_prompts))
+                metrics[f"{'val-core' if metric in core else 'val-aux'}/{source}/{name}/{metric}"] = mean
+            of_core = {metric: of_prompts for metric, of_prompts in estimates.items() if metric in core}
+            for metric, value in _intervals(of_core, bootstrap or Bootstrap()).items():
+                metrics[f"val-core/{source}/{name}/{metric}"] = value
     return metrics
 
 
@@ -119,20 +85,6 @@ def headline_name(metrics: Mapping[str, float]) -> str:
     """Return what `headline` measures: "accuracy" (acc), "mean_reward", or "score" if the sources differ."""
     variables = {name.split("/")[-2] for name in metrics if HEADLINE.fullmatch(name)}
     return {"acc": "accuracy", "reward": "mean_reward"}[variables.pop()] if len(variables) == 1 else "score"
-
-
-def _estimates(table: ResponseTable, estimators: Sequence[Estimator]) -> dict[str, Floats]:
-    """Return numbers per prompt by metric, for metrics in which at least one prompt counts."""
-    with np.errstate(invalid="ignore", over="ignore"):  # huge values result in infinite means, and no spread
-        found = {metric: values for estimator in estimators for metric, values in estimator(table).items()}
-    return {metric: values for metric, values in found.items() if not np.isnan(values).all()}
-
-
-def _named(variable: str, found: Mapping[str, Floats], *, core: Set[str]) -> dict[str, float]:
-    """Return the means over prompts, each in its section."""
-    with np.errstate(invalid="ignore"):
-        means = {metric: float(np.nanmean(of_prompts)) for metric, of_prompts in found.items()}
-    return {f"{'val-core' if m in core else 'val-aux'}/{variable}/{m}": value for m, value in means.items()}
 
 
 def _core_names(names: Mapping[str, Floats]) -> set[str]:

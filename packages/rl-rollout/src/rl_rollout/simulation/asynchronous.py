@@ -1,27 +1,20 @@
 """Asynchronous trainer in simulated time: the real `Scheduler`, with simulated engines and a simulated learner."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import count
 
 from rl_core.errors import RLError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import NonNegativeInt, PositiveInt, settings_record
 from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_rollout.simulation.engine import FOREVER, EnginePool, Response
-from rl_rollout.simulation.lengths import GroupLengths
-from rl_rollout.simulation.outcome import (
-    Cluster,
-    Outcome,
-    bound_seconds,
-    fill_seconds,
-    generation_seconds,
-    total_response_tokens,
-)
-from rl_rollout.simulation.workload import Workload
+from rl_rollout.simulation.outcome import GpuSplit, SimulatedRun
+from rl_rollout.simulation.workload import GroupLengths, Workload
 
 
 @settings_record
-class Policy:
+class Schedule:
     """Schedule of the asynchronous trainer.
 
     Attributes:
@@ -31,8 +24,8 @@ class Policy:
             responses end.
     """
 
-    max_staleness: int = 1
-    sync_every: int = 1
+    max_staleness: NonNegativeInt = 1
+    sync_every: PositiveInt = 1
     partial_rollout: bool = True
 
     @property
@@ -41,18 +34,6 @@ class Policy:
         if self.max_staleness == 0:
             return "on policy" if self.sync_every == 1 else "stream"
         return "partial" if self.partial_rollout else "whole"
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Accumulated seconds."""
-
-    wait: float = 0.0
-    update: float = 0.0
-    logprobs: float = 0.0
-    training: float = 0.0
-    engines_busy: float = 0.0
-    end: float = 0.0
 
 
 class AsyncSimulation:
@@ -65,18 +46,20 @@ class AsyncSimulation:
         trained_groups: Numbers of the trained groups, in order.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster, policy: Policy, *, num_versions: int, seed: int) -> None:
+    def __init__(
+        self, workload: Workload, split: GpuSplit, schedule: Schedule, *, num_versions: int, seed: int
+    ) -> None:
         """Set up the simulation. Nothing starts yet.
 
         Raises:
-            SettingsError: The cluster or `sync_every` does not fit the workload.
+            SettingsError: The split or `sync_every` does not fit the workload.
         """
         self._workload = workload
-        self._cluster = cluster
-        self._policy = policy
-        self._warm_up = policy.max_staleness + 1
+        self._split = split
+        self._schedule = schedule
+        self._warm_up = schedule.max_staleness + 1
         self._last = self._warm_up + num_versions
-        self._num_engines = cluster.num_engines(workload)
+        self._num_engines = split.num_engines(workload)
         engine = workload.engine
         self._pool = EnginePool(
             self._num_engines, engine.step_seconds(), prefill_s_per_token=engine.prefill_s_per_token
@@ -85,37 +68,36 @@ class AsyncSimulation:
         per_engine = engine.inflight_groups
         self._scheduler = Scheduler(
             ScheduleOptions(
-                groups_per_step=workload.batch.groups_per_step(policy.sync_every),
-                num_steps=(self._last + self._warm_up) * policy.sync_every,
-                max_staleness=policy.max_staleness,
-                sync_every=policy.sync_every,
+                groups_per_step=workload.batch.groups_per_step(schedule.sync_every),
+                num_steps=(self._last + self._warm_up) * schedule.sync_every,
+                max_staleness=schedule.max_staleness,
+                sync_every=schedule.sync_every,
                 max_inflight_groups=None if per_engine is None else per_engine * self._num_engines,
             )
         )
         self._now = 0.0
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_timers = 0
+        self._timer_numbers = count()
         self._num_issued = 0
         self._missing: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
         self._num_partial: dict[int, int] = {}
-        self._is_learner_free = True
         self._is_updating = self._is_draining = self._is_swapping = self._is_held = False
-        self._free_since = 0.0
-        self._totals = _Totals()
-        self._full: _Totals | None = None
+        self._free_since: float | None = 0.0  # None while the learner works
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._warm_up_seconds: defaultdict[str, float] = defaultdict(float)
         self._last_step_s = 0.0
         self.trained_groups: list[int] = []
         self._staleness: list[int] = []
         self._trained_partial = 0
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         """Run until the last measured version.
 
         Raises:
             RLError: The schedule is blocked, which is a bug in it.
         """
-        while self._scheduler.num_steps < self._last * self._policy.sync_every:
+        while self._scheduler.num_steps < self._last * self._schedule.sync_every:
             if self._is_draining and not self._scheduler.num_inflight:
                 self._swap()
             self._start_groups()
@@ -135,11 +117,11 @@ class AsyncSimulation:
     def _start_groups(self) -> None:
         if self._is_draining or self._is_swapping:
             return
-        _, count = self._scheduler.to_start()
-        if not count:
+        num_new = self._scheduler.to_start()[1]
+        if not num_new:
             return
-        groups = range(self._num_issued, self._num_issued + count)
-        self._num_issued += count
+        groups = range(self._num_issued, self._num_issued + num_new)
+        self._num_issued += num_new
         uids = [str(group) for group in groups]
         self._scheduler.issued(uids)
         self._scheduler.started(uids)
@@ -176,43 +158,39 @@ class AsyncSimulation:
     # -- learner
 
     def _start_step(self) -> None:
-        if not self._is_learner_free:
-            return
-        step = self._scheduler.next_step()
-        if step is None:
+        if self._free_since is None or (step := self._scheduler.next_step()) is None:
             return
         groups = [int(uid) for uid in step]
         tokens = sum(map(self._lengths.num_tokens, groups))
-        learner, gpus = self._workload.learner, self._cluster.train_gpus
+        learner, gpus = self._workload.learner, self._split.train_gpus
         updates = len(groups) // self._workload.batch.mini_batch_groups
         update_s = learner.updates_seconds(tokens, num_updates=updates, gpus=gpus)
         logprobs_s = learner.logprobs_seconds(tokens, gpus=gpus) if learner.recomputes_logprobs else 0.0
-        self._totals.wait += self._now - self._free_since
-        self._totals.update += update_s
-        self._totals.logprobs += logprobs_s
         self._last_step_s = learner.step_s + update_s + logprobs_s
-        self._totals.training += self._last_step_s
-        self._is_learner_free = False
+        self._add(
+            waiting=self._now - self._free_since, update=update_s, logprobs=logprobs_s, training=self._last_step_s
+        )
+        self._free_since = None
         self._after(self._last_step_s, lambda: self._end_step(step, groups))
 
     def _end_step(self, step: tuple[str, ...], groups: list[int]) -> None:
         scheduler = self._scheduler
         version = scheduler.learner_version
         scheduler.trained(step)
-        if self._full is not None:
+        if self._warm_up_seconds:
             self._staleness += [version - self._oldest[group] for group in groups]
             self._trained_partial += sum(self._num_partial[group] for group in groups)
         self.trained_groups += groups
         for group in groups:
             del self._oldest[group], self._num_partial[group]
-        if scheduler.num_steps % self._policy.sync_every:
-            self._free_learner()
+        if scheduler.num_steps % self._schedule.sync_every:
+            self._free_since = self._now
             return
         if scheduler.learner_version in (self._warm_up, self._last):
-            self._totals.engines_busy = self._pool.busy_seconds(now=self._now)
-            self._totals.end = self._now
+            self._seconds["busy"] = self._pool.busy_seconds(now=self._now)
+            self._seconds["end"] = self._now
             if scheduler.learner_version == self._warm_up:
-                self._full, self._totals = self._totals, _Totals()
+                self._warm_up_seconds = self._seconds.copy()
         if scheduler.learner_version == self._last:
             return
         if self._is_updating:
@@ -220,22 +198,18 @@ class AsyncSimulation:
         else:
             self._publish()
 
-    def _free_learner(self) -> None:
-        self._is_learner_free = True
-        self._free_since = self._now
-
     # -- weights
 
     def _publish(self) -> None:
         """Send the learner's weights, then let it continue. It waits if an update is still running."""
         self._is_updating = True
         seconds = self._workload.weights.publish_s
-        self._totals.training += seconds
+        self._add(training=seconds)
         self._after(seconds, self._end_publishing)
 
     def _end_publishing(self) -> None:
-        self._free_learner()
-        self._is_draining = not self._policy.partial_rollout
+        self._free_since = self._now
+        self._is_draining = not self._schedule.partial_rollout
         if not self._is_draining:
             self._swap()
 
@@ -255,52 +229,46 @@ class AsyncSimulation:
     # -- time
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        self._num_timers += 1
-        heappush(self._timers, (self._now + seconds, self._num_timers, act))
+        heappush(self._timers, (self._now + seconds, next(self._timer_numbers), act))
 
     # -- outcome
 
-    def _outcome(self) -> Outcome:
-        full, measured = self._full, self._totals
-        if full is None:
-            raise RLError("the simulated run ended before its pipeline was full.")
-        versions = self._last - self._warm_up
-        seconds = measured.end - full.end
-        fill_s = fill_seconds(
-            self._workload,
-            self._lengths,
-            groups=self._scheduler.options.groups_per_step,
-            num_groups=self._warm_up * self._workload.batch.groups,
-        )
-        generation_s = generation_seconds(
-            self._workload, total_response_tokens(self._lengths, self.trained_groups), num_engines=self._num_engines
-        )
-        num_measured = len(self._staleness)
-        return Outcome(
-            mode=self._policy.mode,
-            cluster=self._cluster,
-            max_staleness=self._policy.max_staleness,
-            sync_every=self._policy.sync_every,
-            step_s=seconds / versions,
-            gen_s=measured.wait / versions,
-            logprobs_s=measured.logprobs / versions,
-            update_s=measured.update / versions,
-            idle_learner=measured.wait / seconds,
-            idle_engines=1 - (measured.engines_busy - full.engines_busy) / (seconds * self._num_engines),
-            mean_staleness=sum(self._staleness) / num_measured,
-            max_seen_staleness=max(self._staleness),
-            partial_share=self._trained_partial / (num_measured * self._workload.batch.group_size),
-            wall_s=measured.end,
-            bound_s=bound_seconds(
-                fill_s,
-                generation_s=generation_s,
-                training_s=full.training + measured.training,
-                last_step_s=self._last_step_s,
-            ),
-            num_versions=self._last,
+    def _add(self, **seconds: float) -> None:
+        for name, value in seconds.items():
+            self._seconds[name] += value
+
+    def _outcome(self) -> SimulatedRun:
+        workload, lengths, schedule, seconds = self._workload, self._lengths, self._schedule, self._seconds
+        measured = {name: value - self._warm_up_seconds[name] for name, value in seconds.items()}
+        versions, num_measured = self._last - self._warm_up, len(self._staleness)
+        longest = sorted(max(lengths[group]) for group in range(self._warm_up * workload.batch.groups))
+        fill_s = longest[self._scheduler.options.groups_per_step - 1] * workload.engine.step_seconds()[1]
+        num_tokens = sum(sum(lengths[group]) for group in self.trained_groups)
+        generation_s = workload.engine.generation_seconds(num_tokens, num_engines=self._num_engines)
+        return SimulatedRun(
+            mode=schedule.mode,
+            split=self._split,
+            max_staleness=schedule.max_staleness,
+            sync_every=schedule.sync_every,
+            step_s=measured["end"] / versions,
+            gen_s=measured["waiting"] / versions,
+            logprobs_s=measured["logprobs"] / versions,
+            update_s=measured["update"] / versions,
+            idle_learner=measured["waiting"] / measured["end"],
+            idle_engine=1 - measured["busy"] / (measured["end"] * self._num_engines),
+            staleness_mean=sum(self._staleness) / num_measured,
+            staleness_max=max(self._staleness),
+            partial_ratio=self._trained_partial / (num_measured * workload.batch.group_size),
+            wall_s=seconds["end"],
+            # The learner cannot train before the shortest groups of a first step, each decoded alone, are there, and
+            # the engines must generate everything before the last step.
+            bound_s=max(fill_s + seconds["training"], generation_s + self._last_step_s),
+            versions=self._last,
         )
 
 
-def simulate_async(workload: Workload, cluster: Cluster, policy: Policy, *, num_versions: int, seed: int) -> Outcome:
+def simulate_async(
+    workload: Workload, split: GpuSplit, schedule: Schedule, *, num_versions: int, seed: int
+) -> SimulatedRun:
     """Simulate the asynchronous trainer for a number of versions. See `AsyncSimulation`."""
-    return AsyncSimulation(workload, cluster, policy, num_versions=num_versions, seed=seed).run()
+    return AsyncSimulation(workload, split, schedule, num_versions=num_versions, seed=seed).run()

@@ -1,9 +1,10 @@
 """Simulated engines that decode many responses at once, and advance from one change of the batch to the next."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
 
 FOREVER = float("inf")
 
@@ -50,7 +51,7 @@ class SimulatedEngine:
     _stalled_until: float = 0.0
     _running: list[tuple[float, int, Response]] = field(default_factory=list)
     _waiting: deque[Response] = field(default_factory=deque)
-    _num_admitted: int = 0
+    _numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def load(self) -> int:
@@ -105,8 +106,7 @@ class SimulatedEngine:
         waiting, running, steps = self._waiting, self._running, self._steps
         began = [waiting.popleft() for _ in range(min(free, len(waiting)))]
         for response in began:
-            self._num_admitted += 1
-            heappush(running, (steps + response.num_tokens, self._num_admitted, response))
+            heappush(running, (steps + response.num_tokens, next(self._numbers), response))
         if began and self.prefill_s_per_token:
             tokens = sum(response.num_prompt_tokens for response in began)
             self._decodes_from = max(self._decodes_from, self.now) + tokens * self.prefill_s_per_token
@@ -129,23 +129,17 @@ class EnginePool:
         self.engines = [
             SimulatedEngine(step_seconds, prefill_s_per_token=prefill_s_per_token) for _ in range(num_engines)
         ]
-        self._by_load = [(0, index) for index in range(num_engines)]
-        self._loads = [0] * num_engines
-        self._changed: set[int] = set()
         self._by_end: list[tuple[float, int]] = []
 
     def add(self, responses: Sequence[Response], *, now: float) -> list[Response]:
         """Distribute responses, and return those that begin at once."""
-        for index in self._changed:
-            self._set_load(index, self.engines[index].load)
-        self._changed.clear()
+        loads = [(engine.load, index) for index, engine in enumerate(self.engines)]
+        heapify(loads)
         shares: dict[int, list[Response]] = {}
         for response in responses:
-            load, index = heappop(self._by_load)
-            while load != self._loads[index]:  # outdated
-                load, index = heappop(self._by_load)
+            load, index = loads[0]
+            heapreplace(loads, (load + 1, index))
             shares.setdefault(index, []).append(response)
-            self._set_load(index, load + 1)
         began = []
         for index, share in shares.items():
             began += self.engines[index].add(share, now=now)
@@ -165,7 +159,6 @@ class EnginePool:
         """Advance the engine of `next_end`, and return the responses that ended and those that began in their place."""
         index = heappop(self._by_end)[1]
         found = self.engines[index].finish()
-        self._changed.add(index)
         self._expect(index)
         return found
 
@@ -181,10 +174,6 @@ class EnginePool:
             engine.add((), now=now)
             self._expect(index)
         return sum(engine.busy_s for engine in self.engines)
-
-    def _set_load(self, index: int, load: int) -> None:
-        self._loads[index] = load
-        heappush(self._by_load, (load, index))
 
     def _expect(self, index: int) -> None:
         ends_at = self.engines[index].ends_at

@@ -5,15 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist, median
 
+from rl_core.errors import SettingsError
 from rl_rollout.simulation.synchronous import simulate_sync
-from rl_rollout.simulation.workload import (
-    BatchShape,
-    EngineCosts,
-    LearnerCosts,
-    Lengths,
-    WeightCosts,
-    Workload,
-)
+from rl_rollout.simulation.workload import BatchShape, EngineCosts, LearnerCosts, Lengths, WeightCosts, Workload
 
 SLOTS = 1024
 MEASURED_METRICS = (
@@ -51,7 +45,16 @@ def measure_workload(
         train_gpus: Number of GPUs that trained; they may be the same.
         mini_batches: Number of optimizer updates per step.
         max_response_tokens: Length limit of responses; None uses the longest response.
+
+    Raises:
+        SettingsError: No step has one of the metrics.
     """
+    missing = [metric for metric in MEASURED_METRICS if not any(metric in step for step in steps)]
+    if missing:
+        raise SettingsError(
+            f"{name} has no step with {', '.join(missing)}. A workload is measured from a run of rl-sync-trainer with "
+            "at least one step."
+        )
     middle = {name: median(step[name] for step in steps if name in step) for name in MEASURED_METRICS}
     groups = round(middle["rollout/num_groups"])
     responses = round(middle["rollout/num_trajectories"])

@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from rl_core.errors import SettingsError
-from rl_rollout.simulation.asynchronous import Policy, simulate_async
+from rl_rollout.simulation.asynchronous import Schedule, simulate_async
 from rl_rollout.simulation.engine import FOREVER
-from rl_rollout.simulation.lengths import GroupLengths
-from rl_rollout.simulation.outcome import Cluster, Outcome, generation_seconds, total_response_tokens
-from rl_rollout.simulation.workload import Workload
+from rl_rollout.simulation.outcome import GpuSplit, SimulatedRun
+from rl_rollout.simulation.workload import GroupLengths, Workload
 
 MAX_SPLITS = 33
 """Maximum number of splits to compare, spread evenly. More splits would differ by less than 3 % of the GPUs."""
@@ -19,7 +18,7 @@ ENOUGH = 1.01
 """Minimum ratio of step times that makes a higher staleness worthwhile."""
 
 
-def splits(workload: Workload, gpus: int) -> list[Cluster]:
+def splits(workload: Workload, gpus: int) -> list[GpuSplit]:
     """Return at most `MAX_SPLITS` splits, in order of rollout GPUs.
 
     Each has whole engines and a learner on a multiple of `gpus_multiple` GPUs.
@@ -28,77 +27,80 @@ def splits(workload: Workload, gpus: int) -> list[Cluster]:
         SettingsError: There is no such split.
     """
     size, multiple = workload.engine.gpus, workload.learner.gpus_multiple
-    found = [
-        Cluster(rollout_gpus=rollout, train_gpus=gpus - rollout)
+    possible = [
+        GpuSplit(rollout_gpus=rollout, train_gpus=gpus - rollout)
         for rollout in range(size, gpus, size)
         if (gpus - rollout) % multiple == 0
     ]
-    if not found:
+    if not possible:
         raise SettingsError(
             f"{gpus} GPUs cannot be split into engines of engine.gpus = {size} and a learner of a multiple of "
             f"learner.gpus_multiple = {multiple}. Use more GPUs, or lower these settings."
         )
-    if len(found) <= MAX_SPLITS:
-        return found
-    return [found[index * (len(found) - 1) // (MAX_SPLITS - 1)] for index in range(MAX_SPLITS)]
+    if len(possible) <= MAX_SPLITS:
+        return possible
+    return [possible[index * (len(possible) - 1) // (MAX_SPLITS - 1)] for index in range(MAX_SPLITS)]
 
 
-def middle_split(workload: Workload, gpus: int) -> Cluster:
+def middle_split(workload: Workload, gpus: int) -> GpuSplit:
     """Return the split closest to halves, with the larger half for rollouts."""
-    return min(
-        splits(workload, gpus), key=lambda cluster: (abs(2 * cluster.rollout_gpus - gpus), -cluster.rollout_gpus)
-    )
+    return min(splits(workload, gpus), key=lambda split: (abs(2 * split.rollout_gpus - gpus), -split.rollout_gpus))
 
 
-def best_split(workload: Workload, gpus: int, policy: Policy, *, num_versions: int, seed: int) -> Outcome:
-    """Simulate splits, and return the outcome of the fastest.
+def best_split(workload: Workload, gpus: int, schedule: Schedule, *, num_versions: int, seed: int) -> SimulatedRun:
+    """Simulate splits, and return the fastest run.
 
-    The search starts with evenly spaced splits and narrows around the best. Splits are skipped if their lower bound
-    exceeds the best time so far.
+    The search starts with evenly spaced splits and narrows around the best. A split is skipped if its lower bound, with
+    the lengths of the first version, exceeds the best time so far.
 
     Raises:
         SettingsError: The GPUs cannot be split.
     """
-    clusters = splits(workload, gpus)
-    bounds = _bounds(workload, clusters, seed=seed)
-    few = min(num_versions, SEARCH_VERSIONS)
-    known: dict[int, float] = {}
+    candidates, batch = splits(workload, gpus), workload.batch
+    lengths = GroupLengths(workload.lengths, group_size=batch.group_size, seed=seed)
+    num_trained = sum(map(lengths.num_tokens, range(batch.groups)))
+    num_generated = num_trained - batch.groups * batch.group_size * workload.lengths.prompt_tokens
+    num_updates = batch.groups // batch.mini_batch_groups
+    step_s: dict[int, float] = {}
 
-    def look(indices: Iterable[int]) -> int:
-        for index in sorted(set(indices), key=bounds.__getitem__):
-            if index not in known and bounds[index] < min(known.values(), default=FOREVER):
-                outcome = simulate_async(workload, clusters[index], policy, num_versions=few, seed=seed)
-                known[index] = outcome.step_s
-        return min(known, key=known.__getitem__)
+    def bound_s(index: int) -> float:
+        split = candidates[index]
+        generation_s = workload.engine.generation_seconds(num_generated, num_engines=split.num_engines(workload))
+        training_s = workload.learner.updates_seconds(num_trained, num_updates=num_updates, gpus=split.train_gpus)
+        return max(generation_s, training_s)
 
-    stride = max(1, len(clusters) // COARSE_SPLITS)
-    best = look(range(0, len(clusters), stride))
+    def fastest(indices: Iterable[int]) -> int:
+        for index in sorted(set(indices) - set(step_s), key=bound_s):
+            if bound_s(index) < min(step_s.values(), default=FOREVER):
+                few = min(num_versions, SEARCH_VERSIONS)
+                run = simulate_async(workload, candidates[index], schedule, num_versions=few, seed=seed)
+                step_s[index] = run.step_s
+        return min(step_s, key=step_s.__getitem__)
+
+    stride = max(1, len(candidates) // COARSE_SPLITS)
+    best = fastest(range(0, len(candidates), stride))
     while stride > 1:
         stride //= 2
-        best = look(index for index in (best - stride, best, best + stride) if 0 <= index < len(clusters))
-    return simulate_async(workload, clusters[best], policy, num_versions=num_versions, seed=seed)
+        best = fastest(index for index in (best - stride, best + stride) if 0 <= index < len(candidates))
+    return simulate_async(workload, candidates[best], schedule, num_versions=num_versions, seed=seed)
 
 
-def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> str:
+def advise(sync: SimulatedRun, runs: Sequence[SimulatedRun]) -> str:
     """Recommend a split and a staleness for a number of GPUs, or the synchronous trainer.
 
-    The outcomes are the best splits of several stalenesses. The recommended one has the lowest staleness that is within
+    The runs are the best splits of several stalenesses. The recommended one has the lowest staleness that is within
     1 % of the fastest.
     """
-    best = min(outcomes, key=lambda outcome: outcome.step_s)
-    chosen = next(
-        outcome
-        for outcome in sorted(outcomes, key=lambda outcome: outcome.max_staleness)
-        if outcome.step_s <= ENOUGH * best.step_s
-    )
+    limit_s = ENOUGH * min(run.step_s for run in runs)
+    chosen = min((run for run in runs if run.step_s <= limit_s), key=lambda run: run.max_staleness)
     speedup = sync.step_s / chosen.step_s
-    gpus, rollout, train = sync.cluster.gpus, chosen.cluster.rollout_gpus, chosen.cluster.train_gpus
+    gpus, rollout, train = sync.split.gpus, chosen.split.rollout_gpus, chosen.split.train_gpus
     if speedup <= 1:
         return (
             f"{gpus} GPUs: stay with the synchronous trainer; the best split, {rollout} for rollouts and {train} for "
             f"training, is {speedup:.2f} times as fast."
         )
-    if chosen.max_staleness == max(outcome.max_staleness for outcome in outcomes):
+    if chosen.max_staleness == max(run.max_staleness for run in runs):
         more = "higher staleness was not tried."
     else:
         more = f"higher staleness gains less than {100 * (ENOUGH - 1):.0f} %."
@@ -106,19 +108,3 @@ def advise(sync: Outcome, outcomes: Sequence[Outcome]) -> str:
         f"{gpus} GPUs: {rollout} for rollouts, {train} for training, max_staleness {chosen.max_staleness}: "
         f"{speedup:.2f} times sync; {more}"
     )
-
-
-def _bounds(workload: Workload, clusters: Sequence[Cluster], *, seed: int) -> list[float]:
-    """Return a lower bound of the seconds per version on each split, with the lengths of the first version."""
-    batch = workload.batch
-    lengths = GroupLengths(workload.lengths, group_size=batch.group_size, seed=seed)
-    one_engine_s = generation_seconds(workload, total_response_tokens(lengths, range(batch.groups)), num_engines=1)
-    trained = sum(map(lengths.num_tokens, range(batch.groups)))
-    updates = batch.groups // batch.mini_batch_groups
-    return [
-        max(
-            one_engine_s / cluster.num_engines(workload),
-            workload.learner.updates_seconds(trained, num_updates=updates, gpus=cluster.train_gpus),
-        )
-        for cluster in clusters
-    ]

@@ -1,45 +1,43 @@
 """Synchronous trainer in simulated time: all GPUs generate until the longest response ends, then all GPUs train."""
 
 from rl_rollout.simulation.engine import FOREVER, EnginePool, Response
-from rl_rollout.simulation.lengths import GroupLengths
-from rl_rollout.simulation.outcome import (
-    Cluster,
-    Outcome,
-    generation_seconds,
-    total_response_tokens,
-)
-from rl_rollout.simulation.workload import Workload
+from rl_rollout.simulation.outcome import GpuSplit, SimulatedRun
+from rl_rollout.simulation.workload import GroupLengths, Workload
 
 
-def simulate_sync(workload: Workload, *, gpus: int, num_steps: int, seed: int) -> Outcome:
+def simulate_sync(workload: Workload, *, gpus: int, num_steps: int, seed: int) -> SimulatedRun:
     """Simulate steps of the synchronous trainer, with engines and learner on the same GPUs.
 
     Raises:
         SettingsError: The GPUs are not a multiple of an engine's GPUs.
     """
-    cluster = Cluster(rollout_gpus=gpus, train_gpus=gpus, is_colocated=True)
-    num_engines = cluster.num_engines(workload)
+    split = GpuSplit(rollout_gpus=gpus, train_gpus=gpus, is_colocated=True)
+    num_engines = split.num_engines(workload)
     lengths = GroupLengths(workload.lengths, group_size=workload.batch.group_size, seed=seed)
-    gen_s = busy_s = logprobs_s = update_s = 0.0
-    size = workload.batch.groups
+    engine, learner, size = workload.engine, workload.learner, workload.batch.groups
+    pool = EnginePool(num_engines, engine.step_seconds(), prefill_s_per_token=engine.prefill_s_per_token)
+    gen_s = logprobs_s = update_s = 0.0
+    num_generated = 0
     for step in range(num_steps):
         groups = range(step * size, (step + 1) * size)
-        taken, busy = _generate(workload, lengths, groups, num_engines)
-        tokens = sum(map(lengths.num_tokens, groups))
-        gen_s += taken
-        busy_s += busy
-        logprobs_s += workload.learner.logprobs_seconds(tokens, gpus=gpus)
-        update_s += workload.learner.colocated_slowdown * workload.learner.updates_seconds(
-            tokens, num_updates=size // workload.batch.mini_batch_groups, gpus=gpus
+        responses = [
+            Response(group, tokens, workload.lengths.prompt_tokens) for group in groups for tokens in lengths[group]
+        ]
+        pool.add(responses, now=gen_s)  # the engines' clock stands still while the GPUs train
+        while (end := pool.next_end()) != FOREVER:
+            gen_s = end
+            pool.finish()
+        num_generated += sum(response.num_tokens for response in responses)
+        num_tokens = sum(map(lengths.num_tokens, groups))
+        logprobs_s += learner.logprobs_seconds(num_tokens, gpus=gpus)
+        update_s += learner.colocated_slowdown * learner.updates_seconds(
+            num_tokens, num_updates=size // workload.batch.mini_batch_groups, gpus=gpus
         )
-    weights_s = num_steps * (workload.weights.publish_s + workload.weights.swap_s)
-    other_s = num_steps * workload.learner.sync_step_s
-    wall_s = gen_s + logprobs_s + update_s + other_s + weights_s
-    generated = total_response_tokens(lengths, range(num_steps * size))
-    training_s = logprobs_s + update_s + other_s
-    return Outcome(
+    training_s = logprobs_s + update_s + num_steps * learner.sync_step_s
+    wall_s = gen_s + training_s + num_steps * (workload.weights.publish_s + workload.weights.swap_s)
+    return SimulatedRun(
         mode="sync",
-        cluster=cluster,
+        split=split,
         max_staleness=0,
         sync_every=1,
         step_s=wall_s / num_steps,
@@ -47,25 +45,12 @@ def simulate_sync(workload: Workload, *, gpus: int, num_steps: int, seed: int) -
         logprobs_s=logprobs_s / num_steps,
         update_s=update_s / num_steps,
         idle_learner=1 - training_s / wall_s,
-        idle_engines=1 - busy_s / (wall_s * num_engines),
-        mean_staleness=0.0,
-        max_seen_staleness=0,
-        partial_share=0.0,
+        idle_engine=1 - pool.busy_seconds(now=gen_s) / (wall_s * num_engines),
+        staleness_mean=0.0,
+        staleness_max=0,
+        partial_ratio=0.0,
         wall_s=wall_s,
         # The same GPUs do one kind of work at a time, so both times add up.
-        bound_s=training_s + generation_seconds(workload, generated, num_engines=num_engines),
-        num_versions=num_steps,
+        bound_s=training_s + engine.generation_seconds(num_generated, num_engines=num_engines),
+        versions=num_steps,
     )
-
-
-def _generate(workload: Workload, lengths: GroupLengths, groups: range, num_engines: int) -> tuple[float, float]:
-    """Return the seconds until the longest response ends, and the busy seconds of all engines."""
-    engine = workload.engine
-    pool = EnginePool(num_engines, engine.step_seconds(), prefill_s_per_token=engine.prefill_s_per_token)
-    prompt = workload.lengths.prompt_tokens
-    pool.add([Response(group, tokens, prompt) for group in groups for tokens in lengths[group]], now=0.0)
-    end = 0.0
-    while (time := pool.next_end()) != FOREVER:
-        end = time
-        pool.finish()
-    return end, pool.busy_seconds(now=end)

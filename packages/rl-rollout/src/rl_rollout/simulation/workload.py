@@ -1,11 +1,34 @@
-"""Simulated workload: batch, response lengths, and costs in seconds."""
+"""Simulated workload: batch, response lengths, and costs in seconds; read from TOML."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import field
 from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
+from numpy.typing import NDArray
 
 from rl_core.errors import SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.files import read_toml
+from rl_core.record_fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
+    converts_arguments,
+    settings_record,
+)
+from rl_rollout.loops.options import read_options
+
+BUILT_IN = Path(__file__).with_name("workloads") / "qwen2.5-math-7b-dapo.toml"
+Points = tuple[tuple[float, float], ...]
+LENGTHS_BLOCK = 256
+"""Number of groups drawn at once."""
 
 
 @settings_record
@@ -18,18 +41,16 @@ class BatchShape:
         mini_batch_groups: Number of groups per optimizer update.
     """
 
-    groups: int
-    group_size: int
-    mini_batch_groups: int
+    groups: PositiveInt
+    group_size: PositiveInt
+    mini_batch_groups: PositiveInt
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            SettingsError: A number is below 1, or the batch is not a whole number of mini-batches.
+            SettingsError: The batch is not a whole number of mini-batches.
         """
-        _require_at_least(1, "batch", groups=self.groups, group_size=self.group_size)
-        _require_at_least(1, "batch", mini_batch_groups=self.mini_batch_groups)
         if self.groups % self.mini_batch_groups:
             raise SettingsError(
                 f"batch.groups must be a multiple of batch.mini_batch_groups; found {self.groups} and "
@@ -66,35 +87,24 @@ class Lengths:
         scale: Factor of all lengths before the cut.
     """
 
-    maximum: int
-    median: float | None = None
-    sigma: float | None = None
-    quantiles: tuple[tuple[float, float], ...] = ()
-    group_correlation: float = 0.0
-    prompt_tokens: int = 0
-    scale: float = 1.0
+    maximum: PositiveInt
+    median: PositiveFloat | None = None
+    sigma: NonNegativeFloat | None = None
+    quantiles: Points = ()
+    group_correlation: UnitFloat = 0.0
+    prompt_tokens: NonNegativeInt = 0
+    scale: PositiveFloat = 1.0
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            SettingsError: Both or neither form is given, shares or tokens decrease, or a number is out of range.
+            SettingsError: Both or neither form is given, or shares or tokens decrease.
         """
-        _require_at_least(1, "lengths", maximum=self.maximum)
-        _require_at_least(0, "lengths", prompt_tokens=self.prompt_tokens)
-        _require_positive("lengths", scale=self.scale)
-        if not 0 <= self.group_correlation <= 1:
-            raise SettingsError(f"lengths.group_correlation must be from 0 to 1; found {self.group_correlation}.")
-        is_log_normal = self.median is not None and self.sigma is not None
-        if is_log_normal == bool(self.quantiles) or (self.median is None) != (self.sigma is None):
+        given = self.median is not None, self.sigma is not None, bool(self.quantiles)
+        if given not in ((True, True, False), (False, False, True)):
             raise SettingsError("lengths needs either median and sigma, or quantiles.")
-        if self.median is not None and self.sigma is not None:
-            _require_positive("lengths", median=self.median)
-            _require_at_least(0, "lengths", sigma=self.sigma)
-            return
-        shares, tokens = zip(*self.quantiles, strict=True)
-        rises = all(a < b for a, b in pairwise(shares))
-        if shares[0] != 0 or shares[-1] != 1 or not rises or list(tokens) != sorted(tokens) or tokens[0] <= 0:
+        if self.quantiles and not (_rises(self.quantiles) and [self.quantiles[i][0] for i in (0, -1)] == [0, 1]):
             raise SettingsError(
                 "lengths.quantiles must be pairs [share, tokens] with shares that rise from 0 to 1 and tokens above 0 "
                 f"that do not decrease; found {[list(pair) for pair in self.quantiles]}."
@@ -114,26 +124,19 @@ class EngineCosts:
         inflight_groups: Maximum number of groups generated at once per engine; None leaves the limit to the staleness.
     """
 
-    gpus: int
-    slots: int
-    decode: tuple[tuple[float, float], ...]
-    prefill_s_per_token: float = 0.0
-    inflight_groups: int | None = None
+    gpus: PositiveInt
+    slots: PositiveInt
+    decode: Points
+    prefill_s_per_token: NonNegativeFloat = 0.0
+    inflight_groups: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            SettingsError: The curve is empty or not increasing, or a number is out of range.
+            SettingsError: The curve is empty or not increasing.
         """
-        _require_at_least(1, "engine", gpus=self.gpus, slots=self.slots)
-        _require_at_least(0, "engine", prefill_s_per_token=self.prefill_s_per_token)
-        if self.inflight_groups is not None:
-            _require_at_least(1, "engine", inflight_groups=self.inflight_groups)
-        batches = [batch for batch, _ in self.decode]
-        seconds = [second for _, second in self.decode]
-        rises = all(a < b for a, b in pairwise(batches))
-        if not self.decode or not rises or seconds != sorted(seconds) or seconds[0] <= 0 or batches[0] < 0:
+        if not self.decode or not _rises(self.decode):
             raise SettingsError(
                 "engine.decode must be pairs [responses, seconds] with responses that rise and seconds above 0 that "
                 f"do not decrease; found {[list(pair) for pair in self.decode]}."
@@ -151,6 +154,11 @@ class EngineCosts:
             (left, low), (right, high) = points[segment], points[segment + 1]
             found.append(low if batch <= left else low + (high - low) * (batch - left) / (right - left))
         return found
+
+    def generation_seconds(self, num_tokens: int, *, num_engines: int) -> float:
+        """Return the minimum seconds to decode this many tokens: all engines always have their best batch size."""
+        rates = [batch / seconds for batch, seconds in enumerate(self.step_seconds())]
+        return num_tokens / (max(rates) * num_engines)
 
 
 @settings_record
@@ -173,34 +181,17 @@ class LearnerCosts:
             does.
     """
 
-    update_gpu_s_per_token: float
-    update_s: float = 0.0
-    logprobs_gpu_s_per_token: float = 0.0
-    logprobs_s: float = 0.0
-    step_s: float = 0.0
-    sync_step_s: float = 0.0
-    colocated_slowdown: float = 1.0
-    efficiency_per_doubling: float = 1.0
-    reference_gpus: int = 1
-    gpus_multiple: int = 1
+    update_gpu_s_per_token: PositiveFloat
+    update_s: NonNegativeFloat = 0.0
+    logprobs_gpu_s_per_token: NonNegativeFloat = 0.0
+    logprobs_s: NonNegativeFloat = 0.0
+    step_s: NonNegativeFloat = 0.0
+    sync_step_s: NonNegativeFloat = 0.0
+    colocated_slowdown: Annotated[float, Ge(1), Lt(math.inf)] = 1.0
+    efficiency_per_doubling: Annotated[float, Gt(0), Le(1)] = 1.0
+    reference_gpus: PositiveInt = 1
+    gpus_multiple: PositiveInt = 1
     recomputes_logprobs: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            SettingsError: A number is out of range.
-        """
-        _require_positive("learner", update_gpu_s_per_token=self.update_gpu_s_per_token)
-        _require_at_least(0, "learner", update_s=self.update_s, logprobs_s=self.logprobs_s, step_s=self.step_s)
-        _require_at_least(0, "learner", logprobs_gpu_s_per_token=self.logprobs_gpu_s_per_token)
-        _require_at_least(0, "learner", sync_step_s=self.sync_step_s)
-        _require_at_least(1, "learner", gpus_multiple=self.gpus_multiple, reference_gpus=self.reference_gpus)
-        _require_at_least(1, "learner", colocated_slowdown=self.colocated_slowdown)
-        if not 0 < self.efficiency_per_doubling <= 1:
-            raise SettingsError(
-                f"learner.efficiency_per_doubling must be above 0 and at most 1; found {self.efficiency_per_doubling}."
-            )
 
     def updates_seconds(self, num_tokens: int, *, num_updates: int, gpus: int) -> float:
         """Return the seconds of a step's optimizer updates, on GPUs that only train."""
@@ -226,17 +217,9 @@ class WeightCosts:
         recomputes_prefixes: Whether responses that continue under new weights are prefilled again.
     """
 
-    publish_s: float = 0.0
-    swap_s: float = 0.0
+    publish_s: NonNegativeFloat = 0.0
+    swap_s: NonNegativeFloat = 0.0
     recomputes_prefixes: bool = True
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            SettingsError: A time is below 0.
-        """
-        _require_at_least(0, "weights", publish_s=self.publish_s, swap_s=self.swap_s)
 
 
 @settings_record
@@ -260,13 +243,70 @@ class Workload:
     weights: WeightCosts = field(default_factory=WeightCosts)
 
 
-def _require_at_least(least: float, section: str, **values: float) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise SettingsError(f"{section}.{name} must be at least {least}; found {value}.")
+class GroupLengths:
+    """Number of tokens of each response, by group number from 0: the same lengths in every simulation of a seed."""
+
+    def __init__(self, lengths: Lengths, *, group_size: int, seed: int) -> None:
+        """Store the distribution. Nothing is drawn yet."""
+        self._lengths = lengths
+        self._group_size = group_size
+        self._seed = seed
+        self._blocks: dict[int, list[list[int]]] = {}
+
+    def __getitem__(self, group: int) -> list[int]:
+        """Return the number of tokens of each response of the group, from 1 to the maximum."""
+        block, row = divmod(group, LENGTHS_BLOCK)
+        if block not in self._blocks:
+            self._blocks[block] = self._draw(block).tolist()
+        return self._blocks[block][row]
+
+    def num_tokens(self, group: int) -> int:
+        """Return the number of trained tokens of a group: its responses with their prompts."""
+        return sum(self[group]) + self._group_size * self._lengths.prompt_tokens
+
+    def _draw(self, block: int) -> NDArray[np.int64]:
+        """Draw [LENGTHS_BLOCK, group_size] lengths."""
+        rng = np.random.default_rng([self._seed, block])
+        shared = self._lengths.group_correlation
+        of_group = rng.standard_normal((LENGTHS_BLOCK, 1))
+        own = rng.standard_normal((LENGTHS_BLOCK, self._group_size))
+        scores = math.sqrt(shared) * of_group + math.sqrt(1 - shared) * own
+        tokens = np.exp(self._logarithms(scores)) * self._lengths.scale
+        return np.clip(np.rint(tokens), 1, self._lengths.maximum).astype(np.int64)
+
+    def _logarithms(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        lengths = self._lengths
+        if lengths.median is not None and lengths.sigma is not None:
+            return np.asarray(math.log(lengths.median) + lengths.sigma * scores, dtype=np.float64)
+        normal = NormalDist()
+        shares = np.array([normal.cdf(score) for score in scores.ravel().tolist()]).reshape(scores.shape)
+        known, tokens = zip(*lengths.quantiles, strict=True)
+        return np.asarray(np.interp(shares, known, np.log(tokens)), dtype=np.float64)
 
 
-def _require_positive(section: str, **values: float) -> None:
-    for name, value in values.items():
-        if value <= 0:
-            raise SettingsError(f"{section}.{name} must be above 0; found {value}.")
+@converts_arguments
+def read_workload(file: Path = BUILT_IN) -> Workload:
+    """Read a workload from TOML.
+
+    Raises:
+        SettingsError: The file cannot be read, is not TOML, or has an invalid value.
+    """
+    return workload_from(read_toml(file, error=SettingsError), where=str(file))
+
+
+def workload_from(table: Mapping[str, Any], *, where: str) -> Workload:
+    """Make a workload from a table in the format of a workload's file; errors begin with `where`.
+
+    Raises:
+        SettingsError: A value is invalid.
+    """
+    try:
+        return read_options(Workload, table, where="the workload")
+    except SettingsError as error:
+        raise SettingsError(f"{where}: {error}") from error
+
+
+def _rises(points: Points) -> bool:
+    """True if the first numbers rise from 0 or more, and the second ones are above 0 and do not decrease."""
+    grows = all(a < b and low <= high for (a, low), (b, high) in pairwise(points))
+    return grows and points[0][0] >= 0 and points[0][1] > 0

@@ -1,13 +1,17 @@
-"""Memory of host and processes by owner, from Linux's /proc."""
+"""Metrics of the hardware: memory by owner, from Linux's /proc, GPUs, and use of the devices' time."""
 
 import os
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rl_core.cluster.processes.guard import descendants
+from rl_core.errors import SettingsError
+from rl_core.gpus import GpuUse
 from rl_core.record_fields import converts_arguments
+from rl_metrics.definitions.timing import ROLES, TOKEN_PHASES
 
 KIB_PER_GIB = 1024**2
 PROC = Path("/proc")
@@ -135,3 +139,67 @@ def _sizes_kib(path: Path) -> dict[str, int]:
         return {}
     fields = (line.split() for line in lines)
     return {row[0].rstrip(":"): int(row[1]) for row in fields if len(row) == 3 and row[2] == "kB"}
+
+
+def summarize_gpus(owner: str, uses: Sequence[GpuUse]) -> dict[str, float]:
+    """Return an owner's peak memory, card size and utilization over its GPUs, and of each one if there are several.
+
+    Args:
+        owner: Prefix of the metrics: `perf` for the learner, `engine` or `teacher`.
+        uses: Use of each GPU in the step.
+    """
+    if not uses:
+        return {}
+    metrics = {
+        f"{owner}/max_memory_allocated_gb": max(one.max_memory_allocated_gb for one in uses),
+        f"{owner}/max_memory_reserved_gb": max(one.max_memory_reserved_gb for one in uses),
+        f"{owner}/memory_total_gb": min(one.memory_total_gb for one in uses),
+    }
+    busy = [one.gpu_utilization for one in uses if one.gpu_utilization is not None]
+    if busy:
+        metrics[f"{owner}/gpu_utilization"] = sum(busy) / len(busy)
+    if len(uses) > 1:
+        for n, one in enumerate(uses):
+            metrics |= {f"{owner}/gpu/{n}/{name}": value for name, value in asdict(one).items() if value is not None}
+    return metrics
+
+
+def per_token_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return `timing_per_token_ms/{phase}` for each phase with `timing_s/{phase}` and a token count in the metrics.
+
+    Args:
+        metrics: Reduced metrics of a step. `perf/total_num_tokens` counts all tokens, `response_length/mean` times
+            `rollout/num_trajectories` those of the responses.
+    """
+    num_tokens = metrics.get("perf/total_num_tokens", 0.0)
+    num_response_tokens = metrics.get("response_length/mean", 0.0) * metrics.get("rollout/num_trajectories", 0.0)
+    counts = {"gen": num_response_tokens} | dict.fromkeys(TOKEN_PHASES, num_tokens)
+    return {
+        f"timing_per_token_ms/{phase}": 1000.0 * metrics[f"timing_s/{phase}"] / count
+        for phase, count in counts.items()
+        if count > 0 and f"timing_s/{phase}" in metrics
+    }
+
+
+def model_flops_utilization(
+    metrics: Mapping[str, float], *, flops: Mapping[str, float], peak_tflops: float, num_devices: int = 1
+) -> dict[str, float]:
+    """Return `perf/mfu/{role}`, the model's FLOPs over the devices' peak FLOPs in the same time.
+
+    Args:
+        metrics: Reduced metrics of a step, with `timing_s/{phase}`.
+        flops: FLOPs of the step by role of `ROLES`; a role that trains needs those of 3 forward passes.
+        peak_tflops: Peak of one device, in 10**12 FLOPs per second.
+        num_devices: Number of devices that share the work.
+
+    Raises:
+        SettingsError: peak_tflops or num_devices is not above 0.
+    """
+    if not (peak_tflops > 0 and num_devices > 0):
+        raise SettingsError(
+            f"peak_tflops and num_devices must be above 0; found {peak_tflops} and {num_devices}. Use the dense "
+            "peak of the dtype from the device's data sheet."
+        )
+    peak = peak_tflops * 1e12 * num_devices
+    seconds = {role: metrics.get(f"timing_s/{ROLES[role]}", 0.0) for role in flops}
+    return {f"perf/mfu/{role}": flops[role] / taken / peak for role, taken in seconds.items() if taken > 0}

@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,17 @@ from rl_core.record_fields import FiniteFloat, settings_record
 from rl_metrics.run_files.history import History
 from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.validation.summary import HEADLINE, headline
+
+__all__ = [
+    "EXACT",
+    "TargetOptions",
+    "Validated",
+    "best_of",
+    "best_to_keep",
+    "num_since_best",
+    "target_of",
+    "validations_of",
+]
 
 SECTIONS = ("val-core/", "val-aux/")
 MAIN = "validation (mean of val-core/*/mean@N)"
@@ -64,8 +76,8 @@ class TargetOptions:
 
     def value_in(self, metrics: Mapping[str, float]) -> float | None:
         """Return the value in a validation's metrics; None if it lacks a finite one."""
-        found = headline(metrics) if self.metric is None else metrics.get(self.metric)
-        return None if found is None or not math.isfinite(found) else float(found)
+        value = headline(metrics) if self.metric is None else metrics.get(self.metric)
+        return None if value is None or not math.isfinite(value) else float(value)
 
     def require_in(self, metrics: Mapping[str, float]) -> None:
         """Refuse a metric that a validation does not report.
@@ -99,30 +111,28 @@ class Validated:
 
 def validations_of(history: History, target: TargetOptions) -> tuple[Validated, ...]:
     """Return a run's validations with a finite value, by step."""
-    columns = {name: column for name, column in history.values.items() if _counts(name, target)}
-    found = []
+    names = filter(HEADLINE.fullmatch, history.values) if target.metric is None else (target.metric,)
+    columns = {name: history.values[name] for name in names if name in history.values}
+    validations = []
     exact = history.get(EXACT)
     for row in np.flatnonzero(np.isfinite(list(columns.values())).any(axis=0)) if columns else ():
         metrics = {name: float(column[row]) for name, column in columns.items() if np.isfinite(column[row])}
         value = target.value_in(metrics)
         if value is not None:
-            is_exact = exact is None or exact[row] != 0
-            found.append(Validated(step=int(history.steps[row]), value=value, is_exact=bool(is_exact)))
-    return tuple(found)
+            is_exact = bool(exact is None or exact[row] != 0)
+            validations.append(Validated(step=int(history.steps[row]), value=value, is_exact=is_exact))
+    return tuple(validations)
 
 
 def best_of(validations: Sequence[Validated], target: TargetOptions) -> Validated | None:
     """Return the best validation; of equal ones the first."""
-    best = None
-    for one in validations:
-        if best is None or target.is_better(one.value, best.value):
-            best = one
-    return best
+    choose = min if target.lower_is_better else max
+    return choose(validations, key=attrgetter("value"), default=None)
 
 
 def best_to_keep(validations: Sequence[Validated], target: TargetOptions) -> Validated | None:
     """Return the best validation of a trained policy whose checkpoint has exactly the validated weights."""
-    return best_of([one for one in validations if one.step > 0 and one.is_exact], target)
+    return best_of([validated for validated in validations if validated.step > 0 and validated.is_exact], target)
 
 
 def num_since_best(validations: Sequence[Validated], target: TargetOptions) -> int:
@@ -134,17 +144,13 @@ def num_since_best(validations: Sequence[Validated], target: TargetOptions) -> i
 def target_of(settings: Mapping[str, Any]) -> TargetOptions:
     """Return the target in a run's recorded settings, or no target; values of other types are ignored."""
     trainer = settings.get("trainer")
-    found = trainer.get("target") if isinstance(trainer, Mapping) else None
-    if not isinstance(found, Mapping):
+    table = trainer.get("target") if isinstance(trainer, Mapping) else None
+    if not isinstance(table, Mapping):
         return TargetOptions()
-    metric, value = found.get("metric"), number_or_nan(found.get("value"))
+    metric, value = table.get("metric"), number_or_nan(table.get("value"))
     return TargetOptions(
         metric=metric if isinstance(metric, str) else None,
         value=value if math.isfinite(value) else None,
-        stop=found.get("stop") is True,
-        lower_is_better=found.get("lower_is_better") is True,
+        stop=table.get("stop") is True,
+        lower_is_better=table.get("lower_is_better") is True,
     )
-
-
-def _counts(name: str, target: TargetOptions) -> bool:
-    return bool(HEADLINE.fullmatch(name)) if target.metric is None else name == target.metric

@@ -1,12 +1,13 @@
-"""hang.json: who does not answer, and what each role does, when a run made no progress for too long.
+"""Reports on runs without progress, in hang.json: who does not answer, and what each role does.
 
 Sizes are bounded, so that writing always succeeds: stacks and texts are cut.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 import msgspec
@@ -15,7 +16,8 @@ from rl_core.cluster import RoleReport, cut_middle
 from rl_core.errors import DataError
 from rl_core.files import read_plain, write_durably
 from rl_core.record_fields import converts_arguments, record
-from rl_metrics.hang.stack_frames import innermost_frames
+
+__all__ = ["HANG_FILE", "HangReport", "describe_trouble", "write_hang_report"]
 
 HANG_FILE = "hang.json"
 MAX_ROLES = 1_000
@@ -26,6 +28,10 @@ MAX_STACKS = 4_000_000
 """Maximum number of characters of all roles' stacks."""
 MAX_TEXT = 4_000
 MAX_FILE_BYTES = 64 << 20
+
+_FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (\S+)')
+_HEADER = re.compile(r"^(thread |task |Thread 0x|Current thread 0x)")
+_SERVED = "rl_core/cluster/served.py"
 
 
 @record
@@ -84,7 +90,7 @@ def write_hang_report(path: Path, report: HangReport) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    report = bounded(report)
+    report = _bounded(report)
     content = {"summary": report.summary, **msgspec.to_builtins(report)}
     write_durably(path, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
 
@@ -96,14 +102,14 @@ def read_hang_report(path: Path) -> HangReport:
         DataError: The file is missing, too large, or not such a report.
     """
     try:
-        return bounded(msgspec.json.decode(read_plain(path, max_bytes=MAX_FILE_BYTES), type=HangReport))
+        return _bounded(msgspec.json.decode(read_plain(path, max_bytes=MAX_FILE_BYTES), type=HangReport))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
             f"{path} must be a hang report of the asynchronous trainer (format rl-hang-2); {error}."
         ) from None
 
 
-def bounded(report: HangReport) -> HangReport:
+def _bounded(report: HangReport) -> HangReport:
     """Return the report with bounded sizes, and only numbers and characters that JSON can encode."""
     roles = report.roles[:MAX_ROLES]
     max_stack = min(MAX_STACK, MAX_STACKS // max(len(roles), 1))
@@ -140,3 +146,34 @@ def _number(value: float) -> float:
 def _numbers(values: Mapping[str, float]) -> dict[str, float]:
     finite = [(_text(name), float(value)) for name, value in values.items() if math.isfinite(value)]
     return dict(finite[:MAX_ITEMS])
+
+
+def innermost_frames(stack: str, *, depth: int = 6) -> list[str]:
+    """Return frames such as "recv (socket.py:12)", innermost first.
+
+    They are those of the thread or task that runs a method of the role, from that method on, or else of the first
+    thread.
+    """
+    blocks = _blocks(stack)
+    chosen = next(filter(None, blocks), [])
+    for frames in blocks:
+        served = [index for index, (file, *_) in enumerate(frames) if file.endswith(_SERVED)]
+        if served and frames[served[-1] + 1 :]:
+            chosen = frames[served[-1] + 1 :]
+            break
+    return [f"{function} ({PurePath(file).name}:{line})" for file, line, function in chosen[::-1][:depth]]
+
+
+def _blocks(stack: str) -> list[list[tuple[str, ...]]]:
+    """Return file, line and function of the frames of each thread, then of each task, outermost first."""
+    current: list[tuple[str, ...]] = []
+    threads, tasks = [current], list[list[tuple[str, ...]]]()
+    for line in stack.splitlines():
+        if _HEADER.match(line):
+            current = []
+            (tasks if line.startswith("task ") else threads).append(current)
+        elif matched := _FRAME.match(line):
+            current.append(matched.groups())
+    if "recent call first" in stack:
+        threads = [frames[::-1] for frames in threads]
+    return [*threads, *tasks]
