@@ -107,8 +107,8 @@ def _stability_lines(rows: Sequence[StabilityRow]) -> Iterator[str]:
     cells: list[tuple[str, ...]] = [("", "metric", "mean", "healthy", "newest", "healthy", "source of the range")]
     for row in rows:
         mark = "?" if row.mark == "unknown" else row.mark
-        values = (mark, row.metric, f"{row.mean:.4g}", row.healthy_mean, f"{row.last:.4g}", row.healthy_last, row.source)
-        cells.append(tuple(value or "-" for value in values))
+        values = (f"{row.mean:.4g}", row.healthy_mean, f"{row.last:.4g}", row.healthy_last, row.source)
+        cells.append((mark, row.metric, *(value or "-" for value in values)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

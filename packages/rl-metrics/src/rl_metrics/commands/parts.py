@@ -90,7 +90,6 @@ def say_json(document: Json) -> None:
 
 def refuse(reason: str) -> int:
     """Print an error to stderr, with the prefix of argparse's errors, and return the exit status."""
-    Console(stderr=True, soft_wrap=True).print(
-        f"rl-metrics: error: {escaped_lines(reason)}", markup=False, highlight=False
-    )
+    text = f"rl-metrics: error: {escaped_lines(reason)}"
+    Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
     return USAGE_ERROR

@@ -180,11 +180,9 @@ def _advice(owner: str) -> tuple[str, ...]:
 
 def _unknown_owner(whole: str, trend: Trend, events: Sequence[Mapping[str, Any]]) -> Cause:
     roles = sorted({str(event.get("role")) for event in events if event.get("event") == "memory_lines"})
-    name, what = "process", "the trainer's process grows"
-    if whole == HOST:
-        name, what = "host", "the host's memory grows, but no process of the run"
+    what = "the host's memory grows, but no process of the run" if whole == HOST else "the trainer's process grows"
     return Cause(
-        name=name,
+        name="host" if whole == HOST else "process",
         title=f"{what}; no owner within it is known",
         share=1.0,
         evidence=(_evidence(whole, trend), *(line for role in roles for line in _growing_lines(role, events))),

@@ -42,9 +42,8 @@ class TokenPairs:
     @property
     def staleness(self) -> IntColumn:
         """Versions between the engine's weights and the learner's; -1 if unknown."""
-        behind: IntColumn = np.where(
-            self.version < 0, UNKNOWN_VERSION, np.maximum(self.policy_version - self.version, 0)
-        )
+        age = np.maximum(self.policy_version - self.version, 0)
+        behind: IntColumn = np.where(self.version < 0, UNKNOWN_VERSION, age)
         return behind
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,19 +85,18 @@ def whole_rows(
 
 def as_rollouts(step: int, responses: Iterable[Mapping[str, Any]]) -> list[RolloutRow]:
     """Return the trajectories of a step, with one group per prompt and the policy version of the previous step."""
-    num_sessions: dict[str, int] = {}
+    num_sessions = Counter[str]()
     rows = []
     for response in responses:
         problem = _problem_of(response["prompt"])
-        session = num_sessions.get(problem, 0)
-        num_sessions[problem] = session + 1
+        num_sessions[problem] += 1
         rows.append(
             RolloutRow(
                 step=step,
                 time=math.nan,
                 prompt_uid=f"{step}-{problem}",
                 problem=problem,
-                session=session,
+                session=num_sessions[problem] - 1,
                 finish="unknown",
                 policy_version=max(step - 1, 0),
                 **response,

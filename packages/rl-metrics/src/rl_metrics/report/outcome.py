@@ -191,13 +191,8 @@ def _figure(
 
 def _estimate(history: History, name: str, rows: NDArray[np.intp], *, without: str) -> Estimate:
     """Return the mean over rows of the history; `without` says why there is no interval, if there is none."""
-    values, groups, low, high, least, most = (
-        _column(history, column)[rows]
-        for column in (
-            *(name, "rollout/num_groups", f"{name}/ci_low", f"{name}/ci_high"),
-            *("critic/score/min", "critic/score/max"),
-        )
-    )
+    names = (name, "rollout/num_groups", f"{name}/ci_low", f"{name}/ci_high", "critic/score/min", "critic/score/max")
+    values, groups, low, high, least, most = (_column(history, column)[rows] for column in names)
     interval, how = Interval(float(low[-1]), float(high[-1])), BY_RECORD
     if not interval.is_known and name in SCORE and groups.sum() >= 1 and least.min() >= 0 and most.max() <= 1:
         interval, how = wilson(float(values.mean()), float(groups.sum())), BY_PROBLEMS

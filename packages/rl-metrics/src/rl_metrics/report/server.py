@@ -93,8 +93,7 @@ class ReportServer:
 
     def wait(self) -> None:
         """Wait until `close` is called; Ctrl-C raises KeyboardInterrupt."""
-        while not self._is_over.wait(LOOK_EVERY_S):
-            pass
+        self._is_over.wait()
 
     def close(self) -> None:
         """Stop the server. Idempotent."""

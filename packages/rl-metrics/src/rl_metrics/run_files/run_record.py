@@ -201,10 +201,8 @@ class RunRecord:
 
     def _json_document(self, name: str) -> dict[str, Any]:
         content = self._document(name)
-        if not content:
-            return {}
         try:
-            document = json.loads(content)
+            document = json.loads(content or "{}")
         except (ValueError, RecursionError) as error:
             log.warning("unreadable_file", path=str(self.folder / name), error=str(error))
             return {}

@@ -196,9 +196,8 @@ class ConsoleTracker:
         self._clock = clock
         self._phases: list[Phase] = []
         self._display = LiveDisplay(self._console, self._phases, clock=clock)
-        self._is_live = (
-            kind in ("auto", "bar") and self._console.is_interactive and not self._console.options.ascii_only
-        )
+        can_draw = self._console.is_interactive and not self._console.options.ascii_only
+        self._is_live = kind in ("auto", "bar") and can_draw
         self._lock = threading.RLock()
         self._has_failed = False
         self._is_closed = threading.Event()

@@ -84,10 +84,8 @@ def winning_probabilities(patterns: Ints, *, num_votes: int) -> Floats:
     can_win = _can_win(multiplicity, silent, terms=terms, chances=chances, chance_of_sum=chance_of_sum)
     found = np.zeros(multiplicity.shape)
     for counts, places, weights in _blocks(np.flatnonzero(can_win.any(axis=0)), multiplicity, num_votes=num_votes):
-        factors, coefficients = (
-            _factors(counts, places, terms=terms),
-            _coefficients(counts, weights, num_votes=num_votes),
-        )
+        factors = _factors(counts, places, terms=terms)
+        coefficients = _coefficients(counts, weights, num_votes=num_votes)
         readings = _parts(terms[:, counts, None] / chance_of_sum / factors)
         rows = np.flatnonzero(can_win[:, counts].any(axis=1))
         step = max(1, CHUNK // coefficients.size)
