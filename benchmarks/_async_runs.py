@@ -21,7 +21,6 @@ from rl_rollout.prompts import PromptSource
 from rl_rollout.simulation import Workload
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
-from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
 from rl_trainer_parts.reporting.token_probes import TokenProbes
@@ -186,9 +185,6 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
             queue=queue,
             teachers=None,
             transport=TensorTransport(),
-            objective=make_objective(settings),
-            kl=make_kl_control(settings),
-            select_tokens=make_selection(settings),
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=run.path / "skipped"),
             stop=stack.enter_context(StopSignal()),
             lifecycle=lifecycle,

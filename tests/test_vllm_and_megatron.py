@@ -19,7 +19,6 @@ from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import publish, train_step
-from rl_trainer_parts.learning.objective import make_kl_control, make_objective
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
@@ -71,9 +70,6 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             queue=queue,
             teachers=None,
             transport=TensorTransport(),
-            objective=make_objective(settings),
-            kl=make_kl_control(settings),
-            select_tokens=None,
             skipped=SkippedUpdates(most=0, directory=tmp_path_factory.mktemp("skipped")),
             stop=None,  # type: ignore[arg-type] - each event loop gets its own
             lifecycle=lifecycle,

@@ -14,7 +14,6 @@ from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer_parts.commands.output import counted
-from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
@@ -139,9 +138,6 @@ class TrainingRun:
             queue=queue,
             teachers=teachers,
             transport=transport,
-            objective=make_objective(settings),
-            kl=make_kl_control(settings),
-            select_tokens=make_selection(settings),
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder.path / "skipped"),
             stop=stop,
             lifecycle=self._lifecycle,

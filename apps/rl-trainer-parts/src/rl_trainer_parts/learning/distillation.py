@@ -1,11 +1,9 @@
-"""Distillation in a run: the options of the objective, and the teachers' metrics."""
+"""What a run learns from, and the options of a distillation's objective."""
 
 from dataclasses import fields
 from typing import Any
 
 from rl_distill.objectives import DistillationObjectiveOptions
-from rl_distill.teacher import ServiceReport
-from rl_metrics.reductions import Recorder
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -41,25 +39,3 @@ def objective_options(settings: Settings) -> DistillationObjectiveOptions:
     names = (option.name for option in fields(DistillationObjectiveOptions) if option.name != "teachers")
     options: Any = {name: getattr(chosen, name) for name in names}
     return DistillationObjectiveOptions(**options, teachers=tuple(chosen.teachers))
-
-
-def record_teachers(recorder: Recorder, report: ServiceReport) -> None:
-    """Record the teachers' work in a step and how long the step waited for it."""
-    recorder.record("timing_s/teacher", report.waited_s)
-    recorder.record_all(teacher_metrics(report))
-
-
-def teacher_metrics(report: ServiceReport) -> dict[str, float]:
-    """Each teacher's work, by metric name."""
-    metrics: dict[str, float] = {}
-    for name, of_teacher in report.teachers.items():
-        values = {
-            "score_s": of_teacher.score_s,
-            "idle_share": of_teacher.idle_share,
-            "trajectories": of_teacher.num_trajectories,
-            "tokens_per_s": of_teacher.tokens_per_s,
-            "restarts": of_teacher.num_restarts,
-            "cache_hits": of_teacher.num_stored,
-        }
-        metrics |= {f"teacher/{name}/{metric}": value for metric, value in values.items()}
-    return metrics

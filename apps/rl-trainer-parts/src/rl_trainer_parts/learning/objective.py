@@ -17,25 +17,28 @@ from rl_trainer_parts.learning.distillation import objective_options
 from rl_trainer_parts.settings.schema import Settings
 
 
-def make_objective(settings: Settings) -> PolicyObjective | DistillationObjective:
-    """The learner's objective: the policy's, the teachers', or their sum.
-
-    Raises:
-        SettingsError: An option is unknown or impossible.
-    """
+def make_objective(
+    settings: Settings, kl_coefficient: float | None = None
+) -> PolicyObjective | DistillationObjective:
+    """The learner's objective: the policy's, the teachers', or their sum; see `make_policy_objective`."""
     if not settings.distillation.is_on or settings.distillation.used_as == "reward":
-        return make_policy_objective(settings)
-    policy = make_policy_objective(settings) if settings.distillation.use_task_rewards else None
+        return make_policy_objective(settings, kl_coefficient)
+    policy = make_policy_objective(settings, kl_coefficient) if settings.distillation.use_task_rewards else None
     return DistillationObjective(objective_options(settings), policy)
 
 
-def make_policy_objective(settings: Settings) -> PolicyObjective:
+def make_policy_objective(settings: Settings, kl_coefficient: float | None = None) -> PolicyObjective:
     """The policy objective.
+
+    Args:
+        settings: The run's settings.
+        kl_coefficient: Current weight of a KL in the loss; None is that of the run's start.
 
     Raises:
         SettingsError: An option is unknown or impossible.
     """
     algorithm = settings.algorithm
+    kl_coefficient = algorithm.kl_coefficient if kl_coefficient is None else kl_coefficient
     return policy_objective(
         PolicyObjectiveOptions(
             old_logprobs=sampled_logprobs(settings),
@@ -43,7 +46,7 @@ def make_policy_objective(settings: Settings) -> PolicyObjective:
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             policy_loss_options=algorithm.policy_loss_options,
-            kl_coefficient=algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0,
+            kl_coefficient=kl_coefficient if algorithm.kl_in == "loss" else 0.0,
             kl_estimator=algorithm.kl_estimator,
             entropy_coefficient=algorithm.entropy_coefficient,
         )

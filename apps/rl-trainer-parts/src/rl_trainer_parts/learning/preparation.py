@@ -19,6 +19,7 @@ from rl_trainer_parts.learning.distillation import (
     learns_from_rewards,
     objective_options,
 )
+from rl_trainer_parts.learning.objective import make_selection
 from rl_trainer_parts.learning.parts import LearningParts
 
 TEACHER_COLUMNS = teacher_task(with_hidden=True).gives
@@ -72,6 +73,6 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
                 f"correction.reject = {correction.reject} rejected every token of {len(batch)} trajectories. "
                 "Widen its bounds, or check rollout_corr/kl: engine and learner may have different weights."
             )
-    if parts.select_tokens is not None:
-        batch = with_token_selection(batch, select=parts.select_tokens, policy_logprobs=parts.sampled_logprobs)
+    if (select := make_selection(parts.settings)) is not None:
+        batch = with_token_selection(batch, select=select, policy_logprobs=parts.sampled_logprobs)
     return batch

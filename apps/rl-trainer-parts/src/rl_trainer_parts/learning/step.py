@@ -7,6 +7,7 @@ import numpy as np
 from rl_core import Batch
 from rl_distill.objectives import AdaptiveKL, mean_reference_kl
 from rl_metrics.reductions import Recorder
+from rl_trainer_parts.learning.objective import make_kl_control
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.preparation import prepare_batch
 from rl_trainer_parts.learning.updates import update, with_update, without_experts
@@ -32,7 +33,8 @@ def learn(
         DataError: A column is missing, or the correction rejected every token.
         NonFiniteError: Too many consecutive updates were not finite.
     """
-    kl = parts.kl.restored(kl_state) if kl_state else parts.kl
+    kl = make_kl_control(parts.settings)
+    kl = kl.restored(kl_state) if kl_state else kl
     record_replay(parts, rows, recorder, step=step)
     rows = with_late_columns(parts, rows, recorder)
     with recorder.timer("adv"):

@@ -10,6 +10,7 @@ from rl_core.data import token_positions
 from rl_distill.learner import StepResult
 from rl_distill.objectives import ValueObjective, with_loss_weights
 from rl_metrics.reductions import Recorder
+from rl_trainer_parts.learning.objective import make_objective
 from rl_trainer_parts.learning.parts import LearningParts
 
 
@@ -33,7 +34,7 @@ def update(
     """
     settings = parts.settings
     critic_alone = parts.learners.critic is not None and step < settings.critic.head_start_steps
-    objective = parts.objective_at(kl_coefficient)
+    objective = make_objective(settings, kl_coefficient)
     seen: list[tuple[Batch, StepResult]] = []
     for part in minibatches(batch, count=settings.trainer.minibatches, epochs=settings.trainer.epochs):
         weighted = with_loss_weights(
