@@ -14,8 +14,7 @@ from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.jsonl import JsonlTracker
 from rl_metrics.trackers.tracker import Fanout
 from rl_trainer_parts.reporting.health import FILE, HealthWatch
-from rl_trainer_parts.run.checkpoints import RunState
-from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.folder import RunFolder, RunState
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.sources import build_settings

@@ -9,7 +9,7 @@ from rl_core.cluster.processes.guard import descendants
 from rl_core.testing import wait_until
 from rl_metrics.trackers.jsonl import JsonlTracker
 from rl_trainer_parts.reporting import report_writer
-from rl_trainer_parts.reporting.report_writer import ReportWriter
+from rl_trainer_parts.reporting.trackers import ReportWriter
 
 
 def run_in(folder, *, steps=3):

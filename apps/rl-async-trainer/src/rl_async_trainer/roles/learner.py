@@ -33,7 +33,7 @@ from rl_trainer_parts.reporting.step_metrics import (
 )
 from rl_trainer_parts.rollouts.answers import Answer
 from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
-from rl_trainer_parts.run.checkpoints import read_run_state
+from rl_trainer_parts.run.folder import read_run_state
 
 
 class RunLearner(LearnerHost):

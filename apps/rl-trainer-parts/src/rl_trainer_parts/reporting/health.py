@@ -23,8 +23,7 @@ from rl_metrics.health import (
 from rl_metrics.reductions import Histogram
 from rl_metrics.run_files import EventLog, GenerationSample, read_events, read_history
 from rl_metrics.trackers import ConsoleTracker
-from rl_trainer_parts.settings.metrics import LEVELS
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.schema import LEVELS, Settings
 
 FILE = "health.json"
 METRICS = "metrics.jsonl"

@@ -13,12 +13,11 @@ from rl_core.errors import CheckpointError
 from rl_distill.checkpoints import CheckpointStore, Saved
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import ConsoleTracker, Ending
-from rl_trainer_parts.learning.distillation import method_title
+from rl_trainer_parts.learning.objective import method_title
 from rl_trainer_parts.reporting.failed_sessions import EVENT, failures_line
 from rl_trainer_parts.reporting.health import HealthWatch
 from rl_trainer_parts.reporting.trackers import make_trackers
-from rl_trainer_parts.run.checkpoints import RunState
-from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.folder import RunFolder, RunState
 from rl_trainer_parts.run.goal import Goal
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
