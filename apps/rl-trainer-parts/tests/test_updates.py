@@ -8,7 +8,7 @@ import pytest
 from rl_core import Batch, Ragged, Trajectory
 from rl_distill.learner import StepResult
 from rl_metrics.reductions.recorder import Recorder
-from rl_trainer_parts.learning.updates import update
+from rl_trainer_parts.learning.step import update
 
 
 class Numbered:
@@ -50,7 +50,7 @@ def batch_of(num_groups: int) -> Batch:
 )
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_tokens_are_told_as_they_were_in_their_first_update(num_groups, minibatches, expected, epochs, monkeypatch):
-    monkeypatch.setattr("rl_trainer_parts.learning.updates.make_objective", lambda *_: None)
+    monkeypatch.setattr("rl_trainer_parts.learning.step.make_objective", lambda *_: None)
     settings = SimpleNamespace(
         critic=SimpleNamespace(head_start_steps=0),
         trainer=SimpleNamespace(minibatches=minibatches, epochs=epochs),

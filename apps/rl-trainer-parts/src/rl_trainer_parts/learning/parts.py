@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from rl_core.data import IntArray
 from rl_core.weights import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_distill.learners import Learners
-from rl_distill.objectives import SampledLogprobs
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSet
 from rl_trainer_parts.learning.mixtures import routes_anew
-from rl_trainer_parts.learning.objective import sampled_logprobs
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -27,11 +25,6 @@ class LearningParts:
     settings: Settings
     learners: Learners
     skipped: SkippedUpdates
-
-    @property
-    def sampled_logprobs(self) -> SampledLogprobs:
-        """Column with the sampling policy's logprobs, as the update uses them."""
-        return sampled_logprobs(self.settings)
 
 
 def canary_sequences(settings: Settings, prompts: PromptSet) -> list[IntArray]:
