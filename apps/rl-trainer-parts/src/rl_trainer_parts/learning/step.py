@@ -1,17 +1,24 @@
 """The learner's side of a step in both trainers: late columns, advantages, updates, KL coefficient."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+
 import numpy as np
-from rl_core import Batch
+
+from rl_core import Batch, Ragged
+from rl_core.data import token_positions
 from rl_core.errors import DataError
+from rl_distill.learner import StepResult
 from rl_distill.objectives import (
     AdaptiveKL,
+    ValueObjective,
     correction_weight_metrics,
     mean_reference_kl,
     with_advantages,
     with_correction_weights,
     with_distillation_advantages,
     with_kl_in_reward,
+    with_loss_weights,
     with_rejection,
     with_token_selection,
 )
@@ -22,20 +29,11 @@ from rl_trainer_parts.learning.objective import (
     has_teachers,
     learns_from_rewards,
     make_kl_control,
+    make_objective,
     make_selection,
     objective_options,
     sampled_logprobs,
 )
-from rl_trainer_parts.learning.parts import LearningParts
-import itertools
-from collections.abc import Iterator, Mapping
-import numpy as np
-from rl_core import Batch, Ragged
-from rl_core.data import token_positions
-from rl_distill.learner import StepResult
-from rl_distill.objectives import ValueObjective, with_loss_weights
-from rl_metrics.reductions import Recorder
-from rl_trainer_parts.learning.objective import make_objective
 from rl_trainer_parts.learning.parts import LearningParts
 
 
@@ -121,7 +119,9 @@ def adapted_kl(parts: LearningParts, kl: AdaptiveKL, batch: Batch, recorder: Rec
     if not algorithm.kl_coefficient:
         return kl
     # "k3+" and "k3" have the same value. With kl_in = "reward", this is the penalty that was subtracted.
-    measured = mean_reference_kl(batch, estimator=algorithm.kl_estimator, policy_logprobs=sampled_logprobs(parts.settings))
+    measured = mean_reference_kl(
+        batch, estimator=algorithm.kl_estimator, policy_logprobs=sampled_logprobs(parts.settings)
+    )
     recorder.record("actor/kl_coef", kl.coefficient)
     recorder.record("actor/reference_kl", measured)
     return kl.adapted(measured, num_trajectories=len(batch))
