@@ -10,7 +10,7 @@ from rl_core import InProcessQueue, SharedMemoryQueue, TransferQueue
 from rl_core.cluster import Cluster, ClusterOptions, RayOptions, RestartPolicy, Role, RoleSpec, open_cluster, start_ray
 from rl_core.data import IntArray
 from rl_core.queue import QueueOptions, RayQueue
-from rl_trainer_parts.learning.distillation import has_teachers
+from rl_trainer_parts.learning.objective import has_teachers
 from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
 

@@ -30,8 +30,7 @@ from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
 from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.inputs import Inputs
-from rl_trainer_parts.run.checkpoints import read_run_state
-from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.folder import RunFolder, read_run_state
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 

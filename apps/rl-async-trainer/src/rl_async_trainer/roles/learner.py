@@ -21,7 +21,6 @@ from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions import Recorder, summarize_gpus, summarize_staleness
 from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.learning.mixtures import replays
-from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.learning.step import learn
@@ -34,7 +33,7 @@ from rl_trainer_parts.reporting.step_metrics import (
 )
 from rl_trainer_parts.rollouts.answers import Answer
 from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
-from rl_trainer_parts.run.checkpoints import read_run_state
+from rl_trainer_parts.run.folder import read_run_state
 
 
 class RunLearner(LearnerHost):
@@ -150,9 +149,6 @@ class RunLearner(LearnerHost):
         self._parts = LearningParts(
             settings=settings,
             learners=learners,
-            objective=make_objective(settings),
-            kl=make_kl_control(settings),
-            select_tokens=make_selection(settings),
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder / "skipped"),
         )
         self.transport = make_transport(
