@@ -99,7 +99,7 @@ def train(words: list[str]) -> int:
         console.say(f"rl-async-trainer: {where}; checking settings and files")
         with console.phase("loading libraries", is_brief=True):
             from rl_async_trainer.plan import ASYNC_UNUSED, describe_async_plan
-            from rl_async_trainer.schedule.replay import read_plan
+            from rl_async_trainer.restoring import read_plan
             from rl_async_trainer.settings import schedule_problems
             from rl_trainer_parts.commands.policies import with_best_policy
             from rl_trainer_parts.commands.train import train_checked

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from rl_async_trainer.controller.links import LearnerLink
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.step_metrics import StepMetrics
-from rl_async_trainer.schedule.record import AsyncState
+from rl_async_trainer.record import AsyncState
 from rl_trainer_parts.rollouts.setup import TRAIN
 
 

@@ -24,7 +24,7 @@ from rl_async_trainer.controller.weight_publisher import WeightPublisher
 from rl_async_trainer.liveness.live_answers import answer_request
 from rl_async_trainer.liveness.role_activity import ask_roles
 from rl_async_trainer.messages import StepOrder, TrainedStep
-from rl_async_trainer.schedule.record import AsyncState
+from rl_async_trainer.record import AsyncState
 from rl_core.cluster import RoleRestartedError
 from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.weights import PublishReport
