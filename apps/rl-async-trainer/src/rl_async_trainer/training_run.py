@@ -23,7 +23,6 @@ from rl_metrics.hang import HANG_FILE, HangReport
 from rl_metrics.trackers import ConsoleTracker
 from rl_rollout.prompts import PromptSource, PromptSupply
 from rl_rollout.schedule import Scheduler
-from rl_trainer_parts.learning.distillation import has_teachers
 from rl_trainer_parts.learning.parts import canary_sequences
 from rl_trainer_parts.learning.start_learners import describe_parameters
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
@@ -192,7 +191,7 @@ class AsyncTrainingRun:
             "rollouter": (roles.rollouter_restarts, {"log_directory": folder / "logs", "prompts_digest": digest}),
             "learner": (roles.learner_restarts, {"canary_sequences": sequences, "folder": folder}),
         }
-        if has_teachers(settings):
+        if settings.distillation.teachers:
             own["teachers"] = roles.teacher_restarts, {"folder": folder}
         common = {"settings": with_absolute_cache(settings), "queue": queue}
         options = ClusterOptions(
