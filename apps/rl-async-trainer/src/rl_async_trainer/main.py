@@ -43,12 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     From the shell, `train` runs in a separate process that is restarted if it is killed; otherwise it runs in this
     process.
     """
-    commands = {
-        "train": train_supervised if arguments is None else train,
-        "status": status,
-        "scale": scale,
-        "simulate": simulate,
-    }
+    trains = train_supervised if arguments is None else train
+    commands = {"train": trains, "status": status, "scale": scale, "simulate": simulate}
     usage = USAGE.format(program=NAME, train=TRAIN, others=OTHERS)
     return Program(name=NAME, usage=usage, commands=commands, settings=_settings_class).run(arguments)
 
@@ -107,12 +103,8 @@ def _trainer(settings: "AsyncSettings", *, replayed: Path | None) -> dict[str, A
 
         return await AsyncTrainingRun(settings, inputs, folder, console, replayed=replayed).run()
 
-    return {
-        "describe": describe_async_plan,
-        "launch": launch,
-        "also_refused": problems,
-        "also_unused": ASYNC_UNUSED,
-    }
+    own = {"describe": describe_async_plan, "launch": launch}
+    return {**own, "also_refused": problems, "also_unused": ASYNC_UNUSED}
 
 
 def status(words: list[str]) -> int:
