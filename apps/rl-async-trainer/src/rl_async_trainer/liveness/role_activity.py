@@ -10,15 +10,7 @@ from rl_async_trainer.controller.links import LearnerLink, RollouterLink
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
-from rl_core.cluster import (
-    Role,
-    RoleReport,
-    RoleView,
-    count_room,
-    describe_shares,
-    machine_shares,
-    process_stacks
-)
+from rl_core.cluster import Role, RoleReport, RoleView, count_room, describe_shares, machine_shares, process_stacks
 from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 from rl_metrics.hang import HangReport, describe_trouble
 from rl_rollout.schedule import Scheduler
