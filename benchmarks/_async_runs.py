@@ -19,9 +19,8 @@ from rl_distill.skipping import SkippedUpdates
 from rl_metrics.run_files import read_json_lines
 from rl_rollout.prompts import PromptSource
 from rl_rollout.simulation import Workload
-from rl_sync_trainer.assemble import Parts, make_queue
+from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
 from rl_sync_trainer.loop import train
-from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
 from rl_trainer_parts.reporting.token_probes import TokenProbes
@@ -29,7 +28,6 @@ from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
-from rl_trainer_parts.run.checkpoints import TrainerState
 from rl_trainer_parts.run.folder import RunFolder, open_run
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
@@ -186,9 +184,6 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
             queue=queue,
             teachers=None,
             transport=TensorTransport(),
-            objective=make_objective(settings),
-            kl=make_kl_control(settings),
-            select_tokens=make_selection(settings),
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=run.path / "skipped"),
             stop=stack.enter_context(StopSignal()),
             lifecycle=lifecycle,

@@ -17,9 +17,8 @@ from rl_core.weights.transports import TensorTransport
 from rl_core.weights.update import WeightUpdate
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSource
-from rl_sync_trainer.assemble import Parts, make_queue
+from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
 from rl_sync_trainer.loop import publish, train_step
-from rl_trainer_parts.learning.objective import make_kl_control, make_objective
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
@@ -28,7 +27,6 @@ from rl_trainer_parts.rollouts.engines import make_engine
 from rl_trainer_parts.rollouts.inputs import read_inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
-from rl_trainer_parts.run.checkpoints import TrainerState
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.sources import load_settings
 
@@ -71,9 +69,6 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             queue=queue,
             teachers=None,
             transport=TensorTransport(),
-            objective=make_objective(settings),
-            kl=make_kl_control(settings),
-            select_tokens=None,
             skipped=SkippedUpdates(most=0, directory=tmp_path_factory.mktemp("skipped")),
             stop=None,  # type: ignore[arg-type] - each event loop gets its own
             lifecycle=lifecycle,

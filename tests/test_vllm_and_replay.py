@@ -23,7 +23,7 @@ from rl_metrics.reductions import Recorder
 from rl_rollout.engines import GenerateRequest, ReplicatedEngine, SamplingParams, publish_to
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_trainer_parts.learning.step import record_replay
-from rl_trainer_parts.settings.metrics import MetricSettings
+from rl_trainer_parts.settings.schema import MetricSettings
 
 pytest.importorskip("vllm")
 

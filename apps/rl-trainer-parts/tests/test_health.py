@@ -1,11 +1,11 @@
 """Health checks during training: their files and messages, and when a run pauses."""
 
+import asyncio
 import io
 import json
 from pathlib import Path
 
 import pytest
-import structlog
 from rich.console import Console
 
 from rl_metrics.health import Verdict
@@ -13,7 +13,9 @@ from rl_metrics.run_files.events import EventLog, read_events
 from rl_metrics.trackers.console import ConsoleTracker
 from rl_metrics.trackers.jsonl import JsonlTracker
 from rl_metrics.trackers.tracker import Fanout
-from rl_trainer_parts.reporting.health import FILE, HealthWatch, watch_health
+from rl_trainer_parts.reporting.health import FILE, HealthWatch
+from rl_trainer_parts.run.folder import RunFolder, RunState
+from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -193,16 +195,15 @@ def test_metrics_that_cannot_be_read_stop_nothing(tmp_path: Path, monkeypatch: p
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     monkeypatch.setattr("rl_trainer_parts.reporting.health.read_history", fail)
-    trackers = Fanout({})
     settings = build_settings({"policy": {"path": "p"}, "prompts": {"train": "t", "validation": "v"}})
-    with structlog.testing.capture_logs() as logs:
-        watch_health(
-            settings,
-            tmp_path,
-            trackers,
-            console=ConsoleTracker(console=Console(file=io.StringIO())),
-            events=EventLog(tmp_path / "events.jsonl"),
-            pause=lambda _: None,
-        )
-    assert [entry["event"] for entry in logs] == ["health_failed"]
-    assert trackers.active == ()
+    console = ConsoleTracker(console=Console(file=io.StringIO()))
+    lifecycle = RunLifecycle(settings, RunFolder(tmp_path), console)
+    active = []
+
+    async def train(*_: object) -> None:
+        active.append(lifecycle.trackers.active)
+
+    assert asyncio.run(lifecycle.launch(train, RunState)) == 0
+    assert active == [("report", "jsonl", "console")]
+    events = [event["event"] for event in read_events(tmp_path / "events.jsonl")]
+    assert events == ["health_failed", "run_started", "run_finished"]

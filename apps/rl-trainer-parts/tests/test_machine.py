@@ -10,7 +10,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from rl_core.errors import SettingsError
-from rl_trainer_parts.commands import check_machine as command
+from rl_trainer_parts.commands.command_line import Program
 from rl_trainer_parts.machine import needs as needs_module
 from rl_trainer_parts.machine import query, readings
 from rl_trainer_parts.machine.judging import ANY_RUN, Check, judge_machine
@@ -344,8 +344,10 @@ def test_this_machine_as_it_is(tmp_path: Path) -> None:
 def test_what_the_command_prints(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, disk=small(path="/full")))
-    assert command.check_machine(None, as_json=as_json) == 0  # a warning does not fail the command
+    monkeypatch.setattr(readings, "read_machine", lambda folder: replace(HEALTHY, disk=small(path="/full")))
+    program = Program(name="rl-sync-trainer", usage="", commands={}, settings=lambda: Settings)
+    words = ["--json"] * as_json
+    assert program._check_machine([*words]) == 0  # a warning does not fail the command
     text = capsys.readouterr().out
     if as_json:
         found = json.loads(text)
@@ -358,8 +360,8 @@ def test_what_the_command_prints(
             "trainer.keep_checkpoints.",
             "0 problems, 1 warning",
         ]
-    monkeypatch.setattr(command, "read_machine", lambda folder: replace(HEALTHY, python="3.9.1"))
-    assert command.check_machine(None, as_json=as_json) == 1
+    monkeypatch.setattr(readings, "read_machine", lambda folder: replace(HEALTHY, python="3.9.1"))
+    assert program._check_machine([*words]) == 1
     text = capsys.readouterr().out
     assert '"ok": false' in text if as_json else text.endswith("\n1 problem, 0 warnings\n")
 

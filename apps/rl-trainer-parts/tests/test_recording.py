@@ -4,7 +4,7 @@ import numpy as np
 
 from rl_core import Batch, Trajectory
 from rl_metrics.reductions.recorder import Recorder
-from rl_trainer_parts.learning.updates import with_update
+from rl_trainer_parts.learning.step import with_update
 from rl_trainer_parts.reporting.step_metrics import record_distributions
 
 

@@ -10,7 +10,7 @@ from rl_core import Batch, Ragged
 from rl_core.testing import make_trajectory
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.step import record_replay
-from rl_trainer_parts.settings.metrics import MetricSettings
+from rl_trainer_parts.settings.schema import MetricSettings
 
 EXPERTS = np.zeros((5, 2, 2), np.int16)
 

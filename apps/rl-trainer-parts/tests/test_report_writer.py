@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 from rl_core.cluster.processes.guard import descendants
 from rl_core.testing import wait_until
 from rl_metrics.trackers.jsonl import JsonlTracker
-from rl_trainer_parts.reporting import report_writer
-from rl_trainer_parts.reporting.report_writer import ReportWriter
+from rl_trainer_parts.reporting import trackers
+from rl_trainer_parts.reporting.trackers import ReportWriter
 
 
 def run_in(folder, *, steps=3):
@@ -49,7 +49,7 @@ def test_none_is_written_between_the_steps(tmp_path):
 
 def test_one_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     run_in(tmp_path)
-    monkeypatch.setattr(report_writer, "REPORT_S", 0.0)
+    monkeypatch.setattr(trackers, "REPORT_S", 0.0)
     writer = ReportWriter(tmp_path, every=2)
     with capture_logs() as logs:
         writer.log(2, {})

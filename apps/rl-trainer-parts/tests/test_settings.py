@@ -12,11 +12,12 @@ from rl_async_trainer.settings import AsyncSettings
 from rl_core.errors import SettingsError
 from rl_trainer_parts.checks.unused import RULES
 from rl_trainer_parts.settings.fields import attribute_meanings, help_text, setting_fields
-from rl_trainer_parts.settings.other_names import RENAMED
+from rl_trainer_parts.settings.other_names import _document
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import load_settings, parse_text
 
 ROOT = Path(__file__).resolve().parents[3]
+OLDER: dict[str, str] = _document()["older"]
 SHIPPED = sorted((ROOT / "examples").glob("*/settings*.toml"))
 REQUIRED = """
 [policy]
@@ -201,13 +202,13 @@ def test_every_setting_that_may_have_no_effect_is_one() -> None:
 @pytest.mark.parametrize("word", ["--learner.magic=1", "--skip.everything=1"])
 def test_an_unknown_name_of_an_earlier_section_leads_to_the_new_section(file: Path, word: str) -> None:
     section = word[2:].partition(".")[0]
-    with pytest.raises(SettingsError, match=rf"unknown setting .* \[{section}\] is called \[{RENAMED[section]}\]"):
+    with pytest.raises(SettingsError, match=rf"unknown setting .* \[{section}\] is called \[{OLDER[section]}\]"):
         load_settings(file, [word], {}, kind=AsyncSettings)
 
 
-@pytest.mark.parametrize("old", RENAMED)
+@pytest.mark.parametrize("old", OLDER)
 def test_a_name_of_an_earlier_version_is_refused_with_the_new_one(file: Path, old: str) -> None:
-    new = RENAMED[old]
+    new = OLDER[old]
     key = "" if "." in old else ".seed" if old in ("engine", "learner") else ".enabled" if old == "skip" else ".filter"
     assert f"{new}{key}" in setting_fields(AsyncSettings)
     with pytest.raises(SettingsError) as wrong:

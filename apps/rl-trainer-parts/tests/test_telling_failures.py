@@ -15,7 +15,7 @@ from rl_rollout.rewards import RewardOptions, RewardPart, build_scorer
 from rl_rollout.rewards.scorer import reward_input
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions, failures_line
 from rl_trainer_parts.rollouts.answers import answers_of
-from rl_trainer_parts.settings.metrics import MetricSettings
+from rl_trainer_parts.settings.schema import MetricSettings
 
 BAD, ZERO = f"{__file__}:raises", RewardOptions(function="exact_match")
 PROMPT = Prompt(uid="p0", input_ids=np.array([7, 8], dtype=np.int32))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_trainer_parts.machine import this_machine
-from rl_trainer_parts.machine.this_machine import machine_problems
+from rl_trainer_parts.machine import needs
+from rl_trainer_parts.machine.needs import machine_problems
 from rl_trainer_parts.settings.sources import build_settings
 
 FUSED, ENGINE = {"kernels": "fused"}, {"kernels": "transformer_engine"}
@@ -45,7 +45,7 @@ def found(**sections: dict[str, Any]) -> list[str]:
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(this_machine, "find_spec", lambda _: None)
+    monkeypatch.setattr(needs, "find_spec", lambda _: None)
 
 
 @pytest.mark.usefixtures("_no_gpu")
@@ -92,5 +92,5 @@ def test_with_a_gpu_the_library_alone_is_missing(seen_by: str, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen_by == "torch")
     assert found(optimizer=FUSED, weights={"transport": "ipc"}) == []
     assert found(optimizer=ENGINE) == ['optimizer.kernels = "transformer_engine" needs the module']
-    monkeypatch.setattr(this_machine, "find_spec", lambda _: object())
+    monkeypatch.setattr(needs, "find_spec", lambda _: object())
     assert found(optimizer=ENGINE) == []

@@ -8,7 +8,8 @@ import pytest
 from rl_core.errors import CheckpointError
 from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
-from rl_trainer_parts.run.checkpoints import TrainerState, read_run_state
+from rl_sync_trainer.assemble import TrainerState
+from rl_trainer_parts.run.folder import read_run_state
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rl_core import Batch, Ragged, Trajectory
 from rl_distill.learner import StepResult
 from rl_metrics.reductions.recorder import Recorder
-from rl_trainer_parts.learning.updates import update
+from rl_trainer_parts.learning.step import update
 
 
 class Numbered:
@@ -49,7 +49,8 @@ def batch_of(num_groups: int) -> Batch:
     [(4, 1, [1] * 8), (4, 2, [1, 1, 2, 2] * 2), (4, 4, [1, 2, 3, 4] * 2), (2, 4, [1, 2] * 2)],
 )
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_tokens_are_told_as_they_were_in_their_first_update(num_groups, minibatches, expected, epochs):
+def test_tokens_are_told_as_they_were_in_their_first_update(num_groups, minibatches, expected, epochs, monkeypatch):
+    monkeypatch.setattr("rl_trainer_parts.learning.step.make_objective", lambda *_: None)
     settings = SimpleNamespace(
         critic=SimpleNamespace(head_start_steps=0),
         trainer=SimpleNamespace(minibatches=minibatches, epochs=epochs),
@@ -60,7 +61,6 @@ def test_tokens_are_told_as_they_were_in_their_first_update(num_groups, minibatc
     parts = SimpleNamespace(
         settings=settings,
         learners=SimpleNamespace(critic=None, policy=Numbered()),
-        objective_at=lambda kl_coefficient: kl_coefficient,
         skipped=SimpleNamespace(check=lambda *_, **__: None),
     )
     said = update(parts, batch_of(num_groups), Recorder(), step=0, kl_coefficient=0.0)  # type: ignore[arg-type]

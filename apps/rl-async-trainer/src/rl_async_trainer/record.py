@@ -25,7 +25,7 @@ from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_core.files import preview
 from rl_metrics.run_files import JsonLinesWriter, read_json_lines
-from rl_trainer_parts.run.checkpoints import RunState
+from rl_trainer_parts.run.folder import RunState
 
 FILE = "record.jsonl"
 

@@ -31,8 +31,7 @@ from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
-from rl_trainer_parts.run.checkpoints import read_run_state
-from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.folder import RunFolder, read_run_state
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 

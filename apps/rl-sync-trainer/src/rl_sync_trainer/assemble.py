@@ -1,7 +1,8 @@
 """The parts of the synchronous loop, and its queue."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from rl_core import InProcessQueue, Prompt, TransferQueue
 from rl_core.weights import WeightTransport
@@ -16,10 +17,23 @@ from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
-from rl_trainer_parts.run.checkpoints import TrainerState
+from rl_trainer_parts.run.folder import RunState
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.schema import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState(RunState):
+    """State of the loop.
+
+    Attributes:
+        prompt_source: The prompt source's state.
+        unlogged: Metrics of `step` until it is validated and logged; then None.
+    """
+
+    prompt_source: Mapping[str, Any] = field(default_factory=dict)
+    unlogged: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

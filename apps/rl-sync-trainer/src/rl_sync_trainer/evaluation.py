@@ -8,7 +8,7 @@ from functools import partial
 from rl_rollout.prompts import PromptSet
 from rl_rollout.rollouter import policy_scores
 from rl_rollout.skip import EntryKey
-from rl_sync_trainer.assemble import Parts
+from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.rollouts.answers import answers_of
 from rl_trainer_parts.rollouts.evaluation import (
@@ -20,7 +20,6 @@ from rl_trainer_parts.rollouts.evaluation import (
     validation_sampling,
     with_results,
 )
-from rl_trainer_parts.run.checkpoints import TrainerState
 
 TESTING = "timing_s/testing"
 

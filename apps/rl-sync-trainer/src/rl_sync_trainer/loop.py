@@ -4,13 +4,12 @@ import time
 from dataclasses import replace
 
 from rl_metrics.reductions import Recorder
-from rl_sync_trainer.assemble import Parts
+from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_sync_trainer.evaluation import TESTING, evaluate
 from rl_sync_trainer.stages import collect_step, gpu_metrics, publish, record_step, rest_engine, write_rollouts
 from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.step_metrics import with_speeds
 from rl_trainer_parts.rollouts.setup import TRAIN
-from rl_trainer_parts.run.checkpoints import TrainerState
 
 
 async def train(parts: Parts, state: TrainerState) -> TrainerState:

@@ -24,7 +24,6 @@ from rl_rollout.refill import refill
 from rl_rollout.rollouter import refusal, settle
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts
-from rl_trainer_parts.learning.distillation import record_teachers
 from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
 from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
@@ -121,7 +120,8 @@ async def collect_step(parts: Parts, recorder: Recorder, *, step: int) -> int:
         what=f"{what} and their teachers",
         deadline_s=deadline_s + 2 * (chosen.deadline_s + chosen.start_deadline_s),  # each has a shorter one
     )
-    record_teachers(recorder, parts.teachers.report)
+    recorder.record("timing_s/teacher", parts.teachers.report.waited_s)
+    recorder.record_all(parts.teachers.report.metrics())
     return num_groups
 
 

@@ -10,10 +10,9 @@ from rl_distill.teacher import TeacherService
 from rl_metrics.trackers import ConsoleTracker
 from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
-from rl_sync_trainer.assemble import Parts, make_queue
+from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
 from rl_sync_trainer.loop import train
 from rl_trainer_parts.commands.output import counted
-from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
@@ -23,8 +22,7 @@ from rl_trainer_parts.rollouts.engines import make_engine
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import make_transport, open_rollout
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
-from rl_trainer_parts.run.checkpoints import TrainerState, read_run_state
-from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.folder import RunFolder, read_run_state
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
@@ -138,9 +136,6 @@ class TrainingRun:
             queue=queue,
             teachers=teachers,
             transport=transport,
-            objective=make_objective(settings),
-            kl=make_kl_control(settings),
-            select_tokens=make_selection(settings),
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder.path / "skipped"),
             stop=stop,
             lifecycle=self._lifecycle,

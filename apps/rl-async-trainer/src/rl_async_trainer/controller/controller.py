@@ -29,7 +29,7 @@ from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
 from rl_metrics.reductions import Histogram
-from rl_trainer_parts.run.checkpoints import read_run_state
+from rl_trainer_parts.run.folder import read_run_state
 from rl_trainer_parts.run.stopping import StopRequestedError
 
 

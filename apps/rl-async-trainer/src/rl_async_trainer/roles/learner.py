@@ -25,7 +25,6 @@ from rl_rollout import Rollout
 from rl_rollout.engines import RolloutEngine, engine_class
 from rl_rollout.rollouter import PolicyScores, policy_scores
 from rl_trainer_parts.learning.mixtures import replays
-from rl_trainer_parts.learning.objective import make_kl_control, make_objective, make_selection
 from rl_trainer_parts.learning.parts import LearningParts, proof_tolerances
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.learning.step import learn
@@ -41,7 +40,7 @@ from rl_trainer_parts.rollouts.engines import engine_options
 from rl_trainer_parts.rollouts.evaluation import answer_problems
 from rl_trainer_parts.rollouts.inputs import read_tokenizer
 from rl_trainer_parts.rollouts.setup import TRAIN, make_transport, open_rollout
-from rl_trainer_parts.run.checkpoints import read_run_state
+from rl_trainer_parts.run.folder import read_run_state
 
 Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
 """Returns the policy's tensors by name, and which names are tied to others."""
@@ -160,9 +159,6 @@ class RunLearner(LearnerHost):
         self._parts = LearningParts(
             settings=settings,
             learners=learners,
-            objective=make_objective(settings),
-            kl=make_kl_control(settings),
-            select_tokens=make_selection(settings),
             skipped=SkippedUpdates(most=settings.trainer.max_skipped_updates, directory=self._folder / "skipped"),
         )
         self.transport = make_transport(

@@ -8,7 +8,6 @@ from rl_core import TransferQueue
 from rl_core.gpus import gpu_use_of
 from rl_distill.teacher import TeacherHost
 from rl_metrics.reductions import summarize_gpus
-from rl_trainer_parts.learning.distillation import teacher_metrics
 from rl_trainer_parts.learning.teachers import make_teachers
 
 
@@ -40,6 +39,6 @@ class RunTeachers(TeacherHost):
         """`metrics` and `events` since the last call."""
         report, events, elapsed_s = self.take_window()
         num_tokens = sum(one.num_tokens for one in report.teachers.values())
-        metrics = teacher_metrics(report) | {"perf/teacher_tokens_per_s": num_tokens / max(elapsed_s, 1e-9)}
+        metrics = report.metrics() | {"perf/teacher_tokens_per_s": num_tokens / max(elapsed_s, 1e-9)}
         metrics |= summarize_gpus("teacher", await gpu_use_of(self.service))
         return {"metrics": metrics, "events": events}

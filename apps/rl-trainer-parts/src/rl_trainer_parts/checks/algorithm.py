@@ -13,8 +13,12 @@ from rl_distill.objectives import (
     rejection_limits,
     try_advantage,
 )
-from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards
-from rl_trainer_parts.learning.objective import gdpo_components, make_policy_objective
+from rl_trainer_parts.learning.objective import (
+    gdpo_components,
+    has_policy_gradient,
+    learns_from_rewards,
+    make_policy_objective,
+)
 from rl_trainer_parts.settings.fields import problems_of
 from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings

@@ -18,9 +18,8 @@ from rl_trainer_parts.checks.distillation import distillation_problems, teacher_
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
 from rl_trainer_parts.checks.trainable import lora_problems
 from rl_trainer_parts.settings.fields import problems_of, with_value
-from rl_trainer_parts.settings.metrics import LEVELS
 from rl_trainer_parts.settings.other_names import value_hint
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.schema import LEVELS, Settings
 
 SCRIPTED = "scripted"
 """A test engine that takes responses instead of a model folder."""

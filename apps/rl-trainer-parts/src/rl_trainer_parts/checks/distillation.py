@@ -11,8 +11,8 @@ from rl_distill.teacher import ESTIMATORS, TeacherOptions, TeacherRouter, check_
 from rl_rollout.engines import max_positions
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.checks.model_folder import check_policy_folder
-from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards, objective_options
 from rl_trainer_parts.learning.mixtures import model_config
+from rl_trainer_parts.learning.objective import has_policy_gradient, learns_from_rewards, objective_options
 from rl_trainer_parts.learning.off_policy import check_texts, text_problems
 from rl_trainer_parts.learning.start_learners import rank_pool
 from rl_trainer_parts.learning.teachers import teacher_pool

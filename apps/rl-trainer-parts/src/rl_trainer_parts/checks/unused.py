@@ -10,8 +10,8 @@ from operator import attrgetter
 from typing import Any
 
 from rl_rollout.engines import TransformersOptions, VLLMOptions
-from rl_trainer_parts.learning.distillation import has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.mixtures import replays
+from rl_trainer_parts.learning.objective import has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.start_learners import needs_critic
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.schema import Settings

@@ -15,8 +15,8 @@ import structlog
 
 from rl_core.errors import CheckpointError, DataError, MissingExtraError, NotReadyError, RLError, SettingsError
 from rl_core.registry import nearest_name
-from rl_core.terminal_text import describe_version, escaped_event, print_uncaught, use_utf8
-from rl_trainer_parts.commands.output import MISTAKE, complain, say
+from rl_core.terminal_text import describe_version, escaped_event, json_text, print_uncaught, use_utf8
+from rl_trainer_parts.commands.output import MISTAKE, complain, counted, say
 
 if TYPE_CHECKING:
     from rl_trainer_parts.settings.schema import Settings
@@ -106,16 +106,30 @@ class Program:
         return new(words, self.settings(), program=self.name)
 
     def _check_machine(self, words: list[str]) -> int:
-        """`check-machine [SETTINGS.toml] [--json] [--section.name=value ...]`."""
+        """`check-machine [SETTINGS.toml] [--json] [--section.name=value ...]`: every check with its advice."""
         if set(HELP) & set(words):
             say(CHECK_MACHINE_HELP.format(program=self.name))
             return 0
         as_json = take_flag(words, "--json")
         refuse_unknown_flags(words, ("--json",))
-        from rl_trainer_parts.commands.check_machine import check_machine
+        from rl_trainer_parts.machine.judging import ANY_RUN, judge_machine
+        from rl_trainer_parts.machine.needs import needs_of
+        from rl_trainer_parts.machine.readings import read_machine
 
-        settings = self._load(take_file(words, f"{self.name} check-machine"), words) if words else None
-        return check_machine(settings, as_json=as_json)
+        file = take_file(words, f"{self.name} check-machine") if words else None
+        needs = needs_of(self._load(file, words)) if words or file is not None else ANY_RUN
+        checks = judge_machine(read_machine(needs.run_folder), needs)
+        count = {state: sum(check.state == state for check in checks) for state in ("problem", "warning")}
+        if as_json:
+            listed = [{**check._asdict(), "advice": check.advice} for check in checks]
+            say(json_text({"ok": not count["problem"], "checks": listed}).rstrip("\n"))
+        else:
+            for check in checks:
+                say(f"{check.state:<8} {check.name:<14} {check.found}")
+                if check.advice:
+                    say(f"{'':<23} try: {check.advice}")
+            say(", ".join(counted(number, state) for state, number in count.items()))
+        return FAILED if count["problem"] else 0
 
     def _validate(self, words: list[str]) -> int:
         """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""

@@ -12,7 +12,7 @@ from rl_trainer_parts.checks.engines import check_engines, check_loop
 from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.commands.output import say
-from rl_trainer_parts.machine.this_machine import machine_problems
+from rl_trainer_parts.machine.needs import machine_problems
 from rl_trainer_parts.rollouts.evaluation import validate_policy
 from rl_trainer_parts.rollouts.inputs import Inputs, PromptCounts, input_notes, read_inputs
 from rl_trainer_parts.run.folder import (

@@ -1,11 +1,14 @@
-"""Build the learner's objective from the settings."""
+"""What a run learns from, and the learner's objective, from the settings."""
 
+from dataclasses import fields
 from inspect import signature
+from typing import Any
 
 from rl_distill.objectives import (
     POLICY_LOSSES,
     AdaptiveKL,
     DistillationObjective,
+    DistillationObjectiveOptions,
     PolicyObjective,
     PolicyObjectiveOptions,
     SampledLogprobs,
@@ -13,29 +16,63 @@ from rl_distill.objectives import (
     bound_policy_loss,
     policy_objective,
 )
-from rl_trainer_parts.learning.distillation import objective_options
 from rl_trainer_parts.settings.schema import Settings
 
 
-def make_objective(settings: Settings) -> PolicyObjective | DistillationObjective:
-    """The learner's objective: the policy's, the teachers', or their sum.
+def has_teachers(settings: Settings) -> bool:
+    """True when the queue has a task for teachers."""
+    return bool(settings.distillation.teachers)
+
+
+def learns_from_rewards(settings: Settings) -> bool:
+    """True when the policy learns from task rewards, with or without teachers."""
+    return not settings.distillation.is_on or settings.distillation.use_task_rewards
+
+
+def method_title(settings: Settings) -> str:
+    """Name of the method, such as "GRPO"."""
+    if learns_from_rewards(settings):
+        return settings.algorithm.advantage.upper()
+    return "Distillation" if has_teachers(settings) else "Imitation of texts"
+
+
+def has_policy_gradient(settings: Settings) -> bool:
+    """True when tokens have advantages, from tasks or from teachers used as a reward."""
+    return learns_from_rewards(settings) or settings.distillation.used_as == "reward"
+
+
+def objective_options(settings: Settings) -> DistillationObjectiveOptions:
+    """The distillation objective.
 
     Raises:
-        SettingsError: An option is unknown or impossible.
+        SettingsError: An option is impossible.
     """
+    chosen = settings.distillation
+    names = (option.name for option in fields(DistillationObjectiveOptions) if option.name != "teachers")
+    options: Any = {name: getattr(chosen, name) for name in names}
+    return DistillationObjectiveOptions(**options, teachers=tuple(chosen.teachers))
+
+
+def make_objective(settings: Settings, kl_coefficient: float | None = None) -> PolicyObjective | DistillationObjective:
+    """The learner's objective: the policy's, the teachers', or their sum; see `make_policy_objective`."""
     if not settings.distillation.is_on or settings.distillation.used_as == "reward":
-        return make_policy_objective(settings)
-    policy = make_policy_objective(settings) if settings.distillation.use_task_rewards else None
+        return make_policy_objective(settings, kl_coefficient)
+    policy = make_policy_objective(settings, kl_coefficient) if settings.distillation.use_task_rewards else None
     return DistillationObjective(objective_options(settings), policy)
 
 
-def make_policy_objective(settings: Settings) -> PolicyObjective:
+def make_policy_objective(settings: Settings, kl_coefficient: float | None = None) -> PolicyObjective:
     """The policy objective.
+
+    Args:
+        settings: The run's settings.
+        kl_coefficient: Current weight of a KL in the loss; None is that of the run's start.
 
     Raises:
         SettingsError: An option is unknown or impossible.
     """
     algorithm = settings.algorithm
+    kl_coefficient = algorithm.kl_coefficient if kl_coefficient is None else kl_coefficient
     return policy_objective(
         PolicyObjectiveOptions(
             old_logprobs=sampled_logprobs(settings),
@@ -43,7 +80,7 @@ def make_policy_objective(settings: Settings) -> PolicyObjective:
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             policy_loss_options=algorithm.policy_loss_options,
-            kl_coefficient=algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0,
+            kl_coefficient=kl_coefficient if algorithm.kl_in == "loss" else 0.0,
             kl_estimator=algorithm.kl_estimator,
             entropy_coefficient=algorithm.entropy_coefficient,
         )

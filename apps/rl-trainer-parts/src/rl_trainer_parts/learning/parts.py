@@ -1,16 +1,14 @@
 """The learner's side of a step, wherever it runs."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rl_core.data import IntArray
 from rl_core.weights import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_distill.learners import Learners
-from rl_distill.objectives import AdaptiveKL, DistillationObjective, PolicyObjective, SampledLogprobs, TokenSelection
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSet
 from rl_trainer_parts.learning.mixtures import routes_anew
-from rl_trainer_parts.learning.objective import sampled_logprobs
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -21,32 +19,12 @@ class LearningParts:
     Attributes:
         settings: The user's settings.
         learners: Policy, reference and critic.
-        objective: What the learner minimises.
-        kl: Initial KL coefficient and how it adapts.
-        select_tokens: Selects the tokens that the policy loss treats differently, if any.
         skipped: Counts skipped updates, whose loss or gradients were not finite.
     """
 
     settings: Settings
     learners: Learners
-    objective: PolicyObjective | DistillationObjective
-    kl: AdaptiveKL
-    select_tokens: TokenSelection | None
     skipped: SkippedUpdates
-
-    @property
-    def sampled_logprobs(self) -> SampledLogprobs:
-        """Column with the sampling policy's logprobs, as the update uses them."""
-        return sampled_logprobs(self.settings)
-
-    def objective_at(self, kl_coefficient: float) -> PolicyObjective | DistillationObjective:
-        """The objective with the current KL coefficient, if the KL is part of the loss."""
-        if self.settings.algorithm.kl_in != "loss":
-            return self.objective
-        if isinstance(self.objective, PolicyObjective):
-            return self.objective.with_kl_coefficient(kl_coefficient)
-        policy = self.objective.policy
-        return replace(self.objective, policy=policy and policy.with_kl_coefficient(kl_coefficient))
 
 
 def canary_sequences(settings: Settings, prompts: PromptSet) -> list[IntArray]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_distill import LearnerOptions, adapter_size
+from rl_distill import adapter_size
 from rl_distill.learners import Learners
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
@@ -48,8 +48,10 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
                 else MegatronReference(settings.policy.path, settings.optimizer, ranks=ranks)
             )
         if needs_critic(settings):
-            folder = settings.critic.path or settings.policy.path
-            critic = MegatronCritic(folder, critic_options(settings), ranks=ranks)
+            chosen = settings.critic
+            rates = {name: getattr(chosen, name) for name in ("learning_rate", "warmup_steps", "clip_grad")}
+            options = replace(settings.optimizer, decay_steps=None, **rates)
+            critic = MegatronCritic(chosen.path or settings.policy.path, options, ranks=ranks)
     except BaseException:
         ranks.close()
         raise
@@ -82,18 +84,6 @@ def describe_parameters(settings: Settings, num_parameters: int) -> str:
 def needs_critic(settings: Settings) -> bool:
     """True when the advantage uses a critic's values."""
     return settings.algorithm.advantage == "gae"
-
-
-def critic_options(settings: Settings) -> LearnerOptions:
-    """The critic's options."""
-    critic = settings.critic
-    return replace(
-        settings.optimizer,
-        learning_rate=critic.learning_rate,
-        warmup_steps=critic.warmup_steps,
-        clip_grad=critic.clip_grad,
-        decay_steps=None,
-    )
 
 
 def rank_pool(settings: Settings) -> ResourcePool | None:

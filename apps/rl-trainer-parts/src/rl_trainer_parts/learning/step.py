@@ -1,15 +1,40 @@
 """The learner's side of a step in both trainers: late columns, advantages, updates, KL coefficient."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from rl_core import Batch
-from rl_distill.objectives import AdaptiveKL, mean_reference_kl
+from rl_core import Batch, Ragged
+from rl_core.data import token_positions
+from rl_core.errors import DataError
+from rl_distill.learner import StepResult
+from rl_distill.objectives import (
+    AdaptiveKL,
+    ValueObjective,
+    correction_weight_metrics,
+    mean_reference_kl,
+    with_advantages,
+    with_correction_weights,
+    with_distillation_advantages,
+    with_kl_in_reward,
+    with_loss_weights,
+    with_rejection,
+    with_token_selection,
+)
+from rl_distill.teacher import teacher_task
 from rl_metrics.reductions import Recorder
+from rl_trainer_parts.learning.objective import (
+    has_policy_gradient,
+    has_teachers,
+    learns_from_rewards,
+    make_kl_control,
+    make_objective,
+    make_selection,
+    objective_options,
+    sampled_logprobs,
+)
 from rl_trainer_parts.learning.parts import LearningParts
-from rl_trainer_parts.learning.preparation import prepare_batch
-from rl_trainer_parts.learning.updates import update, with_update, without_experts
 
 
 def learn(
@@ -32,7 +57,8 @@ def learn(
         DataError: A column is missing, or the correction rejected every token.
         NonFiniteError: Too many consecutive updates were not finite.
     """
-    kl = parts.kl.restored(kl_state) if kl_state else parts.kl
+    kl = make_kl_control(parts.settings)
+    kl = kl.restored(kl_state) if kl_state else kl
     record_replay(parts, rows, recorder, step=step)
     rows = with_late_columns(parts, rows, recorder)
     with recorder.timer("adv"):
@@ -93,7 +119,191 @@ def adapted_kl(parts: LearningParts, kl: AdaptiveKL, batch: Batch, recorder: Rec
     if not algorithm.kl_coefficient:
         return kl
     # "k3+" and "k3" have the same value. With kl_in = "reward", this is the penalty that was subtracted.
-    measured = mean_reference_kl(batch, estimator=algorithm.kl_estimator, policy_logprobs=parts.sampled_logprobs)
+    measured = mean_reference_kl(
+        batch, estimator=algorithm.kl_estimator, policy_logprobs=sampled_logprobs(parts.settings)
+    )
     recorder.record("actor/kl_coef", kl.coefficient)
     recorder.record("actor/reference_kl", measured)
     return kl.adapted(measured, num_trajectories=len(batch))
+
+
+TEACHER_COLUMNS = teacher_task(with_hidden=True).gives
+"""Columns that advantages do not use."""
+
+
+def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_coefficient: float) -> Batch:
+    """Add the objective's inputs except loss weights: advantages, the trained tokens and correction weights.
+
+    Raises:
+        DataError: A column is missing, or every token of the batch was rejected.
+    """
+    algorithm, correction = parts.settings.algorithm, parts.settings.correction
+    if parts.settings.distillation.texts is not None:
+        batch = batch.only(batch.names - {"rollout_logprobs"})  # the policy did not sample these tokens
+    if not has_policy_gradient(parts.settings):
+        return batch
+    if algorithm.kl_in == "reward" and algorithm.kl_coefficient:
+        batch = with_kl_in_reward(
+            batch,
+            coefficient=kl_coefficient,
+            estimator=algorithm.kl_estimator,
+            policy_logprobs=sampled_logprobs(parts.settings),
+        )
+    if learns_from_rewards(parts.settings):
+        rewarded = with_advantages(
+            batch.only(batch.names - TEACHER_COLUMNS),
+            advantage=algorithm.advantage,
+            options=algorithm.advantage_options,
+            session_rule=algorithm.session_rule,
+        )
+        batch = batch.with_columns({name: rewarded[name] for name in rewarded.names - batch.names})
+    if has_teachers(parts.settings) and parts.settings.distillation.used_as == "reward":
+        batch, metrics = with_distillation_advantages(
+            batch,
+            options=objective_options(parts.settings),
+            policy_logprobs=sampled_logprobs(parts.settings),
+            keep_advantages=learns_from_rewards(parts.settings),
+        )
+        recorder.record_all(metrics)
+        batch = batch.only(batch.names - TEACHER_COLUMNS)  # the advantages contain them
+    if correction.weights != "none":
+        level, cap, floor = correction.weights, correction.cap, correction.floor
+        batch = with_correction_weights(batch, level=level, cap=cap, floor=floor)
+        recorder.record_all(correction_weight_metrics(batch, level=level, cap=cap, floor=floor))
+    if correction.reject:
+        batch, metrics = with_rejection(batch, bounds=correction.reject)
+        recorder.record_all(metrics)
+        if not batch.ragged("loss_mask").values.any():
+            raise DataError(
+                f"correction.reject = {correction.reject} rejected every token of {len(batch)} trajectories. "
+                "Widen its bounds, or check rollout_corr/kl: engine and learner may have different weights."
+            )
+    if (select := make_selection(parts.settings)) is not None:
+        batch = with_token_selection(batch, select=select, policy_logprobs=sampled_logprobs(parts.settings))
+    return batch
+
+
+def update(
+    parts: LearningParts, batch: Batch, recorder: Recorder, *, step: int, kl_coefficient: float
+) -> dict[str, Ragged]:
+    """Train on a step's batch, in as many epochs and mini-batches as the settings ask for.
+
+    Args:
+        parts: The learner's side.
+        batch: The prepared batch.
+        recorder: The step's recorder.
+        step: Number of finished steps.
+        kl_coefficient: Weight of the KL in the loss.
+
+    Returns:
+        "policy_logprobs" and "entropy" of the trained tokens, as in their first update; {} if the policy did not train.
+
+    Raises:
+        NonFiniteError: Too many consecutive updates were not finite.
+    """
+    settings = parts.settings
+    critic_alone = parts.learners.critic is not None and step < settings.critic.head_start_steps
+    objective = make_objective(settings, kl_coefficient)
+    seen: list[tuple[Batch, StepResult]] = []
+    for part in minibatches(batch, count=settings.trainer.minibatches, epochs=settings.trainer.epochs):
+        weighted = with_loss_weights(
+            part,
+            aggregation=settings.algorithm.aggregation,
+            horizon=settings.rollout.max_response_tokens,
+        )
+        if parts.learners.critic is not None:
+            with recorder.timer("update_critic"):
+                loss = ValueObjective(clip=settings.critic.value_clip)
+                result = parts.learners.critic.train_step(without_experts(weighted), loss)
+                _record(parts, recorder, "critic", result, weighted)
+        if not critic_alone:
+            with recorder.timer("update_actor"):
+                result = parts.learners.policy.train_step(
+                    weighted,
+                    objective,
+                    temperature=settings.rollout.temperature,
+                    with_entropy=True,
+                    with_tokens=True,
+                )
+            if all(part is not known for known, _ in seen):  # each epoch has the same parts
+                seen.append((part, result))
+            _record(parts, recorder, "actor", result, weighted)
+
+    return _in_row_order(batch, seen)
+
+
+def without_experts(batch: Batch) -> Batch:
+    """The batch for another model than the policy, which cannot use the policy's routed experts."""
+    return batch.only(batch.names - {"routed_experts"})
+
+
+def with_update(prepared: Batch, results: Mapping[str, Ragged], *, loss_mask: Ragged) -> Batch:
+    """A trained batch as metrics and records show it.
+
+    Args:
+        prepared: The batch that was trained.
+        results: Result of `update`.
+        loss_mask: Mask that includes the tokens rejected by the correction: sampled, but not scored by the update.
+
+    Returns:
+        The batch with that mask and the update's results; NaN where the update did not score.
+    """
+    trained, mask = prepared.ragged("loss_mask").values, loss_mask.values
+    unscored = mask & ~trained
+    columns = dict(results)
+    if unscored.any():
+        for name, column in results.items():
+            columns[name] = Ragged(np.where(unscored, np.float32(np.nan), column.values), column.offsets)
+    return prepared.with_columns({"loss_mask": loss_mask, **columns})
+
+
+def _in_row_order(batch: Batch, seen: list[tuple[Batch, StepResult]]) -> dict[str, Ragged]:
+    """Merge per-token results of mini-batches; rows in none of them get 0."""
+    ids = batch.ragged("input_ids")
+    row_of = {key: row for row, key in enumerate(batch.keys)} if len(seen) > 1 else {}
+    found: dict[str, Ragged] = {}
+    for part, result in seen:
+        if part is batch:
+            return dict(result.tokens)
+        rows = np.asarray([row_of[key] for key in part.keys], dtype=np.int64)
+        places = token_positions(ids.offsets[rows], ids.lengths[rows])
+        for name, column in result.tokens.items():
+            whole = found.setdefault(name, Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
+            whole.values[places] = column.values
+    return found
+
+
+def minibatches(batch: Batch, *, count: int, epochs: int) -> Iterator[Batch]:
+    """Split a batch into mini-batches of whole groups, as equal as possible; repeated for each epoch.
+
+    Args:
+        batch: A step's batch.
+        count: Mini-batches; fewer if there are fewer groups.
+        epochs: Number of passes.
+    """
+    group = batch.group_index()
+    num_groups = int(group.max()) + 1
+    edges = np.linspace(0, num_groups, min(count, num_groups) + 1).round().astype(np.int64)
+    parts = [batch]
+    if len(edges) > 2:
+        rows = (np.flatnonzero((group >= start) & (group < stop)) for start, stop in itertools.pairwise(edges))
+        parts = [batch.select(part) for part in rows]
+    for _ in range(epochs):
+        yield from parts
+
+
+def _record(parts: LearningParts, recorder: Recorder, who: str, result: StepResult, batch: Batch) -> None:
+    """Record an update, and count it if it was skipped."""
+    recorder.record(f"{who}/skipped_updates", 0.0 if result.is_applied else 1.0)
+    parts.skipped.check(result, batch, what=who)
+    if not result.is_applied:
+        return
+    recorder.record_all(result.metrics)
+    recorder.record(f"{who}/grad_norm", result.grad_norm)
+    recorder.record(f"{who}/lr", result.learning_rate)
+    if who == "actor":
+        recorder.record("actor/loss", result.loss)
+        num_tokens = len(batch.ragged("input_ids").values)
+        recorder.record("perf/computed_tokens", result.computed_tokens)
+        recorder.record("perf/saved_tokens", num_tokens - result.computed_tokens)
+        recorder.record("perf/saved_share", 1.0 - result.computed_tokens / num_tokens)

@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from rl_core.files import read_json_object
 from rl_metrics.health import (
     GUIDE,
@@ -24,41 +22,12 @@ from rl_metrics.health import (
 )
 from rl_metrics.reductions import Histogram
 from rl_metrics.run_files import EventLog, GenerationSample, read_events, read_history
-from rl_metrics.trackers import ConsoleTracker, Fanout
-from rl_trainer_parts.settings.metrics import LEVELS
-from rl_trainer_parts.settings.schema import Settings
+from rl_metrics.trackers import ConsoleTracker
+from rl_trainer_parts.settings.schema import LEVELS, Settings
 
 FILE = "health.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
-
-log = structlog.get_logger(__name__)
-
-
-def watch_health(
-    settings: Settings,
-    folder: Path,
-    trackers: Fanout,
-    *,
-    console: ConsoleTracker,
-    events: EventLog,
-    pause: Callable[[str], None],
-) -> None:
-    """Add the health tracker, if the settings enable it.
-
-    Args:
-        settings: The run's settings.
-        folder: The run's folder.
-        trackers: Receive the metrics of each step; the health tracker is added to them.
-        console: Shows findings.
-        events: Logs findings.
-        pause: Pauses the run; its argument is the reason.
-    """
-    if settings.health.enabled:
-        try:
-            trackers.add("health", HealthWatch(settings, folder, console=console, events=events, pause=pause))
-        except OSError as error:  # a run without health checks is better than no run
-            log.warning("health_failed", error=str(error))
 
 
 class HealthWatch:
@@ -76,16 +45,23 @@ class HealthWatch:
         events: EventLog,
         pause: Callable[[str], None],
     ) -> None:
-        """Read the state that earlier launches left; for the arguments see `watch_health`.
+        """Read the state that earlier launches left.
+
+        Args:
+            settings: The run's settings.
+            folder: The run's folder.
+            console: Shows findings.
+            events: Logs findings.
+            pause: Pauses the run; its argument is the reason.
 
         Raises:
             SettingsError: A rule or threshold is unknown.
+            OSError: The run's metrics cannot be read.
         """
-        teachers = settings.distillation
         self._settings = settings.health
-        self._family: Family = "policy_gradient"
-        if teachers.is_on:
-            self._family = "mixed" if teachers.use_task_rewards else "distillation"
+        self._family: Family = "mixed" if settings.distillation.use_task_rewards else "distillation"
+        if not settings.distillation.is_on:
+            self._family = "policy_gradient"
         self._target = settings.trainer.target
         self._folder = folder
         self._last_step = settings.trainer.steps  # the tracker does not pause there
@@ -180,10 +156,7 @@ class HealthWatch:
             "health_finding",
             level="warning",
             step=step,
-            rule=finding.rule,
-            severity=finding.severity,
-            since_step=finding.since_step,
-            what=finding.what,
+            **{name: getattr(finding, name) for name in ("rule", "severity", "since_step", "what")},
             evidence=evidence,
             causes=list(finding.causes),
             advice=list(finding.advice),

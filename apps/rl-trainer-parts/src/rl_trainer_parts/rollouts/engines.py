@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_core.errors import DeadlineError, SettingsError
+from rl_core.errors import DeadlineError
 from rl_distill import adapted_modules
 from rl_rollout.engines import (
     EnginePlacement,
@@ -77,17 +77,13 @@ def make_replica(
     """An engine in its own process, not started.
 
     Args:
-        settings: The run's settings.
+        settings: The run's settings, with engines outside the trainer's process.
         policy: Hugging Face folder.
         index: Index of the replica.
         pool: Resources it may use.
         log_directory: Where it writes its output.
         options: The engine's options; None uses `engine_options`.
     """
-    if settings.rollout.placement == "inline":
-        raise SettingsError(
-            'an engine in its own process needs rollout.placement = "process" or "ray"; found "inline".'
-        )
     ray = RayOptions(address=settings.cluster.ray_address)
     host = EnginePlacement(
         cluster=ClusterOptions(kind=settings.rollout.placement, ray=ray, log_directory=log_directory),

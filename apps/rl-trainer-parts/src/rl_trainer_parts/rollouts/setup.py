@@ -18,9 +18,8 @@ from rl_rollout import AuditOptions, Rollout, RolloutOptions
 from rl_rollout.engines import RolloutEngine, SamplingParams
 from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptTokenizer
-from rl_trainer_parts.learning.distillation import has_teachers
 from rl_trainer_parts.learning.mixtures import expert_shape
-from rl_trainer_parts.learning.objective import gdpo_components
+from rl_trainer_parts.learning.objective import gdpo_components, has_teachers
 from rl_trainer_parts.rollouts.extras import rollout_extras
 from rl_trainer_parts.rollouts.inputs import make_scorer
 from rl_trainer_parts.settings.schema import Settings

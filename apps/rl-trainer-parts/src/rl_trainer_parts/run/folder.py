@@ -1,4 +1,4 @@
-"""A run's folder: its lock, settings and summary."""
+"""A run's folder: its lock, settings and summary, and the trainer's own state in its checkpoints."""
 
 import datetime
 import fcntl
@@ -8,18 +8,57 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
-from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.errors import CheckpointError, DataError, MissingExtraError, SettingsError
 from rl_core.files import open_lock_file, read_toml, write_durably
 from rl_core.secret_settings import redact
-from rl_distill.checkpoints import CheckpointStore
+from rl_distill.checkpoints import STATE_FILE, CheckpointStore, read_state
 from rl_trainer_parts.settings.fields import ENTRY, changeable_on_resume, find_setting, leaves, plain_settings
 from rl_trainer_parts.settings.schema import ReadableBy, Settings, SettingsT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """State of a run at the end of a step, in both trainers.
+
+    Attributes:
+        step: Last finished step.
+        policy_version: Version of the learner's weights.
+        num_samples: Number of trajectories trained on.
+        wall_s: Seconds so far, over all launches.
+        steps_wall_s: Seconds spent in training steps.
+        results: Validation results by name, such as "validation_accuracy_first".
+        kl: State of the KL coefficient; empty before the first step.
+    """
+
+    step: int = 0
+    policy_version: int = 0
+    num_samples: int = 0
+    wall_s: float = 0.0
+    steps_wall_s: float = 0.0
+    results: Mapping[str, float] = field(default_factory=dict)
+    kl: Mapping[str, float] = field(default_factory=dict)
+
+
+State = TypeVar("State", bound=RunState)
+
+
+def read_run_state(folder: Path, kind: type[State]) -> State:
+    """Read the state from a verified checkpoint.
+
+    Raises:
+        CheckpointError: The state is not readable.
+    """
+    try:
+        return kind(**read_state(folder))
+    except TypeError as error:
+        raise CheckpointError(f"{folder / STATE_FILE} is not readable: {error}.") from None
+
 
 FORMAT = 2
 """Number of the format of a run's folder: of its settings, checkpoints and records. Folders without it have 1."""

@@ -7,19 +7,22 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from rl_core.errors import CheckpointError
 from rl_distill.checkpoints import CheckpointStore, Saved
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import ConsoleTracker, Ending
-from rl_trainer_parts.learning.distillation import method_title
+from rl_trainer_parts.learning.objective import method_title
 from rl_trainer_parts.reporting.failed_sessions import EVENT, failures_line
-from rl_trainer_parts.reporting.health import watch_health
+from rl_trainer_parts.reporting.health import HealthWatch
 from rl_trainer_parts.reporting.trackers import make_trackers
-from rl_trainer_parts.run.checkpoints import RunState
-from rl_trainer_parts.run.folder import RunFolder
+from rl_trainer_parts.run.folder import RunFolder, RunState
 from rl_trainer_parts.run.goal import Goal
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
+
+log = structlog.get_logger(__name__)
 
 
 class RunLifecycle:
@@ -76,14 +79,7 @@ class RunLifecycle:
             stack.enter_context(self.events.copying_warnings())
             stack.callback(self.trackers.close)
             stop = stack.enter_context(StopSignal(self._say_stopping))
-            watch_health(
-                self._settings,
-                self._folder.path,
-                self.trackers,
-                console=self.console,
-                events=self.events,
-                pause=stop.pause,
-            )
+            self._watch_health(stop)
             self.events.write("run_started", settings=str(self._folder.path / "settings.toml"))
             parts = await stack.enter_async_context(AsyncExitStack())
             try:
@@ -101,6 +97,16 @@ class RunLifecycle:
             with self.console.phase("stopping engines, learner and roles", is_brief=True):
                 await parts.aclose()
             return status
+
+    def _watch_health(self, stop: StopSignal) -> None:
+        """Add the health tracker, if the settings enable it."""
+        events, folder = self.events, self._folder.path
+        try:
+            if self._settings.health.enabled:
+                watch = HealthWatch(self._settings, folder, console=self.console, events=events, pause=stop.pause)
+                self.trackers.add("health", watch)
+        except OSError as error:  # a run without health checks is better than no run
+            log.warning("health_failed", error=str(error))
 
     @property
     def wall_s(self) -> float:

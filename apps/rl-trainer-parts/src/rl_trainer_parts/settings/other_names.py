@@ -1,4 +1,4 @@
-"""What the settings of verl and TRL are called here; `other_libraries/names.toml` is the table."""
+"""What settings of verl, TRL and older versions are called here; `other_libraries/names.toml` is the table."""
 
 import dataclasses
 import functools
@@ -8,20 +8,6 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from rl_core.files import parse_toml
-
-RENAMED = {
-    "engine": "vllm",
-    "learner": "optimizer",
-    "skip": "rollout_cache",
-    "refill": "dynamic_sampling",
-    "policy.learner": "policy.backend",
-    "rollout.sleep": "rollout.offload_engine",
-    "rollout.sleep_keeps_weights": "rollout.offload_keeps_weights",
-    "trainer.offload": "trainer.offload_learner",
-    "roles.kind": "roles.placement",
-    "cluster.kind": "cluster.placement",
-}
-"""Today's names of sections and settings, by those that they had before version 0.2."""
 
 LISTS = {"verl": "verl-0.9.1.txt", "trl": "trl-1.16.0.txt"}
 """Every setting of a library, one a line, in a file that carries its version."""
@@ -58,11 +44,11 @@ class Meaning:
 
 def renamed(name: str) -> str:
     """Today's name of a setting or section that had another one before; the name itself if it had none."""
-    section, _, key = name.partition(".")
+    older, (section, _, key) = _document()["older"], name.partition(".")
     field, _, rest = key.partition(".")
-    if new := RENAMED.get(f"{section}.{field}"):
+    if new := older.get(f"{section}.{field}"):
         return f"{new}.{rest}".rstrip(".")
-    return f"{RENAMED.get(section, section)}.{key}".rstrip(".")
+    return f"{older.get(section, section)}.{key}".rstrip(".")
 
 
 @functools.cache

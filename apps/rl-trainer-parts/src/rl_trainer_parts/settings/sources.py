@@ -16,7 +16,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.files import parse_toml, read_toml
 from rl_core.secret_settings import redact_option, redacted_names
 from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields, short
-from rl_trainer_parts.settings.other_names import RENAMED, renamed, value_hint
+from rl_trainer_parts.settings.other_names import renamed, value_hint
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
 
@@ -241,6 +241,7 @@ def _unknown(name: str, where: str, kind: type[Settings]) -> str:
     is_field = any(one.endswith(f".{name}") for one in known)
     if now != name and not is_field and (now in known or any(one.startswith(f"{now}.") for one in known)):
         return f"{name}{where} is called {now} since version 0.2. Write {now}."
-    if (section := name.partition(".")[0]) in RENAMED and section != name:
-        where += f". [{section}] is called [{RENAMED[section]}] since version 0.2"
+    section, *_ = name.split(".")
+    if name != section != renamed(section):
+        where += f". [{section}] is called [{renamed(section)}] since version 0.2"
     return f"unknown setting {name!r}{where}.{suggest(name, known)} `train --help` lists all of them."

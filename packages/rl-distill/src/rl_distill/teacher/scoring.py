@@ -50,6 +50,21 @@ class ServiceReport:
     waited_s: float
     teachers: Mapping[str, TeacherReport]
 
+    def metrics(self) -> dict[str, float]:
+        """Each teacher's work, by metric name."""
+        metrics: dict[str, float] = {}
+        for name, of_teacher in self.teachers.items():
+            values = {
+                "score_s": of_teacher.score_s,
+                "idle_share": of_teacher.idle_share,
+                "trajectories": of_teacher.num_trajectories,
+                "tokens_per_s": of_teacher.tokens_per_s,
+                "restarts": of_teacher.num_restarts,
+                "cache_hits": of_teacher.num_stored,
+            }
+            metrics |= {f"teacher/{name}/{metric}": value for metric, value in values.items()}
+        return metrics
+
 
 class Tally:
     """Counters of one teacher during a step."""
