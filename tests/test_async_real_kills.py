@@ -16,7 +16,7 @@ from run_equality import differing_metrics, learnt, summary
 from tiny_run import PROMPTS_PER_STEP, TinyRun, copy_tiny_run, make_tiny_run
 from train_process import TrainProcess
 
-from rl_async_trainer.schedule.record import FILE as RECORD
+from rl_async_trainer.record import FILE as RECORD
 from rl_metrics.run_files.events import read_events
 
 pytestmark = pytest.mark.slow

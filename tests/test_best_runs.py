@@ -110,7 +110,7 @@ def test_an_asynchronous_run_keeps_exactly_the_validated_version(
     assert rows[2]["validation/policy_version/min"] == rows[2]["validation/policy_version/max"] == 2.0
 
     capsys.readouterr()
-    monkeypatch.setattr("rl_async_trainer.training_run.start_roles", pytest.fail)
+    monkeypatch.setattr("rl_async_trainer.training_run.AsyncTrainingRun._start_roles", pytest.fail)
     monkeypatch.setattr("rl_async_trainer.training_run.open_queue", pytest.fail)
     assert train_async_here(run, "--resume", **settings) == 0
     assert f"the run has ended at step {found['steps']}" in capsys.readouterr().out

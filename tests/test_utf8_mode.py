@@ -4,7 +4,15 @@ import importlib
 
 import pytest
 
-PROGRAMS = ("rl_core.cli", "rl_metrics.cli", "rl_rollout.cli", "rl_sync_trainer.main", "rl_async_trainer.main")
+COMMAND_LINE = "rl_trainer_parts.commands.command_line"
+PROGRAMS = {
+    "rl_core.cli": "rl_core.cli",
+    "rl_metrics.cli": "rl_metrics.cli",
+    "rl_rollout.cli": "rl_rollout.cli",
+    "rl_sync_trainer.main": COMMAND_LINE,
+    "rl_async_trainer.main": COMMAND_LINE,
+}
+"""Each program's module, and the module that restarts it."""
 
 
 class RestartedError(Exception):
@@ -15,9 +23,9 @@ def restart() -> None:
     raise RestartedError
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_restarts_before_it_reads_anything(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "restarts"), PROGRAMS.items())
+def test_a_program_restarts_before_it_reads_anything(name: str, restarts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = importlib.import_module(name)
-    monkeypatch.setattr(program, "use_utf8", restart)
+    monkeypatch.setattr(importlib.import_module(restarts), "use_utf8", restart)
     with pytest.raises(RestartedError):
         program.main()

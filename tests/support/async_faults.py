@@ -18,9 +18,9 @@ from async_roles import FAULT_VARIABLE, PIDS, DigestPolicy, response_of
 from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP, TinyRun
 from train_process import TrainProcess
 
-from rl_async_trainer.assemble import QUEUE
-from rl_async_trainer.schedule.record import FILE as RECORD
-from rl_async_trainer.schedule.record import read_history
+from rl_async_trainer.record import FILE as RECORD
+from rl_async_trainer.record import read_history
+from rl_async_trainer.training_run import QUEUE
 from rl_core.data.records import Prompt
 from rl_core.queue.journal.inspection import inspect_journal
 from rl_metrics.run_files.events import read_events

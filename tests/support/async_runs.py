@@ -84,7 +84,7 @@ def role_pid(run: TinyRun, log: str) -> int:
 
 def run_history(folder: Path) -> Any:
     """Return the lines of a run's record."""
-    from rl_async_trainer.schedule.record import read_history
+    from rl_async_trainer.record import read_history
 
     return read_history(folder)
 
@@ -97,7 +97,7 @@ def trained_versions(folder: Path) -> list[tuple[int, int, int]]:
 
 def run_states(folder: Path) -> dict[str, str]:
     """Return the journal's entry of each training prompt of a finished run, in the order of issue."""
-    from rl_async_trainer.assemble import QUEUE
+    from rl_async_trainer.training_run import QUEUE
     from rl_core.queue.journal.inspection import inspect_journal
 
     report = inspect_journal(folder / QUEUE)

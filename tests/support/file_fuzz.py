@@ -101,7 +101,7 @@ def health(folder: Path) -> Format:
 
 def schedule_record(folder: Path) -> Format:
     """record.jsonl of the asynchronous trainer."""
-    from rl_async_trainer.schedule.record import read_history
+    from rl_async_trainer.record import read_history
 
     lines: list[dict[str, Any]] = [
         {"at": 0, "what": "issued", "uids": ["a", "b"]},

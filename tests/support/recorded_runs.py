@@ -166,12 +166,12 @@ def _recording(trace: Trace) -> Iterator[None]:
             "rl_trainer_parts.checks.engines",
         ):
             patch(f"{module}:engine_class", engines.__getitem__)
-        patch("rl_async_trainer.roles.learner_validation:engine_class", engines.__getitem__)
-        for module in ("rl_rollout.engines.process", "rl_core.cluster.blocking", "rl_async_trainer.assemble"):
+        patch("rl_async_trainer.roles.learner:engine_class", engines.__getitem__)
+        for module in ("rl_rollout.engines.process", "rl_core.cluster.blocking", "rl_async_trainer.training_run"):
             patch(f"{module}:open_cluster", functools.partial(_inline_cluster, trace))
-        patch("rl_async_trainer.assemble:start_ray", lambda options: trace.add("ray", options))
-        patch("rl_async_trainer.assemble:RayQueue", _inline_queue)
-        patch("rl_async_trainer.assemble:SharedMemoryQueue", _inline_queue)
+        patch("rl_async_trainer.training_run:start_ray", lambda options: trace.add("ray", options))
+        patch("rl_async_trainer.training_run:RayQueue", _inline_queue)
+        patch("rl_async_trainer.training_run:SharedMemoryQueue", _inline_queue)
         stack.enter_context(mock.patch.dict(LOOPS._builtin, {"two_parts": fakes.TwoParts}))
         patch("rl_trainer_parts.rollouts.inputs:PromptTokenizer.load", _loaded)
         _patch_learners(stack, recorded)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_async_trainer.controller.links import LearnerLink
-from rl_async_trainer.liveness.live_answers import answer_request
+from rl_async_trainer.liveness.role_activity import answer_request
 from rl_async_trainer.roles.learner import RunLearner
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster

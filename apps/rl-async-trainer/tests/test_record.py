@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rl_async_trainer.schedule.record import FILE, ScheduleRecord, read_history
+from rl_async_trainer.record import FILE, ScheduleRecord, read_history
 from rl_metrics.run_files.json_lines import read_json_lines
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from rl_async_trainer.schedule.record import AsyncState, ScheduleHistory
-from rl_async_trainer.schedule.replay import ReplayPlan
-from rl_async_trainer.schedule.restoring import PromptPlaces, restore_places, restore_schedule
+from rl_async_trainer.record import AsyncState, ScheduleHistory
+from rl_async_trainer.restoring import PromptPlaces, ReplayPlan, restore_places, restore_schedule
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.errors import RolloutError
 from rl_core.testing import make_prompts, make_trajectory

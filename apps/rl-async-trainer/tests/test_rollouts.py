@@ -11,9 +11,8 @@ import pytest
 
 from rl_async_trainer.controller.rollouts import Rollouts
 from rl_async_trainer.controller.step_metrics import StepMetrics
-from rl_async_trainer.schedule.record import FILE, ScheduleRecord
-from rl_async_trainer.schedule.replay import ReplayPlan, ReplayScheduler
-from rl_async_trainer.schedule.restoring import PromptPlaces
+from rl_async_trainer.record import FILE, ScheduleRecord
+from rl_async_trainer.restoring import PromptPlaces, ReplayPlan, ReplayScheduler
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.errors import RoleDiedError, RolloutError

@@ -2,14 +2,13 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rl_core.terminal_text import use_utf8
-from rl_trainer_parts.commands.command_line import USAGE, Program, export, take_file, take_flag, take_option
+from rl_trainer_parts.commands.command_line import USAGE, Program, take_file, take_option, train_command
 from rl_trainer_parts.commands.output import counted, say
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from rl_trainer_parts.rollouts.inputs import Inputs
     from rl_trainer_parts.run.folder import RunFolder
 
+NAME = "rl-async-trainer"
 TRAIN = """\
   train SETTINGS.toml [--resume] [--dry-run] [--best] [--replay RUN] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
@@ -43,18 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     From the shell, `train` runs in a separate process that is restarted if it is killed; otherwise it runs in this
     process.
     """
-    if arguments is None:
-        use_utf8()
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {
-        "train": train_supervised if arguments is None else train,
-        "status": status,
-        "scale": scale,
-        "simulate": simulate,
-        "export": export,
-    }
-    usage = USAGE.format(program="rl-async-trainer", train=TRAIN, others=OTHERS)
-    return Program(name="rl-async-trainer", usage=usage, commands=commands, settings=_settings_class).run(words)
+    trains = train_supervised if arguments is None else train
+    commands = {"train": trains, "status": status, "scale": scale, "simulate": simulate}
+    usage = USAGE.format(program=NAME, train=TRAIN, others=OTHERS)
+    return Program(name=NAME, usage=usage, commands=commands, settings=_settings_class).run(arguments)
 
 
 def _settings_class() -> "type[AsyncSettings]":
@@ -65,10 +57,9 @@ def _settings_class() -> "type[AsyncSettings]":
 
 def train_supervised(words: list[str]) -> int:
     """`train` under a supervisor, unless this process already has one or a debugger needs to work in it."""
-    from rl_async_trainer.supervisor import end_with_supervisor, is_supervised, supervise
+    from rl_async_trainer.supervisor import end_with_supervisor, supervise
 
-    if is_supervised():
-        end_with_supervisor()
+    if end_with_supervisor():
         return train(words)
     of_settings = [word for word in words if word not in ("--resume", "--dry-run", "--best")]
     take_option(of_settings, "--replay")
@@ -80,56 +71,40 @@ def train_supervised(words: list[str]) -> int:
 
 def read_settings(words: list[str]) -> "AsyncSettings":
     """Settings of `SETTINGS.toml [--section.name=value ...]`."""
-    from rl_async_trainer.settings import AsyncSettings
     from rl_trainer_parts.settings.sources import load_settings
 
-    file = take_file(words, "rl-async-trainer train")
-    return cast("AsyncSettings", load_settings(file, words, os.environ, kind=AsyncSettings))
+    file = take_file(words, f"{NAME} train")
+    return cast("AsyncSettings", load_settings(file, words, os.environ, kind=_settings_class()))
 
 
 def train(words: list[str]) -> int:
     """`train SETTINGS.toml [--resume] [--dry-run] [--best] [--replay RUN] [--section.name=value ...]`."""
-    resume, dry_run, best = (take_flag(words, flag) for flag in ("--resume", "--dry-run", "--best"))
     replayed = take_option(words, "--replay")
-    settings = read_settings(words)
-    from rl_trainer_parts.reporting.trackers import make_console
+    recorded = None if replayed is None else Path(replayed)
+    return train_command(words, program=NAME, kind=_settings_class(), trainer=partial(_trainer, replayed=recorded))
 
-    with closing(make_console(settings)) as console:
-        where = f"run {settings.run_folder}, {settings.trainer.steps} steps"
-        console.say(f"rl-async-trainer: {where}; checking settings and files")
-        with console.phase("loading libraries", is_brief=True):
-            from rl_async_trainer.plan import ASYNC_UNUSED, describe_async_plan
-            from rl_async_trainer.schedule.replay import read_plan
-            from rl_async_trainer.settings import schedule_problems
-            from rl_trainer_parts.commands.policies import with_best_policy
-            from rl_trainer_parts.commands.train import train_checked
-            from rl_trainer_parts.run.folder import require_format
-        if best:
-            settings = with_best_policy(settings, console.say)
 
-        async def launch(
-            settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
-        ) -> int:
-            with console.phase("loading the controller", is_brief=True):
-                from rl_async_trainer.training_run import AsyncTrainingRun
+def _trainer(settings: "AsyncSettings", *, replayed: Path | None) -> dict[str, Any]:
+    from rl_async_trainer.plan import ASYNC_UNUSED, describe_async_plan
+    from rl_async_trainer.restoring import read_plan
+    from rl_async_trainer.settings import schedule_problems
+    from rl_trainer_parts.run.folder import require_format
 
-            recorded = None if replayed is None else Path(replayed)
-            return await AsyncTrainingRun(settings, inputs, folder, console, replayed=recorded).run()
+    problems = list(schedule_problems(settings))
+    if replayed is not None and not problems:
+        require_format(replayed)
+        read_plan(replayed, settings.schedule_options)  # raises here if it cannot be replayed
 
-        problems = list(schedule_problems(settings))
-        if replayed is not None and not problems:
-            require_format(Path(replayed))
-            read_plan(Path(replayed), settings.schedule_options)  # raises here if it cannot be replayed
-        return train_checked(
-            settings,
-            console=console,
-            resume=resume,
-            dry_run=dry_run,
-            describe=describe_async_plan,
-            launch=launch,
-            also_refused=problems,
-            also_unused=ASYNC_UNUSED,
-        )
+    async def launch(
+        settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
+    ) -> int:
+        with console.phase("loading the controller", is_brief=True):
+            from rl_async_trainer.training_run import AsyncTrainingRun
+
+        return await AsyncTrainingRun(settings, inputs, folder, console, replayed=replayed).run()
+
+    own = {"describe": describe_async_plan, "launch": launch}
+    return {**own, "also_refused": problems, "also_unused": ASYNC_UNUSED}
 
 
 def status(words: list[str]) -> int:

@@ -30,16 +30,11 @@ LOOK_EVERY_S = 1.0
 """Maximum delay of a signal that arrives just before the supervisor waits."""
 
 
-def is_supervised() -> bool:
-    """True in a process that a supervisor started."""
-    return PIPE_VARIABLE in os.environ
-
-
-def end_with_supervisor() -> None:
-    """Stop this run, as SIGTERM does, when its supervisor dies."""
+def end_with_supervisor() -> bool:
+    """Stop this run, as SIGTERM does, when its supervisor dies; False if no supervisor started this process."""
     descriptor = os.environ.pop(PIPE_VARIABLE, None)  # children of this process must not inherit it
     if descriptor is None:
-        return
+        return False
     pipe = int(descriptor)
     os.set_inheritable(pipe, False)
 
@@ -50,6 +45,7 @@ def end_with_supervisor() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
+    return True
 
 
 def supervise(words: Sequence[str], settings: AsyncSettings, *, module: str = "rl_async_trainer.main") -> int:

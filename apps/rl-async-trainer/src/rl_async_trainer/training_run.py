@@ -7,19 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_async_trainer.assemble import FACTORIES, open_queue, open_role_cluster, start_roles
 from rl_async_trainer.controller.controller import Controller
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.liveness.control_socket import control_socket
 from rl_async_trainer.liveness.role_activity import collect_evidence
 from rl_async_trainer.liveness.watchdog import Watchdog
-from rl_async_trainer.schedule.record import AsyncState, ScheduleRecord, read_history
-from rl_async_trainer.schedule.replay import issue_replayed, read_plan
-from rl_async_trainer.schedule.restoring import PromptPlaces, restore_places, restore_schedule
+from rl_async_trainer.record import AsyncState, ScheduleRecord, read_history
+from rl_async_trainer.restoring import PromptPlaces, issue_replayed, read_plan, restore_places, restore_schedule
 from rl_async_trainer.settings import AsyncSettings
-from rl_core import TransferQueue
-from rl_core.cluster import Role
+from rl_core import InProcessQueue, SharedMemoryQueue, TransferQueue
+from rl_core.cluster import ClusterOptions, RayOptions, RestartPolicy, Role, RoleSpec, open_cluster, start_ray
 from rl_core.errors import HangError, NotReadyError
+from rl_core.queue import QueueOptions, RayQueue
 from rl_metrics.hang import HANG_FILE, HangReport
 from rl_metrics.trackers import ConsoleTracker
 from rl_rollout.prompts import PromptSource, PromptSupply
@@ -30,9 +29,36 @@ from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
 from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.inputs import Inputs
+from rl_trainer_parts.rollouts.setup import queue_tasks
+from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
 from rl_trainer_parts.run.folder import RunFolder, read_run_state
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
+
+QUEUE = "queue"
+ROLE_NAMES = {"rollouter": "rollouter", "learner": "learner host", "teachers": "teachers"}
+FACTORIES = {
+    "rollouter": "rl_async_trainer.roles.rollouter:RunRollouter",
+    "learner": "rl_async_trainer.roles.learner:RunLearner",
+    "teachers": "rl_async_trainer.roles.teachers:RunTeachers",
+}
+"""Class of each role as "module:class"; a replacement has the methods of the class it replaces."""
+
+
+def open_queue(settings: AsyncSettings, folder: Path) -> TransferQueue:
+    """The run's queue; its journal is in the run's folder, so its contents survive every process.
+
+    Raises:
+        JournalError: The journal cannot be used.
+    """
+    options = QueueOptions(directory=folder / QUEUE)
+    tasks = queue_tasks(settings, order="arrival")
+    if settings.roles.placement == "inline":
+        return InProcessQueue(tasks, options=options)
+    if settings.roles.placement == "process":
+        return SharedMemoryQueue(tasks, options=options)
+    start_ray(RayOptions(address=settings.cluster.ray_address))
+    return RayQueue(tasks, options=options)
 
 
 class AsyncTrainingRun:
@@ -157,19 +183,36 @@ class AsyncTrainingRun:
         return scheduler, PromptPlaces(plan.places)
 
     async def _start_roles(self, stack: AsyncExitStack, queue: TransferQueue) -> None:
-        settings = self._settings
-        with self._console.phase(f"starting roles ({settings.roles.placement})"):
-            cluster = open_role_cluster(settings, self._folder.path)
+        """Start the processes of rollouter, learner and, if there are any, teachers; their models load later."""
+        settings, roles, folder = self._settings, self._settings.roles, self._folder.path
+        digest, sequences = self._inputs.train.fingerprint, canary_sequences(settings, self._inputs.train)
+        own: dict[str, tuple[int, dict[str, Any]]] = {
+            "rollouter": (roles.rollouter_restarts, {"log_directory": folder / "logs", "prompts_digest": digest}),
+            "learner": (roles.learner_restarts, {"canary_sequences": sequences, "folder": folder}),
+        }
+        if settings.distillation.teachers:
+            own["teachers"] = roles.teacher_restarts, {"folder": folder}
+        common = {"settings": with_absolute_cache(settings), "queue": queue}
+        options = ClusterOptions(
+            kind=roles.placement,
+            ray=RayOptions(address=settings.cluster.ray_address),
+            log_directory=folder / "logs",
+            close_deadline_s=60.0,
+        )
+        with self._console.phase(f"starting roles ({roles.placement})"):
+            cluster = open_cluster(options)
             stack.push_async_callback(cluster.close)
-            self._roles = await start_roles(
-                cluster,
-                settings,
-                queue,
-                folder=self._folder.path,
-                canary_sequences=canary_sequences(settings, self._inputs.train),
-                prompts_digest=self._inputs.train.fingerprint,
-                factories=self._factories,
-            )
+            specs = [
+                RoleSpec(
+                    name=ROLE_NAMES[role],
+                    factory=self._factories[role],
+                    kwargs={**kwargs, **common},
+                    restart=RestartPolicy(max_restarts=max_restarts, backoff_s=0.2),
+                )
+                for role, (max_restarts, kwargs) in own.items()
+            ]
+            starting = (cluster.start(spec, deadline_s=roles.start_deadline_s) for spec in specs)
+            self._roles = dict(zip(own, await asyncio.gather(*starting), strict=True))
 
     async def _answer(self, request: Mapping[str, Any]) -> Any:
         """Answer a request to the run; while it starts or ends, only its status."""

@@ -4,7 +4,6 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rl_distill.checkpoints import Saved
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher import TeacherService
@@ -39,7 +38,7 @@ class TrainingRun:
         self._folder = folder
         self._console = console
         self._state = TrainerState()
-        self._lifecycle = RunLifecycle(settings, folder, console, on_saved=self._say_saved)
+        self._lifecycle = RunLifecycle(settings, folder, console)
 
     async def run(self) -> int:
         """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
@@ -161,10 +160,6 @@ class TrainingRun:
         )
         if not in_background:
             self._lifecycle.store.wait()
-
-    def _say_saved(self, saved: Saved) -> None:
-        took_s = round(saved.took_s, 3)
-        self._lifecycle.say("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=took_s)
 
     def _save_stopped(self, learners: Learners) -> None:
         self._lifecycle.store.wait()

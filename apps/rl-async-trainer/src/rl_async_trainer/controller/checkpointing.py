@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from rl_async_trainer.controller.links import LearnerLink
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.step_metrics import StepMetrics
-from rl_async_trainer.schedule.record import AsyncState
+from rl_async_trainer.record import AsyncState
 from rl_trainer_parts.rollouts.setup import TRAIN
 
 
@@ -35,8 +35,7 @@ class Checkpointing:
     async def confirm(self) -> None:
         """Ack the groups of newly complete checkpoints."""
         for saved in await self._learner.saved():
-            took_s = round(saved.took_s, 3)
-            self._parts.lifecycle.say("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=took_s)
+            self._parts.lifecycle.say_saved(saved)
             self._metrics.saved(saved.took_s)
             await self.ack(self._parts.scheduler.saved(saved.step))
 

@@ -21,10 +21,9 @@ from rl_async_trainer.controller.rollouts import Rollouts
 from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.controller.validator import Validator
 from rl_async_trainer.controller.weight_publisher import WeightPublisher
-from rl_async_trainer.liveness.live_answers import answer_request
-from rl_async_trainer.liveness.role_activity import ask_roles
+from rl_async_trainer.liveness.role_activity import answer_request, ask_roles
 from rl_async_trainer.messages import StepOrder, TrainedStep
-from rl_async_trainer.schedule.record import AsyncState
+from rl_async_trainer.record import AsyncState
 from rl_core.cluster import RoleRestartedError
 from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
 from rl_core.weights import PublishReport

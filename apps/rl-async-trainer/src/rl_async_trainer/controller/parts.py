@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rl_async_trainer.schedule.record import ScheduleRecord
-from rl_async_trainer.schedule.restoring import PromptPlaces
+from rl_async_trainer.record import ScheduleRecord
+from rl_async_trainer.restoring import PromptPlaces
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.cluster import Role

@@ -8,8 +8,8 @@ from dataclasses import replace
 from rl_async_trainer.controller.links import RollouterLink, TeachersLink
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.step_metrics import StepMetrics
-from rl_async_trainer.schedule.record import FILE
-from rl_async_trainer.schedule.replay import ReplayScheduler
+from rl_async_trainer.record import FILE
+from rl_async_trainer.restoring import ReplayScheduler
 from rl_core.errors import RoleDiedError
 from rl_rollout.rollouter import Dispatch, GroupEvent, queued_event
 from rl_trainer_parts.learning.parts import proof_tolerances

@@ -11,7 +11,7 @@ import numpy as np
 from rl_async_trainer.controller.links import LearnerLink, RollouterLink
 from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.messages import ValidationBatch
-from rl_async_trainer.schedule.record import AsyncState
+from rl_async_trainer.record import AsyncState
 from rl_core import Prompt
 from rl_core.cluster import RoleRestartedError
 from rl_core.data import NO_VERSION, IntArray

@@ -1,27 +1,31 @@
-"""The run's learner: its models, training steps and metrics."""
+"""The run's learner: its models, training steps and metrics, and an engine that validates its weights."""
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rl_async_trainer.messages import StepOrder, TrainedStep, ValidationBatch
-from rl_async_trainer.roles.learner_validation import LearnerValidation
-from rl_async_trainer.schedule.record import AsyncState
+from rl_async_trainer.record import AsyncState
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, TransferQueue
 from rl_core.cluster import RoleView
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
+from rl_core.weights import TensorTransport, WeightUpdate, check_receipt
 from rl_distill.learner_host import LearnerHost, LearnerHostOptions, PackedWeights
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions import Recorder, summarize_gpus, summarize_staleness
-from rl_rollout.rollouter import PolicyScores
+from rl_rollout import Rollout
+from rl_rollout.engines import RolloutEngine, engine_class
+from rl_rollout.rollouter import PolicyScores, policy_scores
 from rl_trainer_parts.learning.mixtures import replays
-from rl_trainer_parts.learning.parts import LearningParts
+from rl_trainer_parts.learning.parts import LearningParts, proof_tolerances
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
@@ -31,9 +35,15 @@ from rl_trainer_parts.reporting.step_metrics import (
     summarize_step,
     with_speeds,
 )
-from rl_trainer_parts.rollouts.answers import Answer
-from rl_trainer_parts.rollouts.setup import TRAIN, make_transport
+from rl_trainer_parts.rollouts.answers import Answer, answers_of
+from rl_trainer_parts.rollouts.engines import engine_options
+from rl_trainer_parts.rollouts.evaluation import answer_problems
+from rl_trainer_parts.rollouts.inputs import read_tokenizer
+from rl_trainer_parts.rollouts.setup import TRAIN, make_transport, open_rollout
 from rl_trainer_parts.run.folder import read_run_state
+
+Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
+"""Returns the policy's tensors by name, and which names are tied to others."""
 
 
 class RunLearner(LearnerHost):
@@ -203,3 +213,78 @@ def _staleness(batch: Batch, version: int) -> dict[str, float]:
         return {}
     oldest, newest = (np.asarray([bound(versions[index]) for index in sampled]) for bound in (np.min, np.max))
     return summarize_staleness(oldest, newest, policy_version=version, group_index=batch.group_index()[sampled])
+
+
+class LearnerValidation:
+    """Answers validation prompts in the learner's process; its engine starts on first use.
+
+    Attributes:
+        doing: Work in progress; empty without any.
+    """
+
+    def __init__(self, settings: AsyncSettings) -> None:
+        """Set the settings; the engine starts on first use."""
+        self._settings = settings
+        self._stack = ExitStack()
+        self._engine: RolloutEngine | None = None
+        self._rollout: Rollout | None = None
+        self._held: dict[int, WeightUpdate] = {}
+        self._step: int | None = None
+        self._version = NO_VERSION
+        self.doing = ""
+
+    async def hold(self, step: int, *, version: int, export: Export) -> None:
+        """Keep the current weights to answer a step's validation, while training continues."""
+        tensors, tied = await export()
+        self._held[step] = TensorTransport().pack(tensors, version=version, tied=tied)
+
+    async def answer(self, batch: ValidationBatch) -> list[Answer]:
+        """Answer prompts with the weights held for the batch's step.
+
+        Raises:
+            NotReadyError: No weights are held.
+        """
+        engine, rollout = await self._started()
+        update = self._held.pop(batch.step, None)
+        if update is not None:
+            check_receipt(update, await engine.update_weights(update), tolerances=proof_tolerances(self._settings))
+            self._step, self._version = batch.step, update.version
+        elif batch.step != self._step:
+            raise NotReadyError(f"no weights are held for the validation of step {batch.step}. Call `hold` first.")
+
+        self.doing = f"answers validation batch {batch.number} of step {batch.step}"
+        try:
+            return answers_of(await answer_problems(self._settings, rollout, batch.prompts), source="learner")
+        finally:
+            self.doing = ""
+
+    async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+        """Probe the policy that answered a step's validation.
+
+        Args:
+            step: Number of finished steps at that validation.
+            sequences: [T] int32 each, tokens of a prompt and a response.
+            top_k: Number of alternatives to return per token.
+
+        Raises:
+            NotReadyError: The engine has another step's weights, or was not started.
+        """
+        if self._engine is None or step != self._step:
+            raise NotReadyError(f"the last validation here was not that of step {step}.")
+        return await policy_scores(self._engine, sequences, top_k, version=self._version)
+
+    async def close(self) -> None:
+        """Stop the engine. Can be called twice."""
+        self._stack.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
+    async def _started(self) -> tuple[RolloutEngine, Rollout]:
+        if self._engine is None or self._rollout is None:
+            settings = self._settings
+            options = engine_options(settings, serves_adapter=False)  # `hold` keeps merged weights
+            self._engine = engine_class(settings.rollout.engine)(settings.policy.path, options)
+            await self._engine.start()
+            self._rollout = self._stack.enter_context(open_rollout(settings, read_tokenizer(settings), self._engine))
+        return self._engine, self._rollout

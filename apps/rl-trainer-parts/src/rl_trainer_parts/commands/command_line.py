@@ -6,16 +6,16 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import structlog
 
 from rl_core.errors import CheckpointError, DataError, MissingExtraError, NotReadyError, RLError, SettingsError
 from rl_core.registry import nearest_name
-from rl_core.terminal_text import describe_version, escaped_event, json_text, print_uncaught
+from rl_core.terminal_text import describe_version, escaped_event, json_text, print_uncaught, use_utf8
 from rl_trainer_parts.commands.output import MISTAKE, complain, counted, say
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Program:
     Attributes:
         name: Name of the program and of its distribution.
         usage: All commands with their arguments and a description.
-        commands: Commands by name beside `new`, `check-machine` and `validate`; each may modify the argument list.
+        commands: `train` and further commands by name; each may modify the argument list.
         settings: Returns the settings class, whose import takes a second.
     """
 
@@ -73,8 +73,15 @@ class Program:
     commands: Mapping[str, Command]
     settings: Callable[[], "type[Settings]"]
 
-    def run(self, words: Sequence[str]) -> int:
-        """Print help or the version, or run the command that the first word names; return the exit status."""
+    def run(self, arguments: Sequence[str] | None) -> int:
+        """Print help or the version, or run the command that the first word names; return the exit status.
+
+        Args:
+            arguments: The words after the program's name; None takes those of the shell.
+        """
+        if arguments is None:
+            use_utf8()
+        words = list(sys.argv[1:] if arguments is None else arguments)
         if not words or words[0] in HELP:
             say(self.usage)
             return 0 if words else MISTAKE
@@ -90,7 +97,7 @@ class Program:
             "train": self.commands["train"],
             "validate": self._validate,
         }
-        return run_command(words, {**first, **self.commands})
+        return run_command(words, {**first, **self.commands, "export": export})
 
     def _new(self, words: list[str]) -> int:
         """`new DIR [--model FOLDER]`."""
@@ -297,3 +304,34 @@ def take_file(words: list[str], command: str) -> Path | None:
     if not words:
         raise SettingsError(f"{command.split()[-1]} needs a settings file: {command} SETTINGS.toml")
     return None
+
+
+def train_command(
+    words: list[str], *, program: str, kind: "type[Settings]", trainer: Callable[[Any], dict[str, Any]]
+) -> int:
+    """`train SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]`.
+
+    Args:
+        words: Arguments after `train`.
+        program: Name of the program.
+        kind: The settings class.
+        trainer: Loads the trainer's libraries, and returns its own arguments of `train_checked`.
+    """
+    resume, dry_run, best = (take_flag(words, flag) for flag in ("--resume", "--dry-run", "--best"))
+    file = take_file(words, f"{program} train")
+    from rl_trainer_parts.settings.sources import load_settings
+
+    settings = load_settings(file, words, os.environ, kind=kind)
+    from rl_trainer_parts.reporting.trackers import make_console
+
+    with closing(make_console(settings)) as console:
+        where = f"run {settings.run_folder}, {settings.trainer.steps} steps"
+        console.say(f"{program}: {where}; checking settings and files")
+        with console.phase("loading libraries", is_brief=True):
+            from rl_trainer_parts.commands.policies import with_best_policy
+            from rl_trainer_parts.commands.train import train_checked
+
+            own = trainer(settings)
+        if best:
+            settings = with_best_policy(settings, console.say)
+        return train_checked(settings, console=console, resume=resume, dry_run=dry_run, **own)

@@ -38,21 +38,13 @@ class RunLifecycle:
         is_ending: True when training has finished.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        folder: RunFolder,
-        console: ConsoleTracker,
-        *,
-        on_saved: Callable[[Saved], None] | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, folder: RunFolder, console: ConsoleTracker) -> None:
         """Open the run's files and start its clock.
 
         Args:
             settings: The run's settings.
             folder: The run's folder.
             console: Shows what users should see.
-            on_saved: Called after each checkpoint that this process writes.
         """
         self._settings = settings
         self._folder = folder
@@ -65,7 +57,8 @@ class RunLifecycle:
         self.events = EventLog(folder.path / "events.jsonl")
         self.trackers = make_trackers(settings, folder.path, console, ending=lambda: self.ending)
         self.goal = Goal(settings.trainer)
-        self.store = CheckpointStore(folder.checkpoints, keep=settings.trainer.keep_checkpoints, on_saved=on_saved)
+        keep = settings.trainer.keep_checkpoints
+        self.store = CheckpointStore(folder.checkpoints, keep=keep, on_saved=self.say_saved)
 
     async def launch(
         self, train: Callable[[AsyncExitStack, StopSignal], Awaitable[None]], state: Callable[[], RunState]
@@ -130,6 +123,10 @@ class RunLifecycle:
         self.events.write(event, **fields)
         if event == EVENT:
             self.console.say(failures_line(fields), style="yellow")
+
+    def say_saved(self, saved: Saved) -> None:
+        """Log a complete checkpoint."""
+        self.say("checkpoint_saved", step=saved.step, folder=str(saved.folder), took_s=round(saved.took_s, 3))
 
     def find_checkpoint(self) -> Path | None:
         """The newest whole checkpoint; broken ones are reported and skipped."""
