@@ -16,7 +16,7 @@ from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.journal import Journal
-from rl_rollout.gateway.owner import Offers
+from rl_rollout.gateway.offers import Offers
 from rl_rollout.gateway.refusals import RefusalKind, RefusedError
 from rl_rollout.gateway.request_limits import GatewayEngine
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
