@@ -1,6 +1,6 @@
 """Agent loops, which turn prompts into trajectories."""
 
-from rl_rollout.loops.agent_options import AgentTask
+from rl_rollout.loops.agent_task import AgentTask
 from rl_rollout.loops.conversation import TurnLimits
 from rl_rollout.loops.environment import Environment, EnvironmentLoop, EnvironmentOptions
 from rl_rollout.loops.options import LOOPS, resolve_loop

@@ -16,8 +16,9 @@ from rl_core.registry import Registry
 from rl_core.secret_settings import hide
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.gateway import Gateway, Session
-from rl_rollout.loops.agent_options import AgentOptions, AgentOutcome, AgentTask
+from rl_rollout.loops.agent_options import AgentOptions
 from rl_rollout.loops.agent_program import AgentProgram, describe_run
+from rl_rollout.loops.agent_task import AgentOutcome, AgentTask
 from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.prompts.tokenizer import PromptTokenizer

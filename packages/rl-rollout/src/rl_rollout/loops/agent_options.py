@@ -1,4 +1,4 @@
-"""Options, tasks and outcomes of the `agent` loop."""
+"""Options of the `agent` loop."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -7,11 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Gt
 
-from rl_core.data import Json, Prompt
 from rl_core.errors import SettingsError
-from rl_core.record_fields import PositiveInt, record, settings_record
+from rl_core.record_fields import PositiveInt, settings_record
 from rl_rollout.gateway import GatewayOptions, SessionLimits
-from rl_rollout.rewards.protocol import AgentRun, RewardResult
 
 
 @settings_record
@@ -95,46 +93,3 @@ class AgentOptions:
             )
         if self.gateway.service.decided_by != "run":
             raise SettingsError('gateway.service.decided_by must be "run" for sessions that train.')
-
-
-@record
-class AgentTask:
-    """An agent's task.
-
-    Attributes:
-        prompt: The row, with its messages, columns and ground truth.
-        base_url: URL of the gateway. Clients of OpenAI's API append "/v1".
-        api_key: Key of the session.
-        session_index: Index of the session in the group.
-    """
-
-    prompt: Prompt
-    base_url: str
-    api_key: str
-    session_index: int = 0
-
-    @property
-    def text(self) -> str:
-        """The prompt as one text."""
-        if not self.prompt.messages:
-            return str(self.prompt.columns.get("prompt", ""))
-        return "\n\n".join(str(message.get("content", "")) for message in self.prompt.messages)
-
-    def shown(self, columns: tuple[str, ...]) -> dict[str, Json]:
-        """Return the prompt for a program: without its ground truth, and with only these columns."""
-        prompt = self.prompt
-        chosen = {name: prompt.columns.get(name) for name in columns}
-        return {"uid": prompt.uid, "prompt": self.text, "messages": list(prompt.messages), "columns": chosen}
-
-
-@record
-class AgentOutcome:
-    """The outcome of an agent.
-
-    Attributes:
-        run: How its program ran; None if it was not a program.
-        reward: The reward that it returned; None leaves it to the scorer.
-    """
-
-    run: AgentRun | None = None
-    reward: RewardResult | None = None
