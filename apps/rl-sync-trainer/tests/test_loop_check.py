@@ -35,7 +35,11 @@ def test_the_plan_names_servers_and_their_tools(tiny_run: TinyRun, capsys: pytes
     ("loop", "options", "says"),
     [
         ("tools", f'{PLAIN}, mcp_servers = {{x = {{command = ["no-such-program"]}}}}', "MCP server 'x' did not start"),
-        ("tools", 'mcp_servers = {x = {command = ["python"], env = {A = 1}}}', "env.A must be a string; found int"),
+        (
+            "tools",
+            'mcp_servers = {x = {command = ["python"], env = {A = 1}}}',
+            "mcp_servers.x must be a mapping, a string to a string; found {'A': '(redacted)'}",
+        ),
         ("tools", "", "the agent loop 'tools' has no tools"),
         ("verifiers", 'tokenizer = "t"', "needs the library verifiers"),
     ],
