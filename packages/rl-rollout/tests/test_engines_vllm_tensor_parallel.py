@@ -206,8 +206,8 @@ def test_a_byte_that_changes_on_its_way_to_the_workers_is_found(
     tensors = load_file(wide_model_dir / "model.safetensors")
     update = broadcast.pack(tensors, version=11, tied=TIED_HEAD)
     assert broadcast._packed is not None
-    names = list(tensors)
-    broadcast._packed[1][names.index("model.norm.weight")][5] += 1e-3
+    sent = dict(zip(tensors, broadcast._packed[1](), strict=True))
+    sent["model.norm.weight"][5] += 1e-3
     receipt = asyncio.run(split_vllm.update_weights(update))
     with pytest.raises(WeightProofError, match=r"model\.norm\.weight"):
         check_receipt(update, receipt, tolerances=ProofTolerances())
