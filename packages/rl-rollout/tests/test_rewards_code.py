@@ -16,7 +16,7 @@ from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.rewards import RewardInput, RewardScorer, resolve_reward
 from rl_rollout.rewards.code_peer import Broken, NotPlain, Peer, Remote, decode, encode
-from rl_rollout.rewards.code_reward import CodeReward, TestStep, program_of, read_tests, same_output
+from rl_rollout.rewards.code_reward import CodeReward, CodeStep, program_of, read_tests, same_output
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -161,16 +161,16 @@ def test_ground_truths():
     assert read_tests({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}) == read_tests(DOUBLES)
     assert read_tests({"tests": ["assert f(1) == 1"], "setup": "import math"}) == (
         [],
-        [TestStep(kind="setup", source="import math"), TestStep(kind="check", source="assert f(1) == 1")],
+        [CodeStep(kind="setup", source="import math"), CodeStep(kind="check", source="assert f(1) == 1")],
     )
     assert read_tests(["x = 3\nassert f(x) == -x", "assert {1: (2,)} == f(1)", "assert f(1) is None"])[1] == [
-        TestStep(kind="between", source="x = 3"),
-        TestStep(kind="check", source="assert f(x) == -x"),
-        TestStep(kind="check", source="assert {1: (2,)} == f(1)"),
-        TestStep(kind="check", source="assert f(1) is None"),
+        CodeStep(kind="between", source="x = 3"),
+        CodeStep(kind="check", source="assert f(x) == -x"),
+        CodeStep(kind="check", source="assert {1: (2,)} == f(1)"),
+        CodeStep(kind="check", source="assert f(1) is None"),
     ]
     human_eval = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"
-    assert read_tests(human_eval) == ([], [TestStep(kind="check", source=human_eval)])
+    assert read_tests(human_eval) == ([], [CodeStep(kind="check", source=human_eval)])
     assert len(read_tests(ASSERTS)[1]) == 3
 
 

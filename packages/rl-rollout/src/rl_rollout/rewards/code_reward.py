@@ -36,7 +36,7 @@ Case = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestStep:
+class CodeStep:
     """Python code that runs after the program.
 
     Attributes:
@@ -48,7 +48,7 @@ class TestStep:
     source: str
 
 
-def read_tests(ground_truth: Json) -> tuple[list[Case], list[TestStep]]:
+def read_tests(ground_truth: Json) -> tuple[list[Case], list[CodeStep]]:
     """Return the tests in a ground truth, either as cases or as steps.
 
     Raises:
@@ -71,7 +71,7 @@ def read_tests(ground_truth: Json) -> tuple[list[Case], list[TestStep]]:
         return [(_text(test["input"]), _text(test["output"])) for test in tests], []
     if not is_list or not all(isinstance(test, str) for test in tests):
         raise DataError(f"the ground truth of code must be {FORMS}; found {preview(ground_truth)}.")
-    steps = [TestStep(kind="setup", source=setup)] if setup.strip() else []
+    steps = [CodeStep(kind="setup", source=setup)] if setup.strip() else []
     steps += [step for test in tests for step in _steps(test)]
     if not any(step.kind == "check" for step in steps):
         raise DataError(
@@ -104,7 +104,7 @@ def _parsed(ground_truth: Json) -> Json:
     return ground_truth
 
 
-def _steps(source: str) -> Iterable[TestStep]:
+def _steps(source: str) -> Iterable[CodeStep]:
     """Make each `assert` a check, and the statements between them steps; text without `assert` is one step."""
     try:
         statements = ast.parse(source).body
@@ -115,11 +115,11 @@ def _steps(source: str) -> Iterable[TestStep]:
     if not statements:
         raise DataError("the ground truth's test is empty. Repair the row.")
     if not any(isinstance(statement, ast.Assert) for statement in statements):
-        yield TestStep(kind="setup" if all(map(_only_defines, statements)) else "check", source=source)
+        yield CodeStep(kind="setup" if all(map(_only_defines, statements)) else "check", source=source)
         return
     for statement in statements:
         kind: StepKind = "setup" if _only_defines(statement) else "between"
-        yield TestStep(kind="check" if isinstance(statement, ast.Assert) else kind, source=ast.unparse(statement))
+        yield CodeStep(kind="check" if isinstance(statement, ast.Assert) else kind, source=ast.unparse(statement))
 
 
 def _only_defines(statement: ast.stmt) -> bool:
@@ -146,7 +146,7 @@ PYTHON_NAMES = ("", "python", "py", "python3")
 RUNNER, PEER = "code_runner.py", "code_peer.py"
 
 
-class TestOutcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """Outcome of one test.
 
     Attributes:
@@ -246,7 +246,7 @@ class CodeReward:
         num_tests = len(cases) + sum(step.kind == "check" for step in steps)
         program = program_of(given.final_text, needs_fence=self.needs_fence)
         if program is None:
-            outcomes = [TestOutcome("the response has no program")]
+            outcomes = [StepOutcome("the response has no program")]
         else:
             outcomes = await (self._run_cases(program, cases) if cases else self._run_steps(program, steps))
         num_tests = max(num_tests, len(outcomes))
@@ -259,13 +259,13 @@ class CodeReward:
             extras={"code_failure": failure} if failure else {},
         )
 
-    async def _run_cases(self, program: str, cases: Sequence[Case]) -> list[TestOutcome]:
-        outcomes: list[TestOutcome] = []
+    async def _run_cases(self, program: str, cases: Sequence[Case]) -> list[StepOutcome]:
+        outcomes: list[StepOutcome] = []
         ends_at = time.monotonic() + self.total_s
         for stdin, expected in cases:
             remaining_s = ends_at - time.monotonic()
             if remaining_s <= 0:
-                late = TestOutcome(f"the {self.total_s:g} s for all tests ran out", is_timed_out=True)
+                late = StepOutcome(f"the {self.total_s:g} s for all tests ran out", is_timed_out=True)
                 return outcomes + [late] * (len(cases) - len(outcomes))
             run = await self.sandbox.run(program, stdin=stdin.encode(), wall_s=remaining_s)
             printed = run.stdout.decode("utf-8", errors="replace")
@@ -273,12 +273,12 @@ class CodeReward:
             if run.is_success:
                 is_same = same_output(printed, expected, compare=self.compare)
                 failure = "" if is_same else f"printed {cut(printed, max_characters=200)!r}"
-            outcomes.append(TestOutcome(failure, is_timed_out=is_timed_out(run)))
+            outcomes.append(StepOutcome(failure, is_timed_out=is_timed_out(run)))
             if self.mode == "all" and failure:
                 break
         return outcomes
 
-    async def _run_steps(self, program: str, steps: Sequence[TestStep]) -> list[TestOutcome]:
+    async def _run_steps(self, program: str, steps: Sequence[CodeStep]) -> list[StepOutcome]:
         word = secrets.token_hex(16)
         parts = (
             {"program": program, "is_inside": self.checks == "inside"},
@@ -300,7 +300,7 @@ class CodeReward:
                 )
             if step.kind == "check" or (step.kind == "between" and kind != "passed"):
                 failure = "" if kind == "passed" else cut(f"{step.source}: {reason}", max_characters=300)
-                outcomes.append(TestOutcome(failure, is_timed_out=kind == "ended" and is_timed_out(run)))
+                outcomes.append(StepOutcome(failure, is_timed_out=kind == "ended" and is_timed_out(run)))
         return outcomes
 
 
