@@ -162,6 +162,23 @@ def test_a_blocked_event_loop_is_reported_with_its_stacks(tmp_path, blocks_in):
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
+def test_work_that_ends_while_the_event_loop_is_asked_ends_the_watchdog_and_is_no_hang(tmp_path):
+    watched = Watched(tmp_path, deadline_s=0.05, clock=time.monotonic)
+    asked = threading.Event()
+
+    async def work() -> None:
+        async with watched.dog:
+            loop = asyncio.get_running_loop()
+            call, loop.call_soon_threadsafe = loop.call_soon_threadsafe, lambda *_: asked.set()
+            assert asked.wait(FAR_S), "the loop was not asked"  # it is blocked, as the watchdog will find
+            loop.call_soon_threadsafe = call
+
+    asyncio.run(work())
+    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+    assert watched.hangs == []
+    assert not watched.path.exists()
+
+
 def test_a_hang_is_noticed_by_itself_even_if_all_worker_threads_of_the_event_loop_hang(tmp_path):
     watched = Watched(tmp_path, deadline_s=0.05, clock=time.monotonic)
     may_end = threading.Event()

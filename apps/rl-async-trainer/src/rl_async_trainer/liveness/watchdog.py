@@ -102,22 +102,25 @@ class Watchdog:
         """Return the collector's result, or a report of this process alone if the collector fails."""
         if self._is_blocked():
             return self._own_report(None)
+        if self._has_ended.done():  # the event loop may be closed
+            return self._own_report("have ended")
         collecting = asyncio.run_coroutine_threadsafe(self._collect(), self._loop)
         ends: set[Future[Any]] = {collecting, self._has_ended}
         wait(ends, self._collect_deadline_s, FIRST_COMPLETED)
         if not collecting.done() or collecting.cancelled():
             collecting.cancel()
-            is_blocked = not self._has_ended.done() and self._is_blocked()
-            return self._own_report(None if is_blocked else f"did not report within {self._collect_deadline_s:g} s")
+            silent = f"did not report within {self._collect_deadline_s:g} s"
+            return self._own_report(None if not self._has_ended.done() and self._is_blocked() else silent)
         if (failure := collecting.exception()) is not None:
             return self._own_report(f"could not report: {type(failure).__name__}: {failure}")
         return collecting.result()
 
     def _is_blocked(self) -> bool:
-        """Whether the event loop runs nothing."""
-        has_run = threading.Event()
-        self._loop.call_soon_threadsafe(has_run.set)
-        return not has_run.wait(min(PING_S, self._collect_deadline_s))
+        """Whether the event loop runs nothing; False once the work has ended."""
+        has_run: Future[None] = Future()
+        self._loop.call_soon_threadsafe(has_run.set_result, None)
+        ends = {has_run, self._has_ended}
+        return not wait(ends, min(PING_S, self._collect_deadline_s), FIRST_COMPLETED).done
 
     def _own_report(self, failure: str | None) -> HangReport:
         """A report of this process alone.
