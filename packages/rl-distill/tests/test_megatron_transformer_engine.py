@@ -27,8 +27,8 @@ from rl_distill.parallel_layout import check_learner
 
 OPTIONS = LearnerOptions(learning_rate=1e-3, kernels="transformer_engine")
 IS_INSTALLED = find_spec("transformer_engine") is not None
-POLICY: Any = SimpleNamespace()
-"""Placeholder; these tests use none of its numbers."""
+POLICY: Any = SimpleNamespace(mixture=None, num_layers=2)
+"""Placeholder with the two facts that the checks of a learner read."""
 
 
 def test_an_adapter_is_refused():
