@@ -122,6 +122,26 @@ def test_all_mistakes_are_told_at_once(file: Path) -> None:
     assert len(lines) == len(beginnings)
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--rollout.temperature=inf", "rollout.temperature must be above 0 and finite; found inf"),
+        ("--rollout.deadline_s=nan", "rollout.deadline_s must be above 0 and finite; found nan"),
+        ("--rollout.audit_share=1.5", "rollout.audit_share must be at most 1; found 1.5"),
+        ("--trainer.steps=0", "trainer.steps must be at least 1; found 0"),
+        ("--optimizer.learning_rate=0", "optimizer.learning_rate must be above 0; found 0"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused(file: Path, word: str, message: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings(file, [word], {})
+    assert str(refused.value) == f"{message} (command line)."
+
+
+def test_a_cap_of_infinity_caps_nothing(file: Path) -> None:
+    assert load_settings(file, ["--correction.cap=inf"], {}).correction.cap == math.inf
+
+
 def test_values_of_every_kind_reach_the_settings(file: Path) -> None:
     words = [
         "--optimizer.betas=[0.8, 0.9]",
@@ -273,7 +293,7 @@ def test_help_explains_every_setting() -> None:
                 "[trainer]  The training loop.",
                 "--trainer.steps=integer  (from 1 to 1000000000; default 100; may differ on resume)",
                 "--trainer.minibatches=integer  (at least 1; default 1)",
-                "--trainer.proof_tolerance=number | none  (above 0; default none; may differ on resume)",
+                "--trainer.proof_tolerance=number | none  (above 0 and finite; default none; may differ on resume)",
             ],
             ["--run.", "usage"],
         ),

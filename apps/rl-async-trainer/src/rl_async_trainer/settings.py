@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
+from rl_core.record_fields import NonNegativeInt, PositiveFloat, PositiveInt
 from rl_rollout.schedule import ScheduleOptions
 from rl_trainer_parts.settings.schema import UPDATE_KL, Settings
 

@@ -119,8 +119,6 @@ class SettingField:
         if "min_length" in limits:
             return f"of length {limits['min_length']} or more"
         known = {key: limit for key, limit in limits.items() if key in BOUND_WORDS and limit != -math.inf}
-        if "gt" in known and int in self._options:
-            known = {"ge": known.pop("gt") + 1} | known
         if known.keys() == {"ge", "le"}:
             return f"from {short(known['ge'])} to {short(known['le'])}"
         words = (
@@ -202,7 +200,7 @@ def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
 
 
 def _limits(annotation: Any) -> dict[str, float]:
-    """The bounds in an annotation, such as `Annotated[int, Field(ge=1)]`, which may be optional."""
+    """The bounds in an annotation, such as `Annotated[int, Ge(1)]`, which may be optional."""
     marks = [mark for part in (annotation, *typing.get_args(annotation)) for mark in getattr(part, "__metadata__", ())]
     single = [one for mark in marks for one in getattr(mark, "metadata", (mark,))]
     return {key: getattr(one, key) for one in single for key in BOUND_WORDS if hasattr(one, key)}

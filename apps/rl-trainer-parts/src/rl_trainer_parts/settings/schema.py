@@ -4,14 +4,15 @@ Values come from, in order of precedence: the command line (`--trainer.steps=20`
 (`RL__TRAINER__STEPS=20`), the TOML file, the defaults here. The program never changes a setting.
 """
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, ConfigDict, Field
 
 from rl_core.data import Json
+from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.teacher import DistillationOptions
 from rl_metrics.health import Severity
@@ -22,13 +23,11 @@ from rl_rollout.refill import RefillOptions
 from rl_rollout.rewards import RewardOptions
 from rl_rollout.skip import SkipOptions
 
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Ge(0), Le(2**63 - 1)]
 """At most the largest seed of every library."""
 
-Count = Annotated[int, Field(ge=1, le=10**9)]
+Count = Annotated[int, Ge(1), Le(10**9)]
 """At most more steps or responses than any run has."""
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 ReadableBy = Literal["owner", "group", "everyone"]
 """Who may read the files of a run."""
@@ -101,7 +100,7 @@ class PromptSettings:
     date: str | None = None
     validation_limit: PositiveInt | None = None
     validation_samples: PositiveInt = 1
-    validation_temperature: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
+    validation_temperature: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,15 +135,15 @@ class RolloutSettings:
     placement: Literal["inline", "process", "ray"] = "inline"
     loop: str = "single_turn"
     loop_options: dict[str, Json] = field(default_factory=dict)
-    audit_share: Share = 0.1
-    rescored_share: Share = 0.02
+    audit_share: UnitFloat = 0.1
+    rescored_share: UnitFloat = 0.02
     offload_engine: bool = False
     offload_keeps_weights: bool = True
     prompts_per_step: Count = 64
     group_size: Count = 8
     max_response_tokens: PositiveInt = 1024
     temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     top_k: int | None = None
     deadline_s: PositiveFloat = 3600.0
     start_deadline_s: PositiveFloat = 900.0
@@ -260,7 +259,7 @@ class CorrectionSettings:
     """
 
     weights: Literal["none", "token", "sequence"] = "none"
-    cap: PositiveFloat = 2.0
+    cap: Annotated[float, Gt(0)] = 2.0
     floor: float | None = None
     reject: dict[str, float | tuple[float, float]] = field(default_factory=dict)
 
@@ -282,7 +281,7 @@ class CriticSettings:
     learning_rate: PositiveFloat = 1e-5
     warmup_steps: NonNegativeInt = 0
     clip_grad: NonNegativeFloat = 1.0
-    value_clip: PositiveFloat = 0.2
+    value_clip: Annotated[float, Gt(0)] = 0.2
     head_start_steps: NonNegativeInt = 0
 
 
