@@ -286,9 +286,7 @@ class TrainedModel(RankedModel):
         """Digest of the frozen weights under the adapter."""
         return fingerprint_tensors(self._export("base", self._shapes()).items())
 
-    def _finish_save(
-        self, ranks: LearnerRanks, directory: Path, *, step: int, adapter: TrainedAdapter | None
-    ) -> None:
+    def _finish_save(self, ranks: LearnerRanks, directory: Path, *, step: int, adapter: TrainedAdapter | None) -> None:
         """Wait for the ranks to write their files, then write the index files and finally the header.
 
         The model may be closed meanwhile, as long as its ranks are alive.
