@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float, float]:
     Raises:
         SettingsError: A limit is not above 0, low is above high, or a k2 or k3 criterion has two limits.
     """
-    parts = tuple(bound) if isinstance(bound, tuple | list) else (bound,)
+    parts: tuple[Any, ...] = tuple(bound) if isinstance(bound, tuple | list) else (bound,)
     is_positive = all(isinstance(part, Real) and not isinstance(part, bool) and part > 0 for part in parts)
     if not is_signed:
         if len(parts) != 1 or not is_positive:
