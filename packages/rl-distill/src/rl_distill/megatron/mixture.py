@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rl_distill.architecture.mixture_config import SigmoidRouting
 from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.linear_map import linear_map
 from rl_distill.megatron.experts import Experts
 
 
@@ -73,12 +74,12 @@ class LocalDispatcher:
         ranks = torch.arange(len(experts), device=experts.device)
         self._places = torch.empty_like(self._order).scatter_(0, self._order, ranks).view_as(self._experts)
         counts = experts.new_zeros(self._num_experts).scatter_add_(0, experts, torch.ones_like(experts))
-        rows = _ToExperts.apply(hidden, self._order, self._places)  # type: ignore[no-untyped-call]
+        rows = linear_map(hidden, self._order, self._places, forward=_to_experts, backward=_from_experts)
         return rows, counts, shares.flatten().index_select(0, self._order)
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
         """Return the sum [T, hidden] of each token's rows."""
-        return _FromExperts.apply(rows, self._order, self._places)  # type: ignore[no-any-return, no-untyped-call]
+        return linear_map(rows, self._order, self._places, forward=_from_experts, backward=_to_experts)
 
     def token_combine(self, hidden: Tensor) -> Tensor:
         """Sum outputs over the ranks that split the same experts; each rank receives its own tokens."""
@@ -91,37 +92,13 @@ class LocalDispatcher:
         return hidden.view(self._shape)
 
 
-class _ToExperts(torch.autograd.Function):
-    """Tokens copied into one row per expert; order [T * top_k] has the tokens, places [T, top_k] their positions."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return _spread(hidden, order, places)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _summed(grads[0], *ctx.saved_tensors), None, None
-
-
-class _FromExperts(torch.autograd.Function):
-    """Sums of each token's rows. Neither pass writes to one place twice, so the sums are deterministic."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        return _summed(rows, places)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _spread(grads[0], *ctx.saved_tensors), None, None
-
-
-def _spread(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+def _to_experts(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Copy tokens into one row per expert; order [T * top_k] has the tokens, places [T, top_k] their positions."""
     return hidden.index_select(0, order.div(places.shape[1], rounding_mode="floor"))
 
 
-def _summed(rows: Tensor, places: Tensor) -> Tensor:
+def _from_experts(rows: Tensor, _order: Tensor, places: Tensor) -> Tensor:
+    """Sum each token's rows. Neither this nor its gradient writes to one place twice: the sums are deterministic."""
     return rows.index_select(0, places.flatten()).view(*places.shape, rows.shape[-1]).sum(1)
 
 
