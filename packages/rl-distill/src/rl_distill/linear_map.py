@@ -1,9 +1,10 @@
-"""Linear maps of a tensor whose gradient is computed by another linear map, such as exchanges between ranks."""
+"""Linear maps with a gradient of their own, such as exchanges between ranks and sums over them."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -32,3 +33,16 @@ class _LinearMap(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors
         return ctx.gradient(grads[0], *operands), None, None, *(None for _ in operands)
+
+
+def sum_over_ranks(values: Tensor, *, group: Any) -> Tensor:
+    """Return the sum over ranks, with gradient for this rank's part; the values themselves if there is one rank."""
+    if group is None or group.size() == 1:
+        return values
+
+    def total(parts: Tensor) -> Tensor:
+        summed = parts.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    return linear_map(values, forward=total, backward=lambda grad: grad)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.errors import ShapeError
-from rl_distill.linear_map import linear_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +60,6 @@ class VocabularyPart:
         if self.num_ranks > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
-
-
-def sum_over_ranks(values: Tensor, *, group: Any) -> Tensor:
-    """Return the sum over ranks, with gradient for this rank's part; the values themselves if there is one rank."""
-    if group is None or group.size() == 1:
-        return values
-
-    def total(parts: Tensor) -> Tensor:
-        summed = parts.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    return linear_map(values, forward=total, backward=lambda grad: grad)
 
 
 def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_place: bool = False) -> Tensor:
