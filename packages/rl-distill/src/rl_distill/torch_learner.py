@@ -81,9 +81,9 @@ class _SeparateExperts(nn.ModuleList):
         out = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
             tokens, places = torch.where(chosen == index)
+            gate, up, down = expert.children()
             of_expert = hidden[tokens]
-            gated = F.silu(expert["gate_proj"](of_expert)) * expert["up_proj"](of_expert)
-            weighted = expert["down_proj"](gated) * shares[tokens, places, None]
+            weighted = down(F.silu(gate(of_expert)) * up(of_expert)) * shares[tokens, places, None]
             out = out.index_add(0, tokens, weighted.to(out.dtype))
         return out
 
