@@ -36,7 +36,7 @@ CONSTRUCTED = (
     "rl_distill.skipping:SkippedUpdates",
     "rl_distill.teacher.protocol:TeacherPlan",
     "rl_distill.teacher.score_cache:ScoreKind",
-    "rl_distill.teacher.service:ServiceOptions",
+    "rl_distill.teacher.service:TeacherServiceOptions",
     "rl_metrics.reductions.hardware:MemoryWatch",
     "rl_rollout.rewards.scorer:RewardScorer",
     "rl_rollout.rollouter.rollouter:RollouterOptions",
