@@ -57,22 +57,24 @@ from rl_distill.stepping import check_open, check_trainable, clip_scale, learnin
 __all__ = ["TorchLearner"]
 
 
-def _expert(hidden_size: int, ffn_hidden_size: int) -> nn.ModuleDict:
-    """Create the matrices of a gated feed-forward layer, with the names of a Hugging Face folder."""
-    return nn.ModuleDict(
-        {
-            "gate_proj": nn.Linear(hidden_size, ffn_hidden_size, bias=False),
-            "up_proj": nn.Linear(hidden_size, ffn_hidden_size, bias=False),
-            "down_proj": nn.Linear(ffn_hidden_size, hidden_size, bias=False),
-        }
-    )
+class _Expert(nn.Module):
+    """A gated feed-forward layer with the names of a Hugging Face folder."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.down_proj = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
 
 
 class _SeparateExperts(nn.ModuleList):
     """The experts of a layer as separate modules; transformers fuses all of them into two parameters."""
 
     def __init__(self, mixture: MixtureConfig, hidden_size: int, std: float) -> None:
-        super().__init__(_expert(hidden_size, mixture.ffn_hidden_size) for _ in range(mixture.num_experts))
+        super().__init__(_Expert(hidden_size, mixture.ffn_hidden_size) for _ in range(mixture.num_experts))
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=std)
 
@@ -81,9 +83,7 @@ class _SeparateExperts(nn.ModuleList):
         out = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
             tokens, places = torch.where(chosen == index)
-            gate, up, down = expert.children()
-            of_expert = hidden[tokens]
-            weighted = down(F.silu(gate(of_expert)) * up(of_expert)) * shares[tokens, places, None]
+            weighted = expert(hidden[tokens]) * shares[tokens, places, None]
             out = out.index_add(0, tokens, weighted.to(out.dtype))
         return out
 
