@@ -21,9 +21,7 @@ from rl_rollout.prompts import PromptSource
 from rl_rollout.simulation import Workload
 from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
 from rl_sync_trainer.loop import train
-from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
@@ -160,15 +158,14 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
         stack.callback(learners.close)
         stack.push_async_callback(engine.close)
         await engine.start()
-        lifecycle = RunLifecycle(settings, run, make_console(settings))
+        lifecycle = RunLifecycle(settings, run, make_console(settings), inputs.tokenizer)
         stack.callback(lifecycle.events.close)
         stack.callback(lifecycle.trackers.close)
         queue = make_queue(settings)
         stack.callback(queue.close)
         source = PromptSource(inputs.train, seed=settings.run.seed)
         stack.callback(lifecycle.store.close)
-        rollouts = RolloutWriter(run.path / "rollouts.jsonl", inputs.tokenizer)
-        stack.callback(rollouts.close)
+        stack.callback(lifecycle.rollouts.close)
 
         def save(state: TrainerState) -> None:
             lifecycle.store.begin(state.step, {}, learners.save)
@@ -189,8 +186,6 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
             lifecycle=lifecycle,
             on_state=_nothing,
             save_checkpoint=save,
-            rollouts=rollouts,
-            probes=TokenProbes.of_run(settings, run.path, inputs.tokenizer),
             memory=make_memory_watch(settings, "trainer", say=lifecycle.say),
         )
         await train(parts, TrainerState(prompt_source=source.state()))

@@ -22,7 +22,6 @@ from rl_sync_trainer.loop import publish, train_step
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.engines import make_engine
 from rl_trainer_parts.rollouts.inputs import read_inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
@@ -57,7 +56,12 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         folder = tmp_path_factory.mktemp("run")
         quiet = SimpleNamespace(phase=lambda *_, **__: nullcontext())
         unlogged = SimpleNamespace(log=refuse, log_generations=refuse, log_histograms=lambda *_: None)
-        lifecycle: Any = SimpleNamespace(say=lambda event, **fields: None, console=quiet, trackers=unlogged)
+        lifecycle: Any = SimpleNamespace(
+            say=lambda event, **fields: None,
+            console=quiet,
+            trackers=unlogged,
+            rollouts=RolloutWriter(folder / "rollouts.jsonl", inputs.tokenizer),
+        )
         yield Parts(
             settings=settings,
             inputs=inputs,
@@ -74,8 +78,6 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             lifecycle=lifecycle,
             on_state=refuse,
             save_checkpoint=refuse,
-            rollouts=RolloutWriter(folder / "rollouts.jsonl", inputs.tokenizer),
-            probes=TokenProbes.of_run(settings, folder, inputs.tokenizer),
             memory=make_memory_watch(settings, "trainer"),
         )
 

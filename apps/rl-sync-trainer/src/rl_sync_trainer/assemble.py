@@ -12,8 +12,6 @@ from rl_rollout import Rollout
 from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_trainer_parts.learning.parts import LearningParts
-from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
@@ -50,11 +48,9 @@ class Parts(LearningParts):
         teachers: Score rows in the queue, if there are teachers; started.
         transport: Sends weights to the engine.
         stop: Ctrl-C and SIGTERM.
-        lifecycle: Events, console, trackers and the run's goal.
+        lifecycle: Events, console, trackers, records and the run's goal.
         on_state: Called with every state from which the run can resume.
         save_checkpoint: Writes a checkpoint.
-        rollouts: Records trajectories.
-        probes: Probes the policy at fixed tokens.
         memory: Measures memory.
     """
 
@@ -70,8 +66,6 @@ class Parts(LearningParts):
     lifecycle: RunLifecycle
     on_state: Callable[[TrainerState], None]
     save_checkpoint: Callable[[TrainerState], None]
-    rollouts: RolloutWriter
-    probes: TokenProbes
     memory: MemoryWatch
 
     async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:

@@ -72,5 +72,5 @@ async def evaluate_prompts(parts: Parts, prompts: PromptSet, *, key: EntryKey, v
         samples = draw_samples(settings, answers, parts.inputs.tokenizer)
         parts.lifecycle.trackers.log_generations(key.step, f"{key.kind}/generations", samples)
     if key.kind == "validation":
-        await parts.probes.ask(partial(policy_scores, parts.engine, version=version), answers, step=key.step)
+        await parts.lifecycle.probes.ask(partial(policy_scores, parts.engine, version=version), answers, step=key.step)
     return summarize_answers(answers)

@@ -28,7 +28,6 @@ from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
 from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
-from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.step_metrics import (
     record_distributions,
     reward_times,
@@ -209,7 +208,7 @@ def record_rollouts(
     """
     failed = FailedSessions.among(answers_of(groups, source="trainer"))
     failed.tell(parts.lifecycle.say, step=step, during="training")
-    parts.rollouts.hold(failed.drafts(parts.settings, step=step))
+    parts.lifecycle.rollouts.hold(failed.drafts(parts.settings, step=step))
     require_some_success(groups)
     recorder.record("rollout/failed_sessions", len(failed.failed))
     recorder.record("rollout/failed_rewards", failed.num_rewards)
@@ -287,11 +286,6 @@ async def rest_engine(parts: Parts, *, keeps_weights: bool = False) -> None:
     rollout = parts.settings.rollout
     if rollout.offload_engine and parts.engine.traits.can_sleep:
         await parts.engine.sleep(1 if keeps_weights or rollout.offload_keeps_weights else 2)
-
-
-def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> None:
-    """Record some of a step's trajectories."""
-    parts.rollouts.write(draft_rollouts(parts.settings, batch, step=step, version=version))
 
 
 async def gpu_metrics(parts: Parts) -> dict[str, float]:

@@ -15,9 +15,7 @@ from rl_sync_trainer.loop import train
 from rl_trainer_parts.commands.output import counted
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
-from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.engines import make_engine
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import make_transport, open_rollout
@@ -38,7 +36,7 @@ class TrainingRun:
         self._folder = folder
         self._console = console
         self._state = TrainerState()
-        self._lifecycle = RunLifecycle(settings, folder, console)
+        self._lifecycle = RunLifecycle(settings, folder, console, inputs.tokenizer)
 
     async def run(self) -> int:
         """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
@@ -123,8 +121,6 @@ class TrainingRun:
         stack.callback(queue.close)
         transport = make_transport(settings)
         stack.callback(transport.close)
-        rollouts = RolloutWriter(self._folder.path / "rollouts.jsonl", self._inputs.tokenizer)
-        stack.callback(rollouts.close)
         return Parts(
             settings=settings,
             inputs=self._inputs,
@@ -141,8 +137,6 @@ class TrainingRun:
             lifecycle=self._lifecycle,
             on_state=self._keep_state,
             save_checkpoint=lambda state: self._save(state, learners),
-            rollouts=rollouts,
-            probes=TokenProbes.of_run(settings, self._folder.path, self._inputs.tokenizer),
             memory=make_memory_watch(settings, "trainer", say=self._lifecycle.say),
         )
 

@@ -78,7 +78,7 @@ class Validator:
                     lifecycle.trackers.log_generations(step, f"{split}/generations", samples)
                 if split == "validation":
                     metrics |= of_split | {EXACT: float(self._is_exact(step, of_split))}
-                    await self._parts.probes.ask(partial(self._scores, step), answers, step=step)
+                    await lifecycle.probes.ask(partial(self._scores, step), answers, step=step)
                 else:
                     metrics |= {f"test/{name}": value for name, value in measured(self._settings, of_split).items()}
         if metrics:
