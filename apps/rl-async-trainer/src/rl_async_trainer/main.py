@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rl_core.terminal_text import counted, say
 from rl_trainer_parts.commands.command_line import USAGE, Program, take_file, take_option, train_command
-from rl_trainer_parts.commands.output import counted, say
 
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings

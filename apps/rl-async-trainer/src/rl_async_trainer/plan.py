@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from rl_async_trainer.settings import AsyncSettings
+from rl_core.terminal_text import counted
 from rl_trainer_parts.checks.unused import Unused
-from rl_trainer_parts.commands.output import counted
 from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.rollouts.inputs import Inputs
 

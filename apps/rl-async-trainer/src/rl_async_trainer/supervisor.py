@@ -18,8 +18,8 @@ from types import FrameType
 from rl_async_trainer.liveness.control_socket import SUPERVISOR_LOCK
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.files import open_lock_file
+from rl_core.terminal_text import counted
 from rl_metrics.run_files import EventLog
-from rl_trainer_parts.commands.output import counted
 from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.run.folder import RunFolder
 

@@ -1,12 +1,11 @@
 """Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics."""
 
-import asyncio
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from rl_core import Batch, Prompt
-from rl_core.errors import DeadlineError
+from rl_core.cluster import within
 from rl_core.gpus import gpu_use_of
 from rl_core.weights import PublishReport, retry_proof
 from rl_core.weights.ipc import IpcTransport
@@ -101,15 +100,9 @@ async def collect_step(parts: Parts, recorder: Recorder, *, step: int) -> int:
     deadline_s = settings.rollout.deadline_s
 
     async def generate() -> int:
-        limit = asyncio.timeout(deadline_s)
-        try:
-            async with limit:
-                with recorder.timer("gen"):
-                    return await collect_rollouts(parts, recorder, step=step)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlineError(f"waited {deadline_s:g} s for the {what} and gave up.") from None
+        async with within(deadline_s, f"waited {deadline_s:g} s for the {what} and gave up."):
+            with recorder.timer("gen"):
+                return await collect_rollouts(parts, recorder, step=step)
 
     if parts.teachers is None:
         return await parts.stop.run(generate(), what=what, deadline_s=deadline_s)
@@ -232,16 +225,13 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
         DeadlineError: The engine did not load the weights in time.
     """
     deadline_s = parts.settings.rollout.deadline_s
-    try:
-        async with asyncio.timeout(deadline_s):
-            report = await retry_proof(
-                lambda: _publish_once(parts, version),
-                on_failure=lambda error: parts.lifecycle.say(
-                    "weight_proof_failed", version=version, tensor=error.tensor, error=str(error)
-                ),
-            )
-    except TimeoutError as error:
-        raise DeadlineError(f"the engine did not load policy version {version} within {deadline_s:g} s.") from error
+    async with within(deadline_s, f"the engine did not load policy version {version} within {deadline_s:g} s."):
+        report = await retry_proof(
+            lambda: _publish_once(parts, version),
+            on_failure=lambda error: parts.lifecycle.say(
+                "weight_proof_failed", version=version, tensor=error.tensor, error=str(error)
+            ),
+        )
     if isinstance(parts.transport, IpcTransport):
         parts.transport.release()
     parts.replay.served(report, engine=parts.engine.traits.name)

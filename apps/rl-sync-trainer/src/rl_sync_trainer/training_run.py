@@ -4,6 +4,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from rl_core.terminal_text import counted
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher import TeacherService
@@ -12,7 +13,6 @@ from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
 from rl_sync_trainer.loop import train
-from rl_trainer_parts.commands.output import counted
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch

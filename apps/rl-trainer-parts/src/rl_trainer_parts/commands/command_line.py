@@ -1,6 +1,5 @@
 """Arguments, error messages and logging of the commands of both trainers."""
 
-import io
 import logging
 import os
 import sys
@@ -9,19 +8,29 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
 from rl_core.errors import CheckpointError, DataError, MissingExtraError, NotReadyError, RLError, SettingsError
 from rl_core.registry import nearest_name
-from rl_core.terminal_text import describe_version, escaped_event, json_text, print_uncaught, use_utf8
-from rl_trainer_parts.commands.output import MISTAKE, complain, counted, say
+from rl_core.terminal_text import (
+    counted,
+    describe_version,
+    escaped_event,
+    escaped_lines,
+    json_text,
+    print_uncaught,
+    say,
+    use_utf8,
+)
 
 if TYPE_CHECKING:
     from rl_trainer_parts.settings.schema import Settings
 
 FAILED = 1
+MISTAKE = 2
+"""Exit status after a mistake in settings or files."""
 
 Command = Callable[[list[str]], int]
 
@@ -205,6 +214,13 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
         return 130
 
 
+def complain(*lines: str, status: int = MISTAKE) -> int:
+    """Print an error to stderr."""
+    text = "".join(f"error: {line}\n" if index == 0 else f"{line}\n" for index, line in enumerate(lines))
+    sys.stderr.write(escaped_lines(text))
+    return status
+
+
 def _drop_what_nobody_reads() -> None:
     """Drop buffered output if the terminal is gone; Python would otherwise exit with its own status, 120."""
     for stream in (sys.stdout, sys.stderr):
@@ -247,23 +263,21 @@ def configure_logs() -> None:
     Warnings and uncaught errors are escaped, so that they cannot garble the terminal.
     """
     sys.excepthook = print_uncaught
-    *before, renderer = (one for one in structlog.get_config()["processors"] if one is not escaped_event)
+    own = (escaped_event, _print_event)
+    *before, renderer = (one for one in structlog.get_config()["processors"] if one not in own)
     structlog.configure(
-        processors=[*before, escaped_event, renderer],
+        processors=[*before, escaped_event, renderer, _print_event],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Stderr())),
     )
     warnings.filterwarnings("ignore", module=r"megatron\..*")  # it warns about every missing optional package
 
 
-class _Stderr(io.TextIOBase):
-    """The current stderr, which a caller may redirect; a lost terminal does not stop a run."""
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        return len(text)
+def _print_event(_logger: Any, _method: str, text: Any) -> NoReturn:
+    """Print a rendered event to the current stderr, which a caller may redirect; a lost terminal stops no run."""
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    raise structlog.DropEvent
 
 
 def take_flag(words: list[str], flag: str) -> bool:

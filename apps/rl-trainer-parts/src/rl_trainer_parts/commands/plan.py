@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Literal
 
 from rl_core.cluster import count_room, describe_shares, machine_shares
+from rl_core.terminal_text import counted
 from rl_distill import (
     LoraOptions,
     PolicyConfig,
@@ -17,18 +18,18 @@ from rl_distill import (
 )
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
-from rl_trainer_parts.commands.output import counted, size_text
 from rl_trainer_parts.learning.mixtures import expert_shape, model_config, routes_anew, why_not_replayed
 from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
-from rl_trainer_parts.machine.needs import BYTES
+from rl_trainer_parts.machine.needs import BYTES, GIB
 from rl_trainer_parts.rollouts.engines import longest_trajectory, replica_pool
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
 EXPERT_BYTES = 2
+MIB = 2**20
 FULL_TRAINING_RATE = 1e-5
 """Learning rates for full RL training are rarely above this."""
 
@@ -326,3 +327,8 @@ def _files(settings: Settings) -> Iterator[str]:
     has_best = settings.trainer.keep_best and settings.prompts.validation is not None
     best = " and the best validated one" if has_best else ""
     yield f"  checkpoints/step_N {when}, the newest {settings.trainer.keep_checkpoints}{best} kept"
+
+
+def size_text(size_bytes: float) -> str:
+    """A size in GiB, or in MiB below 1 GiB, such as "3.50 MiB"."""
+    return f"{size_bytes / MIB:.2f} MiB" if size_bytes < GIB else f"{size_bytes / GIB:.2f} GiB"

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from rl_core.terminal_text import say
 from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.algorithm import aggregation_notes
 from rl_trainer_parts.checks.all_checks import check_settings
@@ -11,7 +12,6 @@ from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.engines import check_engines, check_loop
 from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.checks.unused import Unused, unused_settings
-from rl_trainer_parts.commands.output import say
 from rl_trainer_parts.machine.needs import machine_problems
 from rl_trainer_parts.rollouts.evaluation import validate_policy
 from rl_trainer_parts.rollouts.inputs import Inputs, input_notes, read_inputs
