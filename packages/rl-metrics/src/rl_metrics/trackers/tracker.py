@@ -23,7 +23,10 @@ Ending = Literal["finished", "stopped", "failed"]
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run, step by step, and samples of the policy's responses."""
+    """Receives the metrics of a run, step by step, and samples of the policy's responses.
+
+    A tracker that derives from it inherits methods that ignore what they receive.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receive all metrics of one step, including its validation.
@@ -32,11 +35,9 @@ class Tracker(Protocol):
             step: Number of finished optimizer steps; 0 is before the first.
             metrics: Values by name.
         """
-        ...
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receive metrics of a step after those of later steps, such as from a validation concurrent with training."""
-        ...
 
     def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
         """Receive a table of samples, once per validation.
@@ -46,7 +47,6 @@ class Tracker(Protocol):
             name: Name of the table, such as "val/generations".
             samples: Samples in the order of display.
         """
-        ...
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Receive the distributions of one step.
@@ -55,11 +55,9 @@ class Tracker(Protocol):
             step: Number of finished optimizer steps.
             histograms: Histograms by name; the caller must not change them afterwards.
         """
-        ...
 
     def close(self) -> None:
         """Write pending data and release resources. Idempotent."""
-        ...
 
 
 class Fanout:
