@@ -14,17 +14,18 @@ from _digits import FIRST_DIGIT, write_tokenizer
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.training_run import AsyncTrainingRun
+from rl_core import InProcessQueue
 from rl_core.weights import TensorTransport
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.run_files import read_json_lines
 from rl_rollout.prompts import PromptSource
 from rl_rollout.simulation import Workload
-from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
+from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_sync_trainer.loop import train
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
 from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
-from rl_trainer_parts.rollouts.setup import open_rollout
+from rl_trainer_parts.rollouts.setup import open_rollout, queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.folder import RunFolder, open_run
 from rl_trainer_parts.run.lifecycle import RunLifecycle
@@ -161,7 +162,7 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
         lifecycle = RunLifecycle(settings, run, make_console(settings), inputs.tokenizer)
         stack.callback(lifecycle.events.close)
         stack.callback(lifecycle.trackers.close)
-        queue = make_queue(settings)
+        queue = InProcessQueue(queue_tasks(settings, order="issue"))
         stack.callback(queue.close)
         source = PromptSource(inputs.train, seed=settings.run.seed)
         stack.callback(lifecycle.store.close)

@@ -48,24 +48,17 @@ def end_with_supervisor() -> bool:
     return True
 
 
-def supervise(words: Sequence[str], settings: AsyncSettings, *, module: str = "rl_async_trainer.main") -> int:
-    """Run `train` in a separate process, and restart it whenever it is killed.
+class Supervisor:
+    """Runs `train` in a separate process, and restarts it whenever it is killed."""
 
-    Args:
-        words: Arguments after `train`.
-        settings: The settings they stand for.
-        module: Module that Python runs.
+    def __init__(self, words: Sequence[str], settings: AsyncSettings, *, module: str = "rl_async_trainer.main") -> None:
+        """Set the command; `run` starts it.
 
-    Returns:
-        The exit status of the run.
-    """
-    return _Supervisor(words, settings, module).run()
-
-
-class _Supervisor:
-    """See `supervise`."""
-
-    def __init__(self, words: Sequence[str], settings: AsyncSettings, module: str) -> None:
+        Args:
+            words: Arguments after `train`.
+            settings: The settings they stand for.
+            module: Module that Python runs.
+        """
         self._module = module
         self._say = partial(make_console(settings).say, style="bold yellow")
         self._words = list(words)
@@ -77,6 +70,7 @@ class _Supervisor:
         self._lock: int | None = None
 
     def run(self) -> int:
+        """Run the process until it ends without being killed, and return its exit status."""
         before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while True:

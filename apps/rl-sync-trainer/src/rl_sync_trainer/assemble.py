@@ -1,10 +1,10 @@
-"""The parts of the synchronous loop, and its queue."""
+"""The parts of the synchronous loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core import InProcessQueue, Prompt, TransferQueue
+from rl_core import Prompt, TransferQueue
 from rl_core.weights import WeightTransport
 from rl_distill.teacher import TeacherService
 from rl_metrics.reductions import MemoryWatch
@@ -13,12 +13,10 @@ from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.rollouts.inputs import Inputs
-from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.folder import RunState
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
-from rl_trainer_parts.settings.schema import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +71,3 @@ class Parts(LearningParts):
         self.queue.issue(prompts, num_sessions=num_sessions)
         if self.teachers is not None:
             await self.teachers.issued()
-
-
-def make_queue(settings: Settings) -> TransferQueue:
-    """The run's queue; its tasks receive groups in the order of issue, so that runs are repeatable."""
-    return InProcessQueue(queue_tasks(settings, order="issue"))

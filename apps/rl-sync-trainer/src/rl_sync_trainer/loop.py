@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from rl_metrics.reductions import Recorder
 from rl_sync_trainer.assemble import Parts, TrainerState
-from rl_sync_trainer.evaluation import TESTING, evaluate
+from rl_sync_trainer.evaluation import evaluate
 from rl_sync_trainer.stages import collect_step, gpu_metrics, publish, record_step, rest_engine
 from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.step_metrics import with_speeds
+from rl_trainer_parts.rollouts.evaluation import TESTING
 from rl_trainer_parts.rollouts.setup import TRAIN
 
 

@@ -11,6 +11,7 @@ from rl_core.weights import PublishReport, retry_proof
 from rl_core.weights.ipc import IpcTransport
 from rl_metrics.reductions import (
     Recorder,
+    batch_distributions,
     memory_metrics,
     summarize_components,
     summarize_gpus,
@@ -28,7 +29,6 @@ from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
 from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.step_metrics import (
-    record_distributions,
     reward_times,
     slowest_session,
     summarize_sessions,
@@ -211,8 +211,7 @@ def record_rollouts(
     recorder.record_all(reward_times([one.timings for one in timed if one.prompt_uid not in replayed]))
     recorder.record_all(summarize_timings(timed))
     if parts.settings.metrics.has_details(step):
-        for name, values in timing_distributions([one.timings for one in timed]).items():
-            recorder.record_values(name, values)
+        recorder.record_distributions(timing_distributions([one.timings for one in timed]))
     recorder.record_all(summarize_components([trajectory.reward_components for trajectory in trajectories]))
     parts.lifecycle.say("slowest_session", step=step, **slowest_session(timed))
 
@@ -291,7 +290,7 @@ def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, ve
     """Record the batch's rewards, lengths, staleness, mismatch and speed, and the memory in use."""
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
     if parts.settings.metrics.has_details(step):
-        record_distributions(batch, recorder)
+        recorder.record_distributions(batch_distributions(batch))
     recorder.record_all({f"queue/{name}": value for name, value in parts.queue.stats().items()})
     recorder.record_all(memory_metrics() | parts.memory.step(step))
     recorder.record_all({"training/epoch": parts.source.epoch, "timing_s/step": step_s})

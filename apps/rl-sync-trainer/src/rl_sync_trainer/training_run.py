@@ -4,6 +4,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from rl_core import InProcessQueue
 from rl_core.terminal_text import counted
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
@@ -11,14 +12,14 @@ from rl_distill.teacher import TeacherService
 from rl_metrics.trackers import ConsoleTracker
 from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
-from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
+from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_sync_trainer.loop import train
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
 from rl_trainer_parts.rollouts.engines import make_engine
 from rl_trainer_parts.rollouts.inputs import Inputs
-from rl_trainer_parts.rollouts.setup import make_transport, open_rollout
+from rl_trainer_parts.rollouts.setup import make_transport, open_rollout, queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.folder import RunFolder, read_run_state
 from rl_trainer_parts.run.lifecycle import RunLifecycle
@@ -117,7 +118,7 @@ class TrainingRun:
         teachers: TeacherService | None,
     ) -> Parts:
         settings = self._settings
-        queue = make_queue(settings)
+        queue = InProcessQueue(queue_tasks(settings, order="issue"))  # so that runs are repeatable
         stack.callback(queue.close)
         transport = make_transport(settings)
         stack.callback(transport.close)
