@@ -21,7 +21,6 @@ from rl_core.files import open_lock_file
 from rl_core.terminal_text import counted
 from rl_metrics.run_files import EventLog
 from rl_trainer_parts.reporting.trackers import make_console
-from rl_trainer_parts.run.folder import RunFolder
 
 PIPE_VARIABLE = "RL_ASYNC_TRAINER_PIPE"
 """File descriptor of a pipe that stays open while the supervisor is alive."""
@@ -62,7 +61,7 @@ class Supervisor:
         self._module = module
         self._say = partial(make_console(settings).say, style="bold yellow")
         self._words = list(words)
-        self._settings_file = RunFolder(settings.run_folder).path / "settings.toml"
+        self._settings_file = settings.run_folder / "settings.toml"
         self._before = self._written()
         self._restarts = self._left = settings.roles.controller_restarts
         self._child: subprocess.Popen[bytes] | None = None

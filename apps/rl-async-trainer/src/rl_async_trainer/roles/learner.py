@@ -126,7 +126,7 @@ class RunLearner(LearnerHost):
         Raises:
             NotReadyError: No weights are held.
         """
-        engine, rollout = await self._started()
+        engine, rollout = await self._validation_engine()
         update = self._held.pop(batch.step, None)
         if update is not None:
             check_receipt(update, await engine.update_weights(update), tolerances=proof_tolerances(self._settings))
@@ -167,7 +167,7 @@ class RunLearner(LearnerHost):
         if engine is not None:
             await engine.close()
 
-    async def _started(self) -> tuple[RolloutEngine, Rollout]:
+    async def _validation_engine(self) -> tuple[RolloutEngine, Rollout]:
         if self._engine is None or self._rollout is None:
             settings = self._settings
             options = engine_options(settings, serves_adapter=False)  # `hold` keeps merged weights

@@ -96,7 +96,7 @@ def run_program(
     if asked and words[0] in WITH_SETTINGS:
         explained = ("help", *words[asked[0] + 1 :])
         return run_command(explained, {"help": partial(_explain, usage=usage, settings=settings)})
-    first = {
+    first: dict[str, Command] = {
         "new": partial(_new, program=name, settings=settings),
         "check-machine": partial(_check_machine, program=name, settings=settings),
         "train": commands["train"],

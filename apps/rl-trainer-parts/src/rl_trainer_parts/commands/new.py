@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import os
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -134,8 +133,7 @@ def write_new(folder: Path, texts: Mapping[str, str]) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with os.scandir(folder) as found:
-            there = min((entry.name for entry in found), default=None)
+        there = min((path.name for path in folder.iterdir()), default=None)
         if there is not None:
             raise SettingsError(f"{folder} must be a new or empty folder; found {there} in it. Choose another folder.")
         for name, text in texts.items():
