@@ -295,7 +295,7 @@ def _patch_reports(patch: Callable[[str, Any], None], trace: Trace) -> None:
         trace.add("process", supervisor._module)
         return -9
 
-    patch("rl_async_trainer.supervisor:_Supervisor._run_once", killed)
+    patch("rl_async_trainer.supervisor:Supervisor._run_once", killed)
 
     class Tracker:
         def __init__(self, *arguments: Any, **options: Any) -> None:
