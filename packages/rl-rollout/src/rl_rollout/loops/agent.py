@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import read_output
 from rl_rollout.rewards.protocol import AgentRun, RewardResult
 from rl_rollout.rewards.scorer import Scored, function_name
-from rl_rollout.tools.user_calls import CallTimeoutError, outcome_within
+from rl_rollout.tools.user_calls import outcome_within
 from rl_rollout.user_errors import describe_raised, ends_the_run
 from rl_rollout.user_files import find_in
 
@@ -58,9 +58,12 @@ class AgentFunction:
             RolloutError: It raised.
             DataError: Its result is not a reward.
         """
-        outcome = AgentOutcome(run=AgentRun(ended="wall_time"))
-        with suppress(CallTimeoutError):
-            outcome = self._outcome(*await outcome_within(self._time_limit_s, self._function(task)))
+        try:
+            value, error = await outcome_within(self._time_limit_s, self._function(task))
+        except TimeoutError:
+            outcome = AgentOutcome(run=AgentRun(ended="wall_time"))
+        else:
+            outcome = self._outcome(value, error)
         yield outcome
 
     def _outcome(self, value: Any, error: BaseException | None) -> AgentOutcome:
