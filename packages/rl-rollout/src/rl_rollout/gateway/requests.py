@@ -120,7 +120,8 @@ class ErrorsInFormat:
                 response = await self._handler(request)
                 await response(scope, receive, sending)
         except ClientDisconnect:
-            await Response(status_code=CLIENT_GONE)(scope, receive, send)
+            if not has_begun:
+                await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except Exception as error:
             refused = self._refused(error, request)
             if not has_begun:  # otherwise the server closes the connection, as the response is incomplete
