@@ -168,7 +168,7 @@ def make_batch() -> Callable[..., Batch]:
 
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
-    """Run the fused passes uncompiled; test_megatron_compiled.py and test_varlen_learner.py compile them."""
+    """Run the fused passes uncompiled; test_megatron_compiled.py traces and compiles them."""
     with torch.compiler.set_stance("force_eager"):
         yield
 

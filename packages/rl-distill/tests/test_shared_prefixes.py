@@ -83,7 +83,7 @@ def pair(
     request: pytest.FixtureRequest, policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     architecture, changes = KINDS[request.param]
-    with torch.compiler.set_stance("force_eager"):  # test_varlen_learner.py compiles the fused passes
+    with torch.compiler.set_stance("force_eager"):  # like the fixture `uncompiled`
         yield Pair(policy_writer(tmp_path_factory.mktemp("pair"), architecture), **changes)
 
 

@@ -21,6 +21,9 @@ KINDS = ("fused", "plain")
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
 
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
+
 @pytest.fixture(autouse=True)
 def _kernels():
     install_cpu_kernels()
@@ -38,10 +41,10 @@ def squared_error(values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor
     return ((values - micro.columns["advantages"]).square() * micro.columns["loss_weights"]).sum(), {}
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("architecture", "num_groups", "num_prompts", "recompute"),
     [
+        ("Qwen3ForCausalLM", 2, None, {}),
         ("Qwen2ForCausalLM", 1, 2, {}),
         ("LlamaForCausalLM", 4, 2, {"recompute": "selective", "recompute_modules": ("core_attn",)}),
     ],
@@ -56,15 +59,6 @@ def test_steps_are_the_same(
     make_batch: Callable[..., Batch],
 ):
     policy = policy_writer(tmp_path, architecture, num_key_value_heads=num_groups)
-    check_steps(policy, make_batch, num_prompts, **recompute)
-
-
-def test_compiled_steps_are_the_same(tied_policy: Path, make_batch: Callable[..., Batch]):
-    check_steps(tied_policy, make_batch, num_prompts=None)
-
-
-def check_steps(policy: Path, make_batch: Callable[..., Batch], num_prompts: int | None, **recompute: Any) -> None:
-    """Check scores, loss and gradient norm of three steps, and weights."""
     fused = MegatronLearner(policy, replace(OPTIONS, kernels="fused", **recompute))
     plain = MegatronLearner(policy, OPTIONS)
     for step in range(3):
@@ -80,7 +74,6 @@ def check_steps(policy: Path, make_batch: Callable[..., Batch], num_prompts: int
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
 
 
-@pytest.mark.usefixtures("uncompiled")
 def test_a_critic_in_bfloat16_trains(tied_policy: Path, make_batch: Callable[..., Batch]):
     options = replace(OPTIONS, dtype="bfloat16")
     fused, plain = (MegatronCritic(tied_policy, replace(options, kernels=name)) for name in ("fused", "plain"))
@@ -91,7 +84,6 @@ def test_a_critic_in_bfloat16_trains(tied_policy: Path, make_batch: Callable[...
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=3e-2)
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("policy", ["tied_policy", "mixture_policy"])
 def test_micro_batches_without_a_trained_token_are_the_same(
     policy: str, make_batch: Callable[..., Batch], request: pytest.FixtureRequest
