@@ -1,4 +1,4 @@
-"""Compile functions of tensors with torch's compiler, or run them uncompiled if it does not work."""
+"""Parts of a layer: the gated activation, the norm, its recomputation, and functions that torch's compiler compiles."""
 
 from collections.abc import Callable
 from functools import lru_cache

@@ -2,6 +2,10 @@
 
 Without shared prefixes, segments are complete trajectories; otherwise `prefix_attention` computes the buckets. Padding
 follows its segment's tokens, so the causal mask alone hides it from them, and its outputs are discarded.
+
+With context parallelism, a rank holds a slice of the tokens and computes attention for a share of the heads. An
+all-to-all exchanges tokens for heads before attention and back afterwards, so every rank has equal work whatever the
+trajectory lengths. Source: DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
 """
 
 import math
