@@ -135,10 +135,10 @@ def read_message(message: Json, where: str) -> ChatMessage:
     Raises:
         RefusedError: The message is invalid.
     """
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        found = message.get("role") if isinstance(message, dict) else message
-        raise refused_field(f"{where}.role", found, f"one of {[*ROLES]}")
-    role: Any = ROLES[message["role"]]
+    given = message.get("role") if isinstance(message, dict) else message
+    if not isinstance(message, dict) or not isinstance(given, str) or given not in ROLES:
+        raise refused_field(f"{where}.role", given, f"one of {[*ROLES]}")
+    role: Any = ROLES[given]
     if message.get("function_call") is not None:
         raise refused_field(f"{where}.function_call", message["function_call"], "replaced by tool_calls")
     calls = [] if message.get("tool_calls") is None else message["tool_calls"]
