@@ -1,4 +1,4 @@
-"""Starts our trainers and roles from a process that has imported torch, transformers and Megatron already.
+"""Starts our trainers and roles from a process that has imported torch, transformers, Megatron and vLLM already.
 
 `install()` replaces `subprocess.Popen`. A child that runs `python -m MODULE`, with a module in `MODULES`, is forked
 from a server instead of started from scratch, which saves seconds of imports in each of some hundred processes. The
@@ -38,12 +38,14 @@ import chaos_clock
 from rl_core.files.durable import current_umask
 
 MODULES = {
+    "adapter_killer",
     "async_driver",
     "chaos_driver",
     "rl_async_trainer.main",
     "rl_core.cluster.processes.child",
     "rl_core.queue.shared_memory.server_process",
     "rl_sync_trainer.main",
+    "test_megatron_two_ranks",
 }
 """Programs that may be forked because most of their start-up is imports."""
 PRELOADED = (
@@ -59,6 +61,8 @@ PRELOADED = (
     "rl_async_trainer.training_run",
     "rl_rollout.rollouter.rollouter",
     "rl_async_trainer.roles.learner",
+    "rl_rollout.engines.vllm.stepper",
+    "rl_rollout.engines.vllm.worker",
 )
 COLD_VARIABLE = "RL_TESTS_COLD"
 FIXED = ("OMP_NUM_THREADS", "PYTHONOPTIMIZE", "LD_PRELOAD", "HF_HUB_OFFLINE", COLD_VARIABLE)
@@ -215,8 +219,10 @@ def serve() -> None:
     libc = ctypes.PyDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     marks = {name: libc.getenv(name.encode()) for name in MARKS}  # addresses that /proc/PID/environ reads
+    with suppress(ModuleNotFoundError):  # when a package is tested alone
+        importlib.import_module("rl_rollout.engines.vllm.environment").prepare_environment()
     for name in PRELOADED:
-        with suppress(ModuleNotFoundError):  # when a package is tested alone
+        with suppress(ModuleNotFoundError):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()

@@ -1,6 +1,7 @@
 """Checkpoints of adapters hold only A, B and moments; they resume bit for bit in any layout, on their own base."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,6 @@ from rl_distill.objectives import supervised_objective
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.torch_learner import TorchLearner
 
-KILLER = Path(__file__).parent / "adapter_killer.py"
 MakeBatch = Callable[..., Batch]
 LENGTHS = (7, 3, 12, 3)
 OPTIONS = LearnerOptions(
@@ -164,8 +164,9 @@ def test_an_adapter_in_bfloat16_merges_into_a_base_in_float32(tied_policy: Path,
 
 def test_killed_anywhere_the_old_or_the_new_one_is_whole(tied_policy: Path, tmp_path: Path):
     """SIGKILL before every sixth file operation, in separate processes: see adapter_killer.py."""
-    command = [sys.executable, KILLER, tmp_path, tied_policy]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    command = [sys.executable, "-m", "adapter_killer", tmp_path, tied_policy]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     *killed, undisturbed = [json.loads(line) for line in done.stdout.splitlines()]
 
     assert len(killed) > 6

@@ -145,11 +145,11 @@ def scored(tmp_path_factory: pytest.TempPathFactory, policy_writer: Callable[...
     directory = tmp_path_factory.mktemp("two-ranks")
     for architecture in {architecture for architecture, _, _ in CASES}:
         policy_writer(directory / architecture, architecture, vocab_size=41)  # an odd size needs padding
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", Path(__file__).stem]
     processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(directory)], env=environment, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([*command, str(rank), str(directory)], env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     try:
