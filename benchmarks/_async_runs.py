@@ -14,19 +14,18 @@ from _digits import FIRST_DIGIT, write_tokenizer
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_async_trainer.training_run import AsyncTrainingRun
+from rl_core import InProcessQueue
 from rl_core.weights import TensorTransport
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.run_files import read_json_lines
 from rl_rollout.prompts import PromptSource
 from rl_rollout.simulation import Workload
-from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
+from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_sync_trainer.loop import train
-from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.reporting.trackers import make_console
 from rl_trainer_parts.rollouts.inputs import Inputs, read_inputs
-from rl_trainer_parts.rollouts.setup import open_rollout
+from rl_trainer_parts.rollouts.setup import open_rollout, queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.folder import RunFolder, open_run
 from rl_trainer_parts.run.lifecycle import RunLifecycle
@@ -160,15 +159,14 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
         stack.callback(learners.close)
         stack.push_async_callback(engine.close)
         await engine.start()
-        lifecycle = RunLifecycle(settings, run, make_console(settings))
+        lifecycle = RunLifecycle(settings, run, make_console(settings), inputs.tokenizer)
         stack.callback(lifecycle.events.close)
         stack.callback(lifecycle.trackers.close)
-        queue = make_queue(settings)
+        queue = InProcessQueue(queue_tasks(settings, order="issue"))
         stack.callback(queue.close)
         source = PromptSource(inputs.train, seed=settings.run.seed)
         stack.callback(lifecycle.store.close)
-        rollouts = RolloutWriter(run.path / "rollouts.jsonl", inputs.tokenizer)
-        stack.callback(rollouts.close)
+        stack.callback(lifecycle.rollouts.close)
 
         def save(state: TrainerState) -> None:
             lifecycle.store.begin(state.step, {}, learners.save)
@@ -189,8 +187,6 @@ async def _train_sync(settings: Settings, inputs: Inputs, run: RunFolder, script
             lifecycle=lifecycle,
             on_state=_nothing,
             save_checkpoint=save,
-            rollouts=rollouts,
-            probes=TokenProbes.of_run(settings, run.path, inputs.tokenizer),
             memory=make_memory_watch(settings, "trainer", say=lifecycle.say),
         )
         await train(parts, TrainerState(prompt_source=source.state()))

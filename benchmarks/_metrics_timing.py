@@ -29,11 +29,12 @@ from rl_metrics.reductions import Recorder
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import BackgroundTracker, Fanout
 from rl_sync_trainer.main import main
+from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.token_probes import TokenProbes
 
 ENTRIES: tuple[tuple[Any, str], ...] = (
     (sync_loop, "record_step"),
-    (sync_loop, "write_rollouts"),
+    (sync_loop, "draft_rollouts"),
     (sync_stages, "record_rollouts"),
     (flow, "rollout_extras"),
     (rank_batches, "unpack_trained"),
@@ -43,6 +44,7 @@ ENTRIES: tuple[tuple[Any, str], ...] = (
     *((Recorder, name) for name in ("record", "record_all", "record_values", "reduce", "histograms")),
     *((Fanout, name) for name in ("log", "log_late", "log_histograms", "log_generations")),
     (EventLog, "write"),
+    (RolloutWriter, "write"),
 )
 """Calls through which the main job enters metrics and trackers."""
 

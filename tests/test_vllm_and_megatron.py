@@ -11,21 +11,20 @@ import numpy as np
 import pytest
 from tiny_run import make_tiny_run
 
-from rl_core import Batch, Ragged, RowKey
+from rl_core import Batch, InProcessQueue, Ragged, RowKey
 from rl_core.errors import WeightProofError
 from rl_core.weights.transports import TensorTransport
 from rl_core.weights.update import WeightUpdate
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSource
-from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
+from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_sync_trainer.loop import publish, train_step
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.engines import make_engine
 from rl_trainer_parts.rollouts.inputs import read_inputs
-from rl_trainer_parts.rollouts.setup import open_rollout
+from rl_trainer_parts.rollouts.setup import open_rollout, queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.stopping import StopSignal
 from rl_trainer_parts.settings.sources import load_settings
@@ -52,12 +51,17 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         engine = make_engine(settings, settings.policy.path)
         stack.callback(lambda: asyncio.run(engine.close()))
         asyncio.run(engine.start())
-        queue = make_queue(settings)
+        queue = InProcessQueue(queue_tasks(settings, order="issue"))
         stack.callback(queue.close)
         folder = tmp_path_factory.mktemp("run")
         quiet = SimpleNamespace(phase=lambda *_, **__: nullcontext())
         unlogged = SimpleNamespace(log=refuse, log_generations=refuse, log_histograms=lambda *_: None)
-        lifecycle: Any = SimpleNamespace(say=lambda event, **fields: None, console=quiet, trackers=unlogged)
+        lifecycle: Any = SimpleNamespace(
+            say=lambda event, **fields: None,
+            console=quiet,
+            trackers=unlogged,
+            rollouts=RolloutWriter(folder / "rollouts.jsonl", inputs.tokenizer),
+        )
         yield Parts(
             settings=settings,
             inputs=inputs,
@@ -74,8 +78,6 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
             lifecycle=lifecycle,
             on_state=refuse,
             save_checkpoint=refuse,
-            rollouts=RolloutWriter(folder / "rollouts.jsonl", inputs.tokenizer),
-            probes=TokenProbes.of_run(settings, folder, inputs.tokenizer),
             memory=make_memory_watch(settings, "trainer"),
         )
 

@@ -17,5 +17,5 @@ FACTORIES = {
 if __name__ == "__main__":
     made = partial(training_run.AsyncTrainingRun, factories=FACTORIES)
     training_run.AsyncTrainingRun = made  # type: ignore[assignment,misc]
-    supervisor.supervise = partial(supervisor.supervise, module="async_driver")
+    supervisor.Supervisor = partial(supervisor.Supervisor, module="async_driver")
     sys.exit(main.main())

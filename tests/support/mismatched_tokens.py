@@ -65,12 +65,13 @@ class MismatchedRun:
         right = random.integers(NUM_TOKENS, size=NUM_STATES)
         for step in range(1, self.steps + 1):
             learner = step - 1
+            policy = _log_softmax(history[learner])
             for index in range(self.trajectories):
                 said = max(learner - int(random.integers(self.old + 1)), 0)
                 if self.stuck_version is not None:
                     said = min(said, self.stuck_version)
                 held = 0 if self.is_frozen else max(said - self.lag, 0)
-                columns = self._respond(history[held] + missing, history[learner], random)
+                columns = self._respond(history[held] + missing, policy, random)
                 yield _row(step, index, columns, version=said, policy_version=learner, has_policy=has_policy_logprobs)
             history.append(_learned(history[-1], right, self.learning_rate))
 
@@ -79,17 +80,17 @@ class MismatchedRun:
         weights: Floats = random.normal(0.0, 1.0, size=(NUM_STATES, NUM_TOKENS)) * scale
         return weights
 
-    def _respond(self, engine: Floats, learner: Floats, random: np.random.Generator) -> dict[str, list[float]]:
+    def _respond(self, engine: Floats, policy: Floats, random: np.random.Generator) -> dict[str, list[float]]:
+        entropies = -(np.exp(policy) * policy).sum(-1)
         columns: dict[str, list[float]] = {"ids": [], "rollout": [], "policy": [], "entropy": []}
         state = int(random.integers(NUM_STATES))
         for position in range(self.tokens):
-            policy = _log_softmax(learner[state])
             rollout = self._drawn_from(engine[state], position, random)
-            token = int(random.choice(NUM_TOKENS, p=np.exp(rollout)))
+            token = _drawn(np.exp(rollout), random)
             columns["ids"].append(token)
             columns["rollout"].append(rollout[token])
-            columns["policy"].append(policy[token])
-            columns["entropy"].append(float(-(np.exp(policy) * policy).sum()))
+            columns["policy"].append(policy[state, token])
+            columns["entropy"].append(float(entropies[state]))
             state = (state * 7 + token + 1) % NUM_STATES
         return columns
 
@@ -112,6 +113,12 @@ class MismatchedRun:
         return _log_softmax(cut)
 
 
+def _drawn(probs: Floats, random: np.random.Generator) -> int:
+    """Return what `random.choice(NUM_TOKENS, p=probs)` would, without its checks of every call."""
+    cumulated = probs.cumsum()
+    return int((cumulated / cumulated[-1]).searchsorted(random.random(), side="right"))
+
+
 def _learned(weights: Floats, right: NDArray[np.int64], rate: float) -> Floats:
     """Return the weights after a policy-gradient step towards each state's right token."""
     probs = np.exp(weights - weights.max(axis=1, keepdims=True))
@@ -121,9 +128,9 @@ def _learned(weights: Floats, right: NDArray[np.int64], rate: float) -> Floats:
 
 
 def _log_softmax(logits: Floats) -> Floats:
-    shifted = logits - logits.max()
+    shifted = logits - logits.max(-1, keepdims=True)
     with np.errstate(divide="ignore"):
-        normalised: Floats = shifted - np.log(np.exp(shifted).sum())
+        normalised: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return normalised
 
 

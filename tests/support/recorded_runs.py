@@ -36,7 +36,7 @@ CONSTRUCTED = (
     "rl_distill.skipping:SkippedUpdates",
     "rl_distill.teacher.protocol:TeacherPlan",
     "rl_distill.teacher.score_cache:ScoreKind",
-    "rl_distill.teacher.service:ServiceOptions",
+    "rl_distill.teacher.service:TeacherServiceOptions",
     "rl_metrics.reductions.hardware:MemoryWatch",
     "rl_rollout.rewards.scorer:RewardScorer",
     "rl_rollout.rollouter.rollouter:RollouterOptions",
@@ -295,7 +295,7 @@ def _patch_reports(patch: Callable[[str, Any], None], trace: Trace) -> None:
         trace.add("process", supervisor._module)
         return -9
 
-    patch("rl_async_trainer.supervisor:_Supervisor._run_once", killed)
+    patch("rl_async_trainer.supervisor:Supervisor._run_once", killed)
 
     class Tracker:
         def __init__(self, *arguments: Any, **options: Any) -> None:

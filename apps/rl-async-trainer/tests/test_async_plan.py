@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from invented_inputs import invented_inputs
 
 from rl_async_trainer.plan import describe_async_plan
 from rl_async_trainer.settings import AsyncSettings
-from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.sources import build_settings
 
 CONFIG = {
@@ -36,7 +36,7 @@ def test_what_has_no_process_of_its_own_is_in_that_of_its_role(tmp_path: Path, p
         "rollout": {"placement": placement},
     }
     settings = build_settings(values, kind=AsyncSettings)
-    text = describe_async_plan(settings, PromptCounts(train=30, validation=0, test=0))
+    text = describe_async_plan(settings, invented_inputs(train=30))
     (engine,) = [line for line in text.splitlines() if line.startswith("  engine     vllm")]
     assert where in engine
     assert "one rank, in the learner host's process" in text

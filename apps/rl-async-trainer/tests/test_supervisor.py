@@ -9,7 +9,7 @@ import pytest
 
 from rl_async_trainer.liveness.control_socket import ask_run
 from rl_async_trainer.settings import AsyncSettings
-from rl_async_trainer.supervisor import supervise
+from rl_async_trainer.supervisor import Supervisor
 from rl_core.errors import NotReadyError
 from rl_metrics.run_files.events import read_events
 from rl_trainer_parts.settings.sources import build_settings
@@ -41,7 +41,7 @@ def run_mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, writes: bool)
     (tmp_path / "mortal.py").write_text(MORTAL.format(writes=writes))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     settings = settings_in(tmp_path / "runs")
-    assert supervise([str(settings.run_folder)], settings, module="mortal") == 128 + signal.SIGKILL
+    assert Supervisor([str(settings.run_folder)], settings, module="mortal").run() == 128 + signal.SIGKILL
     return settings.run_folder
 
 
@@ -81,7 +81,7 @@ def test_the_status_of_a_run_that_restarts_does_not_advise_to_resume_it(
     (tmp_path / "asking.py").write_text(ASKING)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     settings = settings_in(tmp_path / "runs")
-    assert supervise([str(settings.run_folder)], settings, module="asking") == 0
+    assert Supervisor([str(settings.run_folder)], settings, module="asking").run() == 0
     said = (settings.run_folder / "said").read_text()
     assert f"its supervisor (process {os.getpid()}) is restarting it" in said
     with pytest.raises(NotReadyError, match="Continue it with `train --resume`"):

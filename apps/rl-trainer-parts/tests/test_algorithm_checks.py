@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from rl_core import InProcessQueue
 from rl_core.errors import SettingsError
 from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES
 from rl_distill.objectives.rejection import REJECTION_CRITERIA
-from rl_sync_trainer.assemble import make_queue
 from rl_trainer_parts.checks.all_checks import check_values
 from rl_trainer_parts.learning.objective import gdpo_components, make_kl_control, make_objective, make_selection
+from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -74,7 +75,7 @@ def test_gdpo_with_named_components() -> None:
     assert problems(changes) == []
     assert gdpo_components(settings_with(changes)) == ["acc", "style"]
     assert gdpo_components(settings_with({})) == []
-    make_queue(settings_with(changes)).close()
+    InProcessQueue(queue_tasks(settings_with(changes), order="issue")).close()
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())

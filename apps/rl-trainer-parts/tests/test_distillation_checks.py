@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from invented_inputs import invented_inputs
 
 from rl_core import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.commands.plan import describe_plan
-from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -236,7 +236,7 @@ def test_the_plan_shows_teachers_with_sources_places_and_memory(folder: Path) ->
     settings = settings_with(
         folder, {"distillation.default_teacher": "large"}, replicas=2, resources={"cpus": 0.5, "gpus": 0}
     )
-    text = describe_plan(settings, PromptCounts(train=64, validation=0, test=0))
+    text = describe_plan(settings, invented_inputs(train=64))
     assert "teacher    large: vllm, float32, 2 replicas in processes with 0.5 CPUs and 0 GPUs each" in text
     assert f"{folder / 'large'}, for data_source 'math' and all others" in text
     assert "distils    forward_kl of the top 8 tokens, with a bucket for the rest, as a loss; no task rewards" in text

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -197,7 +198,8 @@ def test_metrics_that_cannot_be_read_stop_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("rl_trainer_parts.reporting.health.read_history", fail)
     settings = build_settings({"policy": {"path": "p"}, "prompts": {"train": "t", "validation": "v"}})
     console = ConsoleTracker(console=Console(file=io.StringIO()))
-    lifecycle = RunLifecycle(settings, RunFolder(tmp_path), console)
+    tokenizer: Any = None
+    lifecycle = RunLifecycle(settings, RunFolder(tmp_path), console, tokenizer)
     active = []
 
     async def train(*_: object) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from invented_inputs import invented_inputs
 
 from rl_core.errors import SettingsError
 from rl_distill import LoraOptions
@@ -15,7 +16,6 @@ from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.rollouts.engines import engine_options
-from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -70,7 +70,7 @@ def problems(folder: Path, **sections: dict[str, Any]) -> list[str]:
 
 
 def plan(folder: Path, **sections: dict[str, Any]) -> str:
-    return describe_plan(settings_with(folder, **sections), PromptCounts(train=30, validation=0, test=0))
+    return describe_plan(settings_with(folder, **sections), invented_inputs(train=30))
 
 
 def test_an_adapter_is_possible(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from rl_core.errors import SettingsError
-from rl_trainer_parts.commands.command_line import Program
+from rl_trainer_parts.commands.command_line import _check_machine
 from rl_trainer_parts.machine import needs as needs_module
 from rl_trainer_parts.machine import query, readings
 from rl_trainer_parts.machine.judging import ANY_RUN, Check, judge_machine
@@ -345,9 +346,9 @@ def test_what_the_command_prints(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(readings, "read_machine", lambda folder: replace(HEALTHY, disk=small(path="/full")))
-    program = Program(name="rl-sync-trainer", usage="", commands={}, settings=lambda: Settings)
+    check = partial(_check_machine, program="rl-sync-trainer", settings=lambda: Settings)
     words = ["--json"] * as_json
-    assert program._check_machine([*words]) == 0  # a warning does not fail the command
+    assert check([*words]) == 0  # a warning does not fail the command
     text = capsys.readouterr().out
     if as_json:
         found = json.loads(text)
@@ -361,7 +362,7 @@ def test_what_the_command_prints(
             "0 problems, 1 warning",
         ]
     monkeypatch.setattr(readings, "read_machine", lambda folder: replace(HEALTHY, python="3.9.1"))
-    assert program._check_machine([*words]) == 1
+    assert check([*words]) == 1
     text = capsys.readouterr().out
     assert '"ok": false' in text if as_json else text.endswith("\n1 problem, 0 warnings\n")
 

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from invented_inputs import invented_inputs
 
 from rl_core.errors import SettingsError
 from rl_trainer_parts.checks.all_checks import check_values
 from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, rank_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
-from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -158,5 +158,5 @@ def test_the_plan_says_whether_this_machine_has_what_the_ranks_ask_for(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = settings_with({"policy.path": tmp_path, "parallel.ranks": 2, "cluster.placement": "process"})
-    plan = describe_plan(settings, PromptCounts(train=1, validation=0, test=0))
+    plan = describe_plan(settings, invented_inputs(train=1))
     assert "and 1 GPU, room for 1 of 2 ranks, so a run here would be refused" in plan

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from invented_inputs import invented_inputs
 
 from rl_trainer_parts.checks.algorithm import aggregation_notes
 from rl_trainer_parts.commands.plan import describe_plan
-from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -35,7 +35,7 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 OF_EXPERTS, ROUTERS = 2 * 16 * 3 * 1024**2, 2 * 16 * 1024
-MIB, COUNTS = 2**20, PromptCounts(train=30, validation=0, test=0)
+MIB, INPUTS = 2**20, invented_inputs(train=30)
 
 
 def make_model(folder: Path, **config: Any) -> Path:
@@ -62,7 +62,7 @@ def plan_settings(policy: Path, **changes: dict[str, object]) -> Settings:
 
 
 def test_batch_arithmetic(policy: Path) -> None:
-    text = describe_plan(plan_settings(policy), PromptCounts(train=30, validation=7, test=8))
+    text = describe_plan(plan_settings(policy), invented_inputs(train=30, validation=7, test=8))
     assert "6 prompts x 4 sessions = 24 trajectories" in text
     assert "2 optimizer updates, at most 4 micro-batches in total" in text  # 24 * 128 / 1000 = 3.07, rounded up
     assert "100 + 28 = 128 a trajectory" in text
@@ -71,13 +71,13 @@ def test_batch_arithmetic(policy: Path) -> None:
     assert "7 for validation every 5 steps" in text
     assert "responses to each" not in text
     several = plan_settings(policy, prompts={"validation_samples": 8, "validation_temperature": 0.6})
-    assert "8 responses to each of these" in describe_plan(several, PromptCounts(train=30, validation=7, test=8))
+    assert "8 responses to each of these" in describe_plan(several, invented_inputs(train=30, validation=7, test=8))
     assert "checkpoints/step_N every 3 steps and at the end, the newest 2 kept" in text
     assert "Writes to runs/run/" in text
 
 
 def test_roles_and_memory(policy: Path) -> None:
-    plain = describe_plan(plan_settings(policy), COUNTS)
+    plain = describe_plan(plan_settings(policy), INPUTS)
     count = ATTENTION + FEED_FORWARD + EMBEDDING + NORMS
     assert f"Memory, without activations, for {count:,} parameters\n" in plain
     assert f"  learner    {16 * count / MIB:.2f} MiB (weights, gradients, optimizer)\n" in plain
@@ -85,14 +85,14 @@ def test_roles_and_memory(policy: Path) -> None:
     assert "reference" not in plain
     assert "vllm, float32, in the learner's process; loop single_turn" in plain
     changes = {"algorithm": {"kl_coefficient": 0.01}, "rollout": {"placement": "process"}}
-    changed = describe_plan(plan_settings(policy, **changes, vllm={"dtype": "float16"}), COUNTS)
+    changed = describe_plan(plan_settings(policy, **changes, vllm={"dtype": "float16"}), INPUTS)
     assert "vllm, float16" in changed
     assert "frozen copy of the policy (KL coefficient 0.01)" in changed
     assert "in a process of its own" in changed
 
 
 def test_the_objective(policy: Path) -> None:
-    plain = describe_plan(plan_settings(policy), COUNTS)
+    plain = describe_plan(plan_settings(policy), INPUTS)
     assert "  policy     advantage grpo; loss ppo_clip, clip 0.2 below and 0.2 above\n" in plain
     assert "against the logprobs of the engine\n" in plain
     assert "  average    token-mean\n  KL         none\n" in plain
@@ -102,12 +102,12 @@ def test_the_objective(policy: Path) -> None:
         algorithm={**chosen, "kl_target": 0.02, "old_logprobs": "recompute"},
         correction={"weights": "token", "reject": {"token_k3": 0.1}},
     )
-    text = describe_plan(settings, COUNTS)
+    text = describe_plan(settings, INPUTS)
     assert "loss gspo, clip 0.0003 below and 0.001 above\n" in text
     assert "against the logprobs of the learner before the update\n" in text
     assert "  KL         k3 in the loss, coefficient 0.1, adapted to 0.02 nats a token\n" in text
     assert "  correction weights per token, at most 2\n  rejection  by token_k3\n" in text
-    assert "clip" not in describe_plan(plan_settings(policy, algorithm={"policy_loss": "gpg"}), COUNTS)
+    assert "clip" not in describe_plan(plan_settings(policy, algorithm={"policy_loss": "gpg"}), INPUTS)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "geo_mean"])
@@ -126,7 +126,7 @@ def test_ranks_and_critic(policy: Path) -> None:
         "algorithm": {"advantage": "gae"},
         "trainer": {"epochs": 3},
     }
-    text = describe_plan(plan_settings(policy, **changes), COUNTS)
+    text = describe_plan(plan_settings(policy, **changes), INPUTS)
     assert "4 ranks in processes: tensor 2, data 2" in text
     assert "reserved for each: 0.5 CPUs and 0 GPUs" in text
     assert "critic     the policy's layers with a value head of zeros; learning rate 1e-05" in text
@@ -139,9 +139,9 @@ def test_ranks_and_critic(policy: Path) -> None:
 
 def test_what_layers_keep_on_a_gpu_is_said_where_it_is_known(policy: Path) -> None:
     said = "of activations on a GPU for full micro-batches"
-    assert said in describe_plan(plan_settings(policy, optimizer={"dtype": "bfloat16"}), COUNTS)
+    assert said in describe_plan(plan_settings(policy, optimizer={"dtype": "bfloat16"}), INPUTS)
     for other in ({"dtype": "float32"}, {"dtype": "bfloat16", "kernels": "plain"}):
-        assert said not in describe_plan(plan_settings(policy, optimizer=other), COUNTS)
+        assert said not in describe_plan(plan_settings(policy, optimizer=other), INPUTS)
 
 
 def test_a_mixture_of_every_kind(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_mixture_of_every_kind(tmp_path: Path) -> None:
         "algorithm": {"advantage": "gae", "kl_coefficient": 0.1},
         "distillation": {"teachers": {"large": {"model": policy, "engine": "megatron", "tensor": 2}}},
     }
-    lines = describe_plan(plan_settings(policy, **changes), COUNTS).splitlines()
+    lines = describe_plan(plan_settings(policy, **changes), INPUTS).splitlines()
     rest = ATTENTION + EMBEDDING + NORMS + ROUTERS
     count, active = rest + OF_EXPERTS, rest + OF_EXPERTS // 8
     said = f"for {count:,} parameters, {active:,} of them active"
@@ -166,6 +166,6 @@ def test_a_mixture_of_every_kind(tmp_path: Path) -> None:
     assert critic.endswith(said)
     (teacher,) = [line for line in lines if line.startswith("  teacher") and "MiB" in line]
     assert teacher == f"  teacher    large: 1 x {4 * count / MIB:.2f} MiB weights, {said}"
-    text = describe_plan(plan_settings(dense, distillation=changes["distillation"]), COUNTS)
+    text = describe_plan(plan_settings(dense, distillation=changes["distillation"]), INPUTS)
     assert "active" not in next(line for line in text.splitlines() if line.startswith("Memory"))
     assert teacher in text

@@ -3,9 +3,9 @@
 import numpy as np
 
 from rl_core import Batch, Trajectory
+from rl_metrics.reductions.distributions import batch_distributions
 from rl_metrics.reductions.recorder import Recorder
 from rl_trainer_parts.learning.step import with_update
-from rl_trainer_parts.reporting.step_metrics import record_distributions
 
 
 def batch_of_one() -> Batch:
@@ -27,7 +27,7 @@ def batch_of_one() -> Batch:
 
 def recorded(batch):
     recorder = Recorder(strict=True)
-    record_distributions(batch, recorder)
+    recorder.record_distributions(batch_distributions(batch))
     return {name.removeprefix("distribution/"): one for name, one in recorder.histograms().items()}
 
 

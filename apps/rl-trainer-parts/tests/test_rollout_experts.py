@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from invented_inputs import invented_inputs
 
 from rl_core import InProcessQueue
 from rl_core.testing import make_prompts, make_trajectory
@@ -15,7 +16,6 @@ from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.learning.mixtures import expert_shape, replays
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.rollouts.engines import engine_options
-from rl_trainer_parts.rollouts.inputs import PromptCounts
 from rl_trainer_parts.rollouts.setup import put_trajectories, queue_tasks
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
@@ -90,11 +90,11 @@ def test_where_nobody_tells_or_replays_them_there_is_no_column(
 
 
 def test_the_plan_has_their_bytes(tmp_path: Path) -> None:
-    counts = PromptCounts(train=30, validation=0, test=0)
+    inputs = invented_inputs(train=30)
     changes = {"rollout": {"prompts_per_step": 4096, "group_size": 256, "max_response_tokens": 156}}
-    text = describe_plan(settings_of(tmp_path, **changes), counts)
+    text = describe_plan(settings_of(tmp_path, **changes), inputs)
     assert "experts    12 bytes a token, in the engine and in trajectories: at most 3.00 GiB a step" in text
-    assert "experts" not in describe_plan(settings_of(tmp_path, DENSE), counts)
+    assert "experts" not in describe_plan(settings_of(tmp_path, DENSE), inputs)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ def test_the_plan_has_their_bytes(tmp_path: Path) -> None:
 def test_the_plan_says_that_and_why_a_mixture_trains_without_replay(
     tmp_path: Path, changes: dict[str, dict[str, object]], why: str
 ) -> None:
-    counts = PromptCounts(train=30, validation=0, test=0)
+    inputs = invented_inputs(train=30)
     without, proven = "a mixture without replay", "only tensors, not logprobs, prove weight updates"
-    text = describe_plan(settings_of(tmp_path, **changes), counts)
+    text = describe_plan(settings_of(tmp_path, **changes), inputs)
     assert without in text
     assert why in text
     vllm = {"dtype": "bfloat16", **changes.get("vllm", {})}
-    assert proven in describe_plan(settings_of(tmp_path, **{**changes, "vllm": vllm}), counts)
-    assert "which the learner replays" in describe_plan(settings_of(tmp_path), counts)
-    dense = describe_plan(settings_of(tmp_path, DENSE, **changes), counts)
+    assert proven in describe_plan(settings_of(tmp_path, **{**changes, "vllm": vllm}), inputs)
+    assert "which the learner replays" in describe_plan(settings_of(tmp_path), inputs)
+    dense = describe_plan(settings_of(tmp_path, DENSE, **changes), inputs)
     assert "replay" not in dense
 
 

@@ -7,8 +7,8 @@ import pytest
 import structlog
 
 from rl_core.errors import RLError
-from rl_trainer_parts.commands.command_line import run_command
-from rl_trainer_parts.commands.output import complain, say
+from rl_core.terminal_text import say
+from rl_trainer_parts.commands.command_line import complain, run_command
 
 HOSTILE = "\x1b]0;owned\x07\x9b31m\u202e\r"
 

@@ -118,6 +118,7 @@ def test_what_is_refused_at_the_start_leaves_no_thread():
     assert threading.active_count() == before
 
 
+@pytest.mark.one_python("it starts four processes to divide the CPUs")
 def test_four_ranks_live_on_few_cpus():
     pool = ResourcePool(name="ranks", size=4, cpus=len(os.sched_getaffinity(0)) / 4)
     group = BlockingGroup.start(ClusterOptions(), SPEC, size=4, pool=pool, deadline_s=START_S)

@@ -1,6 +1,7 @@
 """Hostile journals, refused before any of their content is executed, awaited or trusted."""
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -97,21 +98,26 @@ def test_records_that_cannot_be_are_refused(directory, statement):
             inspect_journal(directory)
 
 
-@pytest.mark.parametrize("name", [DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal"])
-def test_a_pipe_in_place_of_a_file_is_refused_at_once(directory, name):
-    (directory / name).unlink(missing_ok=True)
-    os.mkfifo(directory / name)
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(directory, tmp_path):
+    folders = [tmp_path / name for name in ("queue", "wal", "shm", "journal")]
+    for folder in folders[1:]:
+        shutil.copytree(directory, folder)
+    for folder, suffix in zip(folders, ("", "-wal", "-shm", "-journal"), strict=True):
+        path = folder / f"{DATABASE}{suffix}"
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
     code = (
-        "import sys; from pathlib import Path; from rl_core.errors import JournalError\n"
+        "import sys; from itertools import product; from pathlib import Path; from rl_core.errors import JournalError\n"
         "from rl_core.queue.journal.inspection import inspect_journal\n"
         "from rl_core import InProcessQueue, QueueOptions, TaskSpec\n"
         "task = TaskSpec(name='train', needs=frozenset({'reward'}))\n"
-        "for read in (inspect_journal, lambda d: InProcessQueue([task], options=QueueOptions(directory=d))):\n"
-        "    try: read(Path(sys.argv[1]))\n"
+        "reads = inspect_journal, lambda d: InProcessQueue([task], options=QueueOptions(directory=d))\n"
+        "for folder, read in product(sys.argv[1:], reads):\n"
+        "    try: read(Path(folder))\n"
         "    except JournalError as error: assert 'must be a regular file' in str(error), error\n"
-        "    else: raise SystemExit('nothing was refused')\n"
+        "    else: raise SystemExit(f'nothing was refused: {folder}')\n"
     )
-    subprocess.run([sys.executable, "-c", code, directory], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, *folders], check=True, timeout=60)
 
 
 def test_a_page_that_is_used_twice_is_refused(directory):

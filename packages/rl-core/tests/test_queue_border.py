@@ -17,11 +17,27 @@ TRAIN = TaskSpec(name="train", needs=frozenset({"input_ids"}))
 LONG = 40_000
 
 
-@pytest.fixture(params=["memory", "journal", "shm"])
-def queue(request, tmp_path):
-    options = QueueOptions(directory=tmp_path if request.param == "journal" else None)
-    queue = (SharedMemoryQueue if request.param == "shm" else InProcessQueue)([TRAIN], options=options)
+KINDS = ("memory", "journal", "shm")
+
+
+def start(kind, folder):
+    options = QueueOptions(directory=folder if kind == "journal" else None)
+    queue = (SharedMemoryQueue if kind == "shm" else InProcessQueue)([TRAIN], options=options)
     queue.issue(make_prompts(1), num_sessions=2)
+    return queue
+
+
+@pytest.fixture(params=KINDS)
+def queue(request, tmp_path):
+    queue = start(request.param, tmp_path)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def refusing_queue(request, tmp_path_factory):
+    """A queue whose tests put nothing into it, because it refuses all that they try."""
+    queue = start(request.param, tmp_path_factory.mktemp("queue"))
     yield queue
     queue.close()
 
@@ -70,12 +86,12 @@ def test_reasons_may_be_any_text(queue):
         ({"output_index": -1}, "below 0"),
     ],
 )
-def test_rows_that_would_change_are_refused_when_put(queue, fields, words):
+def test_rows_that_would_change_are_refused_when_put(refusing_queue, fields, words):
     fields = dict(fields)
     output = fields.pop("output_index", 0)
     with pytest.raises((DataError, ShapeError), match=words):
-        queue.put("p0", 0, [make_trajectory("p0", 0, output, **fields)])
-    assert queue.ledger()[0].sessions_settled == 0
+        refusing_queue.put("p0", 0, [make_trajectory("p0", 0, output, **fields)])
+    assert refusing_queue.ledger()[0].sessions_settled == 0
 
 
 def test_columns_of_the_table_have_one_value_a_row_or_token():
@@ -161,7 +177,7 @@ def test_segments_without_a_journal_are_not_thrown_away(tmp_path):
     assert len(list((tmp_path / "segments").iterdir())) == 1
 
 
-def test_every_refusal_is_one_of_ours(queue):
-    for call in (lambda: queue.lease("train", groups=0), lambda: queue.lease("train", groups=2**70)):
+def test_every_refusal_is_one_of_ours(refusing_queue):
+    for groups in (0, 2**70):
         with pytest.raises(RLError):
-            call()
+            refusing_queue.lease("train", groups=groups)

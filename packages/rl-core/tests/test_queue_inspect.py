@@ -17,6 +17,7 @@ import pytest
 from rl_core import InProcessQueue, QueueOptions, TaskSpec
 from rl_core.cli import main
 from rl_core.errors import JournalError
+from rl_core.queue.journal import inspection
 from rl_core.queue.journal.database import DATABASE
 from rl_core.queue.journal.inspection import inspect_journal
 from rl_core.terminal_text import printable
@@ -173,6 +174,19 @@ def test_a_queue_that_another_process_has_open(tmp_path):
     assert inspect_journal(tmp_path / "queue")["states"] == {"done": 1, "settled": 1, "issued": 2}
     assert files_of(tmp_path / "queue") == before
     let_go_on(process)
+
+
+def test_a_queue_that_is_opened_during_the_read_is_refused(tmp_path, monkeypatch):
+    fill(tmp_path / "queue")
+    read = inspection.read_journal
+
+    def read_after_an_opening(connection):
+        make_queue(tmp_path / "queue").close()
+        return read(connection)
+
+    monkeypatch.setattr(inspection, "read_journal", read_after_an_opening)
+    with pytest.raises(JournalError, match=r"opened .*queue during the read\. Try again"):
+        inspect_journal(tmp_path / "queue")
 
 
 def test_a_queue_that_was_killed(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from cpu_kernels import install_cpu_kernels
+from cpu_kernels import install_uncompiled_kernels
 from megatron.core import parallel_state, tensor_parallel
 from rearranged_ranks import RearrangedRanks
 
@@ -166,11 +166,18 @@ def make_batch() -> Callable[..., Batch]:
     return make
 
 
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Run the fused passes uncompiled; test_megatron_compiled.py traces and compiles them."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 class _Installation:
     """Installs the CPU kernels of flash attention when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return install_cpu_kernels, ()
+        return install_uncompiled_kernels, ()
 
 
 class Started:

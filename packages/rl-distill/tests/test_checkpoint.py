@@ -208,6 +208,14 @@ def test_a_save_in_the_background_is_of_its_moment(tied_policy: Path, make_batch
         assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.export_weights().items())
 
 
+def test_a_save_in_the_background_survives_the_end_of_its_learner(tied_policy: Path, tmp_path: Path):
+    learner = MegatronLearner(tied_policy, OPTIONS)
+    pending = learner.save(tmp_path / "saved", in_background=True)
+    learner.close()
+    pending.wait()
+    MegatronLearner(tied_policy, OPTIONS).load(tmp_path / "saved")
+
+
 def test_a_save_that_failed_says_so_each_time(tied_policy: Path, tmp_path: Path):
     learner = MegatronLearner(tied_policy, OPTIONS)
     (tmp_path / "saved").mkdir()

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import teacher_layout
 from rl_distill.torch_learner import TorchLearner
 
+MakeBatch = Callable[..., Batch]
 VOCAB_SIZE = 40
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
 OPTIONS = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=24, num_threads=1, clip_grad=0.0, eps=1e-6)
@@ -61,13 +63,20 @@ def big_teacher(policy_writer: Callable[..., Path], tmp_path_factory: pytest.Tem
     return policy_writer(tmp_path_factory.mktemp("big-teacher"), **changes)
 
 
-def taught(batch: Batch, teachers: list[Path], *, top_k: int = 5, temperature: float = 1.0) -> Batch:
-    """Add the teachers' scores to a batch: the rows alternate between teachers, and the last row has no teacher."""
-    answers = []
-    for folder in teachers:
-        model = MegatronTeacherModel(folder, OPTIONS)
-        answers.append(model.score(batch, top_k=top_k, temperature=temperature, has_hidden=True))
-        model.close()
+@cache
+def scored(make_batch: MakeBatch, teacher: Path, *, top_k: int, temperature: float) -> tuple[Ragged, Ragged, Ragged]:
+    """Return a teacher's logprobs, tokens and hidden states of a batch, for all tests that learn from them."""
+    model = MegatronTeacherModel(teacher, OPTIONS)
+    logprobs, tokens, hidden = model.score(make_batch(LENGTHS), top_k=top_k, temperature=temperature, has_hidden=True)
+    model.close()
+    assert hidden is not None
+    return logprobs, tokens, hidden
+
+
+def taught(make_batch: MakeBatch, teachers: list[Path], *, top_k: int = 5, temperature: float = 1.0) -> Batch:
+    """Return a batch with the teachers' scores; its rows alternate between teachers, and the last row has none."""
+    answers = [scored(make_batch, folder, top_k=top_k, temperature=temperature) for folder in teachers]
+    batch = make_batch(LENGTHS)
     ids = batch.ragged("input_ids")
     rows = np.repeat(np.arange(len(batch)), ids.lengths)
     which = np.where(batch.ragged("loss_mask").values & (rows < len(batch) - 1), rows % len(teachers), -1)
@@ -116,7 +125,7 @@ def test_an_adapter_learns_what_plain_torch_learns(
 ) -> None:
     """B starts at zero: its gradient is the weight's gradient times A transposed, and A has none."""
     teachers, lora = teachers_of(name, big_teacher, tied_policy), LoraOptions(rank=2, alpha=3.0)
-    batch, wanted = taught(make_batch(LENGTHS), teachers), objective(name, has_tasks=False)
+    batch, wanted = taught(make_batch, teachers), objective(name, has_tasks=False)
     plain, learner = TorchLearner(tied_policy, OPTIONS), MegatronLearner(tied_policy, OPTIONS, lora=lora)
     first = {name: tensor.clone() for name, tensor in learner.export_adapter().items() if name.endswith(LORA_A)}
 
@@ -137,7 +146,7 @@ def test_megatron_learns_what_plain_torch_learns(
     name: str, has_tasks: bool, tied_policy: Path, big_teacher: Path, make_batch: Any, monkeypatch: Any
 ) -> None:
     teachers = teachers_of(name, big_teacher, tied_policy)
-    batch = taught(make_batch(LENGTHS), teachers)
+    batch = taught(make_batch, teachers)
     wanted = objective(name, has_tasks=has_tasks)
     plain = TorchLearner(tied_policy, OPTIONS)
     whole, chunked = MegatronLearner(tied_policy, OPTIONS), MegatronLearner(tied_policy, OPTIONS, name="chunked")
@@ -159,7 +168,7 @@ def test_in_bfloat16_both_learn_nearly_the_same(
     name: str, tied_policy: Path, big_teacher: Path, make_batch: Any
 ) -> None:
     options = replace(OPTIONS, dtype="bfloat16")
-    batch = taught(make_batch(LENGTHS), [big_teacher])
+    batch = taught(make_batch, [big_teacher])
     for has_tasks in (False, True):
         wanted = objective(name, has_tasks=has_tasks)
         learners = (MegatronLearner(tied_policy, options), TorchLearner(tied_policy, options))
@@ -189,7 +198,7 @@ def test_every_layout_learns_the_same(
     parallel: ParallelOptions, name: str, two_ranks: Any, tied_policy: Path, big_teacher: Path, make_batch: Any
 ) -> None:
     teachers = teachers_of(name, big_teacher, tied_policy)
-    batch = taught(make_batch(LENGTHS), teachers)
+    batch = taught(make_batch, teachers)
     ranks = two_ranks.in_layout(parallel)
     for number, has_tasks in enumerate((False, True)):
         wanted = objective(name, has_tasks=has_tasks)
@@ -225,7 +234,7 @@ def test_a_mixture_teaches_a_dense_student_what_transformers_says(
         assert hidden is not None
         np.testing.assert_allclose(hidden[row][1:], said.hidden_states[-1][0, :-1], rtol=0, atol=2e-5)
     if num_ranks == 1:
-        taught_by_it = taught(batch, [mixture_policy])
+        taught_by_it = taught(make_batch, [mixture_policy])
         for name in ("forward", "full reverse", "k3"):
             learners = MegatronLearner(tied_policy, OPTIONS), TorchLearner(tied_policy, OPTIONS)
             both = [step_of(one, taught_by_it, objective(name, has_tasks=False), [mixture_policy]) for one in learners]
@@ -238,7 +247,7 @@ EQUAL = [name for name in LOSSES if name not in ("nll", "uld", "forward without 
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_student_that_is_its_teacher_learns_nothing(name: str, tied_policy: Path, make_batch: Any) -> None:
     options = replace(LOSSES[name], teachers=("itself",))
-    batch = taught(make_batch(LENGTHS), [tied_policy], temperature=options.temperature)
+    batch = taught(make_batch, [tied_policy], temperature=options.temperature)
     for learner in (MegatronLearner(tied_policy, OPTIONS), TorchLearner(tied_policy, OPTIONS)):
         found = step_of(learner, batch, DistillationObjective(options), [tied_policy])
         assert abs(found.loss) < 1e-6
@@ -254,7 +263,7 @@ def test_a_student_that_is_its_teacher_learns_nothing(name: str, tied_policy: Pa
 def test_without_its_tail_the_mass_is_drawn_into_the_top_k_even_from_an_equal_student(
     tied_policy: Path, make_batch: Any
 ) -> None:
-    batch = taught(make_batch(LENGTHS), [tied_policy])
+    batch = taught(make_batch, [tied_policy])
     found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, objective("forward without tail", has_tasks=False))
     assert abs(found.loss) < 1e-6
     assert found.grad_norm > 1e-3
@@ -264,7 +273,7 @@ def test_the_top_of_the_whole_vocabulary_is_the_whole_distribution(
     tied_policy: Path, big_teacher: Path, make_batch: Any, policy_writer: Any, tmp_path: Path
 ) -> None:
     teacher = policy_writer(tmp_path / "teacher", hidden_size=48)
-    batch = taught(make_batch(LENGTHS), [teacher], top_k=VOCAB_SIZE)
+    batch = taught(make_batch, [teacher], top_k=VOCAB_SIZE)
     for loss in ("forward_kl", "reverse_kl", "js"):
         results = []
         for distribution in ("top_k", "full"):
@@ -285,7 +294,7 @@ def test_absolute_losses_are_summed_beside_losses() -> None:
 
 
 def test_measures_of_each_teacher_make_up_those_of_all(tied_policy: Path, big_teacher: Path, make_batch: Any) -> None:
-    batch = taught(make_batch(LENGTHS), [big_teacher, tied_policy])
+    batch = taught(make_batch, [big_teacher, tied_policy])
     found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, objective("forward", has_tasks=False)).metrics
     mask, index = batch.ragged("loss_mask").values, batch.ragged("teacher_index").values
     counts = [int((index == number).sum()) for number in (0, 1)]
@@ -304,7 +313,7 @@ def test_measures_of_each_teacher_make_up_those_of_all(tied_policy: Path, big_te
 
 
 def test_clamps_that_bite_are_counted(tied_policy: Path, big_teacher: Path, make_batch: Any) -> None:
-    batch = taught(make_batch(LENGTHS), [big_teacher])
+    batch = taught(make_batch, [big_teacher])
     clamp = DistillationObjectiveOptions(loss="forward_kl", max_loss=1e-4)
     found = MegatronLearner(tied_policy, OPTIONS).train_step(batch, DistillationObjective(clamp))
     assert found.metrics["actor/distillation/clamped_fraction"] > 0.9
@@ -312,7 +321,7 @@ def test_clamps_that_bite_are_counted(tied_policy: Path, big_teacher: Path, make
 
 
 def test_whole_distributions_need_the_teachers_matrices(tied_policy: Path, big_teacher: Path, make_batch: Any) -> None:
-    batch = taught(make_batch(LENGTHS), [big_teacher])
+    batch = taught(make_batch, [big_teacher])
     for learner in (MegatronLearner(tied_policy, OPTIONS), TorchLearner(tied_policy, OPTIONS)):
         with pytest.raises(DataError, match="load_teacher_heads"):
             learner.train_step(batch, objective("full forward", has_tasks=False))
@@ -365,7 +374,7 @@ def test_a_split_teacher_says_the_same(big_teacher: Path, make_batch: Any, two_r
 def test_as_a_reward_the_advantage_is_the_teachers_log_ratio(
     tied_policy: Path, big_teacher: Path, make_batch: Any
 ) -> None:
-    batch = taught(make_batch(LENGTHS), [big_teacher])
+    batch = taught(make_batch, [big_teacher])
     logprobs = TorchLearner(tied_policy, OPTIONS).logprobs(batch)
     batch = batch.with_columns({"rollout_logprobs": logprobs})
     options = DistillationObjectiveOptions(loss="k1", coefficient=2.0, teachers=("big",))

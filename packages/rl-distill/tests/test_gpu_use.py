@@ -13,7 +13,7 @@ from rl_distill.teacher.engine_teacher import EngineReplica
 from rl_distill.teacher.protocol import TeacherPlan
 from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
-from rl_distill.teacher.service import ServiceOptions, TeacherService
+from rl_distill.teacher.service import TeacherService, TeacherServiceOptions
 
 
 def test_a_learner_in_this_process_reports_its_gpu() -> None:
@@ -55,7 +55,7 @@ def test_teachers_report_the_gpus_of_their_serving_replicas() -> None:
     async def go() -> tuple[list[GpuUse], list[GpuUse]]:
         large = teacher("large", ReportingReplica(), ReportingReplica())
         silent = teacher("silent", FakeReplica())
-        service = TeacherService([large, silent], cast(TeacherRouter, None), cast(ServiceOptions, None))
+        service = TeacherService([large, silent], cast(TeacherRouter, None), cast(TeacherServiceOptions, None))
         before = await service.gpu_use()
         await service.start()
         try:

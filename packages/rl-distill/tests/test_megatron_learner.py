@@ -82,8 +82,9 @@ def test_three_steps_are_the_references(
         assert found.loss == pytest.approx(expected.loss, rel=0, abs=tolerance)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance, abs=tolerance)
         assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
+    weights = learners[0].export_weights()
     for name, tensor in learners[1].export_weights().items():
-        torch.testing.assert_close(learners[0].export_weights()[name], tensor, rtol=0, atol=2e-5)
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

@@ -3,11 +3,12 @@
 The layouts compute shared prefixes once; the single rank computes each row separately.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -136,25 +137,52 @@ def three_steps(learner: MegatronLearner, make_batch: MakeBatch) -> list[StepRes
     ]
 
 
+class OneRank(NamedTuple):
+    """What a single rank computes, each row separately.
+
+    Attributes:
+        num_parameters: Of the policy.
+        before: Weights before the steps.
+        logprobs: Of the tokens of a batch, by its number of prompts.
+        steps: Results of `three_steps`.
+        after: Weights after the steps.
+    """
+
+    num_parameters: int
+    before: Mapping[str, torch.Tensor]
+    logprobs: Mapping[int | None, np.ndarray]
+    steps: Sequence[StepResult]
+    after: Mapping[str, torch.Tensor]
+
+
+@cache
+def on_one_rank(policy: Path, make_batch: MakeBatch) -> OneRank:
+    """Train the policy on one rank, once for all layouts that are compared with it."""
+    learner = MegatronLearner(policy, NOT_SHARING)
+    return OneRank(
+        num_parameters=learner.num_parameters,
+        before={name: tensor.clone() for name, tensor in learner.export_weights().items()},
+        logprobs={number: learner.logprobs(make_batch(LENGTHS, num_prompts=number)).values for number in (None, 3)},
+        steps=three_steps(learner, make_batch),
+        after={name: tensor.clone() for name, tensor in learner.export_weights().items()},
+    )
+
+
 def check_parity(
     started: Started, parallel: ParallelOptions, policy: Path, make_batch: MakeBatch, *, kernels: KernelChoice = "plain"
 ) -> None:
     """Check logprobs, loss and gradient norm of three steps, metrics and weights against those of one rank."""
-    alone = MegatronLearner(policy, NOT_SHARING)
+    alone = on_one_rank(policy, make_batch)
     ranks = started.in_layout(parallel) if kernels == "plain" else started.with_cpu_kernels(parallel)
     together = MegatronLearner(policy, replace(SHARING, kernels=kernels), ranks=ranks)
     assert together.num_parameters == alone.num_parameters
-    for name, tensor in alone.export_weights().items():
-        assert torch.equal(together.export_weights()[name], tensor), name
-    for num_prompts in (None, 3):
-        batch = make_batch(LENGTHS, num_prompts=num_prompts)
-        np.testing.assert_allclose(together.logprobs(batch).values, alone.logprobs(batch).values, rtol=0, atol=5e-6)
-    steps = zip(
-        three_steps(together, make_batch),
-        three_steps(alone, make_batch),
-        (rounding_bound(1.0), 1e-5, 1e-5),
-        strict=True,
-    )
+    before = together.export_weights()
+    for name, tensor in alone.before.items():
+        assert torch.equal(before[name], tensor), name
+    for num_prompts, logprobs in alone.logprobs.items():
+        found = together.logprobs(make_batch(LENGTHS, num_prompts=num_prompts)).values
+        np.testing.assert_allclose(found, logprobs, rtol=0, atol=5e-6)
+    steps = zip(three_steps(together, make_batch), alone.steps, (rounding_bound(1.0), 1e-5, 1e-5), strict=True)
     for found, expected, tolerance in steps:
         assert found.loss == pytest.approx(expected.loss, rel=tolerance, abs=tolerance)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
@@ -166,8 +194,9 @@ def check_parity(
         assert found.tokens.keys() == expected.tokens.keys() == {"policy_logprobs", "entropy"}
         for name, column in expected.tokens.items():
             np.testing.assert_allclose(found.tokens[name].values, column.values, rtol=0, atol=2e-5)
-    for name, tensor in alone.export_weights().items():
-        torch.testing.assert_close(together.export_weights()[name], tensor, rtol=0, atol=2e-5)
+    after = together.export_weights()
+    for name, tensor in alone.after.items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=2e-5)
     check_offer(together)
     check_memory(ranks, parallel, policy)
 

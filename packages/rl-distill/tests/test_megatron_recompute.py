@@ -101,13 +101,12 @@ def test_a_mixture_replays_the_same_experts_and_keeps_less(
     check_same(mixture_policy, with_experts(make_batch(LENGTHS)), modules)
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("one_rank", "uncompiled")
 def test_a_gpus_kernels_are_computed_again(tied_policy: Path, mixture_policy: Path, make_batch: MakeBatch):
     install_cpu_kernels()
     fused = replace(OPTIONS, kernels="fused")
-    with torch.compiler.set_stance("force_eager"):  # compiling takes a minute
-        check_same(tied_policy, make_batch(LENGTHS, num_prompts=2), DENSE[-1], fused)
-        check_same(mixture_policy, with_experts(make_batch(LENGTHS)), MIXTURE[-1], fused)
+    check_same(tied_policy, make_batch(LENGTHS, num_prompts=2), DENSE[-1], fused)
+    check_same(mixture_policy, with_experts(make_batch(LENGTHS)), MIXTURE[-1], fused)
 
 
 @pytest.mark.usefixtures("one_rank")

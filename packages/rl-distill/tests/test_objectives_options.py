@@ -1,6 +1,7 @@
 """Every option of every objective refuses invalid values."""
 
 import math
+from functools import partial
 from typing import Annotated, Literal, get_type_hints
 
 import pytest
@@ -144,10 +145,14 @@ def test_annotations_that_cannot_be_read_are_passed_over():
 
 def test_objects_that_can_be_called_are_bound_too():
     class Mine:
-        def __call__(self, tokens, *, margin: float = 0.5):
+        def __call__(self, tokens, *, margin: Annotated[float, Gt(0)] = 0.5):
             return margin
 
-    assert function_with_options(Registry("policy loss", {"mine": Mine()}), "mine", {"margin": 2.0})(None) == 2.0
+    losses = Registry("policy loss", {"mine": Mine(), "partial": partial(Mine.__call__, None)})
+    for name in losses.names():
+        assert function_with_options(losses, name, {"margin": 2.0})(None) == 2.0
+        with pytest.raises(SettingsError, match=f"margin of policy loss '{name}' must be a number above 0; found -1"):
+            function_with_options(losses, name, {"margin": -1.0})
 
 
 def test_a_band_has_a_width():

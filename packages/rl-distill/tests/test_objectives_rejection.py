@@ -1,11 +1,12 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from rl_core.errors import SettingsError
 from rl_distill.objectives import REJECTION_CRITERIA
-from rl_distill.objectives.rejection import rejection_mask
+from rl_distill.objectives.rejection import rejection_limits, rejection_mask
 
 LOG = math.log
 # old / rollout ratios of the rows: [masked, 2, 1], [1/2], and a row without trained tokens.
@@ -71,9 +72,15 @@ def test_nothing_to_train_has_no_metrics():
     assert metrics == {}
 
 
+def test_bounds_may_be_numbers_of_numpy():
+    assert rejection_limits(np.float32(2.0), is_signed=False) == (-math.inf, 2.0)
+    assert rejection_limits((np.float64(0.5), np.int64(2)), is_signed=True) == (LOG(0.5), LOG(2))
+
+
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
+        ({"token_k1": True}, "0 < low <= high"),
         ({"token_k4": 1.0}, "unknown rejection criterion 'token_k4'. Did you mean 'token_k"),
         ({"seq_max_k1": 1.5}, "unknown rejection criterion"),
         ({"token_k1": 0.5}, "one number x >= 1 for .1 / x, x.; found 0.5"),

@@ -1,6 +1,6 @@
 """A learner that computes shared prefixes once, compared with one that computes each row separately."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,9 +81,10 @@ class Pair:
 @pytest.fixture(scope="module", params=KINDS)
 def pair(
     request: pytest.FixtureRequest, policy_writer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Pair:
+) -> Iterator[Pair]:
     architecture, changes = KINDS[request.param]
-    return Pair(policy_writer(tmp_path_factory.mktemp("pair"), architecture), **changes)
+    with torch.compiler.set_stance("force_eager"):  # like the fixture `uncompiled`
+        yield Pair(policy_writer(tmp_path_factory.mktemp("pair"), architecture), **changes)
 
 
 def batch_of(rows: list[list[int]], prompts: list[int], seed: int) -> Batch:

@@ -11,7 +11,7 @@ from rl_distill.teacher.protocol import TeacherPlan
 from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
-from rl_distill.teacher.service import ServiceOptions, TeacherService, teacher_task
+from rl_distill.teacher.service import TeacherService, TeacherServiceOptions, teacher_task
 
 TEXTS = [bytes([ord("a") + index]) for index in range(15)]
 STUDENT = TokenPieces(pieces=dict(enumerate(TEXTS)))
@@ -33,7 +33,7 @@ def serve(directory, replica, *, mode, top_k):
         service = TeacherService(
             [ReplicatedTeacher(TeacherPlan(name="big", top_k=top_k), lambda _: replica)],
             TeacherRouter(make_options({"big": ["default"]})),
-            ServiceOptions(vocab_size=15, top_k=top_k, deadline_s=60),
+            TeacherServiceOptions(vocab_size=15, top_k=top_k, deadline_s=60),
             caches={"big": cache},
             aligners={"big": TeacherAligner(STUDENT, TEACHER, encode, mode=mode)},
         )

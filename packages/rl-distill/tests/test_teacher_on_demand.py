@@ -15,7 +15,7 @@ from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.scores import TeacherRow
-from rl_distill.teacher.service import ServiceOptions, TeacherService
+from rl_distill.teacher.service import TeacherService, TeacherServiceOptions
 
 TRAITS = TeacherTraits(vocab_size=VOCAB_SIZE, hidden_size=4, max_tokens=50)
 ROW = TeacherRow(key=RowKey("p", 0, 0), input_ids=np.arange(5, dtype=np.int32), loss_mask=np.arange(5) > 1)
@@ -86,7 +86,7 @@ def run_service(directory, replica):
         service = TeacherService(
             [made(replica)],
             TeacherRouter(options),
-            ServiceOptions(vocab_size=VOCAB_SIZE, top_k=2, deadline_s=60),
+            TeacherServiceOptions(vocab_size=VOCAB_SIZE, top_k=2, deadline_s=60),
             caches={"big": cache},
         )
 

@@ -25,7 +25,7 @@ from rl_distill.teacher.protocol import TeacherPlan
 from rl_distill.teacher.replicas import ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
-from rl_distill.teacher.service import ServiceOptions, TeacherService, lease_group
+from rl_distill.teacher.service import TeacherService, TeacherServiceOptions, lease_group
 
 Work = Callable[[TeacherService], Awaitable[Any]]
 
@@ -36,12 +36,12 @@ def serve(
     *,
     queue: InProcessQueue,
     sources: dict[str, Sequence[str]] | None = None,
-    options: ServiceOptions | None = None,
+    options: TeacherServiceOptions | None = None,
     restarts: int = 3,
     **service: Any,
 ) -> tuple[Any, TeacherService]:
     """Start teachers, serve one step and close them; after a death, the next replica of the list takes over."""
-    options = options or ServiceOptions(vocab_size=VOCAB_SIZE, deadline_s=60)
+    options = options or TeacherServiceOptions(vocab_size=VOCAB_SIZE, deadline_s=60)
     made = {name: iter(of_teacher) for name, of_teacher in replicas.items()}
     teachers = [
         ReplicatedTeacher(
@@ -269,7 +269,7 @@ def test_teachers_that_take_too_long_after_the_last_rollout_are_named() -> None:
         await service.issued()
         put(queue, make_trajectory("p0", 0))
 
-    options = ServiceOptions(vocab_size=VOCAB_SIZE, deadline_s=0.2)
+    options = TeacherServiceOptions(vocab_size=VOCAB_SIZE, deadline_s=0.2)
     with pytest.raises(DeadlineError, match=r"teacher 'default'(: waited 0.2 s.*| has been scoring )prompt 'p0'"):
         serve({"default": [FakeReplica(before=hold)]}, work, queue=queue, options=options)
 
@@ -355,7 +355,7 @@ def test_hidden_states_are_padded_to_the_widest_teacher() -> None:
         put(queue, make_trajectory("p0", 0))
         put(queue, make_trajectory("p1", 0))
 
-    options = ServiceOptions(vocab_size=VOCAB_SIZE, with_hidden=True, deadline_s=60)
+    options = TeacherServiceOptions(vocab_size=VOCAB_SIZE, with_hidden=True, deadline_s=60)
     replicas = {"a": [FakeReplica(hidden_size=2)], "b": [FakeReplica(hidden_size=3)]}
     serve(replicas, work, queue=queue, options=options)
     hidden = queue.lease("train", groups=2, deadline_s=0).batch.ragged("teacher_hidden")

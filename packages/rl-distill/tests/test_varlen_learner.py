@@ -21,6 +21,9 @@ KINDS = ("fused", "plain")
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12, 4, 6)
 
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
+
 @pytest.fixture(autouse=True)
 def _kernels():
     install_cpu_kernels()

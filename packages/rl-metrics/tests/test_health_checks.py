@@ -221,6 +221,7 @@ COLUMNS = st.integers(1, 40).flatmap(
 )
 
 
+@pytest.mark.one_python("its work is numpy's")
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @given(columns=COLUMNS, window=st.integers(1, 60))
 def test_any_finite_columns_give_as_many_values(kind, columns, window):

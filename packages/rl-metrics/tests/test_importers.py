@@ -210,6 +210,7 @@ def test_rows_of_a_history_that_are_none_are_left_out(tmp_path):
     assert [(one["event"], one["count"], one["first_row"]) for one in logs] == [("rows_without_step", 2, 3)]
 
 
+@pytest.mark.one_python("its work is pyarrow's")
 def test_completions_as_parquet(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

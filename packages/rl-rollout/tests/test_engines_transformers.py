@@ -32,8 +32,9 @@ from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngi
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 from rl_rollout.engines.weight_checks import each_expert, tensor_shapes
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.testing import EngineConformance, UpdateChecks, begin, generate, reference_logprobs, refuses
+from rl_rollout.testing import EngineConformance, begin, generate, reference_logprobs, refuses
 from rl_rollout.testing.reference_model import PROMPT, TIED_HEAD, long_request, perturbed, token_logprobs
+from rl_rollout.testing.update_checks import UpdateChecks
 
 OPTIONS = TransformersOptions(max_model_len=128)
 

@@ -279,6 +279,8 @@ CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name
         *(("messages", "system", {"system": value}) for value in (0, {}, False)),
         *(("messages", "output_config", {"output_config": value}) for value in ([], "", 0)),
         ("messages", "messages[0].content[0].input", {"messages": [CALLED, USER]}),
+        ("messages", "messages", {"messages": [{"role": "user", "content": []}]}),
+        *(("chat/completions", "messages[0].role", {"messages": [{"role": value}]}) for value in ([], {}, 0)),
         *(("responses", "text", {"text": value}) for value in ([], "", 0)),
         ("responses", "tools", {"tools": {}}),
         ("completions", "best_of", {"best_of": True}),

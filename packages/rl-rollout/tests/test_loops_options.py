@@ -46,6 +46,7 @@ def test_tables_become_dataclasses():
     )  # fmt: skip
     assert isinstance(options.share, float)
     assert read(name="n", limit=None) == Options(name="n")
+    assert read(name="n", inner=Inner(size=2)) == Options(name="n", inner=Inner(size=2))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,51 @@ def test_tables_become_dataclasses():
 def test_wrong_tables_are_refused_by_name(table, message):
     with pytest.raises(SettingsError, match=message):
         read(**table)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Several:
+    one: Named | Inner | None = None
+    list: tuple[Inner, ...] | None = None
+    table: Mapping[str, Inner] | None = None
+    mixed: Inner | tuple[Inner, ...] | str | None = None
+
+
+@pytest.mark.parametrize(
+    ("table", "options"),
+    [
+        ({"one": {"size": 2}}, Several(one=Inner(size=2))),
+        ({"one": {"name": "a"}}, Several(one=Named(name="a"))),
+        ({"list": [{"size": 2}, {}]}, Several(list=(Inner(size=2), Inner()))),
+        ({"list": ({"size": 2},)}, Several(list=(Inner(size=2),))),
+        ({"table": {"a": {"size": 2}}}, Several(table={"a": Inner(size=2)})),
+        ({"mixed": [{"size": 2}]}, Several(mixed=(Inner(size=2),))),
+        ({"mixed": {"size": 2}}, Several(mixed=Inner(size=2))),
+        ({"mixed": "text", "one": None}, Several(mixed="text")),
+        ({"mixed": Inner(size=2), "list": (Inner(),)}, Several(mixed=Inner(size=2), list=(Inner(),))),
+    ],
+)
+def test_dataclasses_in_options_with_several_forms_are_built(table, options):
+    assert read_options(Several, table, where="loop 'x'") == options
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"list": {"size": 2}}, r"list of loop 'x' must be .*; found \{'size': 2\} \(dict\)"),
+        ({"table": {"a": {"sise": 2}}}, r"unknown option of loop 'x': table.a 'sise'. Did you mean 'size'\?"),
+        ({"mixed": [3]}, r"loop 'x': mixed\[0\] must be a table"),
+        ({"one": {"other": 2}}, r"unknown option of loop 'x': one 'other'"),
+    ],
+)
+def test_a_wrong_value_among_several_forms_is_refused_by_name(table, message):
+    with pytest.raises(SettingsError, match=message):
+        read_options(Several, table, where="loop 'x'")
 
 
 def test_loops_by_name_take_their_options():

@@ -105,7 +105,7 @@ def test_a_response_after_an_open_thinking_mark_in_the_prompt_is_no_answer(promp
     )
     loop = SingleTurnLoop()
     (session,) = asyncio.run(loop.run_group(prompt, num_sessions=1, context=context))
-    assert [seen[0].final_text, loop.judged(session, context).as_input(prompt).final_text] == [text, text]
+    assert [seen[0].final_text, loop.judged(prompt, session, context).final_text] == [text, text]
 
 
 def test_a_trajectory_holds_prompt_and_response_as_sampled():

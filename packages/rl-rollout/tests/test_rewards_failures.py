@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError
 from rl_rollout.rewards import FailurePolicy, RewardInput, RewardResult, RewardScorer, quick
-from rl_rollout.rewards.scorer import RateLimit
 
 
 def responses(*texts):
@@ -295,15 +294,18 @@ def test_the_rate_limit_spaces_the_starts_of_calls():
 
 def test_the_rate_limit_lets_no_burst_follow_a_pause():
     async def check():
-        limit = RateLimit(20.0)
         loop = asyncio.get_running_loop()
-        turns = []
-        for _ in range(3):
-            await limit.wait()
-            turns.append(loop.time())
+        starts = []
+
+        async def note(_given):
+            starts.append(loop.time())
+            return 1.0
+
+        scorer = RewardScorer(note, max_calls_per_s=20.0)
+        await scorer.score(responses(*"abc"))
         await asyncio.sleep(0.2)
-        await asyncio.gather(*(limit.wait() for _ in range(3)))
-        return turns[2] - turns[0], loop.time() - turns[2]
+        await scorer.score(responses(*"def"))
+        return starts[2] - starts[0], starts[5] - starts[2]
 
     together, after_pause = asyncio.run(check())
     assert together >= 0.09

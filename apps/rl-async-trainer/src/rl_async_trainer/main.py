@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rl_trainer_parts.commands.command_line import USAGE, Program, take_file, take_option, train_command
-from rl_trainer_parts.commands.output import counted, say
+from rl_core.terminal_text import counted, say
+from rl_trainer_parts.commands.command_line import USAGE, run_program, take_file, take_option, train_command
 
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trains = train_supervised if arguments is None else train
     commands = {"train": trains, "status": status, "scale": scale, "simulate": simulate}
     usage = USAGE.format(program=NAME, train=TRAIN, others=OTHERS)
-    return Program(name=NAME, usage=usage, commands=commands, settings=_settings_class).run(arguments)
+    return run_program(arguments, name=NAME, usage=usage, commands=commands, settings=_settings_class)
 
 
 def _settings_class() -> "type[AsyncSettings]":
@@ -57,7 +57,7 @@ def _settings_class() -> "type[AsyncSettings]":
 
 def train_supervised(words: list[str]) -> int:
     """`train` under a supervisor, unless this process already has one or a debugger needs to work in it."""
-    from rl_async_trainer.supervisor import end_with_supervisor, supervise
+    from rl_async_trainer.supervisor import Supervisor, end_with_supervisor
 
     if end_with_supervisor():
         return train(words)
@@ -66,7 +66,7 @@ def train_supervised(words: list[str]) -> int:
     settings = read_settings(of_settings)
     if "--dry-run" in words or settings.roles.placement == "inline" or not settings.roles.controller_restarts:
         return train(words)
-    return supervise(words, settings)
+    return Supervisor(words, settings).run()
 
 
 def read_settings(words: list[str]) -> "AsyncSettings":

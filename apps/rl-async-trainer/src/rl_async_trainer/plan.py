@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from rl_async_trainer.settings import AsyncSettings
+from rl_core.terminal_text import counted
 from rl_trainer_parts.checks.unused import Unused
-from rl_trainer_parts.commands.output import counted
 from rl_trainer_parts.commands.plan import describe_plan
-from rl_trainer_parts.rollouts.inputs import PromptCounts
+from rl_trainer_parts.rollouts.inputs import Inputs
 
 PLACES = {"ray": "Ray actors", "process": "processes on this machine", "inline": "this process"}
 RESTARTS = tuple(f"roles.{name}_restarts" for name in ("rollouter", "learner", "controller", "teacher"))
@@ -30,10 +30,10 @@ ASYNC_UNUSED = (
 )
 
 
-def describe_async_plan(settings: AsyncSettings, counts: PromptCounts, loop_lines: Sequence[str] = ()) -> str:
+def describe_async_plan(settings: AsyncSettings, inputs: Inputs, loop_lines: Sequence[str] = ()) -> str:
     """The plan as lines of text: the part shared by both trainers, and how generation and training overlap."""
     places = {"inline_engine": "in the rollouter's process", "inline_rank": "in the learner host's process"}
-    plan = describe_plan(settings, counts, loop_lines, **places)
+    plan = describe_plan(settings, inputs, loop_lines, **places)
     return "\n".join([plan, *_schedule(settings)])
 
 

@@ -15,7 +15,7 @@ from rich.progress import track
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import read_toml
-from rl_core.terminal_text import table_lines
+from rl_core.terminal_text import say, table_lines
 from rl_metrics.run_files import read_json_lines
 from rl_rollout.simulation import (
     GpuSplit,
@@ -30,7 +30,6 @@ from rl_rollout.simulation import (
     simulate_async,
     simulate_sync,
 )
-from rl_trainer_parts.commands.output import say
 
 DEFAULT_GPUS = "32,64,128"
 WARM_UP = "a version has batch.groups groups, like a synchronous step"

@@ -18,10 +18,9 @@ from types import FrameType
 from rl_async_trainer.liveness.control_socket import SUPERVISOR_LOCK
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.files import open_lock_file
+from rl_core.terminal_text import counted
 from rl_metrics.run_files import EventLog
-from rl_trainer_parts.commands.output import counted
 from rl_trainer_parts.reporting.trackers import make_console
-from rl_trainer_parts.run.folder import RunFolder
 
 PIPE_VARIABLE = "RL_ASYNC_TRAINER_PIPE"
 """File descriptor of a pipe that stays open while the supervisor is alive."""
@@ -48,28 +47,21 @@ def end_with_supervisor() -> bool:
     return True
 
 
-def supervise(words: Sequence[str], settings: AsyncSettings, *, module: str = "rl_async_trainer.main") -> int:
-    """Run `train` in a separate process, and restart it whenever it is killed.
+class Supervisor:
+    """Runs `train` in a separate process, and restarts it whenever it is killed."""
 
-    Args:
-        words: Arguments after `train`.
-        settings: The settings they stand for.
-        module: Module that Python runs.
+    def __init__(self, words: Sequence[str], settings: AsyncSettings, *, module: str = "rl_async_trainer.main") -> None:
+        """Set the command; `run` starts it.
 
-    Returns:
-        The exit status of the run.
-    """
-    return _Supervisor(words, settings, module).run()
-
-
-class _Supervisor:
-    """See `supervise`."""
-
-    def __init__(self, words: Sequence[str], settings: AsyncSettings, module: str) -> None:
+        Args:
+            words: Arguments after `train`.
+            settings: The settings they stand for.
+            module: Module that Python runs.
+        """
         self._module = module
         self._say = partial(make_console(settings).say, style="bold yellow")
         self._words = list(words)
-        self._settings_file = RunFolder(settings.run_folder).path / "settings.toml"
+        self._settings_file = settings.run_folder / "settings.toml"
         self._before = self._written()
         self._restarts = self._left = settings.roles.controller_restarts
         self._child: subprocess.Popen[bytes] | None = None
@@ -77,6 +69,7 @@ class _Supervisor:
         self._lock: int | None = None
 
     def run(self) -> int:
+        """Run the process until it ends without being killed, and return its exit status."""
         before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while True:

@@ -25,9 +25,7 @@ from rl_rollout.prompts import PromptSource, PromptSupply
 from rl_rollout.schedule import Scheduler
 from rl_trainer_parts.learning.parts import canary_sequences
 from rl_trainer_parts.learning.start_learners import describe_parameters
-from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
@@ -95,7 +93,7 @@ class AsyncTrainingRun:
         self._deaf: Collection[str] = ()
         self._roles: dict[str, Role] = {}
         self._controller: Controller | None = None
-        self._lifecycle = RunLifecycle(settings, folder, console)
+        self._lifecycle = RunLifecycle(settings, folder, console, inputs.tokenizer)
 
     async def run(self) -> int:
         """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
@@ -152,8 +150,6 @@ class AsyncTrainingRun:
             path=folder / HANG_FILE,
             on_hang=partial(self._has_hung, asyncio.get_running_loop()),
         )
-        rollouts = RolloutWriter(folder / "rollouts.jsonl", self._inputs.tokenizer)
-        stack.callback(rollouts.close)
         parts = ControllerParts(
             settings=settings,
             inputs=self._inputs,
@@ -166,8 +162,6 @@ class AsyncTrainingRun:
             stop=stop,
             progress=watchdog.progress,
             lifecycle=self._lifecycle,
-            rollouts=rollouts,
-            probes=TokenProbes.of_run(settings, folder, self._inputs.tokenizer),
             memory=make_memory_watch(settings, "controller", say=self._lifecycle.say),
         )
         return parts, watchdog

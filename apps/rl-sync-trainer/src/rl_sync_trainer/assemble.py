@@ -1,10 +1,10 @@
-"""The parts of the synchronous loop, and its queue."""
+"""The parts of the synchronous loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core import InProcessQueue, Prompt, TransferQueue
+from rl_core import Prompt, TransferQueue
 from rl_core.weights import WeightTransport
 from rl_distill.teacher import TeacherService
 from rl_metrics.reductions import MemoryWatch
@@ -12,15 +12,11 @@ from rl_rollout import Rollout
 from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
 from rl_trainer_parts.learning.parts import LearningParts
-from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.inputs import Inputs
-from rl_trainer_parts.rollouts.setup import queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.folder import RunState
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
-from rl_trainer_parts.settings.schema import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +46,9 @@ class Parts(LearningParts):
         teachers: Score rows in the queue, if there are teachers; started.
         transport: Sends weights to the engine.
         stop: Ctrl-C and SIGTERM.
-        lifecycle: Events, console, trackers and the run's goal.
+        lifecycle: Events, console, trackers, records and the run's goal.
         on_state: Called with every state from which the run can resume.
         save_checkpoint: Writes a checkpoint.
-        rollouts: Records trajectories.
-        probes: Probes the policy at fixed tokens.
         memory: Measures memory.
     """
 
@@ -70,8 +64,6 @@ class Parts(LearningParts):
     lifecycle: RunLifecycle
     on_state: Callable[[TrainerState], None]
     save_checkpoint: Callable[[TrainerState], None]
-    rollouts: RolloutWriter
-    probes: TokenProbes
     memory: MemoryWatch
 
     async def issue(self, prompts: Sequence[Prompt], *, num_sessions: int) -> None:
@@ -79,8 +71,3 @@ class Parts(LearningParts):
         self.queue.issue(prompts, num_sessions=num_sessions)
         if self.teachers is not None:
             await self.teachers.issued()
-
-
-def make_queue(settings: Settings) -> TransferQueue:
-    """The run's queue; its tasks receive groups in the order of issue, so that runs are repeatable."""
-    return InProcessQueue(queue_tasks(settings, order="issue"))

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 from rl_metrics.reductions import Recorder
 from rl_sync_trainer.assemble import Parts, TrainerState
-from rl_sync_trainer.evaluation import TESTING, evaluate
-from rl_sync_trainer.stages import collect_step, gpu_metrics, publish, record_step, rest_engine, write_rollouts
+from rl_sync_trainer.evaluation import evaluate
+from rl_sync_trainer.stages import collect_step, gpu_metrics, publish, record_step, rest_engine
 from rl_trainer_parts.learning.step import learn
+from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.step_metrics import with_speeds
+from rl_trainer_parts.rollouts.evaluation import TESTING
 from rl_trainer_parts.rollouts.setup import TRAIN
 
 
@@ -79,7 +81,8 @@ async def train_step(parts: Parts, state: TrainerState) -> TrainerState:
         await publish(parts, version, recorder)
     parts.queue.forget_finished()
     with recorder.timer("dump_rollout_generations"):
-        write_rollouts(parts, trained, step=step, version=state.policy_version)
+        drafts = draft_rollouts(parts.settings, trained, step=step, version=state.policy_version)
+        parts.lifecycle.rollouts.write(drafts)
     recorder.record_all(await gpu_metrics(parts))
     step_s = time.perf_counter() - started
     record_step(parts, recorder, trained, step=step, version=state.policy_version, step_s=step_s)

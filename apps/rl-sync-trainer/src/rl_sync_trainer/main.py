@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_trainer_parts.commands.command_line import USAGE, Program, train_command
+from rl_trainer_parts.commands.command_line import USAGE, run_program, train_command
 
 if TYPE_CHECKING:
     from rl_metrics.trackers import ConsoleTracker
@@ -21,7 +21,7 @@ TRAIN = """\
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     usage = USAGE.format(program=NAME, train=TRAIN, others="")
-    return Program(name=NAME, usage=usage, commands={"train": train}, settings=_settings_class).run(arguments)
+    return run_program(arguments, name=NAME, usage=usage, commands={"train": train}, settings=_settings_class)
 
 
 def _settings_class() -> "type[Settings]":

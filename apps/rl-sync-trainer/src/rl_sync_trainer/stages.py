@@ -1,17 +1,17 @@
 """Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics."""
 
-import asyncio
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from rl_core import Batch, Prompt
-from rl_core.errors import DeadlineError
+from rl_core.cluster import within
 from rl_core.gpus import gpu_use_of
 from rl_core.weights import PublishReport, retry_proof
 from rl_core.weights.ipc import IpcTransport
 from rl_metrics.reductions import (
     Recorder,
+    batch_distributions,
     memory_metrics,
     summarize_components,
     summarize_gpus,
@@ -28,9 +28,7 @@ from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
 from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
-from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.step_metrics import (
-    record_distributions,
     reward_times,
     slowest_session,
     summarize_sessions,
@@ -102,15 +100,9 @@ async def collect_step(parts: Parts, recorder: Recorder, *, step: int) -> int:
     deadline_s = settings.rollout.deadline_s
 
     async def generate() -> int:
-        limit = asyncio.timeout(deadline_s)
-        try:
-            async with limit:
-                with recorder.timer("gen"):
-                    return await collect_rollouts(parts, recorder, step=step)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlineError(f"waited {deadline_s:g} s for the {what} and gave up.") from None
+        async with within(deadline_s, f"waited {deadline_s:g} s for the {what} and gave up."):
+            with recorder.timer("gen"):
+                return await collect_rollouts(parts, recorder, step=step)
 
     if parts.teachers is None:
         return await parts.stop.run(generate(), what=what, deadline_s=deadline_s)
@@ -209,7 +201,7 @@ def record_rollouts(
     """
     failed = FailedSessions.among(answers_of(groups, source="trainer"))
     failed.tell(parts.lifecycle.say, step=step, during="training")
-    parts.rollouts.hold(failed.drafts(parts.settings, step=step))
+    parts.lifecycle.rollouts.hold(failed.drafts(parts.settings, step=step))
     require_some_success(groups)
     recorder.record("rollout/failed_sessions", len(failed.failed))
     recorder.record("rollout/failed_rewards", failed.num_rewards)
@@ -219,8 +211,7 @@ def record_rollouts(
     recorder.record_all(reward_times([one.timings for one in timed if one.prompt_uid not in replayed]))
     recorder.record_all(summarize_timings(timed))
     if parts.settings.metrics.has_details(step):
-        for name, values in timing_distributions([one.timings for one in timed]).items():
-            recorder.record_values(name, values)
+        recorder.record_distributions(timing_distributions([one.timings for one in timed]))
     recorder.record_all(summarize_components([trajectory.reward_components for trajectory in trajectories]))
     parts.lifecycle.say("slowest_session", step=step, **slowest_session(timed))
 
@@ -233,16 +224,13 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
         DeadlineError: The engine did not load the weights in time.
     """
     deadline_s = parts.settings.rollout.deadline_s
-    try:
-        async with asyncio.timeout(deadline_s):
-            report = await retry_proof(
-                lambda: _publish_once(parts, version),
-                on_failure=lambda error: parts.lifecycle.say(
-                    "weight_proof_failed", version=version, tensor=error.tensor, error=str(error)
-                ),
-            )
-    except TimeoutError as error:
-        raise DeadlineError(f"the engine did not load policy version {version} within {deadline_s:g} s.") from error
+    async with within(deadline_s, f"the engine did not load policy version {version} within {deadline_s:g} s."):
+        report = await retry_proof(
+            lambda: _publish_once(parts, version),
+            on_failure=lambda error: parts.lifecycle.say(
+                "weight_proof_failed", version=version, tensor=error.tensor, error=str(error)
+            ),
+        )
     if isinstance(parts.transport, IpcTransport):
         parts.transport.release()
     parts.replay.served(report, engine=parts.engine.traits.name)
@@ -289,11 +277,6 @@ async def rest_engine(parts: Parts, *, keeps_weights: bool = False) -> None:
         await parts.engine.sleep(1 if keeps_weights or rollout.offload_keeps_weights else 2)
 
 
-def write_rollouts(parts: Parts, batch: Batch, *, step: int, version: int) -> None:
-    """Record some of a step's trajectories."""
-    parts.rollouts.write(draft_rollouts(parts.settings, batch, step=step, version=version))
-
-
 async def gpu_metrics(parts: Parts) -> dict[str, float]:
     """Use of the GPUs of learner, engine and teachers since the last step; nothing on CPUs."""
     return {
@@ -307,7 +290,7 @@ def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, ve
     """Record the batch's rewards, lengths, staleness, mismatch and speed, and the memory in use."""
     recorder.record_all(summarize_step(parts.settings, batch, version=version, step_s=step_s))
     if parts.settings.metrics.has_details(step):
-        record_distributions(batch, recorder)
+        recorder.record_distributions(batch_distributions(batch))
     recorder.record_all({f"queue/{name}": value for name, value in parts.queue.stats().items()})
     recorder.record_all(memory_metrics() | parts.memory.step(step))
     recorder.record_all({"training/epoch": parts.source.epoch, "timing_s/step": step_s})

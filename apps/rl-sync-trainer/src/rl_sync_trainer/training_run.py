@@ -4,23 +4,22 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from rl_core import InProcessQueue
+from rl_core.terminal_text import counted
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher import TeacherService
 from rl_metrics.trackers import ConsoleTracker
 from rl_rollout.engines import RolloutEngine
 from rl_rollout.prompts import PromptSource
-from rl_sync_trainer.assemble import Parts, TrainerState, make_queue
+from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_sync_trainer.loop import train
-from rl_trainer_parts.commands.output import counted
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
-from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.engines import make_engine
 from rl_trainer_parts.rollouts.inputs import Inputs
-from rl_trainer_parts.rollouts.setup import make_transport, open_rollout
+from rl_trainer_parts.rollouts.setup import make_transport, open_rollout, queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.folder import RunFolder, read_run_state
 from rl_trainer_parts.run.lifecycle import RunLifecycle
@@ -38,7 +37,7 @@ class TrainingRun:
         self._folder = folder
         self._console = console
         self._state = TrainerState()
-        self._lifecycle = RunLifecycle(settings, folder, console)
+        self._lifecycle = RunLifecycle(settings, folder, console, inputs.tokenizer)
 
     async def run(self) -> int:
         """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
@@ -119,12 +118,10 @@ class TrainingRun:
         teachers: TeacherService | None,
     ) -> Parts:
         settings = self._settings
-        queue = make_queue(settings)
+        queue = InProcessQueue(queue_tasks(settings, order="issue"))  # so that runs are repeatable
         stack.callback(queue.close)
         transport = make_transport(settings)
         stack.callback(transport.close)
-        rollouts = RolloutWriter(self._folder.path / "rollouts.jsonl", self._inputs.tokenizer)
-        stack.callback(rollouts.close)
         return Parts(
             settings=settings,
             inputs=self._inputs,
@@ -141,8 +138,6 @@ class TrainingRun:
             lifecycle=self._lifecycle,
             on_state=self._keep_state,
             save_checkpoint=lambda state: self._save(state, learners),
-            rollouts=rollouts,
-            probes=TokenProbes.of_run(settings, self._folder.path, self._inputs.tokenizer),
             memory=make_memory_watch(settings, "trainer", say=self._lifecycle.say),
         )
 

@@ -104,8 +104,8 @@ def known_rules(kind: Any, names: Iterable[str]) -> dict[str, ValueRule]:
     """Return the rules of a record's fields or a function's parameters; annotations without a rule are omitted."""
     try:
         hints = get_type_hints(kind, include_extras=True)
-    except (NameError, TypeError):  # one is imported only under TYPE_CHECKING, or this is an object that can be called
-        hints = {name: hint for name, hint in getattr(kind, "__annotations__", {}).items() if not isinstance(hint, str)}
+    except (NameError, AttributeError, TypeError):  # one uses a name that is imported only under TYPE_CHECKING
+        hints = {name: hint for name, hint in kind.__annotations__.items() if not isinstance(hint, str)}
     found = {name: rule_of(hints.get(name, Any)) for name in names}
     return {name: rule for name, rule in found.items() if rule is not None}
 

@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform
 
@@ -120,13 +120,16 @@ def fit_options(function: Callable[..., Any], options: Mapping[str, Any], *, own
     """Check and convert options of a function by its annotations, before they are bound.
 
     Args:
-        function: A function, also of another package.
+        function: A function, an object that can be called, or a record, also of another package.
         options: Values by name; those without an annotation are kept.
         owner: Owner of the options, for messages.
 
     Raises:
         SettingsError: An option is invalid or NaN; the message has its name, valid values and its value.
     """
+    function = function.func if isinstance(function, partial) else function
+    if not inspect.isroutine(function) and not inspect.isclass(function):
+        function = type(function).__call__
     fitting = dict(options)
     for name, rule in known_rules(function, options).items():
         fitting[name] = _fitted(name, options[name], rule, who=owner, error=SettingsError)

@@ -108,6 +108,22 @@ def write_out(text: str) -> None:
         raise
 
 
+def say(line: str) -> None:
+    """Print an escaped line and flush it, also into a pipe."""
+    write_out(f"{escaped_lines(line)}\n")
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """Return a number with its noun, such as "1 step" or "2 steps".
+
+    Args:
+        count: The number.
+        one: The singular.
+        several: The plural; by default the singular with an "s".
+    """
+    return f"{count} {one if count == 1 else several or f'{one}s'}"
+
+
 def _is_plain(character: str) -> bool:
     return character.isprintable() and not unicodedata.category(character).startswith("M")
 

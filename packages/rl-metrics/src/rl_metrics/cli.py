@@ -9,7 +9,7 @@ from rl_core.errors import RLError
 from rl_core.terminal_text import describe_version, escaped_event, print_uncaught, use_utf8
 from rl_metrics.commands import check, compare, doctor, importing, report, rules
 from rl_metrics.commands import list as listing
-from rl_metrics.commands.parts import Parser, Run, Verbs, refuse
+from rl_metrics.commands.parts import Parser, Run, add_verbs, refuse
 
 VERBS = (listing, compare, importing, report, check, doctor, rules)
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="rl-metrics", description="Inspect, compare and diagnose training runs.")
     parser.add_argument("--version", action="version", version=describe_version("rl-metrics"))
-    verbs = Verbs(parser)
+    add_verb = add_verbs(parser)
     for verb in VERBS:
-        verb.add_to(verbs)
+        verb.add_to(add_verb)
     return parser

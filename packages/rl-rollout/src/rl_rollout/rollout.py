@@ -17,7 +17,6 @@ from rl_rollout.loops.outcomes import check_sessions
 from rl_rollout.loops.protocol import (
     SEED_BITS,
     AgentLoop,
-    Judged,
     LoopContext,
     SessionResult,
     describe_failure,
@@ -26,6 +25,7 @@ from rl_rollout.loops.protocol import (
 )
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.protocol import RewardInput
 from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.score_audit import Rescored, ScoreAudit, ServedVersion
 from rl_rollout.user_errors import ends_the_run
@@ -74,7 +74,7 @@ class GroupResult:
         return tuple(session.failure for session in self.sessions if session.failure is not None)
 
 
-Judge = Callable[[SessionResult, LoopContext], Judged]
+Judge = Callable[[Prompt, SessionResult, LoopContext], RewardInput]
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 """Called with each group when its last session ends, in the order of completion."""
 
@@ -230,7 +230,7 @@ class Rollout:
     async def _judged_again(self, group: GroupResult, judged: Judge, context: LoopContext) -> tuple[SessionResult, ...]:
         prompt, sessions = group.prompt, group.sessions
         finished = [session for session in sessions if session.failure is None]
-        inputs = [judged(session, context).as_input(prompt) for session in finished]
+        inputs = [judged(prompt, session, context) for session in finished]
         scores = await context.scorer.score(inputs) if inputs else []
         unscored = [[replace(row, reward=None, reward_components={}) for row in one.trajectories] for one in finished]
         scored = map(with_reward, unscored, scores)

@@ -248,7 +248,7 @@ class Controller:
         finally:
             self._trackers.log_histograms(number, histograms)
             self._trackers.log(number, metrics)  # even if the run stops during validation
-            self._parts.rollouts.write(report.rollouts)
+            self._parts.lifecycle.rollouts.write(report.rollouts)
         if self._lacks_validation:
             await self._validate_beside()
         is_due = scheduler.is_done or self._is_due(self._settings.trainer.checkpoint_every)
@@ -299,7 +299,7 @@ class Controller:
         scheduler = self._scheduler
         window = await self._rollouter.window(scheduler.num_steps)
         teachers = {"metrics": {}, "events": []} if self._teachers is None else await self._teachers.window()
-        self._parts.rollouts.hold(window["rollouts"])
+        self._parts.lifecycle.rollouts.hold(window["rollouts"])
         self._log_events([*window["events"], *teachers["events"]])
         metrics = self._metrics.of_step(
             report,

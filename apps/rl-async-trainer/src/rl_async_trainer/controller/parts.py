@@ -11,8 +11,6 @@ from rl_core.cluster import Role
 from rl_metrics.reductions import MemoryWatch
 from rl_rollout.prompts import PromptSupply
 from rl_rollout.schedule import Scheduler
-from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
-from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.run.lifecycle import RunLifecycle
 from rl_trainer_parts.run.stopping import StopSignal
@@ -33,9 +31,7 @@ class ControllerParts:
         record: Records what happens.
         stop: Ctrl-C and SIGTERM.
         progress: Called on any progress.
-        lifecycle: Events, trackers, checkpoints and elapsed time.
-        rollouts: Records a step's trajectories.
-        probes: Probes the policy at fixed tokens.
+        lifecycle: Events, trackers, records, checkpoints and elapsed time.
         memory: Measures the controller's memory.
     """
 
@@ -50,6 +46,4 @@ class ControllerParts:
     stop: StopSignal
     progress: Callable[[str], None]
     lifecycle: RunLifecycle
-    rollouts: RolloutWriter
-    probes: TokenProbes
     memory: MemoryWatch

@@ -1,7 +1,6 @@
 """Run validations: send prompts in batches and summarise the answers."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,13 +19,7 @@ from rl_metrics.targets import EXACT
 from rl_rollout.rollouter import PolicyScores
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.rollouts.answers import Answer
-from rl_trainer_parts.rollouts.evaluation import (
-    chosen_problems,
-    draw_samples,
-    measured,
-    summarize_answers,
-    with_results,
-)
+from rl_trainer_parts.rollouts.evaluation import draw_samples, measure_splits, summarize_answers, with_results
 
 
 class Validator:
@@ -62,28 +55,21 @@ class Validator:
             RoleRestartedError: The learner's side answered and died.
         """
         lifecycle = self._parts.lifecycle
-        started = time.perf_counter()
-        metrics: dict[str, float] = {}
+
+        async def measure(split: str, problems: Sequence[Prompt]) -> dict[str, float]:
+            batches = split_batches(split, step, problems, size=self._settings.schedule.validation_batch)
+            answers = await self._answers(batches)
+            metrics, samples = await asyncio.to_thread(self._summarize, batches, answers)
+            FailedSessions.among(answers).tell(lifecycle.say, step=step, during=split)
+            if samples:
+                lifecycle.trackers.log_generations(step, f"{split}/generations", samples)
+            if split == "validation":
+                metrics[EXACT] = float(self._is_exact(step, metrics))
+                await lifecycle.probes.ask(partial(self._scores, step), answers, step=step)
+            return metrics
+
         async with self._lock:
-            for split in splits:
-                problems = {"validation": self._inputs.validation, "test": self._inputs.test}[split]
-                if problems is None:
-                    continue
-                chosen = chosen_problems(self._settings, problems)
-                batches = split_batches(split, step, chosen, size=self._settings.schedule.validation_batch)
-                answers = await self._answers(batches)
-                of_split, samples = await asyncio.to_thread(self._summarize, batches, answers)
-                FailedSessions.among(answers).tell(lifecycle.say, step=step, during=split)
-                if samples:
-                    lifecycle.trackers.log_generations(step, f"{split}/generations", samples)
-                if split == "validation":
-                    metrics |= of_split | {EXACT: float(self._is_exact(step, of_split))}
-                    await self._parts.probes.ask(partial(self._scores, step), answers, step=step)
-                else:
-                    metrics |= {f"test/{name}": value for name, value in measured(self._settings, of_split).items()}
-        if metrics:
-            metrics["timing_s/testing"] = time.perf_counter() - started
-        return metrics
+            return await measure_splits(self._settings, self._inputs, splits, measure)
 
     def begin(
         self,

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from rl_async_trainer.controller.links import IsCurrent, LearnerLink, RollouterLink
-from rl_core.cluster import RoleRestartedError
-from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError
+from rl_core.cluster import RoleRestartedError, within
+from rl_core.errors import EngineError, TransferError, WeightProofError
 from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
 
@@ -138,20 +138,17 @@ class WeightPublisher:
     async def _give(self, packed: PackedWeights, is_current: IsCurrent) -> PublishReport | None:
         """Publish; None if the rollouter died meanwhile, or the weights were lost with the learner."""
         try:
-            async with asyncio.timeout(self._deadline_s) as limit:
+            async with within(
+                self._deadline_s,
+                f"waited {self._deadline_s:g} s (twice rollout.deadline_s) for the engines to load version "
+                f"{packed.update.version} and gave up.",
+            ):
                 report = await self._rollouter.publish(packed)
                 if report is None:
                     return None
                 return await self._learner.prove(packed, report, self._rollouter.tolerances, is_current)
         except RoleRestartedError:
             return None
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # an engine's own error, which says what it waited for
-            raise DeadlineError(
-                f"waited {self._deadline_s:g} s (twice rollout.deadline_s) for the engines to load version "
-                f"{packed.update.version} and gave up."
-            ) from error
         except (EngineError, TransferError, WeightProofError):
             await self._learner.check_alive()
             if is_current():

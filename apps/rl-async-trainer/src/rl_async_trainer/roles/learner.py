@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from rl_core.weights import TensorTransport, WeightUpdate, check_receipt
 from rl_distill.learner_host import LearnerHost, LearnerHostOptions, PackedWeights
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
-from rl_metrics.reductions import Recorder, summarize_gpus, summarize_staleness
+from rl_metrics.reductions import Recorder, batch_distributions, summarize_gpus, summarize_staleness
 from rl_rollout import Rollout
 from rl_rollout.engines import RolloutEngine, engine_class
 from rl_rollout.rollouter import PolicyScores, policy_scores
@@ -29,12 +28,7 @@ from rl_trainer_parts.learning.parts import LearningParts, proof_tolerances
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
-from rl_trainer_parts.reporting.step_metrics import (
-    make_memory_watch,
-    record_distributions,
-    summarize_step,
-    with_speeds,
-)
+from rl_trainer_parts.reporting.step_metrics import make_memory_watch, summarize_step, with_speeds
 from rl_trainer_parts.rollouts.answers import Answer, answers_of
 from rl_trainer_parts.rollouts.engines import engine_options
 from rl_trainer_parts.rollouts.evaluation import answer_problems
@@ -42,12 +36,12 @@ from rl_trainer_parts.rollouts.inputs import read_tokenizer
 from rl_trainer_parts.rollouts.setup import TRAIN, make_transport, open_rollout
 from rl_trainer_parts.run.folder import read_run_state
 
-Export = Callable[[], Awaitable[tuple[Mapping[str, Any], Mapping[str, str]]]]
-"""Returns the policy's tensors by name, and which names are tied to others."""
-
 
 class RunLearner(LearnerHost):
-    """Trains on the requested groups; one per run, whatever its number of ranks."""
+    """Trains on the requested groups; one per run, whatever its number of ranks.
+
+    Its engine answers validation prompts with its weights of earlier steps; the engine starts on first use.
+    """
 
     def __init__(
         self, settings: AsyncSettings, queue: TransferQueue, canary_sequences: Sequence[IntArray], *, folder: Path
@@ -76,7 +70,12 @@ class RunLearner(LearnerHost):
         self._settings = settings
         self._folder = folder
         self._parts: LearningParts | None = None
-        self._validator = LearnerValidation(settings)
+        self._stack = ExitStack()
+        self._engine: RolloutEngine | None = None
+        self._rollout: Rollout | None = None
+        self._held: dict[int, WeightUpdate] = {}
+        self._validated: tuple[int, int] | None = None  # step and version of the engine's weights
+        self._answering = ""
         # An inline role shares the controller's memory, which has its own watch.
         self._memory = make_memory_watch(settings, "learner") if is_apart else None
 
@@ -117,8 +116,9 @@ class RunLearner(LearnerHost):
             await asyncio.to_thread(self.learners.expect_engines, self.transport, count)
 
     async def hold(self, step: int, version: int) -> None:
-        """Keep the current weights for a step's validation."""
-        await self._validator.hold(step, version=version, export=self.export)
+        """Keep the current weights to answer a step's validation, while training continues."""
+        tensors, tied = await self.export()
+        self._held[step] = TensorTransport().pack(tensors, version=version, tied=tied)
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """Answer validation prompts with the weights held for their step.
@@ -126,24 +126,55 @@ class RunLearner(LearnerHost):
         Raises:
             NotReadyError: No weights are held.
         """
-        return await self._validator.answer(batch)
+        engine, rollout = await self._validation_engine()
+        update = self._held.pop(batch.step, None)
+        if update is not None:
+            check_receipt(update, await engine.update_weights(update), tolerances=proof_tolerances(self._settings))
+            self._validated = batch.step, update.version
+        elif self._validated is None or batch.step != self._validated[0]:
+            raise NotReadyError(f"no weights are held for the validation of step {batch.step}. Call `hold` first.")
+
+        self._answering = f"answers validation batch {batch.number} of step {batch.step}"
+        try:
+            return answers_of(await answer_problems(self._settings, rollout, batch.prompts), source="learner")
+        finally:
+            self._answering = ""
 
     async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
-        """Probe the policy of the newest validation; see `LearnerValidation.probe`.
+        """Probe the policy that answered a step's validation.
+
+        Args:
+            step: Number of finished steps at that validation.
+            sequences: [T] int32 each, tokens of a prompt and a response.
+            top_k: Number of alternatives to return per token.
 
         Raises:
             NotReadyError: The newest validation was another step's.
         """
-        return await self._validator.probe(step, sequences, top_k)
+        if self._engine is None or self._validated is None or step != self._validated[0]:
+            raise NotReadyError(f"the last validation here was not that of step {step}.")
+        return await policy_scores(self._engine, sequences, top_k, version=self._validated[1])
 
     async def report(self) -> RoleView:
         """What the role and its validation are doing."""
         view = await super().report()
-        return RoleView(doing="; ".join(filter(None, (view.doing, self._validator.doing))), counts=view.counts)
+        return RoleView(doing="; ".join(filter(None, (view.doing, self._answering))), counts=view.counts)
 
     async def close_others(self) -> None:
-        """Close the validation engine."""
-        await self._validator.close()
+        """Close the validation engine. Can be called twice."""
+        self._stack.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
+    async def _validation_engine(self) -> tuple[RolloutEngine, Rollout]:
+        if self._engine is None or self._rollout is None:
+            settings = self._settings
+            options = engine_options(settings, serves_adapter=False)  # `hold` keeps merged weights
+            self._engine = engine_class(settings.rollout.engine)(settings.policy.path, options)
+            await self._engine.start()
+            self._rollout = self._stack.enter_context(open_rollout(settings, read_tokenizer(settings), self._engine))
+        return self._engine, self._rollout
 
     # -- in the learner's thread
 
@@ -193,7 +224,7 @@ class RunLearner(LearnerHost):
     def _record(self, recorder: Recorder, batch: Batch, order: StepOrder, *, busy_s: float) -> None:
         num_tokens = len(batch.ragged("input_ids").values)
         if self._settings.metrics.has_details(order.step):
-            record_distributions(batch, recorder)
+            recorder.record_distributions(batch_distributions(batch))
         recorder.record_all(
             {
                 **summarize_step(self._settings, batch, version=order.version, step_s=busy_s),
@@ -213,78 +244,3 @@ def _staleness(batch: Batch, version: int) -> dict[str, float]:
         return {}
     oldest, newest = (np.asarray([bound(versions[index]) for index in sampled]) for bound in (np.min, np.max))
     return summarize_staleness(oldest, newest, policy_version=version, group_index=batch.group_index()[sampled])
-
-
-class LearnerValidation:
-    """Answers validation prompts in the learner's process; its engine starts on first use.
-
-    Attributes:
-        doing: Work in progress; empty without any.
-    """
-
-    def __init__(self, settings: AsyncSettings) -> None:
-        """Set the settings; the engine starts on first use."""
-        self._settings = settings
-        self._stack = ExitStack()
-        self._engine: RolloutEngine | None = None
-        self._rollout: Rollout | None = None
-        self._held: dict[int, WeightUpdate] = {}
-        self._step: int | None = None
-        self._version = NO_VERSION
-        self.doing = ""
-
-    async def hold(self, step: int, *, version: int, export: Export) -> None:
-        """Keep the current weights to answer a step's validation, while training continues."""
-        tensors, tied = await export()
-        self._held[step] = TensorTransport().pack(tensors, version=version, tied=tied)
-
-    async def answer(self, batch: ValidationBatch) -> list[Answer]:
-        """Answer prompts with the weights held for the batch's step.
-
-        Raises:
-            NotReadyError: No weights are held.
-        """
-        engine, rollout = await self._started()
-        update = self._held.pop(batch.step, None)
-        if update is not None:
-            check_receipt(update, await engine.update_weights(update), tolerances=proof_tolerances(self._settings))
-            self._step, self._version = batch.step, update.version
-        elif batch.step != self._step:
-            raise NotReadyError(f"no weights are held for the validation of step {batch.step}. Call `hold` first.")
-
-        self.doing = f"answers validation batch {batch.number} of step {batch.step}"
-        try:
-            return answers_of(await answer_problems(self._settings, rollout, batch.prompts), source="learner")
-        finally:
-            self.doing = ""
-
-    async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
-        """Probe the policy that answered a step's validation.
-
-        Args:
-            step: Number of finished steps at that validation.
-            sequences: [T] int32 each, tokens of a prompt and a response.
-            top_k: Number of alternatives to return per token.
-
-        Raises:
-            NotReadyError: The engine has another step's weights, or was not started.
-        """
-        if self._engine is None or step != self._step:
-            raise NotReadyError(f"the last validation here was not that of step {step}.")
-        return await policy_scores(self._engine, sequences, top_k, version=self._version)
-
-    async def close(self) -> None:
-        """Stop the engine. Can be called twice."""
-        self._stack.close()
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await engine.close()
-
-    async def _started(self) -> tuple[RolloutEngine, Rollout]:
-        if self._engine is None or self._rollout is None:
-            settings = self._settings
-            options = engine_options(settings, serves_adapter=False)  # `hold` keeps merged weights
-            self._engine = engine_class(settings.rollout.engine)(settings.policy.path, options)
-            await self._engine.start()
-            self._rollout = self._stack.enter_context(open_rollout(settings, read_tokenizer(settings), self._engine))
-        return self._engine, self._rollout

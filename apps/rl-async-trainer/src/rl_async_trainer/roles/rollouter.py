@@ -129,8 +129,7 @@ class RunRollouter(Rollouter):
         if window.timed:
             window.say("slowest_session", **slowest_session(window.timed))
         recorder = Recorder()
-        for name, values in timing_distributions([session.timings for session in window.timed]).items():
-            recorder.record_values(name, values)
+        recorder.record_distributions(timing_distributions([session.timings for session in window.timed]))
         histograms = {name: histogram.to_json() for name, histogram in recorder.histograms().items()}
         if self._memory is not None:
             metrics |= self._memory.step()

@@ -1,27 +1,37 @@
 """Arguments, error messages and logging of the commands of both trainers."""
 
-import io
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
 from rl_core.errors import CheckpointError, DataError, MissingExtraError, NotReadyError, RLError, SettingsError
 from rl_core.registry import nearest_name
-from rl_core.terminal_text import describe_version, escaped_event, json_text, print_uncaught, use_utf8
-from rl_trainer_parts.commands.output import MISTAKE, complain, counted, say
+from rl_core.terminal_text import (
+    counted,
+    describe_version,
+    escaped_event,
+    escaped_lines,
+    json_text,
+    print_uncaught,
+    say,
+    use_utf8,
+)
 
 if TYPE_CHECKING:
     from rl_trainer_parts.settings.schema import Settings
 
 FAILED = 1
+MISTAKE = 2
+"""Exit status after a mistake in settings or files."""
 
 Command = Callable[[list[str]], int]
 
@@ -57,119 +67,119 @@ WITH_SETTINGS = ("train", "validate")
 """Commands whose --help explains settings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """A trainer's command line.
+SettingsClass = Callable[[], "type[Settings]"]
+"""Returns a trainer's settings class, whose import takes a second."""
 
-    Attributes:
+
+def run_program(
+    arguments: Sequence[str] | None, *, name: str, usage: str, commands: Mapping[str, Command], settings: SettingsClass
+) -> int:
+    """Print help or the version, or run the command that the first word names; return the exit status.
+
+    Args:
+        arguments: The words after the program's name; None takes those of the shell.
         name: Name of the program and of its distribution.
         usage: All commands with their arguments and a description.
         commands: `train` and further commands by name; each may modify the argument list.
-        settings: Returns the settings class, whose import takes a second.
+        settings: The trainer's settings class.
     """
-
-    name: str
-    usage: str
-    commands: Mapping[str, Command]
-    settings: Callable[[], "type[Settings]"]
-
-    def run(self, arguments: Sequence[str] | None) -> int:
-        """Print help or the version, or run the command that the first word names; return the exit status.
-
-        Args:
-            arguments: The words after the program's name; None takes those of the shell.
-        """
-        if arguments is None:
-            use_utf8()
-        words = list(sys.argv[1:] if arguments is None else arguments)
-        if not words or words[0] in HELP:
-            say(self.usage)
-            return 0 if words else MISTAKE
-        if words[0] == "--version":
-            say(describe_version(self.name))
-            return 0
-        asked = [index for index, word in enumerate(words) if word in HELP]
-        if asked and words[0] in WITH_SETTINGS:
-            return run_command(("help", *words[asked[0] + 1 :]), {"help": self._explain})
-        first = {
-            "new": self._new,
-            "check-machine": self._check_machine,
-            "train": self.commands["train"],
-            "validate": self._validate,
-        }
-        return run_command(words, {**first, **self.commands, "export": export})
-
-    def _new(self, words: list[str]) -> int:
-        """`new DIR [--model FOLDER]`."""
-        from rl_trainer_parts.commands.new import new
-
-        return new(words, self.settings(), program=self.name)
-
-    def _check_machine(self, words: list[str]) -> int:
-        """`check-machine [SETTINGS.toml] [--json] [--section.name=value ...]`: every check with its advice."""
-        if set(HELP) & set(words):
-            say(CHECK_MACHINE_HELP.format(program=self.name))
-            return 0
-        as_json = take_flag(words, "--json")
-        refuse_unknown_flags(words, ("--json",))
-        from rl_trainer_parts.machine.judging import ANY_RUN, judge_machine
-        from rl_trainer_parts.machine.needs import needs_of
-        from rl_trainer_parts.machine.readings import read_machine
-
-        file = take_file(words, f"{self.name} check-machine") if words else None
-        needs = needs_of(self._load(file, words)) if words or file is not None else ANY_RUN
-        checks = judge_machine(read_machine(needs.run_folder), needs)
-        count = {state: sum(check.state == state for check in checks) for state in ("problem", "warning")}
-        if as_json:
-            listed = [{**check._asdict(), "advice": check.advice} for check in checks]
-            say(json_text({"ok": not count["problem"], "checks": listed}).rstrip("\n"))
-        else:
-            for check in checks:
-                say(f"{check.state:<8} {check.name:<14} {check.found}")
-                if check.advice:
-                    say(f"{'':<23} try: {check.advice}")
-            say(", ".join(counted(number, state) for state, number in count.items()))
-        return FAILED if count["problem"] else 0
-
-    def _validate(self, words: list[str]) -> int:
-        """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""
-        policy, best = take_option(words, "--policy"), take_flag(words, "--best")
-        file = take_file(words, f"{self.name} validate")
-        from rl_trainer_parts.commands.policies import opened_policy
-        from rl_trainer_parts.run.goal import best_checkpoint
-
-        if best and policy is None:  # the best checkpoint of the run in `policy.path`, or of the settings' own run
-            settings = self._load(file, words)
-            is_run = (settings.policy.path / "checkpoints").is_dir()
-            policy = str(settings.policy.path if is_run else settings.run_folder)
-        if best:
-            policy = str(best_checkpoint(Path(policy or ""), say))
-        with ExitStack() as opened:
-            if policy is not None:
-                words.append(f"--policy.path={opened.enter_context(opened_policy(Path(policy)))}")
-            settings = self._load(file, words)
-            if policy is not None:  # a full model, or one with its own adapter
-                settings = settings.model_copy(update={"lora": replace(settings.lora, path=None)})
-            say(f"{self.name}: evaluating {policy or settings.policy.path}")
-            from rl_trainer_parts.commands.train import validate
-
-            for name, value in validate(settings, say).items():
-                say(f"{name} {value:.4f}")
+    if arguments is None:
+        use_utf8()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in HELP:
+        say(usage)
+        return 0 if words else MISTAKE
+    if words[0] == "--version":
+        say(describe_version(name))
         return 0
+    asked = [index for index, word in enumerate(words) if word in HELP]
+    if asked and words[0] in WITH_SETTINGS:
+        explained = ("help", *words[asked[0] + 1 :])
+        return run_command(explained, {"help": partial(_explain, usage=usage, settings=settings)})
+    first: dict[str, Command] = {
+        "new": partial(_new, program=name, settings=settings),
+        "check-machine": partial(_check_machine, program=name, settings=settings),
+        "train": commands["train"],
+        "validate": partial(_validate, program=name, settings=settings),
+    }
+    return run_command(words, {**first, **commands, "export": export})
 
-    def _load(self, file: Path | None, words: list[str]) -> "Settings":
-        from rl_trainer_parts.settings.sources import load_settings
 
-        return load_settings(file, words, os.environ, kind=self.settings())
+def _new(words: list[str], *, program: str, settings: SettingsClass) -> int:
+    """`new DIR [--model FOLDER]`."""
+    from rl_trainer_parts.commands.new import new
 
-    def _explain(self, words: list[str]) -> int:
-        """Explain all settings, one section, or one setting."""
-        from rl_trainer_parts.settings.fields import help_text
+    return new(words, settings(), program=program)
 
-        topic = words[0].lstrip("-").partition("=")[0] if words else ""
-        with suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
-            say(help_text(self.usage, self.settings(), topic=topic))
+
+def _check_machine(words: list[str], *, program: str, settings: SettingsClass) -> int:
+    """`check-machine [SETTINGS.toml] [--json] [--section.name=value ...]`: every check with its advice."""
+    if set(HELP) & set(words):
+        say(CHECK_MACHINE_HELP.format(program=program))
         return 0
+    as_json = take_flag(words, "--json")
+    refuse_unknown_flags(words, ("--json",))
+    from rl_trainer_parts.machine.judging import ANY_RUN, judge_machine
+    from rl_trainer_parts.machine.needs import needs_of
+    from rl_trainer_parts.machine.readings import read_machine
+
+    file = take_file(words, f"{program} check-machine") if words else None
+    needs = needs_of(_load(settings, file, words)) if words or file is not None else ANY_RUN
+    checks = judge_machine(read_machine(needs.run_folder), needs)
+    count = {state: sum(check.state == state for check in checks) for state in ("problem", "warning")}
+    if as_json:
+        listed = [{**check._asdict(), "advice": check.advice} for check in checks]
+        say(json_text({"ok": not count["problem"], "checks": listed}).rstrip("\n"))
+    else:
+        for check in checks:
+            say(f"{check.state:<8} {check.name:<14} {check.found}")
+            if check.advice:
+                say(f"{'':<23} try: {check.advice}")
+        say(", ".join(counted(number, state) for state, number in count.items()))
+    return FAILED if count["problem"] else 0
+
+
+def _validate(words: list[str], *, program: str, settings: SettingsClass) -> int:
+    """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""
+    policy, best = take_option(words, "--policy"), take_flag(words, "--best")
+    file = take_file(words, f"{program} validate")
+    from rl_trainer_parts.commands.policies import opened_policy
+    from rl_trainer_parts.run.goal import best_checkpoint
+
+    if best and policy is None:  # the best checkpoint of the run in `policy.path`, or of the settings' own run
+        own = _load(settings, file, words)
+        is_run = (own.policy.path / "checkpoints").is_dir()
+        policy = str(own.policy.path if is_run else own.run_folder)
+    if best:
+        policy = str(best_checkpoint(Path(policy or ""), say))
+    with ExitStack() as opened:
+        if policy is not None:
+            words.append(f"--policy.path={opened.enter_context(opened_policy(Path(policy)))}")
+        own = _load(settings, file, words)
+        if policy is not None:  # a full model, or one with its own adapter
+            own = own.model_copy(update={"lora": replace(own.lora, path=None)})
+        say(f"{program}: evaluating {policy or own.policy.path}")
+        from rl_trainer_parts.commands.train import validate
+
+        for name, value in validate(own, say).items():
+            say(f"{name} {value:.4f}")
+    return 0
+
+
+def _load(settings: SettingsClass, file: Path | None, words: list[str]) -> "Settings":
+    from rl_trainer_parts.settings.sources import load_settings
+
+    return load_settings(file, words, os.environ, kind=settings())
+
+
+def _explain(words: list[str], *, usage: str, settings: SettingsClass) -> int:
+    """Explain all settings, one section, or one setting."""
+    from rl_trainer_parts.settings.fields import help_text
+
+    topic = words[0].lstrip("-").partition("=")[0] if words else ""
+    with suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
+        say(help_text(usage, settings(), topic=topic))
+    return 0
 
 
 def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
@@ -203,6 +213,13 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
         return complain(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), status=FAILED)
     except KeyboardInterrupt:
         return 130
+
+
+def complain(*lines: str, status: int = MISTAKE) -> int:
+    """Print an error to stderr."""
+    text = "".join(f"error: {line}\n" if index == 0 else f"{line}\n" for index, line in enumerate(lines))
+    sys.stderr.write(escaped_lines(text))
+    return status
 
 
 def _drop_what_nobody_reads() -> None:
@@ -247,23 +264,21 @@ def configure_logs() -> None:
     Warnings and uncaught errors are escaped, so that they cannot garble the terminal.
     """
     sys.excepthook = print_uncaught
-    *before, renderer = (one for one in structlog.get_config()["processors"] if one is not escaped_event)
+    own = (escaped_event, _print_event)
+    *before, renderer = (one for one in structlog.get_config()["processors"] if one not in own)
     structlog.configure(
-        processors=[*before, escaped_event, renderer],
+        processors=[*before, escaped_event, renderer, _print_event],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Stderr())),
     )
     warnings.filterwarnings("ignore", module=r"megatron\..*")  # it warns about every missing optional package
 
 
-class _Stderr(io.TextIOBase):
-    """The current stderr, which a caller may redirect; a lost terminal does not stop a run."""
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        return len(text)
+def _print_event(_logger: Any, _method: str, text: Any) -> NoReturn:
+    """Print a rendered event to the current stderr, which a caller may redirect; a lost terminal stops no run."""
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    raise structlog.DropEvent
 
 
 def take_flag(words: list[str], flag: str) -> bool:

@@ -2,8 +2,6 @@
 
 import argparse
 import inspect
-import json
-import os
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +11,11 @@ import tomli_w
 
 from rl_core.cluster import visible_gpus
 from rl_core.errors import SettingsError
+from rl_core.files import read_toml
+from rl_core.terminal_text import say
 from rl_rollout.engines import max_positions
 from rl_trainer_parts.checks.model_folder import check_policy_folder
-from rl_trainer_parts.commands.output import say
-from rl_trainer_parts.settings.fields import setting_fields
+from rl_trainer_parts.settings.fields import leaves, setting_fields
 from rl_trainer_parts.settings.schema import Settings
 
 HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -24,10 +23,9 @@ HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 
 MODEL = Path("models") / HUB_MODEL.partition("/")[2]
 REWARD = Path(__file__).with_name("starter_reward.py")
-SUMS = ((37, 58), (64, 29), (15, 76), (88, 47), (53, 39), (26, 91), (72, 19), (45, 67), (93, 28), (34, 89))
-NUM_TRAIN = 8
-MAX_TOKENS = 512
-MAX_RESPONSE_TOKENS = 256
+STARTER = Path(__file__).with_name("starter")
+"""Problems, and settings, of a new run."""
+
 WIDTH = 110
 
 
@@ -52,8 +50,7 @@ def new(words: Sequence[str], kind: type[Settings], *, program: str) -> int:
     texts = {
         "settings.toml": settings_text(starter_values(folder, options.model), kind, program=program),
         "reward.py": REWARD.read_text(),
-        "train.jsonl": _rows(SUMS[:NUM_TRAIN]),
-        "validation.jsonl": _rows(SUMS[NUM_TRAIN:]),
+        **{name: (STARTER / name).read_text() for name in ("train.jsonl", "validation.jsonl")},
     }
     write_new(folder, texts)
     say(f"wrote {', '.join(str(folder / name) for name in texts)}")
@@ -71,33 +68,22 @@ def starter_values(folder: Path, model: Path | None) -> dict[str, object]:
     """
     if model is not None and (problems := [*check_policy_folder(model, setting="--model")]):
         raise SettingsError("\n".join(problems))
-    max_tokens, max_response_tokens = MAX_TOKENS, MAX_RESPONSE_TOKENS
+    values = dict(leaves(read_toml(STARTER / "settings.toml")))
     if model is not None:
         positions = max_positions(model)
-        max_tokens = min(max_tokens, positions // 4)
-        max_response_tokens = min(max_response_tokens, positions - max_tokens)
+        values["prompts.max_tokens"] = min(values["prompts.max_tokens"], positions // 4)
+        left = positions - values["prompts.max_tokens"]
+        values["rollout.max_response_tokens"] = min(values["rollout.max_response_tokens"], left)
     dtype = "bfloat16" if visible_gpus() else "float32"
-    return {
+    return values | {
         "run.name": folder.resolve().name,
         "policy.path": model or MODEL,
         "prompts.train": folder / "train.jsonl",
         "prompts.validation": folder / "validation.jsonl",
-        "prompts.max_tokens": max_tokens,
         "prompts.plain_prompts": "chat" if model is None or _has_chat_template(model) else "raw",
         "reward.function": f"{folder / 'reward.py'}:reward",
-        "rollout.engine": "vllm",
-        "rollout.prompts_per_step": 4,
-        "rollout.group_size": 8,
-        "rollout.max_response_tokens": max_response_tokens,
-        "trainer.steps": 20,
-        "trainer.validate_every": 5,
-        "trainer.checkpoint_every": 10,
-        "optimizer.learning_rate": 1e-6,
         "optimizer.dtype": dtype,
-        "algorithm.advantage": "grpo",
         "vllm.dtype": dtype,
-        "vllm.gpu_memory_utilization": 0.4,
-        "schedule.max_staleness": 1,
     }
 
 
@@ -139,11 +125,6 @@ def _comment(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
-def _rows(sums: Sequence[tuple[int, int]]) -> str:
-    rows = ({"prompt": f"{left}+{right}", "answer": str(left + right)} for left, right in sums)
-    return "".join(f"{json.dumps(row)}\n" for row in rows)
-
-
 def write_new(folder: Path, texts: Mapping[str, str]) -> None:
     """Write files into a new or empty folder.
 
@@ -152,8 +133,7 @@ def write_new(folder: Path, texts: Mapping[str, str]) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with os.scandir(folder) as found:
-            there = min((entry.name for entry in found), default=None)
+        there = min((path.name for path in folder.iterdir()), default=None)
         if there is not None:
             raise SettingsError(f"{folder} must be a new or empty folder; found {there} in it. Choose another folder.")
         for name, text in texts.items():

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Literal
 
 from rl_core.cluster import count_room, describe_shares, machine_shares
+from rl_core.terminal_text import counted
 from rl_distill import (
     LoraOptions,
     PolicyConfig,
@@ -17,18 +18,18 @@ from rl_distill import (
 )
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
-from rl_trainer_parts.commands.output import counted, size_text
 from rl_trainer_parts.learning.mixtures import expert_shape, model_config, routes_anew, why_not_replayed
 from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
-from rl_trainer_parts.machine.needs import BYTES
+from rl_trainer_parts.machine.needs import BYTES, GIB
 from rl_trainer_parts.rollouts.engines import longest_trajectory, replica_pool
-from rl_trainer_parts.rollouts.inputs import PromptCounts
+from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
 EXPERT_BYTES = 2
+MIB = 2**20
 FULL_TRAINING_RATE = 1e-5
 """Learning rates for full RL training are rarely above this."""
 
@@ -38,7 +39,7 @@ PLACES = {"process": ("a process", "processes"), "ray": ("a Ray actor", "Ray act
 
 def describe_plan(
     settings: Settings,
-    counts: PromptCounts,
+    inputs: Inputs,
     loop_lines: Sequence[str] = (),
     *,
     inline_engine: str = "in the learner's process",
@@ -48,7 +49,7 @@ def describe_plan(
 
     Args:
         settings: The run's settings.
-        counts: Its prompts.
+        inputs: Its prompts.
         loop_lines: Lines that describe the agent loop.
         inline_engine: Where an inline engine runs.
         inline_rank: Where a single inline rank runs.
@@ -57,7 +58,7 @@ def describe_plan(
         _roles(settings, loop_lines, inline_engine, inline_rank),
         _adapter(settings, model_config(settings.policy.path)) if settings.lora.rank else (),
         _objective(settings),
-        _arithmetic(settings, counts),
+        _arithmetic(settings, inputs),
         _memory(settings),
         _files(settings),
     )
@@ -203,11 +204,11 @@ def _objective(settings: Settings) -> Iterator[str]:
         yield f"  rejection  by {', '.join(correction.reject)}"
 
 
-def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
+def _arithmetic(settings: Settings, inputs: Inputs) -> Iterator[str]:
     rollout, trainer = settings.rollout, settings.trainer
     samples = rollout.prompts_per_step * rollout.group_size
     longest, bound = longest_trajectory(settings), settings.prompts.max_tokens + rollout.max_response_tokens
-    epochs = trainer.steps * rollout.prompts_per_step / counts.train
+    epochs = trainer.steps * rollout.prompts_per_step / len(inputs.train)
     micro_batches = min(samples, -(-samples * longest // settings.optimizer.micro_batch_tokens))
     yield "Batches"
     prompts, sessions = counted(rollout.prompts_per_step, "prompt"), counted(rollout.group_size, "session")
@@ -229,15 +230,15 @@ def _arithmetic(settings: Settings, counts: PromptCounts) -> Iterator[str]:
         yield "             becomes a micro-batch of its own"
     trajectories = counted(trainer.steps * samples, "trajectory", "trajectories")
     yield f"  the run    {counted(trainer.steps, 'step')}, {trajectories}, {epochs:.2f} epochs"
-    yield f"  problems   {counts.train} to train on, {counts.test} to test at the start and the end,"
-    yield f"{INDENT}{counts.validation} for validation {_every(trainer.validate_every)}"
+    yield f"  problems   {len(inputs.train)} to train on, {len(inputs.test or ())} to test at the start and the end,"
+    yield f"{INDENT}{len(inputs.validation or ())} for validation {_every(trainer.validate_every)}"
     yield from _ending(trainer)
     if settings.prompts.validation_samples > 1:
         yield f"{INDENT}{settings.prompts.validation_samples} responses to each of these"
-    if counts.form:
-        yield f"  prompts    {counts.form}; the longest has {counts.longest} tokens"
-    if counts.dropped:
-        yield f"{INDENT}{counted(counts.dropped, 'row')} longer than prompts.max_tokens left out"
+    form = "messages, formatted by the chat template" if inputs.train[0].messages else "plain text, unchanged"
+    yield f"  prompts    {form}; the longest has {inputs.train.longest} tokens"
+    if dropped := sum(one.num_dropped for one in (inputs.train, inputs.validation, inputs.test) if one is not None):
+        yield f"{INDENT}{counted(dropped, 'row')} longer than prompts.max_tokens left out"
 
 
 def _every(steps: int) -> str:
@@ -326,3 +327,8 @@ def _files(settings: Settings) -> Iterator[str]:
     has_best = settings.trainer.keep_best and settings.prompts.validation is not None
     best = " and the best validated one" if has_best else ""
     yield f"  checkpoints/step_N {when}, the newest {settings.trainer.keep_checkpoints}{best} kept"
+
+
+def size_text(size_bytes: float) -> str:
+    """A size in GiB, or in MiB below 1 GiB, such as "3.50 MiB"."""
+    return f"{size_bytes / MIB:.2f} MiB" if size_bytes < GIB else f"{size_bytes / GIB:.2f} GiB"

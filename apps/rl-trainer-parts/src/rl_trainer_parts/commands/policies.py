@@ -64,9 +64,7 @@ def with_best_policy(settings: SettingsT, say: Callable[[str], None]) -> Setting
             f"`export {run} FOLDER --best`, then use --policy.path=FOLDER."
         )
     policy = replace(settings.policy, path=folder / "policy")
-    chosen = settings.model_copy(update={"policy": policy})
-    chosen.remember_file(settings.file)
-    return chosen
+    return settings.model_copy(update={"policy": policy})
 
 
 def is_adapter(folder: Path) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from rl_core.terminal_text import say
 from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.algorithm import aggregation_notes
 from rl_trainer_parts.checks.all_checks import check_settings
@@ -11,10 +12,9 @@ from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.engines import check_engines, check_loop
 from rl_trainer_parts.checks.trainable import trainable_problems
 from rl_trainer_parts.checks.unused import Unused, unused_settings
-from rl_trainer_parts.commands.output import say
 from rl_trainer_parts.machine.needs import machine_problems
 from rl_trainer_parts.rollouts.evaluation import validate_policy
-from rl_trainer_parts.rollouts.inputs import Inputs, PromptCounts, input_notes, read_inputs
+from rl_trainer_parts.rollouts.inputs import Inputs, input_notes, read_inputs
 from rl_trainer_parts.run.folder import (
     RunFolder,
     choose_date,
@@ -33,7 +33,7 @@ def train_checked(
     console: ConsoleTracker,
     resume: bool,
     dry_run: bool,
-    describe: Callable[[SettingsT, PromptCounts, Sequence[str]], str],
+    describe: Callable[[SettingsT, Inputs, Sequence[str]], str],
     launch: Callable[[SettingsT, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
     also_refused: Iterable[str] = (),
     also_unused: Iterable[Unused] = (),
@@ -77,7 +77,7 @@ def train_checked(
         elif settings.run.if_exists == "refuse":
             require_free(folder)
         console.close()  # flush its output first
-        say(describe(settings, inputs.counts, loop_lines))
+        say(describe(settings, inputs, loop_lines))
         return 0
     with open_run(settings, resume=resume, say=console.say) as folder:
         return asyncio.run(launch(settings, inputs, folder, console))

@@ -13,7 +13,6 @@ from rl_distill.teacher import (
     ReplicatedTeacher,
     ScoreCache,
     ScoreKind,
-    ServiceOptions,
     SpanMode,
     TeacherAligner,
     TeacherOptions,
@@ -21,6 +20,7 @@ from rl_distill.teacher import (
     TeacherReplica,
     TeacherRouter,
     TeacherService,
+    TeacherServiceOptions,
     compare_vocabularies,
     model_fingerprint,
     model_traits,
@@ -68,7 +68,7 @@ def make_teachers(
     return TeacherService(
         teachers,
         TeacherRouter(chosen),
-        ServiceOptions(
+        TeacherServiceOptions(
             vocab_size=model_config(settings.policy.path).vocab_size,
             top_k=chosen.num_top,
             with_hidden=chosen.needs_hidden,

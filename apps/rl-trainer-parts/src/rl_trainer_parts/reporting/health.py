@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from rl_metrics.health import (
     with_thresholds,
     without,
 )
-from rl_metrics.reductions import Histogram
-from rl_metrics.run_files import EventLog, GenerationSample, read_events, read_history
-from rl_metrics.trackers import ConsoleTracker
+from rl_metrics.run_files import EventLog, read_events, read_history
+from rl_metrics.trackers import ConsoleTracker, Tracker
 from rl_trainer_parts.settings.schema import LEVELS, Settings
 
 FILE = "health.json"
@@ -30,10 +29,11 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 
 
-class HealthWatch:
+class HealthWatch(Tracker):
     """Tracker that checks the run's health every N steps, at its last step and when it ends.
 
-    Like any tracker, it never stops a run by its own failure: `Fanout` warns once and drops it.
+    Samples and histograms do not affect health. Like any tracker, it never stops a run by its own failure: `Fanout`
+    warns once and drops it.
     """
 
     def __init__(
@@ -94,12 +94,6 @@ class HealthWatch:
         """Record metrics that arrive after those of later steps."""
         self._history.add_late(step, metrics)
         self._is_judged = False
-
-    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Samples do not affect health."""
-
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Histograms do not affect health."""
 
     def close(self) -> None:
         """Check the finished run; a failed run already reported its error."""

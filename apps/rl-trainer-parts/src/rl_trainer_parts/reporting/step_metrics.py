@@ -13,8 +13,6 @@ from rl_core.data import Timings, Trajectory
 from rl_distill import forward_flops
 from rl_metrics.reductions import (
     MemoryWatch,
-    Recorder,
-    batch_distributions,
     model_flops_utilization,
     per_token_times,
     slowest_trajectory,
@@ -74,17 +72,6 @@ def make_memory_watch(settings: Settings, owner: str, *, say: Callable[..., None
     """
     chosen = settings.metrics
     return MemoryWatch(owner, say=say, every=chosen.details_every, is_traced=chosen.trace_memory)
-
-
-def record_distributions(batch: Batch, recorder: Recorder) -> None:
-    """Record histograms of a step's batch.
-
-    Args:
-        batch: As in `summarize_step`.
-        recorder: The step's recorder.
-    """
-    for name, values in batch_distributions(batch).items():
-        recorder.record_values(name, values)
 
 
 def summarize_sessions(groups: Sequence[GroupResult]) -> dict[str, float]:

@@ -230,7 +230,6 @@ def _read_probes(path: Path) -> list[TokenProbe]:
     with suppress(OSError):
         for row in read_json_lines(path):
             with suppress(KeyError, DataError):
-                values = {"name": row["probe"], "ids": row["ids"], "num_prompt_tokens": row["num_prompt_tokens"]}
-                probe = TokenProbe(**values)
+                probe = TokenProbe(name=row["probe"], ids=row["ids"], num_prompt_tokens=row["num_prompt_tokens"])
                 probes.setdefault(probe.name, probe)
     return list(probes.values())

@@ -3,14 +3,12 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
 
 from rl_core.secret_settings import resolve_secrets
-from rl_metrics.reductions import Histogram
-from rl_metrics.run_files import GenerationSample
 from rl_metrics.trackers import (
     BackgroundTracker,
     ConsoleTracker,
@@ -34,10 +32,11 @@ MESSAGE_LENGTH = 500
 """Number of characters of a failed report's output to show."""
 
 
-class ReportWriter:
+class ReportWriter(Tracker):
     """Tracker that runs `rl-metrics report` in a separate process.
 
-    A report that fails causes a warning and never stops the run. Only one report is written at a time.
+    It ignores late metrics, samples and histograms, which the next report reads. A report that fails causes a warning
+    and never stops the run. Only one report is written at a time.
     """
 
     def __init__(self, folder: Path, *, every: int) -> None:
@@ -58,15 +57,6 @@ class ReportWriter:
         self._has_steps = True
         if self._every and step and step % self._every == 0 and self._is_idle():
             self._start()
-
-    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Ignore late metrics; the next report reads them."""
-
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Ignore histograms; the next report reads them."""
-
-    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
-        """Ignore samples; the next report reads them."""
 
     def close(self) -> None:
         """Write the final report and wait for it. Can be called twice."""

@@ -1,12 +1,10 @@
 """Build the engine from the settings, in this process or in others."""
 
-import asyncio
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_core.errors import DeadlineError
+from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus, within
 from rl_distill import adapted_modules
 from rl_rollout.engines import (
     EnginePlacement,
@@ -52,17 +50,10 @@ async def start_within(engine: RolloutEngine, settings: Settings) -> None:
         DeadlineError: The start took longer.
         EngineError: The engine cannot start.
     """
-    limit = asyncio.timeout(settings.rollout.start_deadline_s)
-    try:
-        async with limit:
-            await engine.start()
-    except TimeoutError as error:
-        if not limit.expired():
-            raise  # the engine's own error, which is more specific
-        raise DeadlineError(
-            f"waited {settings.rollout.start_deadline_s:g} s for the {settings.rollout.engine} engine to start "
-            "(rollout.start_deadline_s) and gave up."
-        ) from error
+    deadline_s = settings.rollout.start_deadline_s
+    what = f"the {settings.rollout.engine} engine to start (rollout.start_deadline_s)"
+    async with within(deadline_s, f"waited {deadline_s:g} s for {what} and gave up."):
+        await engine.start()
 
 
 def make_replica(

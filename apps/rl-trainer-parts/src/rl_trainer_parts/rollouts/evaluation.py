@@ -1,6 +1,7 @@
 """Validation and test: which prompts, how they are sampled, and the metrics."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from rl_core import Prompt
@@ -17,6 +18,8 @@ from rl_trainer_parts.settings.schema import Settings
 
 ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
 """Built-in rewards whose mean is an accuracy."""
+
+TESTING = "timing_s/testing"
 
 DRAW_SEED = 0
 """Seed of the prompts shown; the same at every step."""
@@ -97,6 +100,32 @@ def with_results(settings: Settings, results: Mapping[str, float], metrics: Mapp
         updated.setdefault(f"{name}_first", value)
         updated[f"{name}_last"] = value
     return updated
+
+
+async def measure_splits(
+    settings: Settings,
+    inputs: Inputs,
+    splits: Sequence[str],
+    measure: Callable[[str, list[Prompt]], Awaitable[Mapping[str, float]]],
+) -> dict[str, float]:
+    """Metrics of those splits, "validation" or "test", that a run has; empty without one.
+
+    Args:
+        settings: The run's settings.
+        inputs: Its prompts.
+        splits: Names of the splits.
+        measure: Returns the metrics of a split's problems. Of the test, only the headline counts: `test/accuracy`.
+    """
+    started = time.perf_counter()
+    metrics: dict[str, float] = {}
+    for split in splits:
+        prompts = {"validation": inputs.validation, "test": inputs.test}[split]
+        if prompts is not None:
+            found = await measure(split, chosen_problems(settings, prompts))
+            if split == "test":
+                found = {f"test/{name}": value for name, value in measured(settings, found).items()}
+            metrics |= found
+    return metrics | {TESTING: time.perf_counter() - started} if metrics else {}
 
 
 def draw_samples(

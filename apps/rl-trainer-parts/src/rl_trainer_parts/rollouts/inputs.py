@@ -16,27 +16,6 @@ from rl_trainer_parts.settings.schema import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptCounts:
-    """Number and form of the prompts.
-
-    Attributes:
-        train: Prompts in `prompts.train`.
-        validation: Prompts in `prompts.validation`.
-        test: Prompts in `prompts.test`.
-        form: Description of the prompts' form.
-        longest: Length of the longest training prompt in tokens.
-        dropped: Rows left out because they are too long.
-    """
-
-    train: int
-    validation: int
-    test: int
-    form: str = ""
-    longest: int = 0
-    dropped: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """A run's inputs, checked.
 
@@ -51,18 +30,6 @@ class Inputs:
     train: PromptSet
     validation: PromptSet | None
     test: PromptSet | None
-
-    @property
-    def counts(self) -> PromptCounts:
-        """Number of prompts."""
-        return PromptCounts(
-            train=len(self.train),
-            validation=len(self.validation or ()),
-            test=len(self.test or ()),
-            form="messages, formatted by the chat template" if self.train[0].messages else "plain text, unchanged",
-            longest=self.train.longest,
-            dropped=sum(one.num_dropped for one in (self.train, self.validation, self.test) if one is not None),
-        )
 
 
 def input_notes(settings: Settings, inputs: Inputs) -> Iterator[str]:

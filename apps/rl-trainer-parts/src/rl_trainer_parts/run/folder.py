@@ -2,6 +2,7 @@
 
 import datetime
 import fcntl
+import itertools
 import json
 import os
 import stat
@@ -139,12 +140,9 @@ class RunFolder:
 
     def archive(self) -> Path:
         """Rename the existing run's folder, lock a new one, and return the old run's path."""
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        aside = self.path.with_name(f"{self.path.name}.{stamp}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = self.path.with_name(f"{self.path.name}.{stamp}-{number}")
+        name = f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        aside = next(path for path in map(self.path.with_name, names) if not path.exists())
         self.path.rename(aside)
         self.release()
         self.acquire()

@@ -13,9 +13,12 @@ from rl_core.errors import CheckpointError
 from rl_distill.checkpoints import CheckpointStore, Saved
 from rl_metrics.run_files import EventLog
 from rl_metrics.trackers import ConsoleTracker, Ending
+from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.learning.objective import method_title
 from rl_trainer_parts.reporting.failed_sessions import EVENT, failures_line
 from rl_trainer_parts.reporting.health import HealthWatch
+from rl_trainer_parts.reporting.rollout_rows import RolloutWriter
+from rl_trainer_parts.reporting.token_probes import TokenProbes
 from rl_trainer_parts.reporting.trackers import make_trackers
 from rl_trainer_parts.run.folder import RunFolder, RunState
 from rl_trainer_parts.run.goal import Goal
@@ -32,19 +35,24 @@ class RunLifecycle:
         console: Shows what users should see.
         events: Logs everything.
         trackers: Receive the metrics.
+        rollouts: Records trajectories.
+        probes: Probes the policy at fixed tokens.
         store: The run's checkpoints.
         goal: The run's validations, and what they decide.
         ending: The run's end in the trackers' terms.
         is_ending: True when training has finished.
     """
 
-    def __init__(self, settings: Settings, folder: RunFolder, console: ConsoleTracker) -> None:
+    def __init__(
+        self, settings: Settings, folder: RunFolder, console: ConsoleTracker, tokenizer: PromptTokenizer
+    ) -> None:
         """Open the run's files and start its clock.
 
         Args:
             settings: The run's settings.
             folder: The run's folder.
             console: Shows what users should see.
+            tokenizer: The policy's tokenizer.
         """
         self._settings = settings
         self._folder = folder
@@ -56,6 +64,8 @@ class RunLifecycle:
         self._has_begun = False
         self.events = EventLog(folder.path / "events.jsonl")
         self.trackers = make_trackers(settings, folder.path, console, ending=lambda: self.ending)
+        self.rollouts = RolloutWriter(folder.path / "rollouts.jsonl", tokenizer)
+        self.probes = TokenProbes.of_run(settings, folder.path, tokenizer)
         self.goal = Goal(settings.trainer)
         keep = settings.trainer.keep_checkpoints
         self.store = CheckpointStore(folder.checkpoints, keep=keep, on_saved=self.say_saved)
@@ -78,6 +88,7 @@ class RunLifecycle:
             stack.callback(self.events.close)
             stack.enter_context(self.events.copying_warnings())
             stack.callback(self.trackers.close)
+            stack.callback(self.rollouts.close)
             stop = stack.enter_context(StopSignal(self._say_stopping))
             self._watch_health(stop)
             self.events.write("run_started", settings=str(self._folder.path / "settings.toml"))

@@ -9,7 +9,7 @@ object, `output` handles its printed lines, `stacks` and `stack_dump` show its c
 """
 
 from rl_core.cluster.blocking import BlockingGroup
-from rl_core.cluster.cluster import Cluster, open_cluster
+from rl_core.cluster.cluster import Cluster, open_cluster, within
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
 from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
@@ -47,4 +47,5 @@ __all__ = [
     "start_ray",
     "stop_ray",
     "visible_gpus",
+    "within",
 ]

@@ -1,6 +1,8 @@
 """Starts roles in one kind of placement, and ends them together."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.local import LocalLauncher
@@ -81,17 +83,12 @@ class Cluster:
         await self.close()
 
     async def _open(self, spec: RoleSpec, deadline_s: float) -> None:
-        limit = asyncio.timeout(deadline_s)
-        try:
-            async with limit:
-                await self._launcher.open()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlineError(
-                f"{spec} waited {deadline_s:g} s for {self._launcher.place}, which did not answer. Start it, correct "
-                "its address, or raise the deadline."
-            ) from None
+        late = (
+            f"{spec} waited {deadline_s:g} s for {self._launcher.place}, which did not answer. Start it, correct its "
+            "address, or raise the deadline."
+        )
+        async with within(deadline_s, late):
+            await self._launcher.open()
 
     async def _take_slots(
         self, spec: RoleSpec, size: int, pool: ResourcePool | None, ends_at: float
@@ -122,3 +119,24 @@ def open_cluster(options: ClusterOptions | None = None) -> Cluster:
     from rl_core.cluster.ray.roles import RayLauncher  # it wraps an optional backend
 
     return Cluster(RayLauncher(options))
+
+
+@asynccontextmanager
+async def within(deadline_s: float, message: str) -> AsyncIterator[None]:
+    """Cancel a block that takes too long; a TimeoutError of the block itself, which is more specific, is kept.
+
+    Args:
+        deadline_s: Maximum time.
+        message: Message of the error.
+
+    Raises:
+        DeadlineError: The block took longer.
+    """
+    limit = asyncio.timeout(deadline_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlineError(message) from error

@@ -1,4 +1,4 @@
-"""Compute the memory of a model's weights, gradients and optimizer on each rank; without torch."""
+"""Memory on each rank: of weights, gradients and optimizer, and an estimate of activations; without torch."""
 
 import math
 from collections.abc import Collection

@@ -125,7 +125,7 @@ class PolicyConfig:
 
     @property
     def family(self) -> ModelFamily:
-        """ModelFamily of the architecture."""
+        """Family of the architecture."""
         return FAMILIES[self.architecture]
 
     @property

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rl_core.errors import CheckpointError
 from rl_distill.checkpoints.torch_dist_chunk import read_chunk
-from rl_distill.checkpoints.torch_dist_table import Shape, StoredChunk, StoredTensor, read_table
+from rl_distill.checkpoints.torch_dist_table import ChunkedTensor, Shape, StoredChunk, read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ class TensorFolder:
                     target = piece.tensor[_slices(shared, piece.offsets)]
                     target.copy_(elements[_slices(shared, chunk.offsets)])
 
-    def _tensor(self, name: str, shape: Shape, dtype: torch.dtype) -> StoredTensor:
+    def _tensor(self, name: str, shape: Shape, dtype: torch.dtype) -> ChunkedTensor:
         """Return a tensor of the expected shape and dtype, after checking that each element is stored exactly once."""
         if name not in self._tensors:
             raise CheckpointError(

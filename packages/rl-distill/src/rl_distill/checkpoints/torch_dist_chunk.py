@@ -70,7 +70,7 @@ class _Slice(io.RawIOBase):
 
 
 def read_chunk(directory: Path, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-    """Read the elements of a chunk for which `StoredTensor.problem` returned None.
+    """Read the elements of a chunk for which `ChunkedTensor.problem` returned None.
 
     Args:
         directory: The torch_dist folder.

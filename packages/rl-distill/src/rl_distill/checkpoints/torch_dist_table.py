@@ -60,7 +60,7 @@ class StoredChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class ChunkedTensor:
     """The entry of a tensor in the table of contents.
 
     Attributes:
@@ -99,7 +99,7 @@ class StoredTensor:
         )
 
 
-def read_table(directory: Path) -> dict[str, StoredTensor]:
+def read_table(directory: Path) -> dict[str, ChunkedTensor]:
     """Read the stored tensors of a folder by name, after checking that all their bytes exist.
 
     Raises:
@@ -167,7 +167,7 @@ def _is_bytes(entry: Any) -> bool:
     return isinstance(entry, Record) and entry.name == _METADATA + "BytesStorageMetadata"
 
 
-def _tensor(name: str, entry: Any, places: _Places) -> StoredTensor:
+def _tensor(name: str, entry: Any, places: _Places) -> ChunkedTensor:
     found = _state(entry, "TensorStorageMetadata")
     dtype, layout, *_ = _state(found["properties"], "TensorProperties", kind=tuple)
     if dtype.name not in _DTYPES or layout.args != ("torch.strided",):
@@ -179,7 +179,7 @@ def _tensor(name: str, entry: Any, places: _Places) -> StoredTensor:
         if (name, offsets) not in places:
             raise CheckpointError(f"it does not locate the chunk of {name!r} at {list(offsets)}")
         chunks.append(StoredChunk(offsets, sizes, *places[name, offsets]))
-    return StoredTensor(_shape(found["size"]), _DTYPES[dtype.name], tuple(chunks))
+    return ChunkedTensor(_shape(found["size"]), _DTYPES[dtype.name], tuple(chunks))
 
 
 def _state(value: Any, name: str, *, kind: type = dict) -> Any:

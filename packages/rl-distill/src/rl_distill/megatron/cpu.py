@@ -48,16 +48,11 @@ class _Synchronous:
         """Do nothing: no work is pending."""
 
 
-class _Overlay(types.ModuleType):
-    """A module that replaces some attributes of another and forwards the rest."""
-
-    def __init__(self, module: types.ModuleType, replacements: dict[str, Any]) -> None:
-        super().__init__(module.__name__)
-        self.__dict__.update(replacements)
-        self.__dict__["_module"] = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_module"], name)
+def _overlay(module: types.ModuleType, replacements: dict[str, Any]) -> types.ModuleType:
+    """Return a module that replaces some attributes of another and forwards the rest."""
+    overlay = types.ModuleType(module.__name__)
+    overlay.__dict__.update(replacements, __getattr__=functools.partial(getattr, module))
+    return overlay
 
 
 def _elsewhere(factory: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
@@ -93,31 +88,28 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any
     output.copy_(own[: len(output)])
 
 
-class _SharedGroups:
-    """A cache of process groups, one per set of ranks.
+_groups: dict[object, dict[tuple[int, ...], Any]] = {}
+"""Process groups of the current world by their ranks, under the world's own group."""
+
+
+def _shared_group(ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
+    """Return a new process group, or an earlier one of the same ranks.
 
     Megatron creates about forty groups, many with the same ranks, and each gloo group has threads that wake a hundred
-    times a second. On a GPU, groups stay separate because each has its own streams, which may overlap.
+    times a second. On a GPU, groups stay separate because each has its own streams, which may overlap. All ranks ask in
+    the same order, so they make the same choice.
     """
-
-    def __init__(self) -> None:
-        self._world: object = None
-        self._groups: dict[tuple[int, ...], Any] = {}
-
-    def new_group(self, ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
-        """Return a new or reused group. All ranks ask in the same order, so they make the same choice."""
-        if self._world is not dist.group.WORLD:
-            self._world, self._groups = dist.group.WORLD, {}
-        key = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
-        if key not in self._groups:
-            self._groups[key] = dist.new_group(ranks=list(key), **{**kwargs, "backend": dist.get_backend()})
-        return self._groups[key]
+    world = dist.group.WORLD
+    if world not in _groups:
+        _groups.clear()
+    of_world = _groups.setdefault(world, {})
+    key = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
+    if key not in of_world:
+        of_world[key] = dist.new_group(ranks=list(key), **{**kwargs, "backend": dist.get_backend()})
+    return of_world[key]
 
 
-_GROUPS = _SharedGroups()
-
-
-def _torch_overlay(device: torch.device) -> _Overlay:
+def _torch_overlay(device: torch.device) -> types.ModuleType:
     stream = _Synchronous()
     cuda = {
         "current_device": lambda: device,
@@ -133,7 +125,7 @@ def _torch_overlay(device: torch.device) -> _Overlay:
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
     }
     factories = {name: _elsewhere(getattr(torch, name), device) for name in _FACTORIES}
-    return _Overlay(torch, {"cuda": _Overlay(torch.cuda, cuda), **factories})
+    return _overlay(torch, {"cuda": _overlay(torch.cuda, cuda), **factories})
 
 
 @contextlib.contextmanager
@@ -184,8 +176,8 @@ def install_cpu_compatibility(device: torch.device = _CPU) -> None:
     overlay = _torch_overlay(device)
     uneven = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
     of_module = {
-        mappings.__name__: _Overlay(overlay, {"distributed": _Overlay(dist, uneven)}),
-        parallel_state.__name__: _Overlay(overlay, {"distributed": _Overlay(dist, {"new_group": _GROUPS.new_group})}),
+        mappings.__name__: _overlay(overlay, {"distributed": _overlay(dist, uneven)}),
+        parallel_state.__name__: _overlay(overlay, {"distributed": _overlay(dist, {"new_group": _shared_group})}),
     }
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:

@@ -1,8 +1,8 @@
-"""Compile functions of tensors with torch's compiler, or run them uncompiled if it does not work."""
+"""Parts of a layer: the gated activation, the norm, its recomputation, and functions that torch's compiler compiles."""
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import structlog
 import torch
@@ -28,7 +28,7 @@ def compiled(function: Callable[P, R], device_type: str, *, otherwise: Callable[
         otherwise: Equivalent function for when compilation fails; None for the function itself.
     """
     plain = function if otherwise is None else otherwise
-    return _Compiled(function, plain) if can_compile(device_type) else plain
+    return _compiled_or_plain(function, plain) if can_compile(device_type) else plain
 
 
 @lru_cache(maxsize=8)
@@ -48,25 +48,24 @@ def can_compile(device_type: str) -> bool:
     return True
 
 
-class _Compiled(Generic[P, R]):
-    """A compiled function that runs uncompiled once the compiler fails, or for inputs beyond its recompile limit."""
+def _compiled_or_plain(function: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function, but run the plain one once the compiler fails, or for inputs beyond its recompile limit."""
+    attempt, dynamo = _compile(function), torch._dynamo.exc
+    is_refused = is_told = False
 
-    def __init__(self, function: Callable[P, R], plain: Callable[P, R]) -> None:
-        self._compiled, self._plain = _compile(function), plain
-        self._is_refused = self._is_told = False
-        dynamo = torch._dynamo.exc
-        self._refusals = (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not self._is_refused and not any(isinstance(one, FakeTensor) for one in args):
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal is_refused, is_told
+        if not is_refused and not any(isinstance(one, FakeTensor) for one in args):
             try:
-                return self._compiled(*args, **kwargs)
-            except self._refusals as error:  # raised before any computation
-                self._is_refused = isinstance(error, self._refusals[0])
-                if not self._is_told:
-                    _tell(error, function=getattr(self._plain, "__name__", ""))
-                self._is_told = True
-        return self._plain(*args, **kwargs)
+                return attempt(*args, **kwargs)
+            except (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit) as error:  # before any computation
+                is_refused = isinstance(error, dynamo.TorchDynamoException)
+                if not is_told:
+                    _tell(error, function=getattr(plain, "__name__", ""))
+                is_told = True
+        return plain(*args, **kwargs)
+
+    return run
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:

@@ -8,7 +8,7 @@ requires it. No token is dropped, there is no auxiliary loss, and the bias is ne
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rl_distill.architecture.mixture_config import SigmoidRouting
 from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.linear_map import linear_map
 from rl_distill.megatron.experts import Experts
 
 
@@ -73,12 +74,12 @@ class LocalDispatcher:
         ranks = torch.arange(len(experts), device=experts.device)
         self._places = torch.empty_like(self._order).scatter_(0, self._order, ranks).view_as(self._experts)
         counts = experts.new_zeros(self._num_experts).scatter_add_(0, experts, torch.ones_like(experts))
-        rows = _ToExperts.apply(hidden, self._order, self._places)  # type: ignore[no-untyped-call]
+        rows = linear_map(hidden, self._order, self._places, forward=_to_experts, backward=_from_experts)
         return rows, counts, shares.flatten().index_select(0, self._order)
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
         """Return the sum [T, hidden] of each token's rows."""
-        return _FromExperts.apply(rows, self._order, self._places)  # type: ignore[no-any-return, no-untyped-call]
+        return linear_map(rows, self._order, self._places, forward=_from_experts, backward=_to_experts)
 
     def token_combine(self, hidden: Tensor) -> Tensor:
         """Sum outputs over the ranks that split the same experts; each rank receives its own tokens."""
@@ -91,37 +92,13 @@ class LocalDispatcher:
         return hidden.view(self._shape)
 
 
-class _ToExperts(torch.autograd.Function):
-    """Tokens copied into one row per expert; order [T * top_k] has the tokens, places [T, top_k] their positions."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return _spread(hidden, order, places)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _summed(grads[0], *ctx.saved_tensors), None, None
-
-
-class _FromExperts(torch.autograd.Function):
-    """Sums of each token's rows. Neither pass writes to one place twice, so the sums are deterministic."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        return _summed(rows, places)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _spread(grads[0], *ctx.saved_tensors), None, None
-
-
-def _spread(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+def _to_experts(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Copy tokens into one row per expert; order [T * top_k] has the tokens, places [T, top_k] their positions."""
     return hidden.index_select(0, order.div(places.shape[1], rounding_mode="floor"))
 
 
-def _summed(rows: Tensor, places: Tensor) -> Tensor:
+def _from_experts(rows: Tensor, _order: Tensor, places: Tensor) -> Tensor:
+    """Sum each token's rows. Neither this nor its gradient writes to one place twice: the sums are deterministic."""
     return rows.index_select(0, places.flatten()).view(*places.shape, rows.shape[-1]).sum(1)
 
 
@@ -181,34 +158,25 @@ def dispatch_locally(mixture: MoELayer) -> None:
         mixture.token_dispatcher = LocalDispatcher(mixture.config, group=mixture.token_dispatcher.tp_group)
 
 
-class SigmoidScores(NamedTuple):
-    """Selection of experts by sigmoid scores.
+def _in_best_groups(scores: Tensor, routing: SigmoidRouting) -> Tensor:
+    """Return the scores [T, experts] for selection, with minus infinity in groups that are not selected.
 
-    Attributes:
-        bias: [experts] float32 bias that affects only the selection.
-        num_groups: Number of expert groups.
-        top_groups: Groups selected per token, by the sum of their two highest biased scores.
-        scaling: Factor on the probabilities of the selected experts.
+    Source: DeepSeek-V3, arXiv:2412.19437. Megatron instead sums the top_k / top_groups highest scores of a group.
     """
-
-    bias: Tensor
-    num_groups: int
-    top_groups: int
-    scaling: float
-
-    def ranked(self, scores: Tensor) -> Tensor:
-        """Return the scores [T, experts] for selection, with minus infinity in groups that are not selected.
-
-        Source: DeepSeek-V3, arXiv:2412.19437. Megatron instead sums the top_k / top_groups highest scores of a group.
-        """
-        groups = torch.unflatten(scores + self.bias, -1, (self.num_groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
-        is_best = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, value=True)
-        return groups.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(1)
+    groups = torch.unflatten(scores, -1, (routing.num_groups, -1))
+    best = groups.topk(2, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
+    is_best = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, value=True)
+    return groups.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def route(
-    logits: Tensor, *, top_k: int, is_normalized: bool, given: Tensor | None, sigmoid: SigmoidScores | None = None
+    logits: Tensor,
+    *,
+    top_k: int,
+    is_normalized: bool,
+    given: Tensor | None,
+    sigmoid: SigmoidRouting | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Select experts for tokens, or use given experts with the router's probabilities.
 
@@ -218,14 +186,17 @@ def route(
         is_normalized: True to divide the probabilities of a token's experts by their sum.
         given: [T, top_k] int64 experts to use; None for none. Tokens without top_k different valid experts, such as
             rows of -1, use the router's selection.
-        sigmoid: Sigmoid selection; None for softmax.
+        sigmoid: Sigmoid routing; None for softmax.
+        bias: [experts] float32, added to sigmoid scores for the selection only; None for none.
 
     Returns:
         Probabilities [T, experts] in the dtype of the logits, 0 for experts not selected, and a [T, experts] bool mask
         of selected experts. Results do not depend on the order of the given experts.
     """
     probabilities = torch.softmax(logits, -1, torch.float32) if sigmoid is None else logits.float().sigmoid()
-    ranked = probabilities.detach() if sigmoid is None else sigmoid.ranked(probabilities.detach())
+    ranked = probabilities.detach()
+    if sigmoid is not None:
+        ranked = _in_best_groups(ranked if bias is None else ranked + bias, sigmoid)
     chosen = torch.zeros_like(logits, dtype=torch.bool)
     chosen.scatter_(1, ranked.topk(top_k, dim=-1).indices, value=True)
     if given is not None:
@@ -260,7 +231,13 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
         """
         super().__init__(config=config, pg_collection=pg_collection)
         self._given: Tensor | None = None
+        self._sigmoid: SigmoidRouting | None = None
         if config.moe_router_score_function == "sigmoid":
+            self._sigmoid = SigmoidRouting(
+                num_groups=config.moe_router_num_groups,
+                top_groups=config.moe_router_group_topk,
+                scaling=config.moe_router_topk_scaling_factor,
+            )
             self.expert_bias = torch.nn.Parameter(torch.zeros(config.num_moe_experts), requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ReplayRouter":
@@ -305,17 +282,11 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
         """
         is_normalized = not self.config.moe_router_pre_softmax
         rows = logits.view(-1, self.config.num_moe_experts)
-        sigmoid = self._sigmoid_scores()
-        routed = partial(route, rows, top_k=self.topk, is_normalized=is_normalized, sigmoid=sigmoid)
+        routed = partial(
+            route, rows, top_k=self.topk, is_normalized=is_normalized, sigmoid=self._sigmoid, bias=self.expert_bias
+        )
         probabilities, chosen = routed(given=self._given)
         if self._given is not None:
             with torch.no_grad():  # costs about 1 % of the experts
                 self.rerouted = (chosen != routed(given=None)[1]).any(-1)
         return probabilities, chosen
-
-    def _sigmoid_scores(self) -> SigmoidScores | None:
-        if self.expert_bias is None:
-            return None
-        config = self.config
-        groups, top_groups = config.moe_router_num_groups, config.moe_router_group_topk
-        return SigmoidScores(self.expert_bias, groups, top_groups, config.moe_router_topk_scaling_factor)

@@ -35,7 +35,7 @@ class OutputRequest:
         temperature: Divisor of the logits.
         top_k: Number of most probable tokens to return after the token itself; None for none.
         has_hidden: True to return the last hidden states.
-        comparison: TeacherComparison with teachers; None for none.
+        comparison: Comparison with teachers; None for none.
         heads: Teachers' output matrices, for comparisons of whole distributions.
     """
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.linear_map import linear_map
 from rl_distill.megatron.attention.layout import PackedLayout
 from rl_distill.megatron.attention.packed import PackedAttention
 from rl_distill.megatron.kernels import PLAIN, Kernels, PolicyTransformerConfig, layers_of
@@ -47,21 +48,6 @@ _WITHOUT_FUSIONS = dict.fromkeys(
 """Fusions that need apex or CUDA kernels, and features of Transformer Engine beyond its layers."""
 
 _FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-class _Keep(torch.autograd.Function):
-    """A selection of rows, each at most once. Its gradient is a copy; that of index_select would accumulate."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, kept: Tensor) -> Tensor:
-        ctx.save_for_backward(kept)
-        ctx.num_rows = rows.shape[0]
-        return rows.index_select(0, kept)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (kept,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.num_rows, *grads[0].shape[1:]).index_copy_(0, kept, grads[0]), None
 
 
 class PolicyLayer(TransformerLayer):  # type: ignore[misc]
@@ -106,7 +92,7 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
         hidden, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
         kept = packed_seq_params.kept if self.is_last else None
         if kept is not None:
-            hidden = _Keep.apply(hidden, kept)  # type: ignore[no-untyped-call]
+            hidden = _select_rows(hidden, kept)
         experts = self._experts(packed_seq_params, kept, num_tokens=hidden.shape[0]) if self.is_moe_layer else None
         compute = partial(self._forward_experts, experts=experts) if self.is_moe_layer else self._forward_mlp
         is_again = self.recomputes_mlp and self.training
@@ -142,6 +128,16 @@ class PolicyLayer(TransformerLayer):  # type: ignore[misc]
             is_given = is_given & is_kept.narrow(0, self.tp_group.rank() * len(experts), len(experts))
         rerouted = is_given & self.mlp.router.rerouted
         layout.routed[self.layer_number - 1] = torch.stack([is_given.sum(), rerouted.sum()])
+
+
+def _select_rows(rows: Tensor, kept: Tensor) -> Tensor:
+    """Select rows, each at most once. The gradient is a copy; that of index_select would accumulate."""
+    num_rows = len(rows)
+
+    def put_back(grad: Tensor) -> Tensor:
+        return grad.new_zeros(num_rows, *grad.shape[1:]).index_copy_(0, kept, grad)
+
+    return linear_map(rows, forward=lambda rows: rows.index_select(0, kept), backward=put_back)
 
 
 def transformer_config(

@@ -3,8 +3,7 @@
 Tensors that view an offloaded storage stay valid objects; only their storage is empty in the meantime.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -46,28 +45,6 @@ class Offloaded:
             storage.resize_(size)
             _bytes_of(storage).zero_()
         self._kept, self._dropped = [], []
-
-
-class Hosted:
-    """Tensors in host memory that return to their device only while in use."""
-
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Move the tensors to the host.
-
-        Args:
-            tensors: Returns the current tensors; called each time that they leave the device.
-        """
-        self._tensors = tensors
-        self._offloaded = Offloaded(tensors(), [])
-
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Restore the tensors to their device inside the context."""
-        self._offloaded.restore()
-        try:
-            yield
-        finally:
-            self._offloaded = Offloaded(self._tensors(), [])
 
 
 def _fresh(tensor: Tensor, seen: set[int]) -> torch.UntypedStorage | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rl_distill.megatron.cpu import cuda_type_names
-from rl_distill.megatron.offload import Hosted
+from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.options import LearnerOptions
 from rl_distill.stepping import clip_scale
@@ -72,7 +72,7 @@ class MegatronAdam:
                 group["weight_decay"] = options.weight_decay * group["wd_mult"]
                 if isinstance(inner, torch.optim.AdamW):
                     group["fused"] = True  # one memory pass per parameter, on CPU and GPU
-        self._hosted: Hosted | None = None
+        self._on_host: Offloaded | None = None
         self._mains = self._find_mains([p for chunk in chunks for p in chunk.parameters() if p.requires_grad])
 
     def zero_grad(self) -> None:
@@ -112,12 +112,20 @@ class MegatronAdam:
 
     def keep_on_host(self) -> None:
         """Keep moments and float32 weights in host memory from now on, except during `step` and `on_device`."""
-        if self._hosted is None:
-            self._hosted = Hosted(self.tensors)
+        if self._on_host is None:
+            self._on_host = Offloaded(self.tensors(), [])
 
-    def on_device(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
         """Make moments and float32 weights available on their device inside the context."""
-        return nullcontext() if self._hosted is None else self._hosted.on_device()
+        if self._on_host is None:
+            yield
+            return
+        self._on_host.restore()
+        try:
+            yield
+        finally:
+            self._on_host = Offloaded(self.tensors(), [])
 
     def moments(self, parameters: Parameters, name: str) -> dict[str, Tensor]:
         """Return a moment of each parameter in its shape; zeros before the first step. Call it on all ranks."""

@@ -247,7 +247,8 @@ class TrainedModel(RankedModel):
         ranks = self._ranks
         require_empty(directory)
         ranks.call_all("begin_save", self._name, directory / STATE_FOLDER)
-        pending = PendingSave(partial(self._finish_save, directory, step=self.step, adapter=self._trained_adapter()))
+        adapter = self._trained_adapter()
+        pending = PendingSave(partial(self._finish_save, ranks, directory, step=self.step, adapter=adapter))
         if not in_background:
             pending.wait()
         return pending
@@ -285,8 +286,11 @@ class TrainedModel(RankedModel):
         """Digest of the frozen weights under the adapter."""
         return fingerprint_tensors(self._export("base", self._shapes()).items())
 
-    def _finish_save(self, directory: Path, *, step: int, adapter: TrainedAdapter | None) -> None:
-        """Wait for the ranks to write their files, then write the index files and finally the header."""
-        written, names = self._ranks.finish_save(directory / STATE_FOLDER), list(self._saved_shapes())
+    def _finish_save(self, ranks: LearnerRanks, directory: Path, *, step: int, adapter: TrainedAdapter | None) -> None:
+        """Wait for the ranks to write their files, then write the index files and finally the header.
+
+        The model may be closed meanwhile, as long as its ranks are alive.
+        """
+        written, names = ranks.finish_save(directory / STATE_FOLDER), list(self._saved_shapes())
         source, options = self._source, self._options
         finish_checkpoint(directory, written, source=source, names=names, options=options, step=step, adapter=adapter)

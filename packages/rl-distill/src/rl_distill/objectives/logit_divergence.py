@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_core.errors import DataError, ShapeError
 from rl_core.record_fields import converts_arguments
+from rl_distill.linear_map import sum_over_ranks
 from rl_distill.objectives.divergences import (
     DivergenceOptions,
     TokenDivergence,
@@ -21,7 +22,6 @@ from rl_distill.objectives.vocabulary import (
     VocabularyPart,
     all_logprobs,
     likeliest,
-    sum_over_ranks,
     take_top_k,
     top_k_logprobs,
 )

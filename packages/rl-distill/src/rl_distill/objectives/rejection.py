@@ -10,6 +10,8 @@ https://richardli.xyz/rl-collapse; criterion names follow verl.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,8 +109,8 @@ def rejection_limits(bound: Bound, *, is_signed: bool) -> tuple[float, float]:
     Raises:
         SettingsError: A limit is not above 0, low is above high, or a k2 or k3 criterion has two limits.
     """
-    parts = tuple(bound) if isinstance(bound, tuple | list) else (bound,)
-    is_positive = all(type(part) in (int, float) and part > 0 for part in parts)
+    parts: tuple[Any, ...] = tuple(bound) if isinstance(bound, tuple | list) else (bound,)
+    is_positive = all(isinstance(part, Real) and not isinstance(part, bool) and part > 0 for part in parts)
     if not is_signed:
         if len(parts) != 1 or not is_positive:
             raise SettingsError(f"the bound of a k2 or k3 criterion must be one number above 0; found {bound!r}.")

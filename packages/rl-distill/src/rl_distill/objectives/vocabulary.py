@@ -62,27 +62,6 @@ class VocabularyPart:
         return values
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks; each rank's part gets the gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:  # noqa: ARG004 - torch's signature
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
-        return grads[0], None
-
-
-def sum_over_ranks(values: Tensor, *, group: Any) -> Tensor:
-    """Return the sum over ranks, with gradient for this rank's part; the values themselves if there is one rank."""
-    if group is None or group.size() == 1:
-        return values
-    return _SumOverRanks.apply(values, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_place: bool = False) -> Tensor:
     """Return float logits without padding, divided by the temperature, shifted to a maximum of 0; new or in place."""
     scaled = part.without_padding(logits)

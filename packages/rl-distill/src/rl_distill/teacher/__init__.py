@@ -13,7 +13,7 @@ from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter, route_problems
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.scoring import ServiceReport
-from rl_distill.teacher.service import ServiceOptions, TeacherService, teacher_task
+from rl_distill.teacher.service import TeacherService, TeacherServiceOptions, teacher_task
 from rl_distill.teacher.texts import TextOptions, count_texts, trajectories_from_texts
 from rl_distill.teacher.vocabulary import check_same_vocabulary, compare_vocabularies
 
@@ -25,7 +25,6 @@ __all__ = [
     "ReplicatedTeacher",
     "ScoreCache",
     "ScoreKind",
-    "ServiceOptions",
     "ServiceReport",
     "SpanMode",
     "TeacherAligner",
@@ -35,6 +34,7 @@ __all__ = [
     "TeacherReplica",
     "TeacherRouter",
     "TeacherService",
+    "TeacherServiceOptions",
     "TextOptions",
     "check_same_vocabulary",
     "compare_vocabularies",

@@ -4,7 +4,8 @@ Spans of equal text map the scores back to the student's tokens. The text is the
 each side uses its own token for the end of a sequence. Prompt, responses and tool outputs are encoded one by one, so
 that no span of a response extends into another part.
 
-Sources: see `alignment`.
+Source: Boizard et al. 2024, arXiv:2402.12030 (ULD); Patiño et al. 2025, Hugging Face, "Unlocking on-policy distillation
+for any model family" (GOLD), which aligns by spans of equal text.
 """
 
 from collections.abc import Callable, Sequence

@@ -67,7 +67,7 @@ SPARE_LEASES = 32
 
 
 @settings_record
-class ServiceOptions:
+class TeacherServiceOptions:
     """Requests to all teachers.
 
     Attributes:
@@ -129,7 +129,7 @@ class TeacherService:
         self,
         teachers: Sequence[ReplicatedTeacher],
         router: TeacherRouter,
-        options: ServiceOptions,
+        options: TeacherServiceOptions,
         *,
         caches: Mapping[str, ScoreCache] | None = None,
         aligners: Mapping[str, TeacherAligner] | None = None,

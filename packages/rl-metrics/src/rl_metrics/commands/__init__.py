@@ -1,1 +1,1 @@
-"""The verbs of the command `rl-metrics`, one file each with `add_to(verbs)`."""
+"""The verbs of the command `rl-metrics`, one file each with `add_to(add_verb)`."""

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError
-from rl_metrics.commands.parts import Verbs, opened_run, say, say_json
+from rl_metrics.commands.parts import AddVerb, opened_run, say, say_json
 from rl_metrics.health.finding import SEVERITY_RANKS, SIDE_TITLES, Finding, Status, Verdict
 from rl_metrics.health.judging import judge_run
 from rl_metrics.health.rules import family_of
@@ -18,10 +18,10 @@ UNKNOWN = 2
 MARKS: dict[Status, str] = {"ok": "ok", "warning": "WARNING", "critical": "CRITICAL", "unknown": "?"}
 
 
-def add_to(verbs: Verbs) -> None:
+def add_to(add_verb: AddVerb) -> None:
     """Add the verb."""
-    parser = verbs.add_parser(
-        "check", help="judge a run's health: exit status 0 if healthy, 1 with findings, 2 if it cannot be read"
+    parser = add_verb(
+        "check", "judge a run's health: exit status 0 if healthy, 1 with findings, 2 if it cannot be read"
     )
     parser.add_argument("path", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     parser.add_argument(

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from rl_metrics.commands.parts import Verbs, opened_run, refuse, say, say_json, table_console
+from rl_metrics.commands.parts import AddVerb, opened_run, refuse, say, say_json, table_console
 from rl_metrics.comparison.compare import Comparison, Difference, compare
 from rl_metrics.health.common_rules import SCORE
 from rl_metrics.report.page import run_names
@@ -31,9 +31,9 @@ MAX_SHORT = 20
 SHOWN_NAMES = 20
 
 
-def add_to(verbs: Verbs) -> None:
+def add_to(add_verb: AddVerb) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("compare", help="compare two runs, or two sets of seeds, with confidence intervals")
+    parser = add_verb("compare", "compare two runs, or two sets of seeds, with confidence intervals")
     for side in ("A", "B"):
         parser.add_argument(
             side.lower(), metavar=f"{side}[,{side}2,...]", help="folder of a run, or folders of several seeds"

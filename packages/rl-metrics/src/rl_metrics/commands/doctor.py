@@ -3,18 +3,18 @@
 import argparse
 from pathlib import Path
 
-from rl_metrics.commands.parts import Verbs, opened_run, say, say_json
+from rl_metrics.commands.parts import AddVerb, opened_run, say, say_json
 from rl_metrics.doctor import Diagnosis, DoctorReport, diagnose
 
 FOUND = 1
 UNKNOWN = 2
 
 
-def add_to(verbs: Verbs) -> None:
+def add_to(add_verb: AddVerb) -> None:
     """Add the verb."""
-    parser = verbs.add_parser(
+    parser = add_verb(
         "doctor",
-        help="diagnose hangs, memory growth, and mismatches of engine and learner: exit status 0 without a problem, "
+        "diagnose hangs, memory growth, and mismatches of engine and learner: exit status 0 without a problem, "
         "1 with one, 2 if the run cannot be read or its files lack the data",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")

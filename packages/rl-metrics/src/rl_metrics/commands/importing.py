@@ -3,25 +3,23 @@
 import argparse
 from pathlib import Path
 
-from rl_metrics.commands.parts import Verbs, say
+from rl_metrics.commands.parts import AddVerb, add_verbs, say
 from rl_metrics.importers.run_writer import MAX_NAME, MAX_NAMES, Imported
 from rl_metrics.importers.trl import import_trl
 from rl_metrics.importers.verl import import_verl
 from rl_metrics.trackers.console import plain_text
 
 
-def add_to(verbs: Verbs) -> None:
+def add_to(add_verb: AddVerb) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("import", help="convert another trainer's files to a run's folder")
-    trainers = Verbs(parser, called="TRAINER")
-    verl = trainers.add_parser(
-        "verl", help="import a verl run from its file logger's JSON lines or console output, and generations"
-    )
+    parser = add_verb("import", "convert another trainer's files to a run's folder")
+    add_trainer = add_verbs(parser, called="TRAINER")
+    verl = add_trainer("verl", "import a verl run from its file logger's JSON lines or console output, and generations")
     verl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="one file per launch of the run, in order")
     verl.add_argument("--rollouts", type=Path, metavar="FOLDER", help="the folder trainer.rollout_data_dir")
     verl.add_argument("--validation", type=Path, metavar="FOLDER", help="the folder trainer.validation_data_dir")
     verl.set_defaults(run=_verl)
-    trl = trainers.add_parser("trl", help="import a TRL run from trainer_state.json and logged completions")
+    trl = add_trainer("trl", "import a TRL run from trainer_state.json and logged completions")
     trl.add_argument("file", nargs="*", type=Path, metavar="FILE", help="trainer_state.json, or a folder with one")
     trl.add_argument(
         "--completions", type=Path, metavar="FOLDER", help="folder with files like completions_00010.parquet"

@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from rl_metrics.commands.parts import Verbs, refuse, say_json, table_console
+from rl_metrics.commands.parts import AddVerb, refuse, say_json, table_console
 from rl_metrics.definitions.definition import Metric
 from rl_metrics.definitions.table import FAMILIES
 
@@ -27,9 +27,9 @@ GLOB = re.compile(r"[*?\[]")
 """Characters that make a pattern a glob."""
 
 
-def add_to(verbs: Verbs) -> None:
+def add_to(add_verb: AddVerb) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("list", help="list every metric: name, unit, reduction, meaning, healthy values")
+    parser = add_verb("list", "list every metric: name, unit, reduction, meaning, healthy values")
     parser.add_argument(
         "pattern",
         nargs="?",

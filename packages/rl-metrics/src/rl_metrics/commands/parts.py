@@ -27,6 +27,9 @@ PIPE_WIDTH = 180
 Run = Callable[[argparse.Namespace], int]
 """Runs a verb and returns the exit status."""
 
+AddVerb = Callable[[str, str], argparse.ArgumentParser]
+"""Adds a verb's parser, given its name and help."""
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors suggest the nearest choice, as argparse's `suggest_on_error` does from Python 3.14 on."""
@@ -38,21 +41,15 @@ class Parser(argparse.ArgumentParser):
         super().error(f"{message}. Did you mean {near[0]!r}?" if near else message)
 
 
-class Verbs:
-    """Parsers of the verbs of a command."""
+def add_verbs(parser: argparse.ArgumentParser, *, called: str = "VERB") -> AddVerb:
+    """Return a function that adds the parser of a verb; its help is in the list of verbs and in the verb's own help.
 
-    def __init__(self, parser: argparse.ArgumentParser, *, called: str = "VERB") -> None:
-        """Add verbs to a parser.
-
-        Args:
-            parser: Parser of the arguments before the verb.
-            called: Name of the verb in help and errors.
-        """
-        self._parsers = parser.add_subparsers(dest=called.lower(), required=True, metavar=called)
-
-    def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's name
-        """Add a verb's parser; `help` is shown in the list of verbs and in the verb's own help."""
-        return self._parsers.add_parser(name, help=help, description=help)
+    Args:
+        parser: Parser of the arguments before the verb.
+        called: Name of the verb in help and errors.
+    """
+    parsers = parser.add_subparsers(dest=called.lower(), required=True, metavar=called)
+    return lambda name, text: parsers.add_parser(name, help=text, description=text)
 
 
 def require_own(path: Path) -> None:

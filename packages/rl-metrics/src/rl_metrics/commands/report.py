@@ -6,7 +6,7 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 
-from rl_metrics.commands.parts import Verbs, opened_run, refuse, require_own, say
+from rl_metrics.commands.parts import AddVerb, opened_run, refuse, require_own, say
 from rl_metrics.report.server import LOOK_EVERY_S, ReportServer
 from rl_metrics.report.writing import MAX_TRAJECTORIES, write_report
 from rl_metrics.run_files.run_record import has_begun
@@ -14,12 +14,10 @@ from rl_metrics.run_files.run_record import has_begun
 FILE = "report.html"
 
 
-def add_to(verbs: Verbs) -> None:
+def add_to(add_verb: AddVerb) -> None:
     """Add the verbs."""
-    report = verbs.add_parser(
-        "report", help="write one HTML file with verdict, curves and every trajectory token by token"
-    )
-    serve = verbs.add_parser("serve", help="serve a live report to a browser on this machine")
+    report = add_verb("report", "write one HTML file with verdict, curves and every trajectory token by token")
+    serve = add_verb("serve", "serve a live report to a browser on this machine")
     for parser in (report, serve):
         parser.add_argument(
             "runs",

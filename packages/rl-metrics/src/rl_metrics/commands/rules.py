@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 
 from rl_core.data import Json
-from rl_metrics.commands.parts import Verbs, say_json
+from rl_metrics.commands.parts import AddVerb, say_json
 from rl_metrics.health.finding import SIDE_TITLES
 from rl_metrics.health.guide import GUIDE
 from rl_metrics.health.rules import FAMILIES, FAMILY_TEXTS, Rule, Threshold
@@ -13,9 +13,9 @@ from rl_metrics.health.rules import FAMILIES, FAMILY_TEXTS, Rule, Threshold
 PLAIN_FIELDS = ("name", "side", "title", "what", "severity", "window", "min_steps", "sure_steps", "holds")
 
 
-def add_to(verbs: Verbs) -> None:
+def add_to(add_verb: AddVerb) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("rules", help="list the health rules: metrics, thresholds with their sources, causes")
+    parser = add_verb("rules", "list the health rules: metrics, thresholds with their sources, causes")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print as JSON")
     form.add_argument("--markdown", action="store_true", help="print the tables of docs/guides/health.md")

@@ -145,6 +145,11 @@ class Recorder:
         """
         self._histogram(name).add(values)
 
+    def record_distributions(self, distributions: Mapping[str, ArrayLike]) -> None:
+        """Add values to several histograms, by name."""
+        for name, values in distributions.items():
+            self.record_values(name, values)
+
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
         """Record the duration of a block as `timing_s/{phase}`, even if it raises."""

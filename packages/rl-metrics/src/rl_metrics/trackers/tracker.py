@@ -23,7 +23,10 @@ Ending = Literal["finished", "stopped", "failed"]
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run, step by step, and samples of the policy's responses."""
+    """Receives the metrics of a run, step by step, and samples of the policy's responses.
+
+    A tracker that derives from it ignores late metrics, samples and histograms unless it has its own methods for them.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receive all metrics of one step, including its validation.
@@ -32,13 +35,12 @@ class Tracker(Protocol):
             step: Number of finished optimizer steps; 0 is before the first.
             metrics: Values by name.
         """
-        ...
 
-    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - ignores it
         """Receive metrics of a step after those of later steps, such as from a validation concurrent with training."""
-        ...
+        return
 
-    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:
+    def log_generations(self, step: int, name: str, samples: Sequence[GenerationSample]) -> None:  # noqa: ARG002 - ignores it
         """Receive a table of samples, once per validation.
 
         Args:
@@ -46,20 +48,19 @@ class Tracker(Protocol):
             name: Name of the table, such as "val/generations".
             samples: Samples in the order of display.
         """
-        ...
+        return
 
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:  # noqa: ARG002 - ignores it
         """Receive the distributions of one step.
 
         Args:
             step: Number of finished optimizer steps.
             histograms: Histograms by name; the caller must not change them afterwards.
         """
-        ...
+        return
 
     def close(self) -> None:
         """Write pending data and release resources. Idempotent."""
-        ...
 
 
 class Fanout:

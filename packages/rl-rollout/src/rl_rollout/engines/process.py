@@ -20,10 +20,10 @@ from rl_core.cluster import (
     RoleSpec,
     next_incarnation,
     open_cluster,
+    within,
 )
 from rl_core.data import IntArray
 from rl_core.errors import (
-    DeadlineError,
     EngineDiedError,
     EngineError,
     NotReadyError,
@@ -237,13 +237,8 @@ class ProcessEngine(EngineClient):
             self._role = await open_cluster(host.cluster).start(self._spec, pool=host.pool, deadline_s=host.deadline_s)
         except RoleError as error:
             raise EngineError(f"the engine could not start: {error}") from error
-        try:
-            async with asyncio.timeout(host.deadline_s) as limit:
-                self._traits = await self._loaded(self._role)
-        except TimeoutError:
-            if not limit.expired():
-                raise  # another deadline, with a more specific message
-            raise DeadlineError(f"{self._spec} did not load its model within {host.deadline_s:g} s.") from None
+        async with within(host.deadline_s, f"{self._spec} did not load its model within {host.deadline_s:g} s."):
+            self._traits = await self._loaded(self._role)
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import GenerateRequest, NewTokens
 
 
@@ -57,10 +56,6 @@ class Turn:
 
 class StoppedError(Exception):
     """A request was stopped before its engine answered."""
-
-
-class AbortedError(EngineError):
-    """A request was aborted before it reached an engine."""
 
 
 @dataclass(slots=True, eq=False)

@@ -21,10 +21,6 @@ ResultT = TypeVar("ResultT")
 CLIENT_GONE = 499
 
 
-class ClientGoneError(Exception):
-    """The client has closed its connection."""
-
-
 class BodyReader:
     """Reads request bodies, with limits per request, per session and for all sessions together."""
 
@@ -38,7 +34,7 @@ class BodyReader:
 
         Raises:
             RefusedError: The body is too large, too slow or not a JSON object, or too many bodies are being read.
-            ClientGoneError: The client has closed its connection.
+            ClientDisconnect: The client has closed its connection.
         """
         read = bytearray()
         try:
@@ -49,8 +45,6 @@ class BodyReader:
                     self._check(len(read), reader)
         except TimeoutError:
             raise RefusedError(f"the body took longer than {self._timeout_s:g} s to arrive.") from None
-        except ClientDisconnect:
-            raise ClientGoneError from None
         finally:
             self._held[reader] -= len(read)
             if not self._held[reader]:
@@ -90,7 +84,7 @@ async def unless_gone(request: Request, call: Coroutine[Any, Any, ResultT]) -> R
     """Await a call, and cancel it if the client disconnects.
 
     Raises:
-        ClientGoneError: The client has disconnected.
+        ClientDisconnect: The client has disconnected.
     """
     task = asyncio.ensure_future(call)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -98,7 +92,7 @@ async def unless_gone(request: Request, call: Coroutine[Any, Any, ResultT]) -> R
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGoneError
+        raise ClientDisconnect
     finally:
         gone.cancel()
         task.cancel()
@@ -125,8 +119,9 @@ class ErrorsInFormat:
             async with AsyncExitStack() as request.state.stack:
                 response = await self._handler(request)
                 await response(scope, receive, sending)
-        except ClientGoneError:
-            await Response(status_code=CLIENT_GONE)(scope, receive, send)
+        except ClientDisconnect:
+            if not has_begun:
+                await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except Exception as error:
             refused = self._refused(error, request)
             if not has_begun:  # otherwise the server closes the connection, as the response is incomplete

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,13 @@ from rl_rollout.gateway import Gateway, Session
 from rl_rollout.loops.agent_options import AgentOptions
 from rl_rollout.loops.agent_program import AgentProgram, describe_run
 from rl_rollout.loops.agent_task import AgentOutcome, AgentTask
-from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure
+from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import read_output
-from rl_rollout.rewards.protocol import AgentRun, RewardResult
-from rl_rollout.rewards.scorer import Scored, function_name
-from rl_rollout.tools.user_calls import CallTimeoutError, outcome_within
+from rl_rollout.rewards.protocol import AgentRun, RewardInput, RewardResult
+from rl_rollout.rewards.scorer import Scored, function_name, reward_input
+from rl_rollout.tools.user_calls import outcome_within
 from rl_rollout.user_errors import describe_raised, ends_the_run
 from rl_rollout.user_files import find_in
 
@@ -58,9 +58,12 @@ class AgentFunction:
             RolloutError: It raised.
             DataError: Its result is not a reward.
         """
-        outcome = AgentOutcome(run=AgentRun(ended="wall_time"))
-        with suppress(CallTimeoutError):
-            outcome = self._outcome(*await outcome_within(self._time_limit_s, self._function(task)))
+        try:
+            value, error = await outcome_within(self._time_limit_s, self._function(task))
+        except TimeoutError:
+            outcome = AgentOutcome(run=AgentRun(ended="wall_time"))
+        else:
+            outcome = self._outcome(value, error)
         yield outcome
 
     def _outcome(self, value: Any, error: BaseException | None) -> AgentOutcome:
@@ -203,15 +206,17 @@ class AgentsLoop(SessionLoop):
                 gateway.sessions.forget(session)
                 self._engines.drop(session)
 
-    def judged(self, session: SessionResult, context: LoopContext) -> Judged:
-        """Return the model's last response. How the program ran is not stored."""
+    def judged(self, prompt: Prompt, session: SessionResult, context: LoopContext) -> RewardInput:
+        """Return the model's last response as its reward judges it. How the program ran is not stored."""
         last = session.trajectories[-1]
         stop = int(np.flatnonzero(last.loss_mask)[-1]) + 1
         start = int(np.flatnonzero(~last.loss_mask[:stop]).max(initial=-1)) + 1
         ids = last.input_ids[start:stop]
         (text,) = context.decode([ids])
         begins_thinking = context.begins_thinking(last.input_ids[:start])
-        return Judged(text=text, ids=ids, finish_reason=last.finish_reason, begins_thinking=begins_thinking)
+        return reward_input(
+            prompt, text=text, ids=ids, finish_reason=last.finish_reason, begins_thinking=begins_thinking
+        )
 
     async def _run(self, gateway: Gateway, session: Session, prompt: Prompt, context: LoopContext) -> SessionResult:
         index = session.session_index
@@ -232,9 +237,8 @@ class AgentsLoop(SessionLoop):
             result = _timed(result, outcome.run, wall_s=wall_s)
             if outcome.reward is not None:
                 return with_reward(result.trajectories, Scored(result=outcome.reward))
-            judged = self.judged(result, context)
-            given = judged.as_input(prompt)
-            (scored,) = await context.scorer.score([replace(given, agent=outcome.run)])
+            given = replace(self.judged(prompt, result, context), agent=outcome.run)
+            (scored,) = await context.scorer.score([given])
             return with_reward(result.trajectories, scored)
 
     def _make_gateway(self, tokenizer: PromptTokenizer | None) -> Gateway:

@@ -22,7 +22,7 @@ from rl_rollout.rewards.outputs import preview_error, read_output, typed_preview
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.rewards.scorer import Scored
 from rl_rollout.tools.protocol import shortened
-from rl_rollout.tools.user_calls import BlockingCalls, CallTimeoutError, outcome_within
+from rl_rollout.tools.user_calls import BlockingCalls, Outcome, outcome_within
 from rl_rollout.user_errors import describe_raised, ends_the_run
 from rl_rollout.user_files import find_in
 
@@ -164,29 +164,29 @@ class Episode:
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await self._guarded(name, self._run(name, *arguments))
 
-    async def _run(self, name: str, *arguments: Any) -> Any:
+    async def _run(self, name: str, *arguments: Any) -> Outcome:
         method = getattr(self._environment, name)
         if not inspect.iscoroutinefunction(method):
             return await self._blocking.run(lambda: method(*arguments), timeout_s=self._timeout_s)
-        value, error = await outcome_within(self._timeout_s, method(*arguments))
-        if error is not None:
-            raise error
-        return value
+        return await outcome_within(self._timeout_s, method(*arguments))
 
-    async def _guarded(self, name: str, call: Awaitable[Any]) -> Any:
+    async def _guarded(self, name: str, call: Awaitable[Outcome]) -> Any:
         """Return a call's result.
 
         Raises:
             RolloutError: It raised, or took too long.
         """
         try:
-            return await call
-        except CallTimeoutError as error:
-            raise RolloutError(f"the environment's {name} took longer than {self._timeout_s:g} s") from error
-        except BaseException as error:
-            if ends_the_run(error):
-                raise
-            raise RolloutError(describe_raised(f"the environment's {name}", error)) from error
+            value, error = await call
+        except TimeoutError as late:
+            raise RolloutError(f"the environment's {name} took longer than {self._timeout_s:g} s") from late
+        except BaseException as raised:
+            value, error = None, raised
+        if error is None:
+            return value
+        if ends_the_run(error):
+            raise error
+        raise RolloutError(describe_raised(f"the environment's {name}", error)) from error
 
 
 ENVIRONMENTS: Registry[Any] = Registry("environment", {}, group="rl_rollout.environments")

@@ -1,8 +1,10 @@
 """Agent loops by name, and their options: dataclasses from tables of a TOML file."""
 
 import dataclasses
+import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rl_core.errors import SettingsError
@@ -12,13 +14,14 @@ from rl_core.secret_settings import resolve_secrets
 from rl_rollout.loops.protocol import AgentLoop
 
 OptionsT = TypeVar("OptionsT")
+TABLES = (dict, Mapping)
 
 
 def read_options(kind: type[OptionsT], table: Mapping[str, Any], *, where: str) -> OptionsT:
     """Build a dataclass from a table.
 
     Args:
-        kind: A dataclass, whose fields may be dataclasses, tuples of them, or mappings from text to them.
+        kind: A dataclass, whose fields may be dataclasses, tuples of them, mappings from text to them, and unions.
         table: The table as read from TOML.
         where: Owner of the options, for messages, such as "agent loop 'tools'".
 
@@ -41,18 +44,32 @@ def read_options(kind: type[OptionsT], table: Mapping[str, Any], *, where: str) 
 def _with_records(kind: Any, value: Any, *, where: str) -> Any:
     """Build the dataclasses inside a value. All else is left to the rule of the value's field."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple and isinstance(value, list):
-        return [_with_records(arguments[0], item, where=f"{where}[{index}]") for index, item in enumerate(value)]
-    if not isinstance(value, Mapping):
-        if dataclasses.is_dataclass(kind):
-            raise SettingsError(f"{where} must be a table; found {type(value).__name__}.")
-        return value
+    if origin in (typing.Union, types.UnionType):
+        return _with_records_of_one(arguments, value, where=where)
     if dataclasses.is_dataclass(kind):
+        if isinstance(value, typing.cast(type[Any], kind)):
+            return value
+        if not isinstance(value, Mapping):
+            raise SettingsError(f"{where} must be a table; found {type(value).__name__}.")
         return read_options(typing.cast(type[Any], kind), value, where=where)
-    if origin in (dict, Mapping):
+    if origin is tuple and isinstance(value, list | tuple):
+        return [_with_records(arguments[0], item, where=f"{where}[{index}]") for index, item in enumerate(value)]
+    if origin in TABLES and isinstance(value, Mapping):
         return {key: _with_records(arguments[1], item, where=f"{where}.{key}") for key, item in value.items()}
-    records = [option for option in arguments if dataclasses.is_dataclass(option)]  # of a union, such as with None
-    return _with_records(records[0], value, where=where) if records else value
+    return value
+
+
+def _with_records_of_one(kinds: Sequence[Any], value: Any, *, where: str) -> Any:
+    """Build the dataclasses inside a value of the first kind that it fits. If it fits none, the last one says why."""
+    fitting: list[Any] = []
+    if isinstance(value, Mapping):
+        fitting = [kind for kind in kinds if dataclasses.is_dataclass(kind) or typing.get_origin(kind) in TABLES]
+    elif isinstance(value, list | tuple):
+        fitting = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    for kind in fitting[:-1]:
+        with suppress(SettingsError):
+            return _with_records(kind, value, where=where)
+    return _with_records(fitting[-1], value, where=where) if fitting else value
 
 
 LOOPS: Registry[type[AgentLoop]] = Registry(

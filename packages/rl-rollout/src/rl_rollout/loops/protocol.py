@@ -5,17 +5,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Annotated, Protocol
+from typing import Protocol
 
-from rl_core.data import FinishReason, IntArray, Prompt, Trajectory, encodable
+from rl_core.data import IntArray, Prompt, Trajectory, encodable
 from rl_core.errors import RLError, RolloutError
-from rl_core.record_fields import Axes, record
+from rl_core.record_fields import record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.answers import opens_thinking
 from rl_rollout.rewards.outputs import preview_error
-from rl_rollout.rewards.protocol import RewardInput
-from rl_rollout.rewards.scorer import RewardScorer, reward_input
+from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.user_errors import describe_raised, ends_the_run
 
 SEED_BITS = 52
@@ -33,33 +32,6 @@ class SessionResult:
 
     trajectories: tuple[Trajectory, ...] = ()
     failure: str | None = None
-
-
-@record
-class Judged:
-    """The input of a session's reward.
-
-    Attributes:
-        text: The response as text, without special tokens.
-        ids: [R] int32, the response as sampled.
-        finish_reason: Why it ended.
-        begins_thinking: True if its prompt opens the thinking.
-    """
-
-    text: str
-    ids: Annotated[IntArray, Axes("R")]
-    finish_reason: FinishReason
-    begins_thinking: bool = False
-
-    def as_input(self, prompt: Prompt) -> RewardInput:
-        """Return the input of a reward function."""
-        return reward_input(
-            prompt,
-            text=self.text,
-            ids=self.ids,
-            finish_reason=self.finish_reason,
-            begins_thinking=self.begins_thinking,
-        )
 
 
 @record
@@ -109,8 +81,8 @@ class AgentLoop(Protocol):
     - `def close(self) -> None`.
     - `async def check(self, tokenizer: PromptTokenizer | None) -> list[str]`, awaited before a model loads. It raises
       what `start` would raise, leaves nothing running, and returns lines for the plan of a dry run.
-    - `def judged(self, session: SessionResult, context: LoopContext) -> Judged`, if the input of its reward follows
-      from the trajectories, so that stored sessions can be scored again.
+    - `def judged(self, prompt: Prompt, session: SessionResult, context: LoopContext) -> RewardInput`, if the input of
+      its reward follows from the trajectories, so that stored sessions can be scored again.
     """
 
     async def run_group(self, prompt: Prompt, *, num_sessions: int, context: LoopContext) -> list[SessionResult]:

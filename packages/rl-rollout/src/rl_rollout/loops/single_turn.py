@@ -10,7 +10,8 @@ import numpy as np
 from rl_core.data import NO_VERSION, Prompt, Timings, Trajectory
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import GenerateRequest, Generation
-from rl_rollout.loops.protocol import Judged, LoopContext, SessionResult
+from rl_rollout.loops.protocol import LoopContext, SessionResult
+from rl_rollout.rewards.protocol import RewardInput
 from rl_rollout.rewards.scorer import Scored, reward_input
 
 
@@ -57,13 +58,15 @@ class SingleTurnLoop:
             for index, generation in enumerate(generations)
         ]
 
-    def judged(self, session: SessionResult, context: LoopContext) -> Judged:
+    def judged(self, prompt: Prompt, session: SessionResult, context: LoopContext) -> RewardInput:
         """Return a session's response as its reward judges it."""
         (trajectory,) = session.trajectories
         ids = trajectory.input_ids[trajectory.num_prompt_tokens :]
         (text,) = context.decode([ids])
         begins_thinking = context.begins_thinking(trajectory.input_ids[: trajectory.num_prompt_tokens])
-        return Judged(text=text, ids=ids, finish_reason=trajectory.finish_reason, begins_thinking=begins_thinking)
+        return reward_input(
+            prompt, text=text, ids=ids, finish_reason=trajectory.finish_reason, begins_thinking=begins_thinking
+        )
 
 
 def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int, generate_s: float) -> Trajectory:

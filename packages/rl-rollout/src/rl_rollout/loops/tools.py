@@ -14,9 +14,11 @@ from rl_core.data import IntArray, Json, Prompt
 from rl_core.errors import SettingsError
 from rl_core.record_fields import settings_record
 from rl_rollout.loops.conversation import Conversation, TurnLimits
-from rl_rollout.loops.protocol import Judged, LoopContext, SessionLoop, SessionResult, describe_failure
+from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.turns import Joined, Reply, TurnFormat, Turns, join_turns
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.protocol import RewardInput
+from rl_rollout.rewards.scorer import reward_input
 from rl_rollout.tools import CallOptions, ToolBox, ToolRunner, resolve_tools
 from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.parsers import VLLM, ParsedTurn, ToolParser, parser_for, resolve_parser
@@ -174,7 +176,7 @@ class ToolsLoop(SessionLoop):
                 raise
             return conversation.failed(describe_failure(self, error))
 
-    def judged(self, session: SessionResult, context: LoopContext) -> Judged:
+    def judged(self, prompt: Prompt, session: SessionResult, context: LoopContext) -> RewardInput:
         """Return the session's last turn and the tokens of all its turns, as its reward judges them."""
         last = session.trajectories[-1]
         sampled = np.flatnonzero(last.loss_mask)
@@ -186,7 +188,9 @@ class ToolsLoop(SessionLoop):
         answer = self._answer(context, turn_ids)
         text = text if answer is None else answer
         begins_thinking = context.begins_thinking(last.input_ids[:start])
-        return Judged(text=text, ids=ids, finish_reason=last.finish_reason, begins_thinking=begins_thinking)
+        return reward_input(
+            prompt, text=text, ids=ids, finish_reason=last.finish_reason, begins_thinking=begins_thinking
+        )
 
     async def _converse(self, conversation: Conversation, turns: Turns) -> SessionResult:
         outcomes: Counter[str] = Counter()

@@ -12,10 +12,6 @@ from rl_core.errors import RLError
 ResultT = TypeVar("ResultT")
 
 
-class _GivenUpError(BaseException):
-    """Ends Python code after the deadline. Library code continues in its thread until the process ends."""
-
-
 class _CallThread(threading.Thread):
     """Makes one call after another, because starting a thread takes longer than most calls."""
 
@@ -63,7 +59,8 @@ def call_within(
         outcome: tuple[ResultT, BaseException | None] = worker.outcomes.get(timeout=deadline_s)
     except Empty:
         worker.calls.put(None)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(_GivenUpError))
+        # ends Python code; library code continues in its thread until the process ends
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(SystemExit))
         raise error(f"{what} took longer than {deadline_s:g} s.") from None
     _idle.append(worker)
     result, failure = outcome

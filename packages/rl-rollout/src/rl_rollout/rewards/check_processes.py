@@ -191,15 +191,11 @@ def serve(request: dict[str, Any], prepare: Prepare, wrong: dict[str, Any], answ
     print_line(answers, {})
     try:
         verdict = judge()
-    except RowError as error:
+    except DataError as error:  # the check showed that the row is invalid
         verdict = {"row_error": f"{error}"[:500]}
     except Exception as error:
         verdict = {**wrong, "error": f"{type(error).__name__}: {error}"[:300]}
     print_line(answers, verdict)
-
-
-class RowError(Exception):
-    """The check of the response showed that the row is invalid."""
 
 
 def print_line(answers: IO[str], value: dict[str, Any]) -> None:

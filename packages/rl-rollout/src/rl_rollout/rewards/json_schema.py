@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
-from rl_rollout.rewards.check_processes import CheckProcesses, RowError, main
+from rl_rollout.rewards.check_processes import CheckProcesses, main
 from rl_rollout.rewards.outputs import cut, preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 
@@ -186,15 +186,15 @@ def first_error(validator: Any, found: Json) -> str | None:
     A value that a rule cannot be applied to does not fit.
 
     Raises:
-        RowError: The schema refers to another document, or has an invalid pattern.
+        DataError: The schema refers to another document, or has an invalid pattern.
     """
     library, referencing = libraries()
     try:
         error = library.exceptions.best_match(validator.iter_errors(found))
     except referencing.exceptions.Unresolvable as fault:
-        raise RowError(f"the schema has a reference that cannot be resolved ({fault}). Repair the row.") from fault
+        raise DataError(f"the schema has a reference that cannot be resolved ({fault}). Repair the row.") from fault
     except re.error as fault:
-        raise RowError(f"the schema has an invalid pattern ({fault}). Repair the row.") from fault
+        raise DataError(f"the schema has an invalid pattern ({fault}). Repair the row.") from fault
     except Exception as fault:  # such as OverflowError of multipleOf, or RecursionError
         return cut(f"the value cannot be checked ({type(fault).__name__}: {fault})", max_characters=300)
     return None if error is None else cut(f"{error.json_path}: {error.message}", max_characters=300)

@@ -44,10 +44,6 @@ POINTS = (
 )
 
 
-class UnreadableError(Exception):
-    """A text is no expression that the library reads."""
-
-
 def load_library() -> tuple[Any, Any, Any]:
     """Return the function that parses LaTeX, SymPy, and the comparison of math-verify."""
     import sympy
@@ -209,10 +205,12 @@ def _same_relations(golds: list[str], gold_signs: list[str], answers: list[str],
 
 def _same_sides(gold: tuple[str, str], answer: tuple[str, str], *, is_equation: bool) -> bool:
     """Return True if the difference of the sides is the same up to a factor, which is positive for an inequality."""
+    sides = [_read(side) for side in (*gold, *answer)]
+    if any(side is None for side in sides):
+        return False
     try:
-        first = _read(gold[0]) - _read(gold[1])
-        second = _read(answer[0]) - _read(answer[1])
-    except (UnreadableError, TypeError):
+        first, second = sides[0] - sides[1], sides[2] - sides[3]
+    except TypeError:  # a matrix and a number
         return False
     ratios = [left / right for _, left, right in _at_points(first, second) if right != 0]
     if not ratios or ratios[0] == 0 or not all(_is_close(ratios[0], ratio) for ratio in ratios):
@@ -254,9 +252,8 @@ def _is_verbal(one: Quantity) -> bool:
 
 
 def _same_by_library(gold: Quantity, answer: Quantity) -> bool:
-    try:
-        first, second = _read(gold.number), _read(answer.number)
-    except UnreadableError:
+    first, second = _read(gold.number), _read(answer.number)
+    if first is None or second is None:
         return False
     if hasattr(first, "shape") or hasattr(second, "shape"):
         return _same_matrices(first, second)
@@ -319,25 +316,21 @@ def _is_close(first: Any, second: Any) -> bool:
 
 
 def _read(text: str) -> Any:
-    """Return the library's expression of a text, with exact decimals.
-
-    Raises:
-        UnreadableError: The library cannot read it.
-    """
+    """Return the library's expression of a text, with exact decimals; None if it cannot read the text."""
     latex2sympy, sympy, _ = load_library()
     number = quantity(text)
     if number.value is not None:
         return sympy.Rational(number.value.numerator, number.value.denominator)
     if _is_malformed(number):
-        raise UnreadableError(text)
+        return None
     try:
         found = latex2sympy(
             number.number, is_real=not COMPLEX.search(number.number), convert_degrees=False, normalization_config=None
         )
-    except Exception as error:  # its grammar raises its own kinds
-        raise UnreadableError(text) from error
+    except Exception:  # its grammar raises its own kinds
+        return None
     if not isinstance(found, sympy.Basic | sympy.MatrixBase):
-        raise UnreadableError(text)
+        return None
     if isinstance(found, sympy.MatrixBase):
         return found
     found = found.subs({symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"})

@@ -14,10 +14,6 @@ MAX_BITS = 200_000
 MAX_DEPTH = 40
 
 
-class NotExactError(Exception):
-    """The text is no number in digits, or too large to compute."""
-
-
 def exact_value(text: str) -> Fraction | None:
     r"""Return the value of a text such as `71/6`, `11 5/6`, `\frac{71}{6}`, `-1.50`, `4!` or `2^{98}`, else None.
 
@@ -40,12 +36,15 @@ def exact_value(text: str) -> Fraction | None:
         return (int(whole or 0) + part) * (-1 if sign == "-" else 1)
     try:
         return _NumberReader(text).value()
-    except (NotExactError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError):
         return None
 
 
 class _NumberReader:
-    """Recursive descent over one text. Two numbers in a row, as in `4 10/3`, are refused."""
+    """Recursive descent over one text. Two numbers in a row, as in `4 10/3`, are refused.
+
+    A text that is no number in digits, or too large to compute, raises ValueError.
+    """
 
     def __init__(self, text: str) -> None:
         self._tokens = [match.group().strip() for match in TOKEN.finditer(text)]
@@ -55,7 +54,7 @@ class _NumberReader:
     def value(self) -> Fraction:
         value = self._sum()
         if self._position < len(self._tokens):
-            raise NotExactError
+            raise ValueError
         return value
 
     def _next(self) -> str:
@@ -72,7 +71,7 @@ class _NumberReader:
     def _sum(self) -> Fraction:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise NotExactError
+            raise ValueError
         total = self._product()
         while sign := self._take("+", "-"):
             term = self._product()
@@ -102,13 +101,13 @@ class _NumberReader:
         base = self._atom()
         if self._take("!"):
             if base.denominator != 1 or not 0 <= base <= 5000:
-                raise NotExactError
+                raise ValueError
             base = Fraction(math.factorial(int(base)))
         if not self._take("^"):
             return base
         exponent = self._signed_power()
         if exponent.denominator != 1 or abs(exponent) * max(_bits(base), 1) > MAX_BITS:
-            raise NotExactError
+            raise ValueError
         return base ** int(exponent)
 
     def _atom(self) -> Fraction:
@@ -121,10 +120,10 @@ class _NumberReader:
 
     def _group(self, opening: str) -> Fraction:
         if not self._take(opening):
-            raise NotExactError
+            raise ValueError
         value = self._sum()
         if not self._take({"(": ")", "{": "}"}[opening]):
-            raise NotExactError
+            raise ValueError
         return value
 
 
@@ -134,7 +133,7 @@ def _bits(value: Fraction) -> int:
 
 def _small(value: Fraction) -> Fraction:
     if _bits(value) > MAX_BITS:
-        raise NotExactError
+        raise ValueError
     return value
 
 

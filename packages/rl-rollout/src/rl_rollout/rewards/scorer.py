@@ -52,27 +52,6 @@ class Scored:
     failure_names: tuple[str, ...] = ()
 
 
-class RateLimit:
-    """Limits the rate of call starts. The first call starts at once."""
-
-    def __init__(self, calls_per_s: float) -> None:
-        """Set the rate.
-
-        Args:
-            calls_per_s: Maximum calls per second; above 0.
-        """
-        self._interval_s = 1.0 / calls_per_s
-        self._next_at = 0.0
-
-    async def wait(self) -> None:
-        """Wait until the next call may start."""
-        now = time.monotonic()
-        turn_at = max(self._next_at, now)
-        self._next_at = turn_at + self._interval_s
-        if turn_at > now:
-            await asyncio.sleep(turn_at - now)
-
-
 class RewardScorer:
     """Scores responses. A call that raises, hangs or returns no number is a failure, never a silent zero.
 
@@ -111,7 +90,8 @@ class RewardScorer:
         self._function: Any = function
         self._timeout_s = NO_LIMIT_S if timeout_s is None else timeout_s
         self._slots = asyncio.Semaphore(min(max_concurrency, getattr(function, "max_concurrency", max_concurrency)))
-        self._rate = None if max_calls_per_s is None else RateLimit(max_calls_per_s)
+        self._interval_s = 0.0 if max_calls_per_s is None else 1.0 / max_calls_per_s
+        self._next_call_at = 0.0
         self._threads: CallThreads[RewardInput, Scored] = CallThreads(self._call)
         self._score_one: Any = getattr(function, "score_one", function)  # of WeightedReward, which has its own scorers
         self._num_scoring = 0
@@ -188,18 +168,25 @@ class RewardScorer:
     async def _round(self, inputs: Sequence[RewardInput]) -> list[Scored]:
         if self._is_async:
             return [await self._call_async(given) for given in inputs]
-        if self._rate is None:
+        if not self._interval_s:
             return await self._call_blocking(inputs)
         scored: list[Scored] = []
         for given in inputs:
-            await self._rate.wait()
+            await self._may_call()
             scored += await self._call_blocking([given])
         return scored
 
+    async def _may_call(self) -> None:
+        """Wait until the rate limit lets the next call start. The first one starts at once."""
+        now = time.monotonic()
+        starts_at = max(self._next_call_at, now)
+        self._next_call_at = starts_at + self._interval_s
+        if starts_at > now:
+            await asyncio.sleep(starts_at - now)
+
     async def _call_async(self, given: RewardInput) -> Scored:
         async with self._slots:
-            if self._rate is not None:
-                await self._rate.wait()
+            await self._may_call()
             clock, context = CallClock(), copy_context()
             context.run(CLOCK.set, clock)
             call = asyncio.create_task(self._await_call(given), context=context)

@@ -11,10 +11,9 @@
 Each check runs its own event loop on the engine.
 """
 
-from rl_rollout.testing.client_checks import ClientChecks
-from rl_rollout.testing.generation_checks import GenerationChecks
+from rl_rollout.testing.conformance import EngineConformance
 from rl_rollout.testing.reference_model import begin, generate, joined, make_tiny_model, reference_logprobs, refuses
-from rl_rollout.testing.update_checks import AdapterConformance, UpdateChecks
+from rl_rollout.testing.update_checks import AdapterConformance
 
 __all__ = [
     "AdapterConformance",
@@ -26,7 +25,3 @@ __all__ = [
     "reference_logprobs",
     "refuses",
 ]
-
-
-class EngineConformance(GenerationChecks, ClientChecks, UpdateChecks):
-    """All checks of engines."""

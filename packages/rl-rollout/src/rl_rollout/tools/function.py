@@ -151,7 +151,10 @@ class FunctionTool:
         bound = self._bind(arguments)
         if self._is_async:
             return result_text(await self._function(**bound))
-        return result_text(await self._blocking.run(lambda: self._function(**bound)))
+        value, error = await self._blocking.run(lambda: self._function(**bound))
+        if error is not None:
+            raise error
+        return result_text(value)
 
     def close(self) -> None:
         """Stop the idle threads."""

@@ -14,7 +14,7 @@ from rl_core.registry import Registry, unknown_name
 from rl_rollout.rewards.outputs import cut, preview, preview_error
 from rl_rollout.tools.function import FunctionTool
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, refuse_unfinished, shortened, tool_schema
-from rl_rollout.tools.user_calls import CallTimeoutError, outcome_within
+from rl_rollout.tools.user_calls import outcome_within
 from rl_rollout.user_files import find_in
 
 TOOLS: Registry[Any] = Registry("tool", {}, group="rl_rollout.tools")
@@ -141,7 +141,7 @@ class ToolRunner:
         async with self._slots:
             try:
                 value, raised = await outcome_within(self._options.timeout_s, _called(tool, call))
-            except CallTimeoutError:
+            except TimeoutError:
                 return _failed(call, "timed_out", f"{call.name} did not return within {self._options.timeout_s:g} s.")
         if raised is not None:
             return _raised(call, raised)

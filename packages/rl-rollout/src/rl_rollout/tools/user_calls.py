@@ -22,15 +22,11 @@ Outcome = tuple[Any, BaseException | None]
 """Return value of a call, and the exception that it raised."""
 
 
-class CallTimeoutError(Exception):
-    """A call did not end in time. Distinct from a TimeoutError that the called code raises."""
-
-
 async def outcome_within(timeout_s: float, call: Awaitable[Any]) -> Outcome:
     """Await a call in a task. After timeout_s or a cancellation it is cancelled, and abandoned if it refuses.
 
     Raises:
-        CallTimeoutError: The call took longer than timeout_s.
+        TimeoutError: The call took longer than timeout_s. One that the call raises is returned.
     """
     task = asyncio.create_task(_caught(call))
     try:
@@ -41,7 +37,7 @@ async def outcome_within(timeout_s: float, call: Awaitable[Any]) -> Outcome:
             LEFT_BEHIND.add(task)
             task.add_done_callback(LEFT_BEHIND.discard)
     if not task.done():
-        raise CallTimeoutError
+        raise TimeoutError
     return (None, asyncio.CancelledError()) if task.cancelled() else task.result()
 
 
@@ -56,7 +52,7 @@ async def _caught(call: Awaitable[Any]) -> Outcome:
 
 
 class BlockingCalls:
-    """Runs functions in threads, and returns or raises their outcome to the caller."""
+    """Runs functions in threads, and returns their outcome to the caller."""
 
     def __init__(self) -> None:
         """Create the pool. Threads start in `run`."""
@@ -64,11 +60,11 @@ class BlockingCalls:
         self._num_running = 0
         self._lock = threading.Lock()
 
-    async def run(self, function: Callable[[], Any], *, timeout_s: float = FOREVER_S) -> Any:
+    async def run(self, function: Callable[[], Any], *, timeout_s: float = FOREVER_S) -> Outcome:
         """Call a function once. After timeout_s or a cancellation, its thread is abandoned.
 
         Raises:
-            CallTimeoutError: The call took longer than timeout_s.
+            TimeoutError: The call took longer than timeout_s. One that the function raises is returned.
             ToolError: MAX_RUNNING earlier calls are still running.
         """
         with self._lock:
@@ -77,11 +73,8 @@ class BlockingCalls:
             self._num_running += 1
         outcomes = await self._threads.run([function], timeout_s=timeout_s)
         if not outcomes:
-            raise CallTimeoutError
-        value, error = outcomes[0]
-        if error is not None:
-            raise error
-        return value
+            raise TimeoutError
+        return outcomes[0]
 
     def close(self) -> None:
         """Stop the idle threads."""

@@ -76,16 +76,26 @@ def _opened(directory: Path) -> Iterator[sqlite3.Connection]:
     """Open the database read-only, in one read transaction.
 
     If it has a log, a server may be running; SQLite reads concurrently. Without a log, the database is opened as
-    immutable, because SQLite would otherwise leave a log and an index behind.
+    immutable, because SQLite would otherwise leave a log and an index behind. A server that opens it meanwhile could
+    change pages between two reads, so the read is then refused.
     """
     require_plain_files(directory)
     database, log = directory / DATABASE, directory / f"{DATABASE}-wal"
-    has_log = log.exists() and log.stat().st_size > 0
-    uri = f"{database.resolve().as_uri()}?mode=ro&immutable={int(not has_log)}"
-    with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)) as connection:
-        guarded(connection).execute("BEGIN")
-        refuse_altered(connection, directory)
-        yield connection
+
+    def state() -> tuple[int, int]:
+        return database.stat().st_mtime_ns, log.stat().st_size if log.exists() else 0
+
+    before = state()
+    is_immutable = before[1] == 0
+    uri = f"{database.resolve().as_uri()}?mode=ro&immutable={int(is_immutable)}"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)) as connection:
+            guarded(connection).execute("BEGIN")
+            refuse_altered(connection, directory)
+            yield connection
+    finally:
+        if is_immutable and state() != before:
+            raise JournalError(f"a server opened {directory} during the read. Try again.")
 
 
 def _report(connection: sqlite3.Connection, directory: Path, limit: int | None) -> dict[str, Any]:

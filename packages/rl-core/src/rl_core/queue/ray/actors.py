@@ -19,7 +19,7 @@ from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.schema import SEGMENTS
 from rl_core.queue.messages import Ack, Leased, Put, Refused, Reply, decode_request
 from rl_core.queue.service import QueueService
-from rl_core.queue.shared_memory.scratch import MappedScratches, ScratchName
+from rl_core.queue.shared_memory.scratch import ScratchName, mapped_scratch
 
 STORED = "stored"
 RESERVATION_S = 600.0
@@ -34,10 +34,6 @@ Answered = tuple[bytes, dict[str, list[Reference]]]
 class Storage:
     """Owns rows: each object that it puts exists as long as the storage and a reference to it exist."""
 
-    def __init__(self) -> None:
-        """Start without rows."""
-        self._scratches = MappedScratches()
-
     def store_scratch(self, name: ScratchName, size_bytes: int, spill: str | None) -> list[Reference]:
         """Store a segment that a process of this host wrote into a scratch.
 
@@ -46,7 +42,7 @@ class Storage:
             JournalError: The file cannot be written.
         """
         try:
-            segment = self._scratches.view(ScratchName(*name))[:size_bytes]
+            segment = mapped_scratch(ScratchName(*name))[:size_bytes]
         except OSError as error:
             raise SegmentError(f"the memory of process {name[0]} cannot be mapped: {error.strerror}.") from error
         if segment_size(segment) != size_bytes:

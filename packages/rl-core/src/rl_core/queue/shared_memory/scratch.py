@@ -8,9 +8,9 @@ import mmap
 import os
 import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -76,29 +76,16 @@ class Scratches:
             self._idle.append(scratch)
 
 
-class MappedScratches:
-    """The reader's side: mappings of other processes' scratches, with the most recent ones cached."""
+@lru_cache(MAX_MAPPED)
+def mapped_scratch(name: ScratchName) -> NDArray[np.uint8]:
+    """Return the memory of another process's scratch; the most recent ones stay mapped.
 
-    def __init__(self) -> None:
-        """Start without scratches."""
-        self._maps: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def view(self, name: ScratchName) -> NDArray[np.uint8]:
-        """Return the memory of a scratch.
-
-        Raises:
-            OSError: The scratch's process has ended, or access to it is denied.
-        """
-        with self._lock:
-            if name.token not in self._maps:
-                descriptor = os.open(f"/proc/{name.pid}/fd/{name.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    memory = mmap.mmap(descriptor, name.capacity, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                finally:
-                    os.close(descriptor)
-                self._maps[name.token] = np.frombuffer(memory, dtype=np.uint8)
-            self._maps.move_to_end(name.token)
-            if len(self._maps) > MAX_MAPPED:
-                self._maps.popitem(last=False)
-            return self._maps[name.token]
+    Raises:
+        OSError: The scratch's process has ended, or access to it is denied.
+    """
+    descriptor = os.open(f"/proc/{name.pid}/fd/{name.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        memory = mmap.mmap(descriptor, name.capacity, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(descriptor)
+    return np.frombuffer(memory, dtype=np.uint8)

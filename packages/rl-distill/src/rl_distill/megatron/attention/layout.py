@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_distill.architecture.policy_config import Llama3RopeScaling, PolicyConfig
+from rl_distill.linear_map import linear_map
 from rl_distill.megatron.attention.varlen import FlashCall, Span, plan_blocks
 from rl_distill.megatron.layers import compiled
 
@@ -58,26 +58,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, is_fused: bool) -> Tensor:
         sin: [T, 1, 1, rotated channels / 2].
         is_fused: True to compute in one compiled pass where possible.
     """
-    return _Rotary.apply(x, cos, sin, is_fused)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Rotary(torch.autograd.Function):
-    """Rotation whose gradient is the reverse rotation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_fused: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.is_fused = is_fused
-        return _rotate_by(x.detach(), cos, sin, is_fused=is_fused)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate_by(grads[0], cos, -sin, is_fused=ctx.is_fused), None, None, None
-
-
-def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, *, is_fused: bool) -> Tensor:
-    return (compiled(_rotate, x.device.type) if is_fused else _rotate)(x, cos, sin)
+    rotate = compiled(_rotate, x.device.type) if is_fused else _rotate
+    return linear_map(x, cos, sin, forward=rotate, backward=lambda grad, cos, sin: rotate(grad, cos, -sin))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,10 +2,14 @@
 
 Without shared prefixes, segments are complete trajectories; otherwise `prefix_attention` computes the buckets. Padding
 follows its segment's tokens, so the causal mask alone hides it from them, and its outputs are discarded.
+
+With context parallelism, a rank holds a slice of the tokens and computes attention for a share of the heads. An
+all-to-all exchanges tokens for heads before attention and back afterwards, so every rank has equal work whatever the
+trajectory lengths. Source: DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
 """
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,44 +20,26 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl_core.errors import ShapeError
+from rl_distill.linear_map import linear_map
 from rl_distill.megatron.attention.layout import PACKED_FORMAT, PackedLayout, causal_mask, rotated
 from rl_distill.megatron.attention.prefixes import prefix_attention
 from rl_distill.megatron.attention.varlen import varlen_attention
 
-Exchange = Callable[[Tensor, Any], Tensor]
-"""(a rank's slice, process group) -> its slice after the exchange."""
+
+def _all_tokens_of_head(x: Tensor, head: int, group: Any) -> Tensor:
+    """Gather [T, 1, D] of one head from [T / ranks, heads, D], for fewer heads than ranks."""
+    gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered[:, head : head + 1].contiguous()
 
 
-class _Exchange(torch.autograd.Function):
-    """An exchange between ranks whose gradient is the reverse exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, there: Exchange, back: Exchange) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grads[0], ctx.group), None, None, None
-
-
-class _AllTokensOfOneHead(torch.autograd.Function):
-    """[T / ranks, heads, D] to [T, 1, D] of one head, for fewer heads than ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, head: int, group: Any) -> Tensor:
-        ctx.group, ctx.head, ctx.shape = group, head, x.shape
-        gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-        return gathered[:, head : head + 1].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = grads[0].new_zeros(ctx.group.size() * ctx.shape[0], *ctx.shape[1:])
-        grad[:, ctx.head : ctx.head + 1] = grads[0]
-        own = grads[0].new_empty(ctx.shape)
-        dist.reduce_scatter_tensor(own, grad, group=ctx.group)
-        return own, None, None
+def _own_tokens_of_heads(grad: Tensor, head: int, group: Any, num_heads: int) -> Tensor:
+    """Sum the ranks' gradients [T, 1, D] of their heads as [T / ranks, heads, D] of this rank's tokens."""
+    of_heads = grad.new_zeros(grad.shape[0], num_heads, grad.shape[2])
+    of_heads[:, head : head + 1] = grad
+    own = grad.new_empty(grad.shape[0] // group.size(), *of_heads.shape[1:])
+    dist.reduce_scatter_tensor(own, of_heads, group=group)
+    return own
 
 
 def _tokens_to_heads(x: Tensor, group: Any) -> Tensor:
@@ -87,15 +73,19 @@ def tokens_to_heads(x: Tensor, *, num_query_heads: int, group: Any) -> Tensor:
         [T, heads of this rank, head_dim].
     """
     if x.shape[1] % group.size() == 0:
-        return _Exchange.apply(x, group, _tokens_to_heads, _heads_to_tokens)  # type: ignore[no-any-return, no-untyped-call]
+        to_heads, to_tokens = partial(_tokens_to_heads, group=group), partial(_heads_to_tokens, group=group)
+        return linear_map(x, forward=to_heads, backward=to_tokens)
     first_query = group.rank() * (num_query_heads // group.size())
     head = first_query // (num_query_heads // x.shape[1])
-    return _AllTokensOfOneHead.apply(x, head, group)  # type: ignore[no-any-return, no-untyped-call]
+    gather = partial(_all_tokens_of_head, head=head, group=group)
+    scatter = partial(_own_tokens_of_heads, head=head, group=group, num_heads=x.shape[1])
+    return linear_map(x, forward=gather, backward=scatter)
 
 
 def heads_to_tokens(x: Tensor, *, group: Any) -> Tensor:
     """Exchange [T, heads / ranks, head_dim] back for [T / ranks, heads, head_dim]."""
-    return _Exchange.apply(x, group, _heads_to_tokens, _tokens_to_heads)  # type: ignore[no-any-return, no-untyped-call]
+    to_heads, to_tokens = partial(_tokens_to_heads, group=group), partial(_heads_to_tokens, group=group)
+    return linear_map(x, forward=to_tokens, backward=to_heads)
 
 
 _MATMUL_LENGTH = 192
@@ -105,22 +95,6 @@ Buckets = tuple[tuple[int, int], ...]
 """(trajectories, length) of each bucket."""
 
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
-
-
-class _Reorder(torch.autograd.Function):
-    """A reordering of rows. Its gradient is reordered back, and is 0 for padding."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
-        ctx.back, ctx.padding = back, padding
-        return rows.index_select(0, there)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        grad = grads[0].index_select(0, ctx.back)
-        if ctx.padding is not None and len(ctx.padding):
-            grad.index_fill_(0, ctx.padding, 0.0)
-        return grad, None, None, None
 
 
 class _MatmulAttention(torch.autograd.Function):
@@ -287,4 +261,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
 
 def _reordered(rows: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
-    return _Reorder.apply(rows, there, back, padding)  # type: ignore[no-any-return, no-untyped-call]
+    """Reorder rows. The gradient is reordered back, and is 0 for padding."""
+
+    def reorder_back(grad: Tensor) -> Tensor:
+        reordered = grad.index_select(0, back)
+        return reordered if padding is None or not len(padding) else reordered.index_fill_(0, padding, 0.0)
+
+    return linear_map(rows, forward=lambda rows: rows.index_select(0, there), backward=reorder_back)

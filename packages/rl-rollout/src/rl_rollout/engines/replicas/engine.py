@@ -30,7 +30,7 @@ from rl_rollout.engines.replicas.replica import EngineLoad, Published, Replica
 from rl_rollout.engines.replicas.replica_set import MAX_DEATHS, ReplicaSet, or_first_error
 from rl_rollout.engines.replicas.weights import joined_report
 from rl_rollout.engines.requests import aborted_generations, check_scoring
-from rl_rollout.engines.waiting import AbortedError, RoutedRequest, Turn
+from rl_rollout.engines.waiting import RoutedRequest, Turn
 
 log = structlog.get_logger(__name__)
 
@@ -186,10 +186,8 @@ class ReplicatedEngine:
             replica.num_tokens += sum(len(generation.token_ids) for generation in generations)
             return generations
 
-        try:
-            return await self._replicas.ask_one(ask, request.input_ids, routed=routed)
-        except AbortedError:
-            return aborted_generations(request)
+        generations = await self._replicas.ask_one(ask, request.input_ids, routed=routed)
+        return aborted_generations(request) if generations is None else generations
 
     async def score(
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
@@ -203,6 +201,8 @@ class ReplicatedEngine:
                 NO_PREFIX,
                 routed=RoutedRequest(num_samples=1),
             )
+            if scores is None:
+                raise EngineError("the request was aborted before an engine started it.")
             return scores[0]
 
         return list(await asyncio.gather(*map(score_one, sequences)))

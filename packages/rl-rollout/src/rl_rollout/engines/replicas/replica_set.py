@@ -15,7 +15,7 @@ from rl_core.errors import EngineDiedError, EngineError, NotReadyError
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.replicas.replica import Replica
 from rl_rollout.engines.replicas.weights import ReplicaWeights
-from rl_rollout.engines.waiting import AbortedError, Changes, RoutedRequest, StoppedError
+from rl_rollout.engines.waiting import Changes, RoutedRequest, StoppedError
 
 log = structlog.get_logger(__name__)
 AnswerT = TypeVar("AnswerT")
@@ -109,13 +109,15 @@ class ReplicaSet:
 
     async def ask_one(
         self, ask: Callable[[Replica], Awaitable[AnswerT]], input_ids: IntArray, *, routed: RoutedRequest
-    ) -> AnswerT:
+    ) -> AnswerT | None:
         """Ask one replica, and another if that one dies or leaves.
+
+        Returns:
+            Its answer; None if the request was aborted before it reached a replica.
 
         Raises:
             EngineDiedError: No replica is left, this request kills them, or its caller already has tokens from a dead
                 one.
-            AbortedError: It was aborted before it reached a replica.
         """
         deaths: list[EngineDiedError] = []
         self._requests.add(routed)
@@ -143,7 +145,7 @@ class ReplicaSet:
                     raise EngineDiedError(
                         f"{MAX_DEATHS} engines died during this request, which may be the cause. The last: {deaths[-1]}"
                     ) from deaths[-1]
-            raise AbortedError("the request was aborted before an engine started it.")
+            return None
         finally:
             self._requests.discard(routed)
 

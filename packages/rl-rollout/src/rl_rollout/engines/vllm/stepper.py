@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 import numpy as np
@@ -38,7 +39,7 @@ from rl_rollout.engines.vllm.environment import kept_process_group, unchanged_pr
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
 from rl_rollout.engines.vllm.live_weights import join_arrived, join_parts
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
-from rl_rollout.engines.vllm.worker_processes import WorkerWatch, unlink_queues, worker_environment
+from rl_rollout.engines.vllm.worker_processes import unlink_queues, watch_workers, worker_environment
 from rl_rollout.engines.weight_checks import (
     check_adapter,
     check_first_weights,
@@ -97,7 +98,7 @@ class VLLMStepper:
         _engines_in_process.add(id(self))
         self._client: Any = self._engine.engine_core
         self._core: Any = self._client.engine_core
-        self._watch = self._take_workers()
+        self._workers_end = self._take_workers()
         try:
             self._prove_first_weights(model_dir, options.dtype)
             self._core.collective_rpc("score_in_pieces")
@@ -222,7 +223,7 @@ class VLLMStepper:
 
     def close(self) -> None:
         """See `Stepper.close`."""
-        self._watch.stop()
+        self._workers_end.set()
         self._sources.close()
         with kept_process_group(is_kept=not self._owns_process_group):
             self._client.shutdown()
@@ -252,13 +253,13 @@ class VLLMStepper:
         parts = self._core.collective_rpc("probe_live_weights", args=([*probes], True))
         check_first_weights(probes, join_parts(parts, probes), model_dir=model_dir, dtype=dtype)
 
-    def _take_workers(self) -> WorkerWatch:
-        """Watch the workers' processes, and unlink all shared resources that could outlive them."""
+    def _take_workers(self) -> Event:
+        """Watch the workers' processes until the event, and unlink all shared resources that could outlive them."""
         executor = self._core.model_executor
         if self._num_ranks > 1:
             self._core.collective_rpc("unlink_shared")
             unlink_queues([executor.rpc_broadcast_mq, *executor.response_mqs])
-        return WorkerWatch(executor)
+        return watch_workers(executor)
 
     def _capture_experts(self, options: VLLMOptions) -> ExpertRows | None:
         """Record the experts of tokens, if the model is a mixture of experts."""

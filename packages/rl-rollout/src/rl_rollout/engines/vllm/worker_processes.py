@@ -2,12 +2,12 @@
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection, util
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -41,29 +41,27 @@ def worker_environment(num_workers: int, *, num_threads: int, is_cpu: bool) -> I
         yield
 
 
-class WorkerWatch:
-    """Ends all workers when one has died.
+def watch_workers(executor: Any) -> Event:
+    """End all workers of vLLM's executor when one has died.
 
     vLLM gives the others seconds to end by themselves, which they spend waiting for the dead one inside a collective.
     Meanwhile, their callers wait too.
+
+    Returns:
+        Event that ends the watch. Set it before the workers end.
     """
+    processes = [worker.proc for worker in getattr(executor, "workers", ())]
+    is_over = Event()
 
-    def __init__(self, executor: Any) -> None:
-        """Watch the workers of vLLM's executor, if it has processes."""
-        self._processes: Sequence[Any] = [worker.proc for worker in getattr(executor, "workers", ())]
-        self._is_over = False
-        if self._processes:
-            Thread(target=self._watch, name="watch vLLM's workers", daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop watching, because the workers are about to end."""
-        self._is_over = True
-
-    def _watch(self) -> None:
-        connection.wait([process.sentinel for process in self._processes])
-        if not self._is_over:
-            for process in self._processes:
+    def watch() -> None:
+        connection.wait([process.sentinel for process in processes])
+        if not is_over.is_set():
+            for process in processes:
                 process.kill()
+
+    if processes:
+        Thread(target=watch, name="watch vLLM's workers", daemon=True).start()
+    return is_over
 
 
 def unlink_queues(queues: Iterable[MessageQueue | None]) -> None:

@@ -18,6 +18,7 @@ from rl_rollout.gateway.apis.reading import (
     text_field,
     text_of,
 )
+from rl_rollout.gateway.apis.streams import WireApi
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_sampling
@@ -81,8 +82,8 @@ def read_messages_request(body: Mapping[str, Json], *, needs_limit: bool = True)
     )
 
 
-class AnthropicMessages:
-    """A Messages request, as a `WireApi`."""
+class AnthropicMessages(WireApi):
+    """A Messages request."""
 
     ping = 'event: ping\ndata: {"type": "ping"}\n\n'
     names: Mapping[str, str] = {"stop": "stop_sequences"}

@@ -1,6 +1,5 @@
 """OpenAI's Chat Completions API: parses requests and writes answers."""
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,8 +18,9 @@ from rl_rollout.gateway.apis.reading import (
     read_tools,
     text_of,
 )
+from rl_rollout.gateway.apis.streams import WireApi, data
 from rl_rollout.gateway.messages import Call, ChatMessage
-from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_rollout.gateway.refusals import refused_field
 from rl_rollout.gateway.sampling import read_sampling
 from rl_rollout.gateway.tree import Sample
 
@@ -35,7 +35,6 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 CHOICES = {"auto": "auto", "none": "none", "required": "required", "function": "named"}
 A_TOOL = 'an object with type "function" and a function that has a name'
-LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
 def read_chat_request(body: Mapping[str, Json]) -> AgentRequest:
@@ -60,19 +59,8 @@ def read_chat_request(body: Mapping[str, Json]) -> AgentRequest:
     )
 
 
-class OpenAIApi:
-    """Base class of OpenAI's APIs, which send pings as comments and errors as data events."""
-
-    ping = ": ping\n\n"
-    names: Mapping[str, str] = {}
-
-    def fail(self, error: RefusedError) -> str:
-        """Return the event for an error."""
-        return data(json.dumps(error.as_openai()))
-
-
-class ChatCompletions(OpenAIApi):
-    """A Chat Completions request, as a `WireApi`."""
+class ChatCompletions(WireApi):
+    """A Chat Completions request."""
 
     def __init__(self, body: Mapping[str, Json], model: str) -> None:
         """Parse a request; `model` is the model name in the answer.
@@ -130,11 +118,6 @@ class ChatCompletions(OpenAIApi):
         return data(chunk.model_dump_json(exclude_unset=True))
 
 
-def data(text: str) -> str:
-    """Return an unnamed event. Characters that some clients take for the end of a line are escaped."""
-    return f"data: {text if text.isascii() else text.translate(LINE_ENDS)}\n\n"
-
-
 def usage(answer: Answer) -> dict[str, Json]:
     """Return the token counts of an answer."""
     num_prompt, num_sampled = answer.num_prompt_tokens, answer.num_sampled
@@ -152,10 +135,10 @@ def read_message(message: Json, where: str) -> ChatMessage:
     Raises:
         RefusedError: The message is invalid.
     """
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        found = message.get("role") if isinstance(message, dict) else message
-        raise refused_field(f"{where}.role", found, f"one of {[*ROLES]}")
-    role: Any = ROLES[message["role"]]
+    given = message.get("role") if isinstance(message, dict) else message
+    if not isinstance(message, dict) or not isinstance(given, str) or given not in ROLES:
+        raise refused_field(f"{where}.role", given, f"one of {[*ROLES]}")
+    role: Any = ROLES[given]
     if message.get("function_call") is not None:
         raise refused_field(f"{where}.function_call", message["function_call"], "replaced by tool_calls")
     calls = [] if message.get("tool_calls") is None else message["tool_calls"]

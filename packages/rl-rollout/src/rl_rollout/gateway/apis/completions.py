@@ -9,8 +9,9 @@ from openai.types import Completion
 
 from rl_core.data import Json
 from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
-from rl_rollout.gateway.apis.chat_completions import OpenAIApi, data, usage
+from rl_rollout.gateway.apis.chat_completions import usage
 from rl_rollout.gateway.apis.reading import as_object, asks_for_usage, check_fields
+from rl_rollout.gateway.apis.streams import WireApi, data
 from rl_rollout.gateway.refusals import refused_field
 from rl_rollout.gateway.sampling import read_sampling
 
@@ -21,8 +22,8 @@ READ = (
 WITHOUT_EFFECT = ("user",)
 
 
-class Completions(OpenAIApi):
-    """A Completions request, as a `WireApi`."""
+class Completions(WireApi):
+    """A Completions request."""
 
     names: Mapping[str, str] = {"messages": "prompt"}
 

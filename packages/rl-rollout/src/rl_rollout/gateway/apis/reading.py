@@ -82,8 +82,10 @@ def read_conversation(
         fields: Further fields of the request.
 
     Raises:
-        RefusedError: The last message is the beginning of the model's answer, or the choice is invalid.
+        RefusedError: There is no message, the last one is the beginning of the model's answer, or the choice is wrong.
     """
+    if not messages:  # those that were sent have no content
+        raise refused_field(where, [], "a list with at least one message that has content")
     if messages[-1].role == "assistant":
         found = "an assistant's message at the end"
         raise refused_field(where, found, "ended by a user's message: prefill is not supported")

@@ -9,7 +9,7 @@ from openai.types.responses import Response
 
 from rl_core.data import Json
 from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
-from rl_rollout.gateway.apis.chat_completions import OpenAIApi, read_function, read_message
+from rl_rollout.gateway.apis.chat_completions import read_function, read_message
 from rl_rollout.gateway.apis.reading import (
     as_list,
     check_fields,
@@ -18,6 +18,7 @@ from rl_rollout.gateway.apis.reading import (
     read_tools,
     text_of,
 )
+from rl_rollout.gateway.apis.streams import WireApi
 from rl_rollout.gateway.messages import Call, ChatMessage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_sampling
@@ -119,8 +120,8 @@ def with_items(body: dict[str, Json], session: Session) -> dict[str, Json]:
     return {**body, "input": written}
 
 
-class Responses(OpenAIApi):
-    """A Responses request, as a `WireApi`."""
+class Responses(WireApi):
+    """A Responses request."""
 
     names: Mapping[str, str] = {"messages": "input"}
 

@@ -1,5 +1,5 @@
 # ruff: noqa: S101, D102 - a test suite that other packages import: assertions are its purpose, names say the checks
-"""Checks of streaming, stop strings and structures."""
+"""The suite of all checks of engines, with those of streaming, stop strings and structures."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from rl_rollout.engines.protocol import (
 )
 from rl_rollout.engines.response_text import UNKNOWN
 from rl_rollout.engines.streaming import stream
-from rl_rollout.testing.generation_checks import TOLERANCE
+from rl_rollout.testing.generation_checks import TOLERANCE, GenerationChecks
 from rl_rollout.testing.reference_model import (
     EMOJI,
     END,
@@ -34,6 +34,7 @@ from rl_rollout.testing.reference_model import (
     refuses,
     short_request,
 )
+from rl_rollout.testing.update_checks import UpdateChecks
 
 DEADLINE_S = 60.0
 STRUCTURES = (
@@ -45,8 +46,8 @@ STRUCTURES = (
 """Each structure with a pattern of its text. The last one may not end before max_tokens."""
 
 
-class ClientChecks:
-    """Checks for clients. A subclass provides `model_dir`, with a tokenizer, and `engine`, serving it in float32."""
+class EngineConformance(GenerationChecks, UpdateChecks):
+    """All checks of engines. A subclass provides `model_dir`, with a tokenizer, and `engine`, serving it in float32."""
 
     def test_what_is_streamed_is_what_is_generated(self, engine: RolloutEngine) -> None:
         request = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=12, seed=5), num_samples=4)
