@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from rl_async_trainer.record import FILE, ScheduleRecord, read_history
+from rl_core.errors import DataError
 from rl_metrics.run_files.json_lines import read_json_lines
 
 
@@ -39,3 +42,10 @@ def test_a_step_with_other_groups_voids_those_behind_it(tmp_path: Path):
     record_steps(tmp_path, resumed=0, steps={1: "a", 2: "b", 3: "c", 4: "d"})
     record_steps(tmp_path, resumed=1, steps={2: "b", 3: "x"})
     assert read_history(tmp_path).steps_after(0) == [("a",), ("b",), ("x",)]
+
+
+@pytest.mark.parametrize("line", ['{"what":"issued"}', '{"what":"started","version":0}', '{"what":"step","step":1}'])
+def test_a_line_without_its_groups_is_refused(tmp_path: Path, line: str):
+    (tmp_path / FILE).write_text(f"{line}\n")
+    with pytest.raises(DataError, match="has an invalid line"):
+        read_history(tmp_path)

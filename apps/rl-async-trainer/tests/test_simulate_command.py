@@ -1,6 +1,8 @@
 """`rl-async-trainer simulate`, from its arguments to its output and files."""
 
+import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,10 +98,27 @@ def test_a_split_of_ones_own_and_whole_rollouts(small: str, capsys: pytest.Captu
     assert row[:4] == ["whole", "8", "6:2", "1"]
 
 
+def test_a_reader_that_has_gone_ends_only_the_output(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pipe(io.StringIO):
+        """A pipe whose reader goes after the first line, as `head -1` does."""
+
+        def write(self, text: str) -> int:
+            if self.getvalue():
+                raise BrokenPipeError
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdout", Pipe())
+    assert simulate([small, "--gpus", "8", "--steps", "1", "--json", str(tmp_path / "found.json")]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["results"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "7"], "7 GPUs cannot be split into engines of engine.gpus = 2"),
+        (["--gpus", "7"], "--gpus must be multiples of engine.gpus = 2; found 7"),
+        (["--gpus", "4,7", "--search"], "--gpus must be multiples of engine.gpus = 2; found 7"),
         (["--gpus", "many"], "--gpus must be integers of at least 2"),
         (["--split", "64"], "--split must be two numbers of GPUs such as 64:64; found '64'"),
         (["--split", "3:5"], "multiple of engine.gpus = 2"),

@@ -131,6 +131,26 @@ def test_a_resumed_run_goes_on_with_the_same_tokens(path):
     assert engine.asked == [[[7, 8, 1]]]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ids": [1, 2], "num_prompt_tokens": 2},
+        {"ids": [1, 2], "num_prompt_tokens": 0},
+        {"ids": [1, -2], "num_prompt_tokens": 1},
+        {"ids": [1, 2**31], "num_prompt_tokens": 1},
+        {"ids": [1] * (MAX_TOKENS + 1), "num_prompt_tokens": 1},
+        {"ids": "12", "num_prompt_tokens": 1},
+        {"ids": [1, 2]},
+    ],
+)
+def test_a_record_that_an_engine_cannot_score_is_passed_over(path, wrong):
+    whole = {"probe": "q/0", "ids": [4, 5], "num_prompt_tokens": 1}
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in ({"probe": "p/0", **wrong}, whole)))
+    engine = Engine()
+    ask(TokenProbes(path, Letters(), count=1), engine, answer("r", 1, 2), step=5)  # type: ignore[arg-type]
+    assert engine.asked == [[[4, 5]]]
+
+
 def test_named_tokens_are_probed_where_they_are_or_as_the_first_token(path):
     engine = Engine()
     answers = [answer("p", 1, 3, 3), answer("q", 5), answer("r", 3), answer("s", 3)]

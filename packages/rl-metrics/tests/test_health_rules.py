@@ -30,7 +30,7 @@ def test_a_probe_has_a_kind_thresholds_and_fields(rule, condition):
     assert condition.kind in KINDS
     assert condition.limits_of(rule)
     fields = {field for _, field, _, _ in string.Formatter().parse(condition.says) if field}
-    assert fields <= {"metric", "value", "before", "window", *condition.limits_of(rule)}
+    assert fields <= {"metric", "unit", "value", "before", "window", *condition.limits_of(rule)}
     patterns = [names for names in condition.reads if any(map(is_pattern, names))]
     assert len(patterns) <= 1 or (condition.reads[-1] == patterns[-1] and condition.optional_last)
 

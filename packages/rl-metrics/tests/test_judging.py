@@ -197,6 +197,14 @@ def test_a_leak_names_its_owner():
     assert finding.causes[0].startswith("a leak")
 
 
+def test_memory_is_told_in_the_unit_of_its_metric():
+    steady = np.full(STEPS, 2.5)
+    verdict = verdict_of(memory__trainer_gb=steady, memory__trainer_python_blocks=1e6 * steady)
+    (check,) = (check for check in verdict.checks if check.rule == "memory")
+    assert "from 2.5 GiB" in check.reading
+    assert "from 2.5e+06 blocks" in check.reading
+
+
 def test_memory_that_settles_is_no_leak():
     assert verdict_of(memory__trainer_gb=2.0 - np.exp(-np.arange(STEPS) / 5.0)).findings == ()
 

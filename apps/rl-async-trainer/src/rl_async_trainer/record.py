@@ -115,7 +115,8 @@ def read_history(folder: Path) -> ScheduleHistory:
 
 
 def _apply(history: ScheduleHistory, line: dict[str, Any]) -> None:
-    what, uids = line["what"], tuple(str(uid) for uid in line.get("uids", ()))
+    what = line["what"]
+    uids = tuple(map(str, line["uids"])) if what in ("issued", "started", "step") else ()
     if what == "issued":
         history.issued.update(dict.fromkeys(uids))
     elif what == "started":

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,10 +48,11 @@ def simulate(words: list[str]) -> int:
     runs, advice = _simulate_all(workload, options)
     sync_step_s = {run.split.gpus: run.step_s for run in runs if run.mode == "sync"}
     batch = workload.batch
-    say(f"{workload.name}: {batch.groups} x {batch.group_size} responses a step, sync_every {options.sync_every}")
-    _show(runs, sync_step_s)
-    for sentence in advice:
-        say(sentence)
+    with suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
+        say(f"{workload.name}: {batch.groups} x {batch.group_size} responses a step, sync_every {options.sync_every}")
+        _show(runs, sync_step_s)
+        for sentence in advice:
+            say(sentence)
     if options.json is not None:
         results = [run.record(sync_step_s=sync_step_s[run.split.gpus]) for run in runs]
         record = {"workload": workload.name, "seed": options.seed, "results": results, "advice": advice}
@@ -143,6 +145,9 @@ def _show(runs: Sequence[SimulatedRun], sync_step_s: Mapping[int, float]) -> Non
     columns = list(rows[0])
     console = Console(soft_wrap=True, highlight=False)
     header, *lines = table_lines(columns, [list(row.values()) for row in rows], right=columns[1:])
+    if not console.is_terminal:  # rich would end the program if the reader of a pipe is gone
+        say("\n".join((header, *lines)))
+        return
     console.print(header)
     for line, run in zip(lines, runs, strict=True):
         fastest_s = min(other.step_s for other in runs if other.split.gpus == run.split.gpus)
@@ -156,7 +161,9 @@ def _splits(workload: Workload, options: argparse.Namespace) -> list[tuple[int, 
         if options.gpus is not None and options.gpus != str(rollout + train):
             raise SettingsError(f"--split {options.split} has {rollout + train} GPUs, but --gpus is {options.gpus}.")
         return [(rollout + train, GpuSplit(rollout_gpus=rollout, train_gpus=train))]
-    sizes = _whole_numbers(options.gpus or DEFAULT_GPUS, "--gpus", least=2)
+    sizes, of_engine = _whole_numbers(options.gpus or DEFAULT_GPUS, "--gpus", least=2), workload.engine.gpus
+    if others := [gpus for gpus in sizes if gpus % of_engine]:
+        raise SettingsError(f"--gpus must be multiples of engine.gpus = {of_engine}; found {others[0]}.")
     return [(gpus, None if options.search else middle_split(workload, gpus)) for gpus in sizes]
 
 

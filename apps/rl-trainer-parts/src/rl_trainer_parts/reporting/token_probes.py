@@ -231,5 +231,7 @@ def _read_probes(path: Path) -> list[TokenProbe]:
         for row in read_json_lines(path):
             with suppress(KeyError, DataError):
                 probe = TokenProbe(name=row["probe"], ids=row["ids"], num_prompt_tokens=row["num_prompt_tokens"])
-                probes.setdefault(probe.name, probe)
+                is_whole = 0 < probe.num_prompt_tokens < len(probe.ids) <= MAX_TOKENS
+                if is_whole and all(0 <= token < 2**31 for token in probe.ids):  # an engine takes no others
+                    probes.setdefault(probe.name, probe)
     return list(probes.values())

@@ -36,7 +36,7 @@ EFFICIENCY = (
                 "grows",
                 name,
                 window=window,
-                says="{metric} grew by {value:share} within {window} measurements, from {before} GiB",
+                says="{metric} grew by {value:share} within {window} measurements, from {before} {unit}",
                 max="max",
                 by="by",
                 skip=10,  # pools and caches fill up

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_metrics.definitions.table import DEFINITIONS
 from rl_metrics.health.checks import KINDS, WITH_GAPS, Measured, num_lost
 from rl_metrics.health.finding import Evidence
 from rl_metrics.health.rules import Condition, Rule, is_pattern, pattern_of
@@ -73,9 +74,11 @@ class ConditionResult:
     @property
     def evidence(self) -> Evidence:
         """The measured value, in words, and how sure it is if it comes from few values."""
+        definition = DEFINITIONS.find(self.metric)
         value, num_steps, num_sure = float(self.measured.values[-1]), len(self.steps), self.rule.sure_steps
         text = self.condition.says.format(
             metric=self.metric,
+            unit="?" if definition is None else definition.unit,
             window=min(self.condition.window or self.rule.window, num_steps),
             value=_Figure(value),
             before=_Figure(self.measured.before or 0.0),

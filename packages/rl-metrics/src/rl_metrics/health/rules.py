@@ -79,8 +79,8 @@ class Condition:
             threshold of the rule by its own name.
         window: Window in steps; 0 uses the rule's.
         min_steps: Minimum number of steps with the metrics, if more than the rule's; for a rule's own conditions.
-        says: What was measured, with `{value}`, `{before}`, `{metric}` and the limits by name; of a rule's own
-            conditions, true with and without a finding.
+        says: What was measured, with `{value}`, `{before}`, `{metric}`, its `{unit}` and the limits by name; of a
+            rule's own conditions, true with and without a finding.
         needs: Conditions that must be true too; for a rule's own conditions.
         unless: Conditions; any true one excuses this condition, beside the rule's; for a rule's own conditions.
         otherwise: Text if the condition is false; for a rule's `needs`.

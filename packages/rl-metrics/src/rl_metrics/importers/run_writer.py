@@ -5,6 +5,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,18 +212,19 @@ def write_run(
     """
     into = into.absolute()
     into.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{into.name}.", dir=into.parent) as temporary:
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{into.name}.", dir=into.parent) as temporary,
+        closing(JsonlTracker(Path(temporary) / METRICS, clock=lambda: math.nan)) as tracker,
+    ):
         folder = Path(temporary)
-        tracker = JsonlTracker(folder / METRICS, clock=lambda: math.nan)
         for step, row in metrics.rows.items():
             tracker.log(step, row)
         num_generations = num_rollouts = 0
         for step, trained, validated, written in responses:
             if validated:
                 tracker.log_generations(step, "val/generations", as_samples(step, validated, trainer=trainer))
-            rollouts = RolloutLog(folder / "rollouts.jsonl", clock=functools.partial(float, written))
-            rollouts.write(as_rollouts(step, trained))
-            rollouts.close()
+            with closing(RolloutLog(folder / "rollouts.jsonl", clock=functools.partial(float, written))) as rollouts:
+                rollouts.write(as_rollouts(step, trained))
             num_rollouts, num_generations = num_rollouts + len(trained), num_generations + len(validated)
         tracker.close()
         if not metrics.num_rows + num_rollouts + num_generations:
