@@ -6,12 +6,12 @@ import time
 import httpx
 import numpy as np
 import pytest
-from chat_model import encode, make_tokenizer
+from chat_model import Speaker, encode, make_tokenizer
 from gateway_site import gateway_site, run
 from gateway_talk import plain_client, said
 
 from rl_rollout import PromptTokenizer, SamplingParams
-from rl_rollout.gateway import journal
+from rl_rollout.gateway import Gateway, journal
 from rl_rollout.gateway.apis.chat_completions import read_chat_request
 from rl_rollout.gateway.apis.responses import read_responses_request
 from rl_rollout.gateway.refusals import RefusedError
@@ -303,6 +303,24 @@ def test_a_value_of_another_type_is_refused_by_name(path, param, fields):
             error = given.json()["error"]
             assert (given.status_code, error.get("param", param)) == (400, param)
             assert error["message"].startswith((f"{param} must be ", f"this server does not support {param} = "))
+
+    run(talk)
+
+
+def test_a_gateway_may_start_before_its_engine():
+    tokenizer = make_tokenizer()
+    engine = Speaker(tokenizer, lambda _: "3<|im_end|>").engine
+
+    async def talk():
+        gateway = Gateway(engine, tokenizer, sampling=SamplingParams(max_tokens=9))
+        await gateway.start()
+        await engine.start()
+        async with plain_client() as client:
+            headers = {"x-api-key": gateway.open("p").key}
+            given = await client.post(f"{gateway.url}/v1/chat/completions", json={"messages": [USER]}, headers=headers)
+            assert given.json()["choices"][0]["message"]["content"] == "3"
+        await gateway.close()
+        await engine.close()
 
     run(talk)
 

@@ -139,11 +139,13 @@ class PolicyService:
         Raises:
             SettingsError: Structures must be enforced, and the engine has none.
         """
+        if self.options.structures != "enforce":
+            return
         try:
             traits = self.engine.traits
         except RolloutError:  # an agent loop's engines come with its sessions, whose requests are refused by name
             return
-        if self.options.structures == "enforce" and "json_schema" not in traits.structures:
+        if "json_schema" not in traits.structures:
             raise SettingsError(
                 f'structures = "enforce" needs an engine with structures, such as vllm; {traits.name} has none. Use '
                 'structures = "ignore".'
