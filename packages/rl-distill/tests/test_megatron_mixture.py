@@ -13,11 +13,12 @@ from megatron.core.models.gpt import GPTModel
 from rounding import BFLOAT16, rounding_bound
 
 from rl_core.data.ragged import offsets_of
+from rl_distill.architecture.mixture_config import SigmoidRouting
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.megatron.attention.layout import PackedLayout, packed_layout, rotary_frequencies
 from rl_distill.megatron.convert import Shard, blocks_of
-from rl_distill.megatron.mixture import SigmoidScores, route
+from rl_distill.megatron.mixture import route
 from rl_distill.megatron.model_spec import PolicyLayer, block_spec, transformer_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -67,11 +68,13 @@ SIGMOID_SCORES = [0.1, 0.4, 0.3, 0.2, 0.8, 0.05]
 def test_sigmoids_choose_by_groups_and_bias_and_weigh_without(
     bias: list[float], top_groups: int, given: list[list[int]] | None, expected: list[float], is_normalized: bool
 ):
-    sigmoid = SigmoidScores(torch.tensor(bias), num_groups=3, top_groups=top_groups, scaling=2.5)
+    sigmoid = SigmoidRouting(num_groups=3, top_groups=top_groups, scaling=2.5)
     logits = torch.logit(torch.tensor([SIGMOID_SCORES])).requires_grad_()
     experts = None if given is None else torch.tensor(given)
 
-    probabilities, chosen = route(logits, top_k=2, is_normalized=is_normalized, given=experts, sigmoid=sigmoid)
+    probabilities, chosen = route(
+        logits, top_k=2, is_normalized=is_normalized, given=experts, sigmoid=sigmoid, bias=torch.tensor(bias)
+    )
 
     weights = torch.tensor([expected])
     torch.testing.assert_close(probabilities, 2.5 * (weights / weights.sum() if is_normalized else weights))
