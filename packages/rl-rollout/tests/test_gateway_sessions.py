@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 
 import anthropic
@@ -17,6 +18,7 @@ from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.gateway.apis.chat_completions import ChatCompletions
 from rl_rollout.gateway.journal import read_session
 from rl_rollout.gateway.sessions import SessionLimits
+from rl_rollout.loops.agent_options import AgentOptions
 
 USER = {"role": "user", "content": "1+2?"}
 BODY = {"model": "any", "messages": [USER]}
@@ -128,6 +130,18 @@ def test_beyond_a_limit_requests_are_refused_and_what_there_was_stays(limits, st
             session.set_reward(1)
             result = await gateway.finish(session)
             assert len(result.trajectories) == (0 if "wall_s" in limits else 1)
+
+    run(talk)
+
+
+def test_a_session_and_its_agent_may_take_any_time():
+    options = AgentOptions(command=("true",), time_limit_s=math.inf, limits=SessionLimits(wall_s=math.inf))
+
+    async def talk():
+        async with gateway_site(lambda _: "3") as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+            session = gateway.open("p", limits=options.limits)
+            given = await client.post("/v1/chat/completions", json=BODY, headers=key_of(session))
+            assert given.json()["choices"][0]["message"]["content"] == "3"
 
     run(talk)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.errors import DataError, RoleError
-from rl_rollout.rewards import MathVerify, RewardInput, RewardScorer, calls
+from rl_core.errors import DataError, RoleError, SettingsError
+from rl_rollout.rewards import MathVerify, RewardInput, RewardScorer, calls, resolve_reward
 from rl_rollout.rewards.check_processes import CheckProcesses
 
 HANGS = "9^{9^{9^{9}}} + 1"  # sympy computes a number too large for memory, in one C call
@@ -185,3 +185,9 @@ def test_the_start_of_a_worker_does_not_count_against_the_timeout_of_the_scorer(
     scorer.close()
     processes.close()
     assert (scored.failure, scored.result.reward) == (None, 1.0)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": -1}, {"timeout_s": 0}, {"timeout_s": -1.0}])
+def test_options_with_which_no_check_could_end_are_refused(options):
+    with pytest.raises(SettingsError, match=rf"{next(iter(options))} of MathVerify must be a .*number"):
+        resolve_reward("math_verify", options=options)

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from annotated_types import Gt
 
 from rl_core.data import Json, Trajectory
 from rl_core.errors import DataError
-from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
+from rl_core.record_fields import PositiveInt, settings_record
 from rl_rollout.audit import audit_session
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.agent_requests import Answer
@@ -39,7 +41,7 @@ class SessionLimits:
     max_turns: PositiveInt = 256
     max_tokens: PositiveInt = 1 << 20
     max_concurrent: PositiveInt = 16
-    wall_s: PositiveFloat = 3600.0
+    wall_s: Annotated[float, Gt(0)] = 3600.0
 
 
 class SessionLog(Protocol):

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from rl_core.data import Json
 from rl_core.errors import DataError, DeadlineError, MissingExtraError
+from rl_core.record_fields import PositiveFloat, PositiveInt, converts_arguments
 from rl_rollout.rewards.answers import MAX_TAIL, boxed_answer
 from rl_rollout.rewards.calls import current_clock
 from rl_rollout.rewards.check_processes import CheckProcesses
@@ -27,7 +28,8 @@ class MathVerify:
     1. Worker processes start at the first use and always end with this process.
     """
 
-    def __init__(self, *, timeout_s: float = 3.0, num_workers: int = 2) -> None:
+    @converts_arguments
+    def __init__(self, *, timeout_s: PositiveFloat = 3.0, num_workers: PositiveInt = 2) -> None:
         """Check that the library is installed. No process starts yet.
 
         Args:
@@ -36,6 +38,7 @@ class MathVerify:
 
         Raises:
             MissingExtraError: math-verify is not installed.
+            SettingsError: A number is not above 0.
         """
         if find_spec("math_verify") is None:
             raise MissingExtraError("math_verify needs math-verify. Install rl-rollout[math] as the README says.")
