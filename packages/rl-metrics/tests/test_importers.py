@@ -1,5 +1,4 @@
 import json
-import os
 import re
 import shutil
 import sys
@@ -325,11 +324,11 @@ def test_an_import_that_fails_leaves_nothing(tmp_path, monkeypatch):
         raise KeyError(step)
 
     monkeypatch.setattr(run_writer, "as_rollouts", fail)
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(KeyError):
         import_verl([VERL / "attempt-1.jsonl"], tmp_path / "run", rollouts=VERL / "rollouts")
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len([*Path("/proc/self/fd").iterdir()]) == num_open
 
 
 def test_other_verbs_read_what_was_imported(tmp_path, capsys):

@@ -159,7 +159,8 @@ class SteppedEngine:
         """See `RolloutEngine.abort`."""
         self.gate.abort(request_ids)
         samples = [one for one in self._jobs if request_ids is None or one.request_id in request_ids]
-        self._incoming = [sample for sample in self._incoming if sample not in set(samples)]
+        aborted = set(samples)
+        self._incoming = [sample for sample in self._incoming if sample not in aborted]
         await self._call(self._working().remove, samples)
         for sample in samples:
             sample.finish_reason = sample.finish_reason or "abort"
