@@ -156,7 +156,7 @@ def test_twenty_steps_with_four_validations_are_judged_and_say_how_sure():
     checks = validated(np.linspace(0.5, 0.8, 20), [0.5, 0.6, 0.7, 0.75])
     assert checks["overfitting"].status == checks["validation_fell"].status == "ok"
     assert checks["overfitting"].reading == (
-        "val-core/x/reward/mean@1 is 4.67 % below training's 0.7605 (a new gap of at most 20 % is healthy) "
+        "val-core/x/reward/mean@1: a gap of 4.67 % to training's 0.7605 (a new gap of at most 20 % is healthy) "
         "(unsure: 4 of 6 values)"
     )
     checks = validated(np.linspace(0.5, 0.8, 20), [0.6, 0.4, 0.4, 0.38])

@@ -359,7 +359,7 @@ def test_what_is_well_is_put_as_it_was_measured():
     verdict = verdict_of(critic__score__mean=few, critic__score__max=np.where(few > 0, 1.0, 0.0))
     checks = {check.rule: check for check in verdict.checks}
     assert checks["reward_zero"].status == "ok"
-    assert checks["reward_zero"].reading == "rewards differ from 0 by up to 1 in the last 10 steps"
+    assert checks["reward_zero"].reading == "rewards are within ±1 in the last 10 steps"
     assert checks["reward_fell"].reading == (
         "critic/score/mean is 100 % below its best of 0.002 (at most 25 % is healthy)"
     )

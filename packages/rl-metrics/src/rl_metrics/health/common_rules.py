@@ -16,7 +16,7 @@ HEALTHY_NATS = "{metric} is at {value} nats (at most {max} is healthy)"
 IN_RANGE = "{metric} is at {value} (from {min} to {max} is healthy)"
 OVER_THE_RUN = "{metric} is {value} on average over the run"
 MANY_TIMES = "{{metric}} is at {{value}}{}, from {{before}} at first ({{times}} times as much is too much)"
-DIFFER = " differ from 0 by up to {value} in the last {window} steps"
+WITHIN = " are within ±{value} in the last {window} steps"
 
 
 def share_of(whole: str, prefix: str = "", *, bound: str = "at most {max:share}") -> str:

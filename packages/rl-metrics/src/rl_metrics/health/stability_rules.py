@@ -124,7 +124,7 @@ STABILITY = (
         what="Every advantage is 0: the policy learns nothing.",
         severity="critical",
         conditions=(
-            condition("zero", "critic/advantages/max", "critic/advantages/min", says="advantages" + common.DIFFER),
+            condition("zero", "critic/advantages/max", "critic/advantages/min", says="advantages" + common.WITHIN),
         ),
         thresholds=(Threshold("max", 1e-9, "maximum advantage that counts as 0", BY_DESIGN),),
         window=5,

@@ -10,7 +10,7 @@ from rl_metrics.health.rules import REWARDED, Cause, Condition, Rule, Threshold,
 BELOW_BEST = "{metric} is {value:share} below its best of {before} (at most {max:share} is healthy)"
 ON_THE_WAY = "{metric} started at {before} and went at most {value:share} of the way to the highest reward"
 ABOVE_START = "{metric} started at {before}, and its best is {value:share} above that"
-BELOW_TRAINING = "{metric} is {value:share} below training's {before} (a new gap of at most {max:share} is healthy)"
+BELOW_TRAINING = "{metric}: a gap of {value:share} to training's {before} (a new gap of at most {max:share} is healthy)"
 
 SURE = 6
 """Number of validations from which a verdict on them is sure; fewer are judged more cautiously, and it is said."""
@@ -54,7 +54,7 @@ TASK = (
         what="Every reward is 0.",
         severity="critical",
         conditions=(
-            condition("zero", common.SCORE, common.BEST_SCORE, says="rewards" + common.DIFFER, optional_last=True),
+            condition("zero", common.SCORE, common.BEST_SCORE, says="rewards" + common.WITHIN, optional_last=True),
         ),
         thresholds=(Threshold("max", 1e-9, "maximum reward that counts as 0", BY_DESIGN),),
         min_steps=5,
