@@ -24,7 +24,7 @@ from packaging.metadata import Metadata
 
 from tooling.projects import ROOT, Project, git, read_project, read_projects
 
-SUFFIXES = (".css", ".html", ".js", ".py", ".toml", ".txt", ".LICENSE")
+SUFFIXES = (".css", ".html", ".js", ".jsonl", ".py", ".toml", ".txt", ".LICENSE")
 """Suffixes of the files that a package may contain, beside py.typed."""
 MAX_BYTES = 400_000
 """Maximum size of a file in a package; larger data belongs in a separate repository or a download."""
