@@ -268,7 +268,7 @@ def test_each_file_that_is_wrong_is_named(small: tuple[Path, Project], tmp_path:
     assert mistakes == [
         "rl_small-1.0.0-py3-none-any.whl lacks rl_other/__init__.py.",
         "packages/rl-small/src/rl_small/notes.rst does not belong in a package: it is neither a licence nor "
-        ".css, .html, .js, .py, .toml, .txt, .LICENSE.",
+        ".css, .html, .js, .jsonl, .py, .toml, .txt, .LICENSE.",
         "packages/rl-small/src/rl_small/large.py has 500,000 bytes; a file of a package has at most 400,000.",
         "packages/rl-small/NOTICE is missing in license-files.",
         "packages/rl-small/src/rl_small/theirs.LICENSE is missing in license-files.",
