@@ -80,6 +80,9 @@ def test_paths_that_stand_for_no_policy(run: Path, tmp_path: Path) -> None:
         find_policy(tmp_path / "nowhere")
     with pytest.raises(SettingsError, match="is neither a Hugging Face folder"):
         find_policy(tmp_path)
+    (tmp_path / "settings.toml").touch()  # as `new` writes it
+    with pytest.raises(SettingsError, match="is neither a Hugging Face folder"):
+        find_policy(tmp_path)
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None,
     settings = settings_in(tmp_path)
     begin(settings)
     require_format(settings.run_folder)
+    (settings.run_folder / "events.jsonl").touch()
     file = settings.run_folder / "format"
     assert file.read_text() == f"{FORMAT}\n"
     file.unlink() if written is None else file.write_text(written)
@@ -98,8 +99,9 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None,
         require_format(settings.run_folder)
     with pytest.raises(SettingsError, match="reads format 2"):
         begin(settings, resume=True)
-    (tmp_path / "settings.toml").touch()  # a user's own settings beside the folder of runs
+    (tmp_path / "settings.toml").touch()  # a user's own settings beside the folder of runs, such as those of `new`
     require_format(tmp_path / "runs" / "new")
+    require_format(tmp_path)
 
 
 def test_a_resumed_run_keeps_the_date_on_which_it_began(tmp_path: Path) -> None:

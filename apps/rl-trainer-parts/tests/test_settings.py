@@ -236,6 +236,11 @@ def test_a_name_of_an_earlier_version_is_refused_with_the_new_one(file: Path, ol
     assert str(wrong.value) == f"{old}{key} (command line) is called {new}{key} since version 0.2. Write {new}{key}."
 
 
+def test_a_section_without_a_name_is_not_called_an_earlier_one(file: Path) -> None:
+    with pytest.raises(SettingsError, match=r"unknown setting 'trainer\.' \(environment variable RL__TRAINER__\)\."):
+        load_settings(file, [], {"RL__TRAINER__": "7"})
+
+
 def test_settings_cannot_be_changed(file: Path) -> None:
     settings = load_settings(file, [], {})
     with pytest.raises(ValueError, match="frozen"):
@@ -313,6 +318,10 @@ def test_help_on_nothing_that_there_is_names_the_sections() -> None:
         SettingsError, match=r"'trianer' is neither a section nor a setting. Did you mean 'trainer'\? .*: run, policy,"
     ):
         help_text("usage", topic="trianer")
+    with pytest.raises(
+        SettingsError, match=r"'learner' is neither a section nor a setting. Did you mean 'optimizer'\?"
+    ):
+        help_text("usage", topic="learner")
 
 
 def test_help_speaks_of_no_class() -> None:

@@ -67,6 +67,9 @@ FORMAT = 2
 READERS = {1: "version 0.1 (commit c72489a1)"}
 """What reads each older format."""
 
+OF_RUNS = ("format", "events.jsonl", "checkpoints")
+"""What tells a run's folder from one that `new` has written; folders of format 1 lack the first."""
+
 
 WITHHELD: Mapping[ReadableBy, int] = {"owner": 0o077, "group": 0o027, "everyone": 0o022}
 """The umask for each setting."""
@@ -239,7 +242,7 @@ def require_format(path: Path) -> None:
     """
     path = path.absolute()
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    if not (run / "settings.toml").is_file():
+    if not (run / "settings.toml").is_file() or not any((run / name).exists() for name in OF_RUNS):
         return
     file = run / "format"
     try:

@@ -17,6 +17,7 @@ from typing import Any
 from rl_core.errors import RLError, SettingsError
 from rl_core.record_fields import BOUND_WORDS
 from rl_core.secret_settings import redact
+from rl_trainer_parts.settings.other_names import renamed
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
 
@@ -255,7 +256,7 @@ def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -
     if topic:
         endings = [one for name, one in known.items() if name == topic or name.endswith(f".{topic}")]
         if not endings:
-            hint = suggest(topic, [*kind.model_fields, *known])
+            hint = suggest(renamed(topic), [*kind.model_fields, *known])
             raise SettingsError(
                 f"{topic!r} is neither a section nor a setting.{hint} Sections: {', '.join(kind.model_fields)}."
             )

@@ -48,7 +48,7 @@ def renamed(name: str) -> str:
     field, _, rest = key.partition(".")
     if new := older.get(f"{section}.{field}"):
         return f"{new}.{rest}".rstrip(".")
-    return f"{older.get(section, section)}.{key}".rstrip(".")
+    return f"{older[section]}.{key}".rstrip(".") if section in older else name
 
 
 @functools.cache
