@@ -186,7 +186,7 @@ ARITHMETIC = {
         says=(
             "trainer.steps must be at least 1; found 0 (command line).",
             "run.seed must be at least 0; found -1",
-            "rollout.deadline_s must be above 0; found nan",
+            "rollout.deadline_s must be above 0 and finite; found nan",
         ),
     ),
     "several options of packages at once": Mistake(

@@ -1,17 +1,23 @@
 """Groups of an asynchronous run, replayed one by one from entries that hold whole steps."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
+from rl_core import Prompt, Trajectory
 from rl_core.errors import CacheMismatchError
+from rl_rollout.engines import SamplingParams
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
+from rl_rollout.rollouter.group_events import Dispatch
+from rl_rollout.rollouter.rollouter import Rollouter, RollouterOptions
 from rl_rollout.skip import EntryKey, EntryStore, GroupwiseCache, RolloutOrigin, SkipCache, SkipOptions
 from rl_rollout.skip.cache import renamed
 
@@ -173,6 +179,33 @@ def test_repeat_last_repeats_the_step_before(tmp_path: Path) -> None:
     run = Run(tmp_path, action="repeat_last")
     assert_same_groups(run.places(0, 1, 2, 3)[2:], [generated(0, "live2"), generated(1, "live3")])
     assert sorted(run.generated) == [0, 1]
+
+
+def test_a_step_is_in_the_queue_before_its_repetition(tmp_path: Path) -> None:
+    order: list[str] = []
+    is_overtaken = threading.Event()
+
+    def put(pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
+        uid = pairs[0][0].uid
+        if uid == "live1":
+            is_overtaken.wait(0.3)
+        elif uid != "live0":
+            is_overtaken.set()
+        order.append(uid)
+
+    async def generate(prompts: Sequence[Prompt], **_: Any) -> list[GroupResult]:
+        uid = prompts[0].uid
+        return [generated(int(uid.removeprefix("live")), uid)]
+
+    options = RollouterOptions(group_size=NUM_SESSIONS, sampling=SamplingParams(max_tokens=4))
+    rollouter = Rollouter(cast(Any, None), options, put=put)
+    rollouter.engine = rollouter.rollout = cast(Any, SimpleNamespace(run=generate))
+    rollouter.stored = Run(tmp_path, action="repeat_last").cache
+    prompts = [generated(place, f"live{place}").prompt for place in range(4)]
+    sessions = tuple(range(NUM_SESSIONS))
+    dispatches = [Dispatch(prompt=prompt, place=place, sessions=sessions) for place, prompt in enumerate(prompts)]
+    finished(lambda: rollouter._generate(dispatches))
+    assert order == ["live0", "live1", "live2", "live3"]
 
 
 def test_a_step_whose_groups_came_from_an_earlier_process_is_given_up_and_nothing_waits_for_it(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class Rollouter:
         self._window = RolloutWindow()
         self._served = ServedPolicy()
         self._running: dict[str, tuple[float, int]] = {}  # start time, and the version served at that time
-        self._replaying = asyncio.Lock()
+        self._settling = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: list[GroupEvent] = []
         self._news = asyncio.Condition()
@@ -333,13 +333,11 @@ class Rollouter:
                 tasks.create_task(self._replay(stored, one, run))
 
     async def _replay(self, stored: GroupwiseCache, one: Dispatch, run: Run) -> None:
-        """Settle a stored group, or generate it. Stored groups are settled in the order of their places."""
+        """Settle a stored group, or generate it; one after another, so that a step's groups precede its repetition."""
         found = await stored.find(one.place, one.prompt.uid)
-        if found is None:
-            await self._settle((await run([one.prompt]))[0], one)
-        else:
-            async with self._replaying:
-                await self._settle(found, one, is_replayed=True)
+        group = (await run([one.prompt]))[0] if found is None else found
+        async with self._settling:
+            await self._settle(group, one, is_replayed=found is not None)
 
     async def _settle(self, group: GroupResult, dispatch: Dispatch, *, is_replayed: bool = False) -> None:
         """Put a group into the queue, and report its outcome."""
