@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rl_async_trainer.main import read_settings
+from rl_async_trainer.settings import AsyncSettings
+from rl_trainer_parts.commands.command_line import read_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "examples" / "launch"
+ASYNC = ROOT / "examples" / "arithmetic" / "async.toml"
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def test_the_trainer_takes_what_the_launch_files_pass(job: Any):
     script = re.search(r'^rl-async-trainer train "\$@" (.*) &$', (LAUNCH / "slurm.sh").read_text(), flags=re.MULTILINE)
     assert script is not None
     for options in (words[3:], shlex.split(script[1])):
-        settings = read_settings([str(ROOT / "examples" / "arithmetic" / "async.toml"), *options])
+        settings = read_settings([str(ASYNC), *options], AsyncSettings, command="train")
         assert settings.run.if_exists == "resume"
         assert settings.cluster.ray_address in ("auto", "$RAY_HEAD")
 

@@ -40,6 +40,18 @@ def test_a_folder_in_use_by_a_live_run_is_refused(run: TinyRun, tmp_path: Path) 
         holder.release()
 
 
+@pytest.mark.parametrize("command", ["train", "validate", "check-machine"])
+def test_the_settings_of_an_older_run_are_refused_by_their_format(
+    command: str, run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.run_folder / "checkpoints").mkdir(parents=True)
+    file = run.run_folder / "settings.toml"
+    file.write_text("[skip]\nenabled = true\n[engine]\nseed = 1\n")
+    assert main([command, str(file), *(["--resume"] if command == "train" else [])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a run in format 1, and this version reads format 2. Use version 0.1" in line
+
+
 def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(run.folder / "policy" / "model.safetensors", 5000)
     for _ in range(2):  # the first attempt leaves no run behind

@@ -52,6 +52,16 @@ def test_settings_are_valid_and_explained_by_their_own_docstrings(kind: type[Set
     assert "`rl-x-trainer train --help`" in comments
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"), [("runs/first", "first-run"), ("first", "first"), ("runs/a/first", "first")]
+)
+def test_the_run_has_another_folder_than_its_settings(folder: str, name: str) -> None:
+    new([folder], Settings, program="rl-sync-trainer")
+    settings = load_settings(Path(folder, "settings.toml"))
+    assert settings.run.name == name
+    assert not settings.run_folder.exists()
+
+
 def test_the_first_error_is_the_model_alone() -> None:
     new(["mine"], Settings, program="rl-sync-trainer")
     with pytest.raises(SettingsError) as refused:

@@ -241,6 +241,15 @@ def test_a_section_without_a_name_is_not_called_an_earlier_one(file: Path) -> No
         load_settings(file, [], {"RL__TRAINER__": "7"})
 
 
+def test_empty_sections_are_those_of_today(file: Path) -> None:
+    file.write_text(REQUIRED + "[skip]\n[nonsense]\n[trainer]\n")
+    with pytest.raises(SettingsError) as wrong:
+        load_settings(file, [], {})
+    first, second = str(wrong.value).splitlines()
+    assert first == f"skip ({file}) is called rollout_cache since version 0.2. Write rollout_cache."
+    assert second.startswith("unknown setting 'nonsense'")
+
+
 def test_settings_cannot_be_changed(file: Path) -> None:
     settings = load_settings(file, [], {})
     with pytest.raises(ValueError, match="frozen"):

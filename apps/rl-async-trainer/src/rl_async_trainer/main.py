@@ -1,15 +1,14 @@
 """The command line: new, check-machine, train, validate, status, scale, simulate, export."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rl_core.terminal_text import counted, say
-from rl_trainer_parts.commands.command_line import USAGE, run_program, take_file, take_option, train_command
+from rl_trainer_parts.commands.command_line import USAGE, read_settings, run_program, take_option, train_command
 
 if TYPE_CHECKING:
     from rl_async_trainer.settings import AsyncSettings
@@ -63,18 +62,10 @@ def train_supervised(words: list[str]) -> int:
         return train(words)
     of_settings = [word for word in words if word not in ("--resume", "--dry-run", "--best")]
     take_option(of_settings, "--replay")
-    settings = read_settings(of_settings)
+    settings = read_settings(of_settings, _settings_class(), command=f"{NAME} train")
     if "--dry-run" in words or settings.roles.placement == "inline" or not settings.roles.controller_restarts:
         return train(words)
     return Supervisor(words, settings).run()
-
-
-def read_settings(words: list[str]) -> "AsyncSettings":
-    """Settings of `SETTINGS.toml [--section.name=value ...]`."""
-    from rl_trainer_parts.settings.sources import load_settings
-
-    file = take_file(words, f"{NAME} train")
-    return cast("AsyncSettings", load_settings(file, words, os.environ, kind=_settings_class()))
 
 
 def train(words: list[str]) -> int:
@@ -91,8 +82,9 @@ def _trainer(settings: "AsyncSettings", *, replayed: Path | None) -> dict[str, A
     from rl_trainer_parts.run.folder import require_format
 
     problems = list(schedule_problems(settings))
-    if replayed is not None and not problems:
+    if replayed is not None:
         require_format(replayed)
+    if replayed is not None and not problems:
         read_plan(replayed, settings.schedule_options)  # raises here if it cannot be replayed
 
     async def launch(

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import structlog
 
@@ -27,7 +27,7 @@ from rl_core.terminal_text import (
 )
 
 if TYPE_CHECKING:
-    from rl_trainer_parts.settings.schema import Settings
+    from rl_trainer_parts.settings.schema import Settings, SettingsT
 
 FAILED = 1
 MISTAKE = 2
@@ -123,8 +123,7 @@ def _check_machine(words: list[str], *, program: str, settings: SettingsClass) -
     from rl_trainer_parts.machine.needs import needs_of
     from rl_trainer_parts.machine.readings import read_machine
 
-    file = take_file(words, f"{program} check-machine") if words else None
-    needs = needs_of(_load(settings, file, words)) if words or file is not None else ANY_RUN
+    needs = needs_of(read_settings(words, settings(), command=f"{program} check-machine")) if words else ANY_RUN
     checks = judge_machine(read_machine(needs.run_folder), needs)
     count = {state: sum(check.state == state for check in checks) for state in ("problem", "warning")}
     if as_json:
@@ -142,12 +141,12 @@ def _check_machine(words: list[str], *, program: str, settings: SettingsClass) -
 def _validate(words: list[str], *, program: str, settings: SettingsClass) -> int:
     """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""
     policy, best = take_option(words, "--policy"), take_flag(words, "--best")
-    file = take_file(words, f"{program} validate")
+    read = partial(read_settings, kind=settings(), command=f"{program} validate")
     from rl_trainer_parts.commands.policies import opened_policy
     from rl_trainer_parts.run.goal import best_checkpoint
 
     if best and policy is None:  # the best checkpoint of the run in `policy.path`, or of the settings' own run
-        own = _load(settings, file, words)
+        own = read(words)
         is_run = (own.policy.path / "checkpoints").is_dir()
         policy = str(own.policy.path if is_run else own.run_folder)
     if best:
@@ -155,7 +154,7 @@ def _validate(words: list[str], *, program: str, settings: SettingsClass) -> int
     with ExitStack() as opened:
         if policy is not None:
             words.append(f"--policy.path={opened.enter_context(opened_policy(Path(policy)))}")
-        own = _load(settings, file, words)
+        own = read(words)
         if policy is not None:  # a full model, or one with its own adapter
             own = own.model_copy(update={"lora": replace(own.lora, path=None)})
         say(f"{program}: evaluating {policy or own.policy.path}")
@@ -166,10 +165,26 @@ def _validate(words: list[str], *, program: str, settings: SettingsClass) -> int
     return 0
 
 
-def _load(settings: SettingsClass, file: Path | None, words: list[str]) -> "Settings":
+def read_settings(words: Sequence[str], kind: "type[SettingsT]", *, command: str) -> "SettingsT":
+    """Return the settings of `SETTINGS.toml [--section.name=value ...]` and the environment.
+
+    Args:
+        words: The file, which may be left out if there are settings, and the settings.
+        kind: The settings class.
+        command: Program and command, for the error.
+
+    Raises:
+        SettingsError: There are neither, the file is in a run of another format, or a setting is wrong.
+    """
+    if not words:
+        raise SettingsError(f"{command.split()[-1]} needs a settings file: {command} SETTINGS.toml")
+    from rl_trainer_parts.run.folder import require_format
     from rl_trainer_parts.settings.sources import load_settings
 
-    return load_settings(file, words, os.environ, kind=settings())
+    file = None if words[0].startswith("-") else Path(words[0])
+    if file is not None:
+        require_format(file.parent)
+    return cast("SettingsT", load_settings(file, words if file is None else words[1:], os.environ, kind=kind))
 
 
 def _explain(words: list[str], *, usage: str, settings: SettingsClass) -> int:
@@ -312,15 +327,6 @@ def take_option(words: list[str], option: str) -> str | None:
     return None
 
 
-def take_file(words: list[str], command: str) -> Path | None:
-    """Remove and return the settings file, which comes first; `command` is named in the error."""
-    if words and not words[0].startswith("-"):
-        return Path(words.pop(0))
-    if not words:
-        raise SettingsError(f"{command.split()[-1]} needs a settings file: {command} SETTINGS.toml")
-    return None
-
-
 def train_command(
     words: list[str], *, program: str, kind: "type[Settings]", trainer: Callable[[Any], dict[str, Any]]
 ) -> int:
@@ -333,10 +339,7 @@ def train_command(
         trainer: Loads the trainer's libraries, and returns its own arguments of `train_checked`.
     """
     resume, dry_run, best = (take_flag(words, flag) for flag in ("--resume", "--dry-run", "--best"))
-    file = take_file(words, f"{program} train")
-    from rl_trainer_parts.settings.sources import load_settings
-
-    settings = load_settings(file, words, os.environ, kind=kind)
+    settings = read_settings(words, kind, command=f"{program} train")
     from rl_trainer_parts.reporting.trackers import make_console
 
     with closing(make_console(settings)) as console:

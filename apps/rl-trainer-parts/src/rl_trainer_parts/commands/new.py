@@ -16,7 +16,7 @@ from rl_core.terminal_text import say
 from rl_rollout.engines import max_positions
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.settings.fields import leaves, setting_fields
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.schema import RunSettings, Settings
 
 HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """A small model of a supported family, with short answers."""
@@ -75,8 +75,9 @@ def starter_values(folder: Path, model: Path | None) -> dict[str, object]:
         left = positions - values["prompts.max_tokens"]
         values["rollout.max_response_tokens"] = min(values["rollout.max_response_tokens"], left)
     dtype = "bfloat16" if visible_gpus() else "float32"
+    runs, name = RunSettings().directory.resolve(), folder.resolve().name
     return values | {
-        "run.name": folder.resolve().name,
+        "run.name": f"{name}-run" if folder.resolve().parent == runs else name,  # not this folder itself
         "policy.path": model or MODEL,
         "prompts.train": folder / "train.jsonl",
         "prompts.validation": folder / "validation.jsonl",

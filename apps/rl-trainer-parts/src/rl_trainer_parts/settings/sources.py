@@ -47,7 +47,7 @@ def load_settings(
     wrong: list[str] = []
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    sources = (_from_file(file), _from_environment(environment, kind), _from_arguments(arguments, kind, wrong))
+    sources = (_from_file(file, kind), _from_environment(environment, kind), _from_arguments(arguments, kind, wrong))
     for name, value, origin in chain(*sources):
         if encodable_json([name, value], keep_infinite=True) != [name, value]:
             wrong.append(f"{name}: must be text in UTF-8; found {value!r} ({origin}).")
@@ -61,7 +61,7 @@ def load_settings(
     return settings
 
 
-def _from_file(file: Path | None) -> Iterator[Given]:
+def _from_file(file: Path | None, kind: type[Settings]) -> Iterator[Given]:
     if file is None:
         return
     if not os.path.lexists(file):
@@ -75,8 +75,9 @@ def _from_file(file: Path | None) -> Iterator[Given]:
     except DataError as error:
         raise SettingsError(f"settings file {error}") from None
     for section, values in document.items():
-        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            name = f"{section}.{key}" if isinstance(values, dict) else section
+        is_section = isinstance(values, dict) and (values or section in kind.model_fields)
+        for key, value in values.items() if is_section else [("", values)]:
+            name = f"{section}.{key}" if is_section else section
             yield name, value.isoformat() if type(value) is datetime.date else value, str(file)
 
 
