@@ -174,7 +174,7 @@ def read_settings(words: Sequence[str], kind: "type[SettingsT]", *, command: str
         command: Program and command, for the error.
 
     Raises:
-        SettingsError: There are neither, the file is in a run of another format, or a setting is wrong.
+        SettingsError: There are no words, the file is in a run of another format, or a setting is wrong.
     """
     if not words:
         raise SettingsError(f"{command.split()[-1]} needs a settings file: {command} SETTINGS.toml")

@@ -134,10 +134,13 @@ def _select_rows(rows: Tensor, kept: Tensor) -> Tensor:
     """Select rows, each at most once. The gradient is a copy; that of index_select would accumulate."""
     num_rows = len(rows)
 
-    def put_back(grad: Tensor) -> Tensor:
+    def select(rows: Tensor, kept: Tensor) -> Tensor:
+        return rows.index_select(0, kept)
+
+    def put_back(grad: Tensor, kept: Tensor) -> Tensor:
         return grad.new_zeros(num_rows, *grad.shape[1:]).index_copy_(0, kept, grad)
 
-    return linear_map(rows, forward=lambda rows: rows.index_select(0, kept), backward=put_back)
+    return linear_map(rows, kept, forward=select, backward=put_back)
 
 
 def transformer_config(

@@ -1,0 +1,25 @@
+"""A linear map with another one for its gradient."""
+
+import torch
+
+from rl_distill.linear_map import linear_map, sum_over_ranks
+
+
+def test_the_gradient_is_that_of_the_given_map():
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    chosen = torch.tensor([2, 0])
+    rows = linear_map(
+        x,
+        chosen,
+        forward=lambda x, chosen: x[chosen],
+        backward=lambda grad, chosen: 10.0 * torch.zeros(3).index_copy(0, chosen, grad),
+    )
+    rows.backward(torch.tensor([1.0, 2.0]))
+    assert rows.tolist() == [3.0, 1.0]
+    assert x.grad is not None
+    assert x.grad.tolist() == [20.0, 0.0, 10.0]
+
+
+def test_one_rank_keeps_its_values():
+    values = torch.tensor([1.0])
+    assert sum_over_ranks(values, group=None) is values
