@@ -84,8 +84,8 @@ def _trainer(settings: "AsyncSettings", *, replayed: Path | None) -> dict[str, A
     problems = list(schedule_problems(settings))
     if replayed is not None:
         require_format(replayed)
-    if replayed is not None and not problems:
-        read_plan(replayed, settings.schedule_options)  # raises here if it cannot be replayed
+        if not problems:
+            read_plan(replayed, settings.schedule_options)  # raises here if it cannot be replayed
 
     async def launch(
         settings: "AsyncSettings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker"
