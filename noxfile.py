@@ -87,7 +87,7 @@ CHECKS = (
     ("unit", "rl-core"),
     ("unit", "rl-metrics"),
     ("wheels",),
-    ("pythons",),
+    ("pythons", "--newest"),
 )
 """Sessions of `checks` with their arguments: the quick ones first, then the longest."""
 ON_EVERY_PYTHON = ("--without-torch", "rl-core", "rl-metrics", "-m", "not one_python and not soak and not gpu")
@@ -219,8 +219,12 @@ def unit(session: nox.Session) -> None:
 
 @nox.session
 def pythons(session: nox.Session) -> None:
-    """Run the unit tests of rl-core and rl-metrics on every other supported Python found; report missing ones."""
+    """Run the unit tests of rl-core and rl-metrics on the other supported Pythons found; `-- --newest` on one."""
+    parser = argparse.ArgumentParser(prog="nox -s pythons --")
+    parser.add_argument("--newest", action="store_true", help="only on the newest Python found")
+    options = parser.parse_args(session.posargs)
     found, missing = other_pythons()
+    found = found[-1:] if options.newest else found
     for minor in missing:
         session.warn(f"Not tested on Python {minor}, which was not found; {how_to_get(minor)}")
     jobs = [Job("unit", ("--python", minor, *ON_EVERY_PYTHON)) for minor in found]
@@ -246,7 +250,7 @@ def types(session: nox.Session) -> None:
     python, tools = workspace(session), ensure(session, TOOLS)
     mypy = (tools, "-m", "mypy", "--python-executable", python)
     session.run(*mypy, *SOURCES)
-    for folder in sorted({path.parent for name in ("examples", "benchmarks") for path in (ROOT / name).rglob("*.py")}):
+    for folder in [ROOT / "benchmarks", *sorted({path.parent for path in (ROOT / "examples").rglob("*.py")})]:
         session.run(
             *mypy,
             str(folder.relative_to(ROOT)),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from benchmark_modules import BENCHMARKS
 
-KEPT = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
-"""Variables that select this Python and these sources."""
+KEPT = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+"""Variables that select this Python and these sources, and those without which no process has a warm start."""
 KEYS = {
     "async": "bound_s date environment is_realtime roles rounds verdicts",
     "distillation": "comparison date device environment preset rounds sizes threads",

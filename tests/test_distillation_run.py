@@ -3,9 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
-import uuid
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +16,7 @@ from distillation_runs import (
     teacher_tables,
 )
 from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP, REWARDS_BEFORE_STEP_1, train_here
-from train_process import ENVIRONMENT, marked_processes, training, wait_until_held
+from train_process import TrainProcess, training, wait_until_held
 
 from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
@@ -28,7 +25,7 @@ pytest.importorskip("vllm")
 
 STEPS, TOP_K = 3, 4
 TRAJECTORIES = 2 * PROMPTS_PER_STEP * GROUP_SIZE
-DRIVER = Path(__file__).parent / "support" / "distillation_driver.py"
+SUPPORT = Path(__file__).parent / "support"
 
 
 def test_two_killed_teachers_are_started_anew_and_every_trajectory_trains_with_its_own(tmp_path: Path) -> None:
@@ -42,18 +39,18 @@ def test_two_killed_teachers_are_started_anew_and_every_trajectory_trains_with_i
         distillation__top_k=TOP_K,
         distillation__teachers=as_toml(teacher_tables(tmp_path, even="vllm", odd="megatron")),
     )
-    mark = f"TINY_RUN_MARK={uuid.uuid4().hex}"
-    name, _, value = mark.partition("=")
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), str(tmp_path), *words],
-        env={**os.environ, **ENVIRONMENT, name: value},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = TrainProcess(
+        [str(tmp_path), *words],
+        output=tmp_path / "output.txt",
+        environment={"PYTHONPATH": path},
+        module="distillation_driver",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert marked_processes(mark) == []
+    try:
+        assert process.wait(deadline_s=600.0) == 0, process.text
+        assert process.leftovers() == []
+    finally:
+        process.end()
     events = read_events(run.run_folder / "events.jsonl")
     released = [event for event in events if event["event"] == "teacher_lease_released"]
     assert len(released) >= len(SOURCES), "both teachers died under a lease"

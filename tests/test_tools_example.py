@@ -82,7 +82,7 @@ def test_the_policy_learns_to_ask_the_calculator(
     prepared = ("policy", *(f"{split}.parquet" for split in ("train", "validation", "test")))
     places = zip(("policy.path", "prompts.train", "prompts.validation", "prompts.test"), prepared, strict=True)
     words = ["train", str(FOLDER / "settings.toml"), f"--run.directory={tmp_path}", "--trainer.steps=6"]
-    words += ["--optimizer.warmup_steps=0", "--trainer.validate_every=6"]
+    words += ["--rollout.prompts_per_step=16", "--optimizer.warmup_steps=0", "--trainer.validate_every=0"]
     words += [f"--{setting}={example.PREPARED / name}" for setting, name in places]
     process = TrainProcess(words, output=tmp_path / "output.txt", environment={"OMP_NUM_THREADS": "2"})
     try:
@@ -98,4 +98,4 @@ def test_the_policy_learns_to_ask_the_calculator(
         assert row["agent_loop/tool_calls/max"] > 0
         assert row["tools/calls/ok"] > 0
         assert row["rollout/failed_sessions"] == row["rollout/audit_failures"] == 0
-        assert row["rollout/audited_sessions"] == row["rollout/num_trajectories"] == 256
+        assert row["rollout/audited_sessions"] == row["rollout/num_trajectories"] == 128

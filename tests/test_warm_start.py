@@ -16,6 +16,8 @@ from warm_start import WarmPopen
 
 MARK = "0123456789abcdef" * 2
 NAME = "warm_probe"
+SUPPORT = Path(warm_start.__file__).parent
+PROGRAMS = {"module": ["-m", NAME], "script": [str(SUPPORT / f"{NAME}.py")]}
 ENVIRONMENT = {**os.environ, "TINY_RUN_MARK": MARK, "PYTHONPATH": os.pathsep.join(sys.path), "WARM_PROBE": ""}
 
 
@@ -24,15 +26,16 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> None:
     if subprocess.Popen is not WarmPopen:
         pytest.skip("this machine starts everything cold")
     monkeypatch.setattr(warm_start, "MODULES", {*warm_start.MODULES, NAME})
+    monkeypatch.setattr(warm_start, "SCRIPTS", (SUPPORT,))
 
 
-def say(folder: Path, kind: type[subprocess.Popen], least_number: int) -> dict[str, object]:
+def say(folder: Path, kind: type[subprocess.Popen], program: str, least_number: int) -> dict[str, object]:
     """Return a process's view of itself and its results; it inherits a descriptor of at least this number."""
     ours, theirs = os.pipe()
     number = fcntl.fcntl(theirs, fcntl.F_DUPFD, least_number)
     os.close(theirs)
     process = kind(
-        [sys.executable, "-m", NAME, str(number), "a word", "ü"],
+        [sys.executable, *PROGRAMS[program], str(number), "a word", "ü"],
         pass_fds=[number],
         cwd=folder,
         env={**ENVIRONMENT, "WARM_PROBE": kind.__name__},
@@ -50,10 +53,10 @@ def say(folder: Path, kind: type[subprocess.Popen], least_number: int) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("least_number", [3, 600])
-def test_a_forked_process_is_what_a_started_one_is(tmp_path: Path, least_number: int) -> None:
+@pytest.mark.parametrize(("program", "least_number"), [("module", 3), ("module", 600), ("script", 3)])
+def test_a_forked_process_is_what_a_started_one_is(tmp_path: Path, program: str, least_number: int) -> None:
     cold_kind = WarmPopen.__mro__[1]
-    warm, cold = (say(tmp_path, kind, least_number) for kind in (WarmPopen, cold_kind))
+    warm, cold = (say(tmp_path, kind, program, least_number) for kind in (WarmPopen, cold_kind))
     assert warm == cold
     assert warm["parent"] == os.getpid()
     assert warm["marks"] == [f"TINY_RUN_MARK={MARK}"]

@@ -36,6 +36,10 @@ def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+class PageLeft(Exception):
+    """The page changed while an expression was evaluated."""
+
+
 class Page:
     """One page in its own browser, with a list of all errors on it."""
 
@@ -96,6 +100,8 @@ class Page:
         while True:
             answer = self._next(deadline)
             if answer.get("id") == number:
+                if "navigated" in str(answer.get("error")):
+                    raise PageLeft(f"{method}: {answer['error']}")
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
             self._note(answer)
@@ -111,14 +117,15 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, script: str, *, deadline_s: float = DEADLINE_S) -> Any:
-        """Wait until an expression is truthy, and return its value."""
+        """Wait until an expression is truthy, also across a change of the page, and return its value."""
         end = time.monotonic() + deadline_s
         while True:
-            value = self.run(f"(() => {{ try {{ return {script}; }} catch {{ return null; }} }})()")
-            if value:
-                return value
+            with contextlib.suppress(PageLeft):
+                value = self.run(f"(() => {{ try {{ return {script}; }} catch {{ return null; }} }})()")
+                if value:
+                    return value
+                self.run("new Promise((resolve) => setTimeout(resolve, 20))")
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {script}; errors: {self.errors}"
-            self.run("new Promise((resolve) => setTimeout(resolve, 20))")
 
     def press(self, key: str) -> None:
         """Press a key such as "ArrowDown"."""

@@ -2,7 +2,7 @@
 
 It records the rows of each step.
 
-Usage: python distillation_driver.py FOLDER train SETTINGS.toml ...; FOLDER gets trained-0.npz, trained-1.npz, ...
+Usage: python -m distillation_driver FOLDER train SETTINGS.toml ...; FOLDER gets trained-0.npz, trained-1.npz, ...
 """
 
 import itertools

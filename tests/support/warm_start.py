@@ -1,11 +1,11 @@
 """Starts our trainers and roles from a process that has imported torch, transformers, Megatron and vLLM already.
 
-`install()` replaces `subprocess.Popen`. A child that runs `python -m MODULE`, with a module in `MODULES`, is forked
-from a server instead of started from scratch, which saves seconds of imports in each of some hundred processes. The
-fork is a direct child of its caller and has the caller's descriptors, the requested environment and session, and its
-mark in /proc, so signals, waiting, guards and kills work as for any other child. It gets its own server for the
-processes it starts. Children with other thread counts, other programs, and all children on a machine with a GPU start
-from scratch. So does everything with RL_TESTS_COLD=1, which `nox -s soak` sets.
+`install()` replaces `subprocess.Popen`. A child that runs `python -m MODULE`, with a module in `MODULES`, or a script
+in `SCRIPTS`, is forked from a server instead of started from scratch, which saves seconds of imports in each of some
+hundred processes. The fork is a direct child of its caller and has the caller's descriptors, the requested environment
+and session, and its mark in /proc, so signals, waiting, guards and kills work as for any other child. It gets its own
+server for the processes it starts. Children with other thread counts, other programs, and all children on a machine
+with a GPU start from scratch. So does everything with RL_TESTS_COLD=1, which `nox -s soak` sets.
 
 The server is `python -c "import warm_start; warm_start.serve()" FD`. It has one thread and ends with its caller.
 """
@@ -41,6 +41,7 @@ MODULES = {
     "adapter_killer",
     "async_driver",
     "chaos_driver",
+    "distillation_driver",
     "rl_async_trainer.main",
     "rl_core.cluster.processes.child",
     "rl_core.queue.shared_memory.server_process",
@@ -48,6 +49,9 @@ MODULES = {
     "test_megatron_two_ranks",
 }
 """Programs that may be forked because most of their start-up is imports."""
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPTS = (BENCHMARKS, BENCHMARKS / "peers")
+"""Folders of scripts that may be forked too."""
 PRELOADED = (
     "torch",
     "transformers",
@@ -117,7 +121,7 @@ class Server:
         ]
         passed = sorted(given["pass_fds"])
         request = {
-            "words": [str(word) for word in given["args"][2:]],
+            "words": [str(word) for word in given["args"][1:]],
             "environment": dict(os.environ if given["env"] is None else given["env"]),
             "directory": str(Path(given["cwd"] or ".").absolute()),
             "descriptors": [0, 1, 2, *passed],
@@ -147,15 +151,16 @@ def install() -> None:
 def _server_for(given: Mapping[str, Any]) -> Server | None:
     """This process's server, started on first use; None if the child must start from scratch."""
     words = given["args"]
-    if isinstance(words, str | bytes | os.PathLike) or list(words[:2]) != [sys.executable, "-m"]:
+    if isinstance(words, str | bytes | os.PathLike) or len(words) < 2 or words[0] != sys.executable:
         return None
+    is_known = words[2] in MODULES if words[1] == "-m" else Path(os.fsdecode(words[1])).parent in SCRIPTS
     environment = os.environ if given["env"] is None else given["env"]
     is_plain = (
         given["close_fds"] and not given["shell"] and given["preexec_fn"] is None and given["process_group"] == -1
     )
     is_same = all(environment.get(name) == os.environ.get(name) for name in FIXED)
     has_room = all(len(environment.get(name, "")) <= room for name, room in MARKS.items())
-    if words[2] not in MODULES or not (is_plain and is_same and has_room):
+    if not (is_known and is_plain and is_same and has_room):
         return None
     if not _servers or not _servers[-1].is_ours:
         _servers.append(_start())
@@ -194,7 +199,7 @@ class Request(NamedTuple):
     """Describes the child to make.
 
     Attributes:
-        words: Arguments of `python -m`.
+        words: Arguments of `python`.
         environment: The whole environment.
         directory: Working directory.
         descriptors: Number of each file of `received` in the child; the first three are the standard streams.
@@ -308,8 +313,14 @@ def _become(request: Request, marks: Mapping[str, int]) -> None:
     warnings.filterwarnings("ignore", message=".* found in sys.modules", category=RuntimeWarning)
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
-    first = [request.directory, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    is_module, program = request.words[0] == "-m", request.words[0]
+    folder = request.directory if is_module else str(Path(program).parent)
+    first = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = [*first, *(path for path in sys.path if path not in first and path)]
     chaos_clock.install()
-    sys.argv = ["-m", *request.words[1:]]
-    runpy.run_module(request.words[0], run_name="__main__", alter_sys=True)
+    if is_module:
+        sys.argv = ["-m", *request.words[2:]]
+        runpy.run_module(request.words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(request.words)
+        runpy.run_path(program, run_name="__main__")
