@@ -22,7 +22,7 @@ from rl_core.cluster import ClusterOptions
 from rl_core.data import offsets_of
 from rl_core.weights import PEFT_PREFIX
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
+from rl_distill.checkpoints.pieces import Piece, TensorFolder
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives import supervised_objective
 

@@ -27,9 +27,9 @@ from model_formats import (
     safetensors,
     safetensors_header,
     safetensors_index,
+    tensor_file,
+    tensor_index,
     tokenizer,
-    torch_dist_chunk,
-    torch_dist_table,
     trainer_state,
     vocabulary,
     written,
@@ -207,7 +207,7 @@ MAKERS: dict[str, Callable[[Path], Format]] = {
     make.__name__: make
     for make in (
         *(manifest, trainer_state, learner_header, policy_config, engine_config, safetensors_header, safetensors),
-        *(safetensors_index, torch_dist_table, torch_dist_chunk, vocabulary, tokenizer, chat_template, prompts_jsonl),
+        *(safetensors_index, tensor_index, tensor_file, vocabulary, tokenizer, chat_template, prompts_jsonl),
         *(prompts_parquet, prompts_arrow, settings_toml, workload_toml, hang_report, health, schedule_record),
         *(trl_state, verl_log, segment, journal_record, journal, adapter_header, adapter_config, adapter_tensors),
     )

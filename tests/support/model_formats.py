@@ -27,7 +27,7 @@ def _checkpoint(folder: Path) -> Path:
     return folder
 
 
-LEARNER = {"format_version": 2, "step": 3, "config_digest": "0" * 16, "options": {"dtype": "float32"}}
+LEARNER = {"format_version": 3, "step": 3, "config_digest": "0" * 16, "options": {"dtype": "float32"}}
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_hidden_layers": 2,
@@ -202,20 +202,20 @@ def safetensors_index(folder: Path) -> Format:
     return Format(file, lambda: PolicyTensors(folder, config))
 
 
-def torch_dist_table(folder: Path) -> Format:
-    """.metadata of a torch_dist folder."""
+def tensor_index(folder: Path) -> Format:
+    """The index of a checkpoint's tensors."""
     from tensor_folders import write_example
 
-    from rl_distill.checkpoints.torch_dist import TensorFolder
+    from rl_distill.checkpoints.pieces import TensorFolder
 
-    return Format(write_example(folder / "state") / ".metadata", lambda: TensorFolder(folder / "state"))
+    return Format(write_example(folder / "state") / "pieces.json", lambda: TensorFolder(folder / "state"))
 
 
-def torch_dist_chunk(folder: Path) -> Format:
-    """A file of chunks."""
+def tensor_file(folder: Path) -> Format:
+    """A rank's tensors of a checkpoint."""
     from tensor_folders import read_all, write_example
 
-    return Format(write_example(folder / "state") / "__0_0.distcp", lambda: read_all(folder / "state"))
+    return Format(write_example(folder / "state") / "rank-00000.safetensors", lambda: read_all(folder / "state"))
 
 
 def vocabulary(folder: Path) -> Format:

@@ -1,17 +1,17 @@
-"""Write a small torch_dist folder, and read it completely."""
+"""Write a small folder of tensors, and read it completely."""
 
 from pathlib import Path
 
 import torch
 
 from rl_core.errors import CheckpointError
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_contents, write_pieces
+from rl_distill.checkpoints.pieces import INDEX_FILE, Piece, TensorFolder, write_index, write_pieces
 
 A = torch.arange(24, dtype=torch.float32).view(4, 6) / 7
 B = torch.arange(5, dtype=torch.float32) - 2.5
 TENSORS = {"a": A, "b": B, "s": torch.tensor(3.25)}
 SHAPES = {"a": (4, 6), "b": (5,), "s": ()}
-FILES = (".metadata", "__0_0.distcp", "__1_0.distcp")
+FILES = (INDEX_FILE, "rank-00000.safetensors", "rank-00001.safetensors")
 
 
 def piece(name: str, whole: torch.Tensor, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Piece:
@@ -26,8 +26,7 @@ def empty(name: str, shape: tuple[int, ...], offsets: tuple[int, ...] = (), size
 
 
 def write(directory: Path, ranks: list[list[Piece]]) -> Path:
-    written = [write_pieces(directory, pieces, rank=rank, num_ranks=len(ranks)) for rank, pieces in enumerate(ranks)]
-    write_contents(directory, written)
+    write_index(directory, [write_pieces(directory, pieces, rank=rank) for rank, pieces in enumerate(ranks)])
     return directory
 
 

@@ -38,7 +38,7 @@ def test_from_new_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert len((run / "metrics.jsonl").read_text().splitlines()) >= 2
     assert (run / "report.html").stat().st_size > 10_000
     needs = needs_of(load_settings(Path("mine/settings.toml"), QUICK))
-    tensors = [*run.glob("checkpoints/*/state/**/*.distcp"), *run.glob("checkpoints/*/policy/*.safetensors")]
+    tensors = [*run.glob("checkpoints/*/state/**/*.safetensors"), *run.glob("checkpoints/*/policy/*.safetensors")]
     assert len(tensors) >= 2
     size = sum(file.stat().st_size for file in tensors)
     assert needs.disk / 2 <= size < 1.3 * needs.disk / 2

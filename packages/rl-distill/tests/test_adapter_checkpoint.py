@@ -23,7 +23,7 @@ from rl_distill.architecture.lora_targets import adapter_shapes
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.checkpoints.checkpoint import read_header, state_shapes
 from rl_distill.checkpoints.merged_folder import merge_adapter
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
+from rl_distill.checkpoints.pieces import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives import supervised_objective

@@ -22,9 +22,9 @@ def copied(tied_policy: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format_version": 99}, "has format_version 99; this release reads 2"),
-        ({"format_version": 1}, "reads 2. Resume with the release that wrote it, .* a new run from .*copy/policy"),
-        ({"format_version": "2"}, "must have a format_version"),
+        ({"format_version": 99}, "has format_version 99; this release reads 3"),
+        ({"format_version": 2}, "reads 3. Resume with the release that wrote it, .* a new run from .*copy/policy"),
+        ({"format_version": "3"}, "must have a format_version"),
         ({"step": -1}, "must have a format_version, a step >= 0"),
         ({"step": True}, "must have a format_version, a step >= 0"),
         ({"step": 2.0}, "must have a format_version, a step >= 0"),

@@ -13,7 +13,7 @@ from rl_core.data.batch import Batch
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.checkpoint import STATE_FOLDER, state_shapes
-from rl_distill.checkpoints.torch_dist import TensorFolder
+from rl_distill.checkpoints.pieces import TensorFolder
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
 from rl_distill.objectives import supervised_objective

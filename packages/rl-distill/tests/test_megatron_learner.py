@@ -12,7 +12,7 @@ from rounding import rounding_bound
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError, NotReadyError, SettingsError, ShapeError
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
+from rl_distill.checkpoints.pieces import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron import head
 from rl_distill.megatron.learner import MegatronLearner

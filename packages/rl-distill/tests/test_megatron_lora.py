@@ -24,7 +24,7 @@ from rl_core.weights import PEFT_PREFIX
 from rl_distill.architecture.lora_targets import adapter_shapes, adapter_size
 from rl_distill.architecture.memory import rank_memory
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
+from rl_distill.checkpoints.pieces import Piece, TensorFolder
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions

@@ -29,7 +29,7 @@ from rl_distill.checkpoints.checkpoint import (
     state_shapes,
 )
 from rl_distill.checkpoints.hf_folder import PolicyTensors, read_heads
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, write_pieces
+from rl_distill.checkpoints.pieces import Piece, TensorFolder, write_pieces
 from rl_distill.learner import (
     LearnerOptions,
     MicroBatch,
@@ -241,7 +241,7 @@ class TorchLearner:
             "exp_avg_sq": self._moments("exp_avg_sq"),
         }
         pieces = [_piece(f"{kind}/{name}", tensor) for kind, of in states.items() for name, tensor in of.items()]
-        written = [write_pieces(directory / STATE_FOLDER, pieces, rank=0, num_ranks=1)]
+        written = [write_pieces(directory / STATE_FOLDER, pieces, rank=0)]
         names, source = list(self._mains), self._source
         finish_checkpoint(directory, written, source=source, names=names, options=self._options, step=self.step)
         return PendingSave()

@@ -1,8 +1,7 @@
-"""A learner's checkpoint: `policy/` (a Hugging Face folder), `state/` (tensors in torch_dist) and `learner.json`.
+"""A learner's checkpoint: `policy/` (a Hugging Face folder), `state/` (see `pieces`) and `learner.json`.
 
 An adapter's checkpoint has `adapter/`, in peft's format, instead of `policy/`, and does not store the base model. All
-names are Hugging Face's, so a checkpoint loads into any learner and any parallel layout. No file in it can run code;
-see `torch_dist`.
+names are Hugging Face's, so a checkpoint loads into any learner and any parallel layout. No file in it can run code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +25,11 @@ from rl_distill.checkpoints.adapter_checkpoint import (
 )
 from rl_distill.checkpoints.hf_folder import write_json, write_policy_folder
 from rl_distill.checkpoints.peft_folder import write_adapter
+from rl_distill.checkpoints.pieces import Piece, StoredPiece, TensorFolder, write_index
 from rl_distill.checkpoints.plain_files import read_json_object
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_contents
 from rl_distill.options import LearnerOptions
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_STEPS = 1 << 53
 POLICY_FOLDER = "policy"
 STATE_FOLDER = "state"
@@ -87,7 +86,7 @@ def require_empty(directory: Path) -> None:
 
 def finish_checkpoint(
     directory: Path,
-    written: Sequence[Written],
+    written: Sequence[Sequence[StoredPiece]],
     *,
     source: PolicySource,
     names: Sequence[str],
@@ -107,7 +106,7 @@ def finish_checkpoint(
         step: Optimizer steps taken so far.
         adapter: The trained adapter; None if all weights are trained.
     """
-    write_contents(directory / STATE_FOLDER, written)
+    write_index(directory / STATE_FOLDER, written)
     tensors = _saved_weights(directory, names, dtype=DTYPES[options.dtype])
     header = {
         "format_version": FORMAT_VERSION,

@@ -18,7 +18,7 @@ class PendingSave:
 
         Raises:
             OSError: Writing failed; the directory is not a checkpoint.
-            CheckpointError: Writing failed inside torch.
+            DiskError: A file cannot be written, for example because the disk is full.
             RoleError: A rank died before it wrote its part.
         """
         with self._lock:

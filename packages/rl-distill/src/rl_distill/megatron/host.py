@@ -19,7 +19,7 @@ from rl_core.cluster import RoleContext
 from rl_core.errors import CheckpointError, NotReadyError
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights.broadcast import RankOffer, SenderOptions
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder, Written, write_pieces
+from rl_distill.checkpoints.pieces import Piece, StoredPiece, TensorFolder, write_pieces
 from rl_distill.daemon_thread import in_daemon_thread
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.parallel import (
@@ -50,7 +50,7 @@ class RankHost:
         """
         self._parallel, self._seed, self._context = parallel, seed, context
         self._models: dict[str, RankModel] = {}
-        self._savings: dict[Path, Future[Written]] = {}
+        self._savings: dict[Path, Future[list[StoredPiece]]] = {}
         self._read: dict[str, States] = {}
         self._store: Store | None = None
         if num_threads is not None:
@@ -119,14 +119,14 @@ class RankHost:
     def begin_save(self, name: str, directory: Path) -> None:
         """Copy the state of a model, then write it in the background."""
         pieces = self._loaded(name).tensors.state_pieces()
-        write = partial(write_pieces, directory, pieces, rank=self._context.rank, num_ranks=self._context.size)
+        write = partial(write_pieces, directory, pieces, rank=self._context.rank)
         self._savings[directory] = in_daemon_thread(write, name="save")
 
-    def finish_save(self, directory: Path) -> Written:
+    def finish_save(self, directory: Path) -> list[StoredPiece]:
         """Wait until the files of `begin_save` are on disk."""
         return self._savings.pop(directory).result()
 
-    async def wait_for_save(self, directory: Path) -> Written:
+    async def wait_for_save(self, directory: Path) -> list[StoredPiece]:
         """Run `finish_save` without blocking other calls."""
         return await asyncio.to_thread(self.finish_save, directory)
 

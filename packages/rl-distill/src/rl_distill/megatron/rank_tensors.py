@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
 from rl_core.weights.broadcast import HeldRectangle
 from rl_distill.architecture.tensor_shapes import tensor_shapes
-from rl_distill.checkpoints.torch_dist import Piece
+from rl_distill.checkpoints.pieces import Piece
 from rl_distill.megatron.convert import Shard, TensorBlock
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.optimizer import MegatronAdam, Parameters

@@ -20,7 +20,7 @@ from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter, fingerprint_tensors
 from rl_distill.checkpoints.checkpoint import STATE_FOLDER, finish_checkpoint, read_header, require_empty, state_shapes
-from rl_distill.checkpoints.torch_dist import Piece, TensorFolder
+from rl_distill.checkpoints.pieces import Piece, TensorFolder
 from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult, metric_values
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_batches import RankShare, StepShare

@@ -8,7 +8,7 @@ from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleCon
 from rl_core.errors import NotReadyError, SettingsError
 from rl_core.gpus import GpuUse
 from rl_core.record_fields import converts_arguments
-from rl_distill.checkpoints.torch_dist import Written
+from rl_distill.checkpoints.pieces import StoredPiece
 from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.parallel import RankPosition
 from rl_distill.options import ParallelOptions
@@ -116,7 +116,7 @@ class LearnerRanks:
         return self._together(lambda ranks: ranks.call_each(method, arguments, deadline_s=self._call_deadline_s))
 
     @converts_arguments
-    def finish_save(self, directory: Path) -> list[Written]:
+    def finish_save(self, directory: Path) -> list[list[StoredPiece]]:
         """Wait until every rank has written its part of a checkpoint; return what each wrote. Training can continue."""
         return self.call_all("wait_for_save", directory) if self._host is None else [self._host.finish_save(directory)]
 
