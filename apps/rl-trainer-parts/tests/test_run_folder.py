@@ -85,7 +85,7 @@ def test_a_resumed_run_computes_with_the_products_that_it_began_with(
         begin(settings_in(tmp_path, optimizer__products="torch"), resume=True)
 
 
-@pytest.mark.parametrize(("written", "found"), [(None, "1"), ("3\n", "3"), ("two", "two"), ("", "unknown")])
+@pytest.mark.parametrize(("written", "found"), [(None, "1"), ("2\n", "2"), ("4", "4"), ("two", "two"), ("", "unknown")])
 def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None, found: str) -> None:
     settings = settings_in(tmp_path)
     begin(settings)
@@ -94,10 +94,10 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None,
     file = settings.run_folder / "format"
     assert file.read_text() == f"{FORMAT}\n"
     file.unlink() if written is None else file.write_text(written)
-    reader = "version 0.1" if written is None else "the version that wrote it"
-    with pytest.raises(SettingsError, match=rf"is a run in format {found}, .* reads format 2. Use {reader}"):
+    reader = {"1": "version 0.1", "2": "commit 226990a0"}.get(found, "the version that wrote it")
+    with pytest.raises(SettingsError, match=rf"is a run in format {found}, .* reads format 3. Use {reader}"):
         require_format(settings.run_folder)
-    with pytest.raises(SettingsError, match="reads format 2"):
+    with pytest.raises(SettingsError, match="reads format 3"):
         begin(settings, resume=True)
     (tmp_path / "settings.toml").touch()  # a user's own settings beside the folder of runs, such as those of `new`
     require_format(tmp_path / "runs" / "new")
