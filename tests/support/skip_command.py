@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import msgspec
+from rl_rollout.skip.manifest import decode_manifest, encode_manifest
 from skip_groups import make_groups, make_prompts_of
 
 from rl_rollout.cli import main
 from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin
 from rl_rollout.skip.fingerprint import make_fingerprint
-from rl_rollout.skip.manifest import decode_manifest, encode_manifest
 from rl_rollout.skip.rows import TOKEN_DTYPES
 
 FIRST, SECOND, THIRD = (f"train-0000000{step}-0000" for step in (1, 2, 3))

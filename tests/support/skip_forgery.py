@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rl_core.files.zarr_arrays import encode_array, plan_array
 from skip_groups import make_groups
 
 from rl_core.files.durable import checksum
-from rl_core.files.zarr_arrays import encode_array, plan_array
 from rl_rollout.skip import EntryKey, EntryStore
 from rl_rollout.skip.rows import iter_arrays
 

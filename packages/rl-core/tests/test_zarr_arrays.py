@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import zarr
+from rl_core.files.zarr_arrays import METADATA, decode_array, decode_chunk, encode_array, plan_array
 from zarr.storage import LocalStore
 
 from rl_core.errors import BrokenEntryError
 from rl_core.files import zarr_arrays
-from rl_core.files.zarr_arrays import METADATA, decode_array, decode_chunk, encode_array, plan_array
 
 DTYPES = ("bool", "uint8", "int32", "int64", "float32")
 

@@ -10,13 +10,13 @@ from uuid import uuid4
 
 import msgspec
 import pytest
+from rl_rollout.skip.manifest import decode_manifest
 from skip_command import FIRST, SECOND, THIRD, as_json, break_torn, fill, forge, run, tree_bytes
 from skip_groups import make_groups
 
 from rl_rollout.cli import main
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.skip import EntryKey
-from rl_rollout.skip.manifest import decode_manifest
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -9,13 +9,13 @@ from uuid import uuid4
 
 import pytest
 from flat_store import FlatStore
+from rl_rollout.skip.remote_folder import LEFT_AFTER_S
 from skip_command import FIRST, SECOND, THIRD, as_json, break_chunk, break_torn, fill, run, tree, tree_bytes
 
 from rl_core.errors import CacheError
 from rl_rollout.cli import main
 from rl_rollout.skip import EntryStore
 from rl_rollout.skip.options import parse_bytes
-from rl_rollout.skip.remote_folder import LEFT_AFTER_S
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -5,11 +5,11 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_rollout.skip.manifest import ArraySpec, Counts, FileSpec, Manifest, decode_manifest, encode_manifest
 
 from rl_core.errors import BrokenEntryError
 from rl_core.files.plain_files import count_values, load_json, preview, preview_path
 from rl_rollout.skip import EntryKey
-from rl_rollout.skip.manifest import ArraySpec, Counts, FileSpec, Manifest, decode_manifest, encode_manifest
 
 MANIFEST = Manifest(
     format="rl-rollout skip cache entry",

@@ -8,13 +8,13 @@ from uuid import uuid4
 import fsspec
 import pytest
 from flat_store import FlatStore
+from rl_rollout.skip.manifest import MANIFEST
+from rl_rollout.skip.remote_folder import LEFT_AFTER_S
+from rl_rollout.skip.store import open_folder
 from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
 from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin, SkipCache, SkipOptions
-from rl_rollout.skip.manifest import MANIFEST
-from rl_rollout.skip.remote_folder import LEFT_AFTER_S
-from rl_rollout.skip.store import open_folder
 
 KEY, OTHER = EntryKey(step=7), EntryKey(step=8)
 ORPHAN = f"{KEY.name}/arrays-{'0' * 16}"

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import skip_full_disk
+from rl_rollout.skip.store import EntryTooLargeError
 from skip_forgery import forge
 from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin, SkipCache, SkipOptions
 from rl_rollout.skip import manifest as manifests
-from rl_rollout.skip.store import EntryTooLargeError
 
 KEY = EntryKey(step=1)
 GROUPS = make_groups(2, 2)

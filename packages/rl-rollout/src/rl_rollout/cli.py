@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,18 +16,15 @@ from rl_rollout.skip.commands import (
     as_plain,
     choose_entry,
     list_entries,
-    newest_entry,
     open_store,
     prune_entries,
     some_entries,
     verify_entry,
 )
 from rl_rollout.skip.options import parse_bytes
-from rl_rollout.skip.shown import show_entry
-from rl_rollout.skip.text import listing_text, pruning_text, shown_text, verification_text, verified_text
+from rl_rollout.skip.text import listing_text, pruning_text, verification_text, verified_text
 
 FOUND, REFUSED, INTERRUPTED = 1, 2, 130
-DEFAULT_GROUPS, DEFAULT_SESSIONS = 2, 2
 ERASE_LINE = "\r\x1b[K"
 
 EPILOG = "Exit status: 0; 1 if something is broken; 2 if the command cannot run as requested."
@@ -68,24 +64,6 @@ def _list(arguments: argparse.Namespace) -> int:
     listing = list_entries(open_store(arguments.directory), arguments.directory)
     write_out(_as_json(listing.to_json()) if arguments.json else listing_text(listing))
     return 0
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    directory = arguments.directory
-    store = open_store(directory)
-    keys = some_entries(store, directory)
-    choice = None
-    if arguments.entry is not None:
-        key = choose_entry(keys, arguments.entry, directory)
-    else:
-        key = newest_entry(store, keys)
-        choice = "the only one" if len(keys) == 1 else f"the newest of {len(keys)}; pass another name or step"
-    found = show_entry(
-        store, key, max_groups=arguments.groups, max_sessions=arguments.sessions, tokenizer=arguments.tokenizer
-    )
-    shown = {"directory": directory, "choice": choice, **found}
-    write_out(_as_json(shown) if arguments.json else shown_text(shown, is_full=arguments.full))
-    return 0 if shown["entry"].fault is None else FOUND
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -160,12 +138,6 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 999999999; found {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rl-rollout", description="Serve models to agents, and inspect stored rollouts."
@@ -181,7 +153,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs = cache.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_ls(verbs)
-    _add_show(verbs)
     _add_verify(verbs)
     _add_prune(verbs)
     return parser
@@ -206,29 +177,11 @@ def _add_verb(verbs: Any, name: str, *, run: Callable[[argparse.Namespace], int]
 
 def _add_ls(verbs: Any) -> None:
     description = (
-        "Lists entries from their manifests and file sizes, without reading arrays. Sizes include all files.\n"
+        "Lists entries from their descriptions and file sizes, without reading arrays.\n"
         "Broken entries are listed with path and reason, and do not change the exit status."
     )
     texts = "list entries", description, "skip-cache\ns3://bucket/rollouts --json"
     _add_verb(verbs, "ls", run=_list, texts=texts)
-
-
-def _add_show(verbs: Any) -> None:
-    description = (
-        "Shows the inputs, prompts and responses of an entry. Reads it completely and verifies every checksum.\n"
-        "Tokens are decoded with the tokenizer in FOLDER, or in the policy's folder if the entry names it."
-    )
-    examples = (
-        "skip-cache\nskip-cache 7 --tokenizer models/Qwen3-0.6B --groups 1 --sessions 8\nskip-cache 7 --json --full"
-    )
-    verb = _add_verb(verbs, "show", run=_show, texts=("show prompts and responses", description, examples))
-    verb.add_argument("entry", nargs="?", metavar="ENTRY", help="name or step of an entry (default: the newest)")
-    verb.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a local model folder; needs transformers")
-    counts = ("--groups", DEFAULT_GROUPS, "prompts"), ("--sessions", DEFAULT_SESSIONS, "sessions per prompt")
-    for name, default, what in counts:
-        shown = f"maximum number of {what} to show (default: {default})"
-        verb.add_argument(name, type=_count, default=default, metavar="N", help=shown)
-    verb.add_argument("--full", action="store_true", help="do not truncate long texts; --json never does")
 
 
 def _add_verify(verbs: Any) -> None:
@@ -243,7 +196,7 @@ def _add_prune(verbs: Any) -> None:
         "Removes leftovers of dead writers, then the named entries. --broken also removes broken entries, which\n"
         "reads all entries. --max-bytes then removes set-aside files and the oldest entries down to SIZE. An entry is\n"
         "removed completely, even while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi, Gi, Ti\n"
-        "of 1024. On an object store, an unfinished write counts as a leftover after one hour."
+        "of 1024."
     )
     examples = "skip-cache --max-bytes 50G --dry-run\nskip-cache --broken\nskip-cache train-00000007-0000 8"
     verb = _add_verb(verbs, "prune", run=_prune, texts=("remove old, broken or named entries", description, examples))

@@ -12,7 +12,7 @@ from rl_metrics.health import GUIDE, require_rules, with_thresholds, without
 from rl_rollout import can_score_again, resolve_filter
 from rl_rollout.engines import known_engines, max_positions
 from rl_rollout.loops import LOOPS
-from rl_rollout.skip import StepSelection, open_folder
+from rl_rollout.skip import EntryStore, StepSelection
 from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
@@ -87,7 +87,7 @@ def _rollout_cache(settings: Settings) -> Iterator[str]:
     cache = settings.rollout_cache
     if not cache.enabled or any(cache.problems()):
         return
-    yield from problems_of("rollout_cache.directory: ", lambda: open_folder(cache.directory).check())
+    yield from problems_of("rollout_cache.directory: ", lambda: EntryStore(cache.directory).folder.check())
     if not StepSelection.parse(cache.steps).count_before(settings.trainer.steps + 1):
         yield f"rollout_cache.steps = {cache.steps!r} selects no step up to {with_value(settings, 'trainer.steps')}."
     if cache.rewards == "again":

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.files import remove_unlocked_folders
+from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
+from rl_core.files.array_entries import EntryFolder
 from rl_core.record_fields import converts_arguments, record
-from rl_distill.teacher.score_entries import WRITING, ScoreEntry, entry_names, require_library, set_aside, write_entry
+from rl_distill.teacher.score_entries import FORMAT, MAX_ENTRY_BYTES, ScoreEntry, write_entry
 from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
 
 log = structlog.get_logger(__name__)
@@ -68,11 +67,16 @@ class ScoreCache:
             max_pending_bytes: Size of new scores in memory at which an entry is written.
 
         Raises:
-            CacheError: The folder cannot be created or read.
-            MissingExtraError: The library of zarr's codecs is not installed.
+            CacheError: The folder cannot be created or read, or has entries of an earlier format.
+            MissingExtraError: zarr is not installed.
         """
-        require_library()
         self.folder = directory / kind.digest.hex()[:16]
+        try:
+            self._stored = EntryFolder(str(self.folder), max_entry_bytes=MAX_ENTRY_BYTES)
+        except MissingExtraError as error:
+            raise MissingExtraError(
+                "a cache of teachers' scores needs zarr. Install the extra rl-distill[cache]; see the README."
+            ) from error
         self._kind = kind
         self._max_pending_bytes = max_pending_bytes
         self._lock = threading.RLock()
@@ -132,7 +136,7 @@ class ScoreCache:
                 return
             pending, self._pending, self._pending_bytes = self._pending, {}, 0
             try:
-                name = write_entry(self.folder, pending)
+                name = write_entry(self._stored, pending, kind=asdict(self._kind))
             except CacheError as error:
                 self.failure = error
                 log.warning("teacher_scores_not_stored", trajectories=len(pending), error=str(error))
@@ -143,28 +147,26 @@ class ScoreCache:
 
     def _prepare(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not (self.folder / "kind.json").exists():  # for human readers
-                part = self.folder / f".kind-{secrets.token_hex(8)}"  # one per writer, since several may start at once
-                part.write_text(json.dumps(asdict(self._kind), indent=1))
-                part.replace(self.folder / "kind.json")
-        except OSError as error:
+            self._stored.prepare()
+        except CacheError as error:
+            raise CacheError(f"distillation.cache: {error}") from error
+        if old := [name for name in self._stored.others() if name.startswith("scores-")]:
             raise CacheError(
-                f"distillation.cache: cannot create or write the folder {self.folder}: {error}."
-            ) from error
-        remove_unlocked_folders(self.folder.glob(f"{WRITING}*"))
+                f"distillation.cache: {self.folder} has entries of format 1, such as {old[0]}; this version reads "
+                f"format {FORMAT}. Use a new folder, or the commit that wrote them, 226990a0."
+            )
         self._find_entries()
 
     def _find_entries(self) -> None:
         """Open entries that other processes have stored since."""
-        for name in entry_names(self.folder):
+        for name in self._stored.names():
             if name not in self._entries:
                 self._open(name)
 
     def _open(self, name: str) -> None:
         self._entries[name] = None
         try:
-            self._entries[name] = entry = ScoreEntry(self.folder / name)
+            self._entries[name] = entry = ScoreEntry(self._stored, name, width=self._kind.top_k + 1)
         except BrokenEntryError as error:
             self._drop(name, error)
             return
@@ -192,14 +194,14 @@ class ScoreCache:
         """Forget a damaged or missing entry, and move it aside."""
         self._entries[name] = None
         self._places = {key: place for key, place in self._places.items() if place[0] != name}
-        path = self.folder / name
+        path = self._stored.path_of(name)
         try:
-            target = set_aside(path)
+            target = self._stored.set_aside(name)
         except CacheError as refusal:  # a read-only disk: leave it in place
-            log.warning("teacher_scores_broken", entry=str(path), error=str(error), refusal=str(refusal))
+            log.warning("teacher_scores_broken", entry=path, error=str(error), refusal=str(refusal))
         else:
             if target is not None:
-                log.warning("teacher_scores_set_aside", entry=str(path), now=str(target), error=str(error))
+                log.warning("teacher_scores_set_aside", entry=path, now=target, error=str(error))
 
     def _packed(self, scores: TeacherScores, row: TeacherRow) -> TeacherScores:
         """Return the scores at trained tokens."""

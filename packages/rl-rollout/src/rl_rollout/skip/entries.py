@@ -1,0 +1,254 @@
+"""Entries of a rollout cache: their keys, descriptions and rollouts, complete or absent."""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from rl_core.data import Json
+from rl_core.errors import BrokenEntryError, CacheError, DataError, MissingExtraError
+from rl_core.files import preview
+from rl_core.files.array_entries import BROKEN, Entry, EntryFolder
+from rl_rollout.rollout import GroupResult
+from rl_rollout.skip.rows import DTYPES, Counts, count, decode_groups, iter_arrays, storable
+
+FORMAT = 2
+KEY_NAME = re.compile(r"([a-z][a-z_]{0,30})-(\d{8,12})-(\d{4,6})")
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, order=True):
+    """Key of an entry's rollouts.
+
+    Attributes:
+        kind: Purpose of the rollouts, such as "train" or "validation"; an entry is only replayed for its own kind.
+        step: The trainer's step, from 1.
+        part: Index from 0 of the generation call within the step.
+    """
+
+    step: int
+    kind: str = "train"
+    part: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that a file name can represent the key.
+
+        Raises:
+            DataError: kind, step or part is out of range.
+        """
+        if KEY_NAME.fullmatch(self.name) is None:
+            raise DataError(
+                "an entry's key needs a kind of at most 31 lowercase letters and underscores, a step from 0 to "
+                f"10**12 - 1, and a part from 0 to 10**6 - 1; found {preview((self.kind, self.step, self.part))}."
+            )
+
+    @property
+    def name(self) -> str:
+        """Name of the entry."""
+        return f"{self.kind}-{self.step:08d}-{self.part:04d}"
+
+    @classmethod
+    def parse(cls, name: str) -> "EntryKey | None":
+        """Return the key with this name; None if it is not the name of an entry."""
+        match = KEY_NAME.fullmatch(name)
+        if match is None:
+            return None
+        key = cls(kind=match[1], step=int(match[2]), part=int(match[3]))
+        return key if key.name == name else None
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Description of an entry's content and origin.
+
+    Attributes:
+        format: Always FORMAT.
+        key: Key of the rollouts.
+        created_at: Creation time in seconds since the epoch.
+        generate_s: Generation time of the rollouts in seconds.
+        counts: Sizes of the content.
+        fingerprint: Fingerprint from `make_fingerprint`.
+    """
+
+    format: int
+    key: EntryKey
+    created_at: Seconds
+    generate_s: Seconds
+    counts: Counts
+    fingerprint: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEntry:
+    """An entry; `groups` is None if only its description was read.
+
+    Attributes:
+        manifest: Its description.
+        size_bytes: Size of its file.
+        groups: The stored rollouts.
+    """
+
+    manifest: Manifest
+    size_bytes: int
+    groups: tuple[GroupResult, ...] | None = None
+
+
+class EntryStore:
+    """Entries in a directory, which any number of processes may share."""
+
+    def __init__(self, directory: str, *, compress: bool = True, max_entry_bytes: int = 1 << 34) -> None:
+        """Set the directory, without reading or creating it.
+
+        Args:
+            directory: Local path, or a URL that fsspec supports.
+            compress: Compress new entries with lz4.
+            max_entry_bytes: Maximum memory of an entry's arrays; a larger one is neither read nor written.
+
+        Raises:
+            CacheError: The path or URL is invalid.
+            MissingExtraError: zarr, fsspec or a package that the URL needs is not installed.
+        """
+        try:
+            self.folder = EntryFolder(directory, max_entry_bytes=max_entry_bytes)
+        except MissingExtraError as error:
+            raise MissingExtraError(f"{error} Skip caches need the extra rl-rollout[skip].") from error
+        self._directory = directory
+        self._compress = compress
+
+    def entries(self) -> list[EntryKey]:
+        """Return the keys of all entries, including broken ones, sorted by kind, step and part.
+
+        Raises:
+            CacheError: The directory cannot be read, or has entries of an earlier format.
+        """
+        if old := [name for name in self.folder.others() if EntryKey.parse(name) is not None]:
+            raise CacheError(
+                f"{self._directory} has entries of format 1, such as {old[0]}; this version reads format {FORMAT}. Use "
+                "a new directory, or the commit that wrote them, 226990a0."
+            )
+        keys = [key for name in self.folder.names() if (key := EntryKey.parse(name)) is not None]
+        return sorted(keys, key=lambda key: (key.kind, key.step, key.part))
+
+    def describe(self, key: EntryKey) -> StoredEntry | None:
+        """Read only an entry's description; return None if the entry does not exist.
+
+        Raises:
+            BrokenEntryError: It is not an entry, or is torn.
+        """
+        with self.folder.open(key.name) as entry:
+            return None if entry is None else _described(entry, key)
+
+    def read(self, key: EntryKey) -> StoredEntry | None:
+        """Read a complete entry and check every byte; return None if it does not exist.
+
+        Raises:
+            BrokenEntryError: The entry is invalid or incomplete.
+        """
+        with self.folder.open(key.name) as entry:
+            if entry is None:
+                return None
+            manifest = _described(entry, key).manifest
+            groups = decode_groups(entry.read(DTYPES), path=entry.path)
+            if count(groups) != manifest.counts:
+                raise BrokenEntryError(entry.path, f"it must have {manifest.counts}; found {count(groups)}")
+            return StoredEntry(manifest=manifest, size_bytes=entry.size_bytes, groups=tuple(groups))
+
+    def write(
+        self,
+        key: EntryKey,
+        groups: Sequence[GroupResult],
+        *,
+        fingerprint: dict[str, Json],
+        generate_s: float,
+        replace: bool = False,
+        max_bytes: int | None = None,
+    ) -> int | None:
+        """Store rollouts as an entry.
+
+        Args:
+            key: Key of the new entry.
+            groups: Rollouts to store.
+            fingerprint: Fingerprint from `make_fingerprint`.
+            generate_s: Generation time of the rollouts in seconds.
+            replace: Replace an existing entry.
+            max_bytes: Maximum size of the stored entry; None sets no limit.
+
+        Returns:
+            Size of the new entry in bytes; None if another writer's entry was there first and stays.
+
+        Raises:
+            EntryTooLargeError: The entry exceeds `max_bytes`; no part of it remains.
+            CacheError: The entry cannot be stored; no part of it remains.
+        """
+        groups = storable(groups)
+        manifest = Manifest(
+            format=FORMAT,
+            key=key,
+            created_at=max(time.time(), 0.0),
+            generate_s=generate_s,
+            counts=count(groups),
+            fingerprint=fingerprint,
+        )
+        return self.folder.write(
+            key.name,
+            msgspec.to_builtins(manifest),
+            iter_arrays(groups),
+            compress=self._compress,
+            replace=replace,
+            max_bytes=max_bytes,
+        )
+
+    def prune(self, max_bytes: int, *, keep: EntryKey | None = None) -> list[tuple[str, int]]:
+        """Remove items in `broken`, then the oldest entries, until at most `max_bytes` remain.
+
+        Args:
+            max_bytes: Maximum size in bytes of all entries and of `broken`.
+            keep: Entry to keep whatever its age, such as the one just stored.
+
+        Returns:
+            Name and size in bytes of each removed item.
+        """
+        found = self.by_age()
+        total = sum(size for _, size in found)
+        removed: list[tuple[str, int]] = []
+        for name, size in found:
+            if total <= max_bytes:
+                break
+            if keep is None or name != keep.name:
+                self.folder.remove(name)
+                removed.append((name, size))
+                total -= size
+        return removed
+
+    def by_age(self) -> list[tuple[str, int]]:
+        """Return name and size in bytes of each item in `broken` (`broken/NAME`), then of each entry, oldest first."""
+        aside = [(f"{BROKEN}/{name}", size) for name, size in self.folder.broken().items()]
+        return aside + [(key.name, size) for _, size, key in sorted(self._ages(), key=lambda entry: entry[0])]
+
+    def _ages(self) -> Iterator[tuple[float, int, EntryKey]]:
+        """Yield each entry's creation time, size in bytes and key; a broken entry counts as the oldest."""
+        sizes = self.folder.sizes()
+        for key in self.entries():
+            try:
+                found = self.describe(key)
+            except BrokenEntryError:
+                yield 0.0, sizes.get(key.name, 0), key
+            else:
+                if found is not None:
+                    yield found.manifest.created_at, found.size_bytes, key
+
+
+def _described(entry: Entry, key: EntryKey) -> StoredEntry:
+    if entry.description.get("format") != FORMAT:
+        found = preview(entry.description.get("format"))
+        raise BrokenEntryError(entry.path, f"it must have format {FORMAT}; found {found}")
+    try:
+        manifest = msgspec.convert(entry.description, Manifest)
+    except (msgspec.MsgspecError, DataError) as error:
+        raise BrokenEntryError(entry.path, f"its description is not one of rollouts ({error})") from None
+    if manifest.key != key:
+        raise BrokenEntryError(entry.path, f"it belongs to {manifest.key.name}")
+    return StoredEntry(manifest=manifest, size_bytes=entry.size_bytes)
