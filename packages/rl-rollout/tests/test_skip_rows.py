@@ -131,23 +131,6 @@ def test_any_groups_come_back_from_the_disk(tmp_path, compress):
     check()
 
 
-def test_versions_that_follow_from_one_a_trajectory_are_not_stored_a_token():
-    arrays = dict(iter_arrays(make_groups(2, 2)))
-    assert arrays["row_versions"].tolist() == [3, 3, 3, 3]
-    assert "policy_versions" not in arrays
-
-
-def test_several_versions_in_one_trajectory_are_stored_a_token():
-    (group,) = make_groups(1, 1)
-    (row,) = group.trajectories
-    versions = np.where(row.loss_mask, np.arange(len(row.loss_mask), dtype=np.int32), np.int32(NO_VERSION))
-    partial = replace(group, sessions=(SessionResult(trajectories=(replace(row, policy_versions=versions),)),))
-    arrays = dict(iter_arrays([partial]))
-    assert "row_versions" not in arrays
-    assert arrays["policy_versions"].tolist() == [-1, -1, -1, -1, *range(4, len(versions))]
-    assert_same_groups(decode_groups(arrays, path="entry"), [partial])
-
-
 def test_what_would_not_come_back_is_refused_as_it_is_stored(tmp_path):
     (group,) = make_groups(1, 1)
     (row,) = group.trajectories
@@ -215,22 +198,24 @@ def test_arrays_that_do_not_belong_together_are_refused():
         (offsets(-1, *ends[1:]), "offsets must rise"),
         (offsets(2**62, *ends[1:]), "offsets must rise"),
         (offsets(), "offsets must rise"),
-        (offsets(*ends[:3], ends[4]), "4 values; expected 5"),
+        (offsets(*ends[:3], ends[4]), "records: it cannot be read"),
         ({**arrays, "loss_mask": arrays["loss_mask"][1:]}, "loss_mask"),
         ({**arrays, "loss_mask": np.full(ends[4], 2, dtype=np.uint8).view(np.bool_)}, "must be 0 or 1"),
         ({**arrays, "rollout_logprobs": arrays["rollout_logprobs"][1:]}, "rollout_logprobs"),
-        ({**arrays, "row_versions": arrays["row_versions"][1:]}, "row_versions"),
-        ({**arrays, "prompt_offsets": arrays["prompt_offsets"][:-1]}, "prompt_offsets"),
-        ({**arrays, "policy_versions": arrays["input_ids"]}, "it has the arrays"),
-        ({name: value for name, value in arrays.items() if name != "row_versions"}, "it has the arrays"),
-        (with_records(arrays, lambda records: records.pop()), "offsets: it has 5 values; expected 3"),
-        (with_records(arrays, lambda records: records[0]["sessions"].pop()), "offsets: it has 5 values; expected 4"),
+        ({**arrays, "policy_versions": arrays["policy_versions"][1:]}, "policy_versions"),
+        ({**arrays, "prompt_offsets": arrays["prompt_offsets"][:-1]}, "prompt_offsets: offsets must rise"),
+        ({**arrays, "surprise": arrays["input_ids"]}, "it has the arrays"),
+        ({name: value for name, value in arrays.items() if name != "policy_versions"}, "it has the arrays"),
+        (with_records(arrays, lambda records: records.pop()), "it has 2 trajectories of 1 prompts; expected 4 of 2"),
+        (with_records(arrays, lambda records: records[0]["sessions"].pop()), "it has 3 trajectories of 2 prompts"),
+        (with_records(arrays, lambda records: records[0]["prompt"].update(uid="other")), "must match its position"),
+        (with_records(arrays, lambda records: first_row(records).update(session_index=1)), "must match its position"),
         (with_records(arrays, lambda records: first_row(records).update(finish_reason="tired")), "finish_reason"),
         (with_records(arrays, lambda records: first_row(records).update(reward="1")), "cannot be read"),
         (with_records(arrays, lambda records: first_row(records).update(reward=10**400)), "cannot be read"),
-        (with_records(arrays, lambda records: first_row(records).update(timings=[0, 0, 10**400, 0])), "cannot be read"),
-        (with_records(arrays, lambda records: first_row(records).update(surprise=1)), "cannot be read"),
-        (with_records(arrays, lambda records: records[0].pop("uid")), "cannot be read"),
+        (with_records(arrays, lambda records: first_row(records)["timings"].update(tools_s=10**400)), "cannot be read"),
+        (with_records(arrays, lambda records: first_row(records).update(extras=3)), "cannot be read"),
+        (with_records(arrays, lambda records: records[0]["prompt"].pop("uid")), "cannot be read"),
     ]
     for number, (changed, message) in enumerate(cases):
         with pytest.raises(BrokenEntryError, match=message):
