@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -42,10 +43,11 @@ MAX_DIRECTORY_BYTES = 1 << 24
 MAX_RATIO = 256
 """Maximum compression ratio; lz4 expands one byte to at most 255."""
 CRC_BYTES = 4
-BLOSC_HEADER = struct.Struct("<BBBBIII")
-"""Version, codec version, flags, item size, and the sizes in bytes of the content, a block and the whole chunk."""
+STRANGE = (zipfile.BadZipFile, EOFError, ValueError, KeyError, NotImplementedError, RecursionError, struct.error)
+"""Errors of the library for zips, and of JSON, about content that is not as expected."""
+BLOSC_HEADER_BYTES, BLOSC_SIZE = 16, slice(4, 8)
+"""Size of the header of a compressed chunk, and where it has the size of the content."""
 NUM_THREADS = 4
-READ_AHEAD_BYTES = 1 << 16
 ZIP_END, ZIP64_END, ZIP64_LOCATOR = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 
 
@@ -58,31 +60,8 @@ class _ArraySpec(NamedTuple):
     is_compressed: bool
 
     @property
-    def num_bytes(self) -> int:
-        return self.length * self.dtype.itemsize
-
-    @property
     def chunk_bytes(self) -> int:
         return self.chunk_length * self.dtype.itemsize
-
-    def metadata(self) -> dict[str, Json]:
-        """Contents of `zarr.json`, as zarr writes it for `_create`."""
-        itemsize = self.dtype.itemsize
-        order = {"name": "bytes"} if itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
-        blosc = {"typesize": itemsize, "cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
-        compressors = [{"name": "blosc", "configuration": blosc}] if self.is_compressed else []
-        return {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": [self.length],
-            "data_type": self.dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [self.chunk_length]}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": self.dtype.type(0).item(),
-            "codecs": [order, *compressors, {"name": "crc32c"}],
-            "attributes": {},
-            "storage_transformers": [],
-        }
 
 
 class EntryTooLargeError(CacheError):
@@ -192,13 +171,16 @@ class EntryFolder:
         """
         path = f"{self._root}/{name}{SUFFIX}"
         with ExitStack() as stack:
-            opened = self._open_local(path, self.path_of(name)) if self.is_local else self._open_remote(path)
-            if opened is None:
-                yield None
-                return
-            stream, size = opened
-            stack.enter_context(stream)
-            yield Entry(stream, size, path=self.path_of(name), max_bytes=self._max_entry_bytes)
+            stack.enter_context(self._failing("read", self.path_of(name)))
+            if self.is_local:
+                stream = self._open_local(path, self.path_of(name))
+            else:
+                stream = self._fs.open(path, "rb") if self._fs.exists(path) else None
+            entry = None
+            if stream is not None:
+                stack.enter_context(stream)
+                entry = Entry(stream, path=self.path_of(name), max_bytes=self._max_entry_bytes)
+            yield entry
 
     def write(
         self,
@@ -311,26 +293,17 @@ class EntryFolder:
         except Exception as error:  # error types differ between file systems
             raise CacheError(f"{path} cannot be {what}: {type(error).__name__}: {error}.") from error
 
-    def _open_local(self, path: str, shown: str) -> tuple[BinaryIO, int] | None:
+    def _open_local(self, path: str, shown: str) -> BinaryIO | None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise BrokenEntryError(shown, f"it must be a readable plain file: {error.strerror}") from None
-        stream, status = os.fdopen(descriptor, "rb"), os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            stream.close()
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
             raise BrokenEntryError(shown, "it must be a plain file; it is a folder, a pipe or a device")
-        return stream, status.st_size
-
-    def _open_remote(self, path: str) -> tuple[BinaryIO, int] | None:
-        with self._failing("read", path):
-            try:
-                size = int(self._fs.info(path)["size"])
-            except FileNotFoundError:
-                return None
-        return io.BufferedReader(_Ranges(self, path, size), READ_AHEAD_BYTES), size  # type: ignore[return-value]
+        return os.fdopen(descriptor, "rb")
 
     @contextmanager
     def _new_file(self, name: str) -> Iterator[tuple[BinaryIO, str]]:
@@ -388,12 +361,12 @@ class Entry:
         description: The JSON that was stored with the arrays; not checked further.
     """
 
-    def __init__(self, stream: BinaryIO, size_bytes: int, *, path: str, max_bytes: int) -> None:
+    def __init__(self, stream: BinaryIO, *, path: str, max_bytes: int) -> None:
         """Read the zip's directory and the description. Use `EntryFolder.open`."""
-        self.path, self.size_bytes = path, size_bytes
+        self.path, self.size_bytes = path, stream.seek(0, io.SEEK_END)
         self._max_bytes = max_bytes
         with self._broken("is not a zip that this package wrote"):
-            _check_directory(stream, size_bytes)
+            _check_directory(stream, self.size_bytes)
             self._zip = zipfile.ZipFile(stream)
             members = self._zip.infolist()
             self._members = {member.filename: member for member in members}
@@ -405,7 +378,7 @@ class Entry:
             )
             if not is_plain or len(members) != len(self._members):
                 raise ValueError("its members must be stored once, neither compressed nor encrypted")
-            if sum(member.file_size for member in members) > size_bytes:
+            if sum(member.file_size for member in members) > self.size_bytes:
                 raise ValueError("its members are larger than the file")
         root = self._json(METADATA, MAX_DESCRIPTION_BYTES, MAX_DESCRIPTION_VALUES)
         self.description = root.pop("attributes", None)
@@ -429,7 +402,7 @@ class Entry:
             raise BrokenEntryError(
                 f"{self.path}/{preview(differing[0])[1:-1]}", "it is missing" if is_missing else "it must not exist"
             )
-        total = sum(spec.num_bytes for spec in specs.values())
+        total = sum(spec.length * spec.dtype.itemsize for spec in specs.values())
         if total > self._max_bytes:
             raise BrokenEntryError(self.path, f"its arrays need {total} bytes; the limit is {self._max_bytes}")
         with ThreadPoolExecutor(NUM_THREADS, "entry") as threads:
@@ -462,13 +435,13 @@ class Entry:
             is_possible = type(length) is int and type(chunk_length) is int and length >= 0 < chunk_length
         except (KeyError, TypeError, ValueError):
             raise BrokenEntryError(f"{where}/{METADATA}", "it must describe a zarr array with one axis") from None
-        expected = spec.metadata()
         if not is_possible or spec.chunk_bytes > MAX_CHUNK_BYTES + 8:
             raise BrokenEntryError(
                 f"{where}/{METADATA}",
                 f"its shape is {preview(found['shape'])} in chunks of {preview(chunk_length)}; expected chunks of at "
                 f"most {MAX_CHUNK_BYTES} bytes",
             )
+        expected = _metadata(spec)
         for key in [*expected, *found]:
             if _text(found.get(key, "missing")) != _text(expected.get(key, "missing")):
                 raise BrokenEntryError(
@@ -485,11 +458,15 @@ class Entry:
         chunks = range(start // spec.chunk_length, math.ceil(stop / spec.chunk_length)) if start < stop else range(0)
         contents = {f"{name}/{METADATA}": self._content(f"{name}/{METADATA}", MAX_ARRAY_METADATA_BYTES)}
         for file in (f"{name}/c/{index}" for index in chunks):
-            contents[file] = self._content(file, spec.chunk_bytes + BLOSC_HEADER.size + CRC_BYTES)
+            contents[file] = self._content(file, spec.chunk_bytes + BLOSC_HEADER_BYTES + CRC_BYTES)
             _check_chunk(contents[file], spec, path=f"{self.path}/{file}")
-        with self._broken(f"has an array {name!r} that cannot be decoded"):
-            store = MemoryStore({file: cpu.Buffer.from_bytes(content) for file, content in contents.items()})
+        store = MemoryStore({file: cpu.Buffer.from_bytes(content) for file, content in contents.items()})
+        try:
             values: NDArray[Any] = zarr.open_array(store, path=name, mode="r")[start:stop]  # type: ignore[assignment]
+        except Exception as error:  # zarr and its codecs raise many types
+            raise BrokenEntryError(
+                f"{self.path}/{name}", f"it cannot be decoded ({type(error).__name__}: {error})"
+            ) from None
         return values
 
     def _json(self, file: str, max_bytes: int, max_values: int) -> dict[str, Any]:
@@ -513,71 +490,52 @@ class Entry:
 
     @contextmanager
     def _broken(self, problem: str) -> Iterator[None]:
-        """Name the entry in an error about its content; errors of the store pass through."""
+        """Name the entry in an error about its content."""
         try:
             yield
-        except (CacheError, MissingExtraError):
-            raise
-        except Exception as error:  # zarr and its codecs raise many types
+        except STRANGE as error:
             raise BrokenEntryError(self.path, f"it {problem} ({type(error).__name__}: {error})") from None
 
 
-class _Ranges(io.RawIOBase):
-    """An object of a store, read in ranges; failures are raised as CacheErrors."""
+def _create(store: Any, name: str, spec: _ArraySpec) -> Any:
+    """Create an array in a zarr store; its `zarr.json` is the only one that is read."""
+    import zarr
+    from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 
-    def __init__(self, folder: EntryFolder, path: str, size: int) -> None:
-        self._folder, self._path, self._size, self._position = folder, path, size, 0
+    itemsize = spec.dtype.itemsize
+    blosc = BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=itemsize)
+    return zarr.create_array(
+        store,
+        name=name,
+        shape=(spec.length,),
+        dtype=spec.dtype,
+        chunks=(spec.chunk_length,),
+        filters=None,
+        serializer=BytesCodec(endian="little" if itemsize > 1 else None),
+        compressors=[*([blosc] if spec.is_compressed else []), Crc32cCodec()],
+        config={"write_empty_chunks": True},
+    )
 
-    def readable(self) -> bool:
-        return True
 
-    def seekable(self) -> bool:
-        return True
+@lru_cache(maxsize=64)
+def _metadata(spec: _ArraySpec) -> dict[str, Json]:
+    """Return the contents of an array's `zarr.json`."""
+    from zarr.storage import MemoryStore
 
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._position + len(buffer), self._size)
-        if stop <= self._position:
-            return 0
-        with self._folder._failing("read", self._path):
-            try:
-                content = self._folder._fs.cat_file(self._path, start=self._position, end=stop)
-            except FileNotFoundError:
-                raise CacheError(f"{self._path} was removed while it was read.") from None
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
+    store = MemoryStore()
+    _create(store, "array", spec)
+    found: dict[str, Json] = json.loads(store._store_dict[f"array/{METADATA}"].to_bytes())
+    return found
 
 
 def _encode(name: str, array: NDArray[Any], *, compress: bool, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Yield the files of an array, as zarr makes them; all-zero chunks too."""
-    import zarr
-    from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
     from zarr.storage import MemoryStore
 
-    itemsize = array.dtype.itemsize
     num_chunks = max(1, math.ceil(array.nbytes / min(chunk_bytes, MAX_CHUNK_BYTES)))
-    blosc = [BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=itemsize)] if compress else []
+    chunk_length = max(1, math.ceil(len(array) / num_chunks))
     store = MemoryStore()
-    made = zarr.create_array(
-        store,
-        name=name,
-        shape=array.shape,
-        dtype=array.dtype,
-        chunks=(max(1, math.ceil(len(array) / num_chunks)),),
-        filters=None,
-        serializer=BytesCodec(endian="little" if itemsize > 1 else None),
-        compressors=[*blosc, Crc32cCodec()],
-        config={"write_empty_chunks": True},
-    )
-    made[:] = array
+    _create(store, name, _ArraySpec(array.dtype, len(array), chunk_length, compress))[:] = array
     for file, content in store._store_dict.items():
         if file != METADATA:  # of the group above
             yield file, content.to_bytes()
@@ -609,22 +567,12 @@ def _check_directory(stream: BinaryIO, size: int) -> None:
 
 
 def _check_chunk(content: bytes, spec: _ArraySpec, *, path: str) -> None:
-    """Check that a chunk decodes to exactly one chunk of this array."""
-    body, itemsize = content[:-CRC_BYTES], spec.dtype.itemsize
-    if not spec.is_compressed:
-        if len(body) != spec.chunk_bytes:
-            raise BrokenEntryError(path, f"it must have {spec.chunk_bytes} bytes of values; found {len(body)}")
-        return
-    if len(body) < BLOSC_HEADER.size:
-        raise BrokenEntryError(path, f"it has {len(body)} bytes, too few for a compressed chunk")
-    _, _, _, typesize, num_bytes, block_bytes, compressed_bytes = BLOSC_HEADER.unpack_from(body)
-    if (typesize, num_bytes, compressed_bytes) != (itemsize, spec.chunk_bytes, len(body)) or not (
-        0 < block_bytes <= num_bytes <= len(body) * MAX_RATIO
-    ):
+    """Check that a chunk declares the size of a chunk of this array, for which memory is then allocated."""
+    body = content[:-CRC_BYTES]
+    num_bytes = int.from_bytes(body[BLOSC_SIZE], "little") if spec.is_compressed else len(body)
+    if num_bytes != spec.chunk_bytes or num_bytes > len(body) * MAX_RATIO:
         raise BrokenEntryError(
-            path,
-            f"its header declares {num_bytes} bytes in items of {typesize}, stored in {compressed_bytes}; expected "
-            f"{spec.chunk_bytes} in items of {itemsize}, stored in {len(body)}",
+            path, f"its {len(body)} bytes must decode to {spec.chunk_bytes}; it declares {num_bytes}"
         )
 
 
