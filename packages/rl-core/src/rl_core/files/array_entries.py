@@ -186,10 +186,7 @@ class EntryFolder:
         path = f"{self._root}/{name}{SUFFIX}"
         with ExitStack() as stack:
             stack.enter_context(self._failing("read", self.path_of(name)))
-            if self.is_local:
-                stream = self._open_local(path, self.path_of(name))
-            else:
-                stream = self._open_remote(path)
+            stream = self._open_local(path, self.path_of(name)) if self.is_local else self._open_remote(path)
             entry = None
             if stream is not None:
                 stack.enter_context(stream)
@@ -419,8 +416,9 @@ class Entry:
             )
             if not is_plain or len(members) != len(self._members):
                 raise ValueError("its members must be stored once, neither compressed nor encrypted")
-            if sum(member.file_size for member in members) > self.size_bytes:
-                raise ValueError("its members are larger than the file")
+            is_inside = all(0 <= member.header_offset <= self.size_bytes for member in members)
+            if not is_inside or sum(member.file_size for member in members) > self.size_bytes:
+                raise ValueError("its members must lie in the file")
         root = self._json(METADATA, MAX_DESCRIPTION_BYTES, MAX_DESCRIPTION_VALUES)
         self.description = root.pop("attributes", None)
         if root != {"zarr_format": 3, "node_type": "group"} or not isinstance(self.description, dict):

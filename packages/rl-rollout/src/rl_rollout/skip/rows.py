@@ -126,6 +126,8 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
     for row, experts in zip(rows, _split_experts(arrays, np.diff(arrays["offsets"]), path=path), strict=True):
         row["routed_experts"] = experts
     where, num_used = f"{path}/records", 0
+    if len(arrays["records"]) > MAX_RECORDS_BYTES:
+        raise BrokenEntryError(where, f"it has {len(arrays['records'])} bytes; expected at most {MAX_RECORDS_BYTES}")
     try:
         records = load_json(arrays["records"].tobytes(), max_values=MAX_RECORDS_VALUES)
         for number, record in enumerate(records):
