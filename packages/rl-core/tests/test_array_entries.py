@@ -146,11 +146,12 @@ def test_zarr_opens_what_is_written_and_makes_the_same_files(local, tmp_path, le
 def test_zeros_and_large_arrays_have_all_their_chunks(local, tmp_path):
     values = np.zeros(2 * array_entries.MAX_CHUNK_BYTES + 1, dtype=np.uint8)
     local.write(NAME, {}, [("octets", values)], chunk_bytes=1 << 40)
-    assert sorted(Forgery(path_in(tmp_path)).files) == ["octets/c/0", "octets/c/1", "octets/c/2", *METADATA_OF_OCTETS]
+    assert sorted(Forgery(path_in(tmp_path)).files) == [
+        *(f"octets/c/{index}" for index in range(3)),
+        "octets/zarr.json",
+        "zarr.json",
+    ]
     assert not read(local)[1]["octets"].any()
-
-
-METADATA_OF_OCTETS = ["octets/zarr.json", "zarr.json"]
 
 
 def test_equal_arrays_make_equal_files(local, tmp_path):
@@ -188,23 +189,20 @@ def test_an_entry_that_is_set_aside_is_whole_below_broken(folder):
 
 
 def test_limits_of_size_leave_nothing(tmp_path):
-    folder = EntryFolder(str(tmp_path), max_entry_bytes=7_000)
+    folder = EntryFolder(str(tmp_path), max_entry_bytes=7_300)
     size = write(folder)
     with pytest.raises(EntryTooLargeError, match=f"other would exceed max_bytes = {size - 1}"):
         write(folder, "other", max_bytes=size - 1)
     assert write(folder, "other", max_bytes=size) == size
-    with pytest.raises(CacheError, match=r"need 8100 bytes or more; at most 7000"):
+    with pytest.raises(CacheError, match=r"need 8100 bytes or more; at most 7300"):
         write(folder, "large", length=450)
     for description in ({"x": "y" * (1 << 24)}, {"x": [0] * 600_000}):
         with pytest.raises(CacheError, match="an entry's description has"):
             folder.write("large", description, [])
-    assert sorted(os.listdir(tmp_path)) == [f"other{SUFFIX}", f"{NAME}{SUFFIX}"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"other{SUFFIX}", f"{NAME}{SUFFIX}"]
     small = EntryFolder(str(tmp_path), max_entry_bytes=6_000)
-    with (
-        small.open(NAME) as entry,
-        pytest.raises(BrokenEntryError, match="its arrays need 7200 bytes; the limit is 6000"),
-    ):
-        entry.read(DTYPES)
+    with pytest.raises(BrokenEntryError, match="its arrays need 7200 bytes; the limit is 6000"):
+        read(small)
 
 
 def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_stays(local, tmp_path):
@@ -359,17 +357,16 @@ def damage(local, tmp_path, *, seed, times):
         try:
             found = read(local)
         except BrokenEntryError as error:
-            assert error.path.startswith(str(path_in(tmp_path)))
-            assert error.reason.isprintable()
-            seen[kind, "found"] += 1
+            is_named = error.path.startswith(str(path_in(tmp_path))) and error.reason.isprintable()
+            seen[kind, "found" if is_named else repr(error)] += 1
         else:
-            assert is_same(found, 700)
-            seen[kind, "harmless"] += 1
+            seen[kind, "harmless" if is_same(found, 700) else "CHANGED"] += 1
     return seen
 
 
 def check_damage(seen):
     assert {kind for kind, _ in seen} == {"flip", "cut", "zeros", "copy", "swap", "insert", "append"}
+    assert {outcome for _, outcome in seen} == {"found", "harmless"}, seen
     assert seen["flip", "found"] > 5 * seen["flip", "harmless"], seen
 
 
@@ -420,5 +417,5 @@ def test_a_zip_of_more_than_65536_files_has_too_large_a_directory(local, tmp_pat
     with zipfile.ZipFile(path_in(tmp_path), "w") as archive:
         for number in range(66_000):
             archive.writestr(zipfile.ZipInfo(f"{number}"), b"")
-    with pytest.raises(BrokenEntryError, match="its directory has [0-9]+ bytes; expected at most"), local.open(NAME):
+    with pytest.raises(BrokenEntryError, match=r"its directory has \d+ bytes; expected at most"), local.open(NAME):
         pass
