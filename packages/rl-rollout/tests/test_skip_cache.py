@@ -251,10 +251,10 @@ def test_the_oldest_entries_go_first_and_every_other_stays_whole(tmp_path):
 
 
 def test_an_entry_larger_than_the_limit_is_not_stored_and_nothing_else_goes(stored):
-    calls = Calls(stored, max_bytes=8000)
+    calls = Calls(stored, max_bytes=30_000)
     calls(EntryKey(step=2), new=make_groups(num_prompts=8, group_size=8, max_tokens=200))
     assert [key.step for key in EntryStore(str(stored)).entries()] == [1]
-    assert "exceed max_bytes = 8000" in calls.events_named("skip_not_stored")[0]["reason"]
+    assert "exceed max_bytes = 30000" in calls.events_named("skip_not_stored")[0]["reason"]
 
 
 @pytest.mark.parametrize("action", ["cache", "repeat", "repeat_last"])
