@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,19 @@ def path_of(root: Path, key: EntryKey = KEY) -> Path:
 def make_entry(root: Path, *, compress: bool = True) -> Path:
     """Write an entry of `make_groups()`; return its file."""
     EntryStore(str(root), compress=compress).write(KEY, make_groups(), fingerprint={"seed": 1}, generate_s=1.0)
+    return path_of(root)
+
+
+@cache
+def _entry_bytes(compress: bool) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return make_entry(Path(folder), compress=compress).read_bytes()
+
+
+def copy_entry(root: Path, *, compress: bool = True) -> Path:
+    """Copy an entry of `make_entry` to a folder; return its file."""
+    root.mkdir(exist_ok=True)
+    path_of(root).write_bytes(_entry_bytes(compress))
     return path_of(root)
 
 

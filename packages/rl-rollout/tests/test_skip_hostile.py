@@ -9,7 +9,7 @@ import zipfile
 from contextlib import suppress
 
 import pytest
-from skip_forgery import KEY, forge, make_entry, path_of, read_in_child
+from skip_forgery import KEY, copy_entry, forge, make_entry, path_of, read_in_child
 from skip_groups import assert_same_groups, make_groups
 
 from rl_core.errors import BrokenEntryError, CacheMismatchError
@@ -74,7 +74,7 @@ def declared(name, **fields):
 
 
 def overlapping(forgery):
-    forgery.directory[f"{NAME}/c/0"] = {"header_offset": 0}
+    forgery.directory["records/c/0"] = {"header_offset": 0}
 
 
 def renamed_array(name):
@@ -233,7 +233,7 @@ def outcomes(tmp_path_factory):
     roots = {}
     for number, (name, (change, _)) in enumerate(CASES.items()):
         roots[name] = tmp_path_factory.mktemp(f"case{number}")
-        forge(make_entry(roots[name], compress=number % 2 == 0), change)
+        forge(copy_entry(roots[name], compress=number % 2 == 0), change)
     return read_in_child(roots, limit_mib=2 * LIMIT_MIB)
 
 

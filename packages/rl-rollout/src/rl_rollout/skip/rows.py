@@ -175,13 +175,10 @@ def _split_experts(arrays: Arrays, lengths: NDArray[np.int64], *, path: str) -> 
         raise BrokenEntryError(f"{path}/expert_shapes", "a shape must not be negative")
     _check_length(values, sum(sizes), path=f"{path}/routed_experts")
     pairs = zip(np.cumsum([0, *sizes]).tolist(), sizes, lengths, shapes.reshape(-1, 2), strict=False)
-    try:
-        return [
-            values[start : start + size].reshape(length, *shape) if shape.any() else None
-            for start, size, length, shape in pairs
-        ]
-    except ValueError as error:  # a shape that numpy refuses although it has no values
-        raise BrokenEntryError(f"{path}/expert_shapes", str(error)) from None
+    return [
+        values[start : start + size].reshape(length, *shape) if shape.any() else None
+        for start, size, length, shape in pairs
+    ]
 
 
 def _storable(session: SessionResult, group: GroupResult, index: int) -> SessionResult:
