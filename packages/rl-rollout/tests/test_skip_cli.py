@@ -192,11 +192,13 @@ def test_a_directory_without_entries_says_so(capsys, folder):
     assert run(capsys, "verify", folder)[0] == 2
 
 
-def test_an_entrys_own_path_has_no_entries(capsys, folder):
-    fill(folder)
-    assert run(capsys, "verify", entry_of(folder, FIRST))[0] == 2
-    status, listing = as_json(capsys, "ls", entry_of(folder, FIRST))
-    assert (status, listing["entries"]) == (0, [])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_file_is_no_directory(capsys, folder, verb):
+    fill(folder, (1,))
+    (folder / "file").touch()
+    for path in (folder / "file", entry_of(folder, FIRST)):
+        status, out, err = run(capsys, verb[0], path, *verb[1:])
+        assert (status, out, str(path) in err) == (2, "", True)
 
 
 def test_an_entry_of_another_directory_is_not_taken_for_one_of_this(capsys, folder):
