@@ -14,7 +14,7 @@ from tiny_run import TinyRun, copy_tiny_run, train_here
 
 from rl_metrics.run_files.rollout_log import RolloutRow, read_rollouts
 from rl_metrics.trackers.jsonl import read_metrics
-from rl_rollout.cli import main as skip_main
+from rl_rollout.skip import EntryKey, EntryStore
 
 SMALL = {"policy__backend": "torch", "metrics__log_rollouts": 100}
 
@@ -71,9 +71,8 @@ def test_sessions_of_several_trajectories_train_as_one_and_are_replayed_without_
     assert len(questions(run)) == num_sessions
     assert [line for line in differing_metrics(again, run) if "rollout/replayed" not in line] == []
     assert learnt(again, step=2) == learnt(run, step=2)
-    capsys.readouterr()
-    assert skip_main(["cache", "show", str(tmp_path / "cache"), "train-00000001-0000"]) == 0
-    assert "trajectory 1: branches off trajectory 0, reward" in capsys.readouterr().out
+    stored = EntryStore(str(tmp_path / "cache")).read(EntryKey(step=1))
+    assert {row.parent for group in stored.groups for row in group.trajectories} == {None, 0}
 
 
 def test_sessions_go_on_under_new_weights(tmp_path):

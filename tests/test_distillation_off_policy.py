@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from distillation_runs import as_toml, make_teacher
+from entry_forgery import flip
 from rounding import rounding_bound
 from tiny_run import (
     PROMPTS_PER_STEP,
@@ -109,10 +110,8 @@ def test_rollouts_that_were_scored_before_need_no_teacher_and_torn_scores_do(
     losses = []
     for name, is_torn in (("first", False), ("replayed", False), ("torn", True)):
         if is_torn:
-            chunk, *_ = sorted((tmp_path / "scores").glob("*/scores-*/logprobs/c/0"))
-            content = bytearray(chunk.read_bytes())
-            content[len(content) // 2] ^= 1
-            chunk.write_bytes(content)
+            entry, *_ = sorted((tmp_path / "scores").glob("*/scores-*"))
+            flip(entry, "logprobs/c/0")
         one = copy_tiny_run(run, tmp_path / name)
         assert train_here(one, **with_teacher(one, **options)) == 0
         has_started = bool(list((one.run_folder / "logs").glob("teachers/*")))

@@ -64,8 +64,8 @@ class Walk:
             )
             shutil.rmtree(runs / "run")
         if row.found == "broken":
-            (manifest,) = runs.glob("cache/train-*/manifest.json")
-            manifest.write_text("{}")
+            (entry,) = runs.glob("cache/train-*.zarr.zip")
+            entry.write_text("{}")
 
     def problem(self, name: str) -> str | None:
         """Return why a setting counts as ignored; None if it does not."""

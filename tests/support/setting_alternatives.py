@@ -260,7 +260,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "rollout_cache.steps": other("2", SKIP, TWO_STEPS),
     "rollout_cache.action": other("repeat", SKIP, TWO_STEPS, rollout_cache__steps="1"),
     "rollout_cache.on_mismatch": Other(value="regenerate", beside=SKIP | {"run.seed": 1}, found="cache"),
-    "rollout_cache.on_broken": Other(value="error", beside=SKIP, found="broken", says="/manifest.json: "),
+    "rollout_cache.on_broken": Other(value="error", beside=SKIP, found="broken", says=".zarr.zip: "),
     "rollout_cache.rewards": Other(
         value="again",
         beside=SKIP | {"reward.function": "{folder}/reward.py:constant", "rollout_cache.on_mismatch": "accept"},
