@@ -116,7 +116,10 @@ def test_another_learning_rate_is_told_from_the_second_step_on_and_can_be_accept
     settings = {"trainer__steps": 3, "optimizer__learning_rate": 1e-4}
     assert train_here(run, **settings, **cache_of(run)) == 1
     error = capsys.readouterr().err
-    assert "train-00000002-0000 was generated with different inputs or settings:\n  policy.weights: stored " in error
+    assert (
+        "train-00000002-0000.zarr.zip was generated with different inputs or settings:\n  policy.weights: stored "
+        in error
+    )
     assert 'rollout_cache.on_mismatch = "accept"' in error
     (mismatch,) = events(run, "skip_mismatch")
     assert mismatch["wanted"] == "train-00000002-0000"
@@ -200,9 +203,9 @@ def test_validation_is_replayed_where_that_is_asked_for(run: TinyRun) -> None:
     assert train_here(run, trainer__steps=2, **options) == 0
     names = sorted(path.name for path in (run.folder / "fresh").iterdir())
     assert names == [
-        *(f"{kind}-{step:08d}-0000" for kind, step in (("test", 0), ("test", 2), ("train", 1), ("train", 2))),
-        "validation-00000000-0000",
-        "validation-00000002-0000",
+        f"{kind}-{step:08d}-0000.zarr.zip"
+        for kind, steps in (("test", (0, 2)), ("train", (1, 2)), ("validation", (0, 2)))
+        for step in steps
     ]
     first = summary(run)
     assert train_here(run, trainer__steps=2, run__if_exists="archive", **options) == 0
@@ -231,7 +234,7 @@ def test_several_responses_to_a_problem_are_replayed_as_they_were_drawn(
     ):
         assert train_here(run, run__if_exists="archive", **(several | other), **options) == 1
         assert (
-            f"validation-00000000-0000 was generated with different inputs or settings:\n  {says}"
+            f"validation-00000000-0000.zarr.zip was generated with different inputs or settings:\n  {says}"
             in capsys.readouterr().err
         )
 

@@ -1,6 +1,6 @@
 """An object store as simple as S3, whose operations can be made to fail."""
 
-from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import ClassVar
 
 import fsspec
@@ -8,24 +8,23 @@ from fsspec.spec import AbstractFileSystem
 
 
 class FlatStore(AbstractFileSystem):
-    """Objects by name, without folders, renaming or files; listings include the prefix itself."""
+    """Objects by name, without folders, renaming or open files; listings may include the prefix itself."""
 
     protocol = "flat"
     cachable = False
-    objects: ClassVar[dict[str, tuple[bytes, datetime]]] = {}
+    objects: ClassVar[dict[str, bytes]] = {}
     markers: ClassVar[set[str]] = set()
     """Empty objects that stand for folders; names end with a slash."""
     sizes_unknown: ClassVar[set[str]] = set()
     failing: ClassVar[dict[str, Exception]] = {}
     """Errors of operations by name."""
-    knows_create = True
     calls: ClassVar[list[str]] = []
 
     @classmethod
     def reset(cls) -> None:
         """Forget everything."""
         cls.objects, cls.markers, cls.sizes_unknown = {}, set(), set()
-        cls.failing, cls.knows_create, cls.calls = {}, True, []
+        cls.failing, cls.calls = {}, []
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -36,16 +35,20 @@ class FlatStore(AbstractFileSystem):
         if operation in self.failing:
             raise self.failing[operation]
 
-    def find(self, path, maxdepth=None, withdirs=False, detail=False, **kwargs):
-        self._begin("find")
-        found = {name: self._described(name) for name in self.objects if f"{name}/".startswith(f"{path}/")}
-        found |= {
-            name: {"name": name, "size": 0, "type": "directory"} for name in self.markers if name.startswith(path)
-        }
-        return found if detail else list(found)
-
     def ls(self, path, detail=True, **kwargs):
-        raise AssertionError("one flat listing is enough")
+        self._begin("ls")
+        if path in self.objects:
+            return [self._described(path)] if detail else [path]
+        found = {}
+        for name in (*self.objects, *self.markers):
+            if name.startswith(f"{path}/"):
+                below, _, rest = name.removeprefix(f"{path}/").partition("/")
+                child = f"{path}/{below}" if below else f"{path}/"  # a marker of the folder itself
+                is_object = child in self.objects and not rest
+                found[child] = self._described(child) if is_object else {"name": child, "size": 0, "type": "directory"}
+        if not found:
+            raise FileNotFoundError(path)
+        return list(found.values()) if detail else list(found)
 
     def info(self, path, **kwargs):
         self._begin("info")
@@ -59,51 +62,32 @@ class FlatStore(AbstractFileSystem):
         self._begin("cat_file")
         if path not in self.objects:
             raise FileNotFoundError(path)
-        return self.objects[path][0][start:end]
+        return self.objects[path][start:end]
 
-    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+    def put_file(self, lpath, rpath, **kwargs):
+        self._begin("put_file")
+        self.objects[rpath] = Path(lpath).read_bytes()
+
+    def pipe_file(self, path, value, **kwargs):
         self._begin("pipe_file")
-        if mode == "create":
-            if not self.knows_create:
-                raise TypeError("unknown argument: mode")
-            if path in self.objects:
-                raise OSError(22, "At least one of the pre-conditions you specified did not hold")
-        self.objects[path] = (bytes(value), datetime.now(UTC))
+        self.objects[path] = bytes(value)
 
     def cp_file(self, path1, path2, **kwargs):
         self._begin("cp_file")
         if path1 not in self.objects:
             raise FileNotFoundError(path1)
-        self.objects[path2] = (self.objects[path1][0], datetime.now(UTC))
+        self.objects[path2] = self.objects[path1]
 
     def rm_file(self, path):
         self._begin("rm_file")
         self.objects.pop(path, None)  # like S3, without an error for a missing object
 
-    def rm(self, path, recursive=False, maxdepth=None):
-        self._begin("rm")
-        assert recursive
-        found = [name for name in self.objects if name.startswith(f"{path}/")]
-        if not found:
-            raise FileNotFoundError(path)
-        for name in found:
-            del self.objects[name]
-
     def makedirs(self, path, exist_ok=False):
         raise AssertionError("an object store makes no folders")
 
-    def modified(self, path):
-        return self.objects[path][1]
-
     def _described(self, name):
-        size = None if name in self.sizes_unknown else len(self.objects[name][0])
+        size = None if name in self.sizes_unknown else len(self.objects[name])
         return {"name": name, "size": size, "type": "file"}
-
-    def age(self, part: str, seconds: float) -> None:
-        """Make objects old."""
-        for name, (content, _) in list(self.objects.items()):
-            if part in name:
-                self.objects[name] = (content, datetime.now(UTC) - timedelta(seconds=seconds))
 
 
 fsspec.register_implementation("flat", FlatStore, clobber=True)

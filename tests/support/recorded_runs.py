@@ -10,6 +10,7 @@ import shutil
 import sys
 import traceback
 import tracemalloc
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from unittest import mock
 import recorded_fakes as fakes
 from recorded_fakes import Trace
 
+from rl_core.files.array_entries import SUFFIX
 from rl_rollout.loops import LOOPS
 from rl_rollout.prompts import PromptTokenizer
 
@@ -133,8 +135,11 @@ def _caches_beside(run_folder: Path) -> Iterator[str]:
         name = re.sub(r"[0-9a-f]{16,}", "HASH", str(path.relative_to(run_folder.parent)))
         if path.is_file() and not name.startswith(run_folder.name):
             yield name
-            if path.name == "zarr.json":
-                yield f"{name} {json.loads(path.read_text()).get('codecs')}"
+            if path.name.endswith(SUFFIX):
+                with zipfile.ZipFile(path) as archive:
+                    for file in archive.namelist():
+                        if file.endswith("/zarr.json"):
+                            yield f"{name} {file} {json.loads(archive.read(file)).get('codecs')}"
 
 
 def _steady(value: Any, name: str = "") -> Any:

@@ -4,10 +4,10 @@ import json
 import re
 from pathlib import Path
 
-import msgspec
-from rl_rollout.skip.manifest import decode_manifest, encode_manifest
+import entry_forgery
 from skip_groups import make_groups, make_prompts_of
 
+from rl_core.files.array_entries import SUFFIX
 from rl_rollout.cli import main
 from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin
 from rl_rollout.skip.fingerprint import make_fingerprint
@@ -33,10 +33,15 @@ def fill(directory: str | Path, steps=(1, 2, 3), *, groups=None, policy=None, ki
     return store
 
 
+def entry_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}{SUFFIX}"
+
+
 def forge(folder: Path, name: str, **fields) -> None:
-    """Change an entry's manifest, with the right checksum."""
-    path = folder / name / "manifest.json"
-    path.write_bytes(encode_manifest(msgspec.structs.replace(decode_manifest(path.read_bytes(), path=""), **fields)))
+    """Change an entry's description, with the right checksum."""
+    forgery = entry_forgery.Forgery(entry_of(folder, name))
+    forgery.describe(**fields)
+    forgery.save()
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -55,12 +60,15 @@ def as_json(capsys, *arguments: object):
     return status, json.loads(out, parse_constant=refuse)
 
 
-def break_chunk(folder: Path, name: str) -> Path:
-    chunk = next((folder / name).glob("arrays-*/input_ids/c/0"))
-    raw = bytearray(chunk.read_bytes())
-    raw[len(raw) // 2] ^= 4
-    chunk.write_bytes(raw)
-    return chunk
+def break_chunk(folder: Path, name: str) -> None:
+    """Damage an array, but not the description."""
+    entry_forgery.flip(entry_of(folder, name), "input_ids/c/0")
+
+
+def break_torn(folder: Path, name: str) -> None:
+    """Cut the end off an entry's file."""
+    entry = entry_of(folder, name)
+    entry.write_bytes(entry.read_bytes()[:-9])
 
 
 def tree_bytes(folder: Path) -> int:
@@ -69,7 +77,3 @@ def tree_bytes(folder: Path) -> int:
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def break_torn(entry: Path) -> None:
-    (entry / "manifest.json").write_bytes((entry / "manifest.json").read_bytes()[:-9])

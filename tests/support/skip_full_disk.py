@@ -17,7 +17,7 @@ NO_MOUNT = 77
 def main() -> int:
     """Mount, store, check, unmount."""
     place = Path(sys.argv[1])
-    for kib in range(4, 160, 8):
+    for kib in range(4, 48, 4):
         mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(place)]
         if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
             return NO_MOUNT

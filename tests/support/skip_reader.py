@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from skip_forgery import KEY, Forgery, make_entry
+from skip_forgery import KEY, forge, make_entry, put_records
 
 from rl_core.errors import BrokenEntryError
 from rl_rollout.skip import EntryStore
@@ -41,9 +41,7 @@ def warm() -> None:
             entry = make_entry(root, compress=compress)
             store = EntryStore(folder)
             assert store.read(KEY) is not None
-            forgery = Forgery(entry)
-            forgery.put_records(b"[")
-            forgery.seal()
+            forge(entry, lambda forgery: put_records(forgery, b"["))
             for _ in range(2):
                 try:
                     store.read(KEY)
@@ -61,7 +59,7 @@ def peak_mib() -> float:
 
 def read(name: str, root: str, limit_mib: int) -> None:
     """In a child: read an entry, and print the effects."""
-    limit = address_space_bytes() + (limit_mib << 20) + (256 << 20)  # the stacks of four threads, and their arenas
+    limit = address_space_bytes() + (limit_mib << 20) + (256 << 20)  # the stacks of the threads
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.alarm(MAX_S)
     events: set[str] = set()

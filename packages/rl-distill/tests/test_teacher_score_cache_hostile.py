@@ -1,18 +1,16 @@
 """Torn or forged entries: their trajectories are scored again, without other effects."""
 
-import hashlib
-import json
 import os
-import shutil
+import random
 
-import msgspec
 import numpy as np
 import pytest
 import structlog
+from entry_forgery import Forgery, damaged, flip
 
 from rl_core.data.row_keys import RowKey
-from rl_core.files.durable import checksum
-from rl_distill.teacher import score_entries
+from rl_core.files.array_entries import SUFFIX
+from rl_distill.teacher import score_cache, score_entries
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
@@ -59,55 +57,34 @@ def look(tmp_path):
     return [one is not None for one in found], [event["event"] for event in events], cache
 
 
-def change_manifest(entry, change):
-    content = json.loads((entry / "manifest.json").read_bytes())["manifest"]
-    change(content)
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    (entry / "manifest.json").write_text(json.dumps({"sha256": digest, "manifest": content}))
+def forge(entry, change):
+    """Change an entry, with valid checksums."""
+    forgery = Forgery(entry)
+    change(forgery)
+    forgery.save()
 
 
 def test_a_whole_entry_is_found(entry, tmp_path):
     assert look(tmp_path)[:2] == ([True] * 6, [])
 
 
-def test_no_flipped_bit_gives_other_scores_and_the_entry_is_set_aside(entry, tmp_path):
-    spare = tmp_path / "spare"
-    shutil.copytree(entry, spare)
-    files = [path.relative_to(spare) for path in sorted(spare.rglob("*")) if path.is_file()]
-    assert len(files) > 8
-    for file in files:
-        content = bytearray((spare / file).read_bytes())
-        for place in {0, len(content) // 2, len(content) - 1}:
-            changed = bytearray(content)
-            changed[place] ^= 1 << place % 8
-            shutil.rmtree(entry, ignore_errors=True)
-            shutil.copytree(spare, entry)
-            (entry / file).write_bytes(changed)
-            found, events, cache = look(tmp_path)
-            assert found == [False] * 6, (file, place)
-            assert events == ["teacher_scores_set_aside"], (file, place)
+def test_damage_never_gives_other_scores(entry, tmp_path, seed):
+    draws, content, seen = random.Random(seed), entry.read_bytes(), set()
+    for _ in range(100):
+        entry.write_bytes(damaged(draws, content)[1])
+        found, events, cache = look(tmp_path)
+        seen.add((any(found), *events))
+        for aside in (cache.folder / "broken").glob("*"):
             assert not entry.exists()
-            assert len(list((cache.folder / "broken").iterdir())) == 1
-            shutil.rmtree(cache.folder / "broken")
-
-
-def test_a_missing_or_shortened_file_is_found(entry, tmp_path):
-    spare = tmp_path / "spare"
-    shutil.copytree(entry, spare)
-    files = [path.relative_to(spare) for path in sorted(spare.rglob("*")) if path.is_file()]
-    for file in files:
-        for is_missing in (False, True):
-            shutil.rmtree(entry, ignore_errors=True)
-            shutil.copytree(spare, entry)
-            os.truncate(entry / file, (entry / file).stat().st_size - 1)
-            if is_missing:
-                (entry / file).unlink()
-            assert look(tmp_path)[:2] == ([False] * 6, ["teacher_scores_set_aside"])
+            aside.unlink()
+    assert seen == {(True,), (False, "teacher_scores_set_aside")}
 
 
 def test_what_was_set_aside_is_scored_and_stored_anew(entry, tmp_path):
-    (entry / "manifest.json").write_text("{}")
-    _, _, cache = look(tmp_path)
+    flip(entry, "logprobs/c/0")
+    found, events, cache = look(tmp_path)
+    assert (found, events) == ([False] * 6, ["teacher_scores_set_aside"])
+    assert len(list((cache.folder / "broken").iterdir())) == 1
     cache.store(ROWS, [make_scores(row) for row in ROWS])
     cache.flush()
     assert look(tmp_path)[:2] == ([True] * 6, [])
@@ -115,97 +92,96 @@ def test_what_was_set_aside_is_scored_and_stored_anew(entry, tmp_path):
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_what_is_no_plain_file_is_not_followed(entry, tmp_path, kind):
-    for name in ("manifest.json", "keys/c/0"):
-        file = entry / name
-        if not file.exists():
-            continue
-        content = file.read_bytes()
-        file.unlink()
-        if kind == "link":
-            (tmp_path / "elsewhere").write_bytes(content)
-            file.symlink_to(tmp_path / "elsewhere")
-        elif kind == "pipe":
-            os.mkfifo(file)
-        else:
-            file.mkdir()
-        assert look(tmp_path)[:2] == ([False] * 6, ["teacher_scores_set_aside"])
+    elsewhere = entry.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        entry.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(entry)
+    else:
+        entry.mkdir()
+    assert look(tmp_path)[:2] == ([False] * 6, ["teacher_scores_set_aside"])
+    assert elsewhere.exists()
 
 
-def set_array(name, **fields):
-    return lambda content: content["arrays"][name].update(fields)
+def describe(**fields):
+    return lambda forgery: forgery.describe(**fields)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        set_array("logprobs", dtype="object"),
-        set_array("logprobs", dtype="float64"),
-        set_array("logprobs", shape=[1 << 50]),
-        set_array("logprobs", shape=[-1]),
-        set_array("logprobs", chunk_length=0),
-        set_array("logprobs", chunk_length=1 << 40),
-        set_array("logprobs", chunks=[]),
-        set_array("keys", shape=[7 * 32]),
-        set_array("counts", is_compressed=False),
-        lambda content: content.update(width=0),
-        lambda content: content.update(width=5),
-        lambda content: content.update(num_rows=7),
-        lambda content: content.update(num_rows=1 << 40),
-        lambda content: content.update(hidden_size=3),
-        lambda content: content.update(format="another"),
-        lambda content: content.update(format_version=2),
-        lambda content: content.update(more=1),
-        lambda content: content["arrays"].pop("counts"),
-        lambda content: content["arrays"].update({"../x": content["arrays"]["counts"]}),
-    ],
-)
-def test_a_manifest_that_says_the_impossible_with_a_right_checksum_is_refused(entry, tmp_path, change):
-    change_manifest(entry, change)
+def metadata(name, **fields):
+    return lambda forgery: forgery.change_metadata(name, **fields)
+
+
+def put(name, values, dtype):
+    return lambda forgery: forgery.put_array(name, np.array(values, dtype=dtype), chunk_bytes=256)
+
+
+def hidden(size):
+    """Say that there are hidden states of a size, and store one value."""
+
+    def change(forgery):
+        forgery.describe(hidden_size=size)
+        put("hidden", [0], "float32")(forgery)
+
+    return change
+
+
+def without(name):
+    def change(forgery):
+        for file in [each for each in forgery.files if each.startswith(f"{name}/")]:
+            del forgery.files[file]
+
+    return change
+
+
+def with_pickle(forgery):
+    codecs = [{"name": "numcodecs.pickle"}, *forgery.metadata("logprobs")["codecs"]]
+    forgery.change_metadata("logprobs", codecs=codecs)
+
+
+CASES = {
+    "objects": metadata("logprobs", data_type="object"),
+    "float64": metadata("logprobs", data_type="float64"),
+    "a shape of 2**50": metadata("logprobs", shape=[1 << 50]),
+    "a shape of 10**400": metadata("keys", shape=[10**400]),
+    "a shape below 0": metadata("logprobs", shape=[-1]),
+    "chunks of 0": metadata("logprobs", chunk_grid={"name": "regular", "configuration": {"chunk_shape": [0]}}),
+    "pickle": with_pickle,
+    "no keys": without("keys"),
+    "no counts": without("counts"),
+    "no scores": without("logprobs"),
+    "a key too many": put("keys", [0] * 7 * 32, "uint8"),
+    "half a key": put("keys", [0] * 16, "uint8"),
+    "counts that do not add up": put("counts", [8, 8, 8, 8, 8, 9], "int32"),
+    "counts below 0": put("counts", [-8, 24, 8, 8, 8, 8], "int32"),
+    "no counts at all": put("counts", [], "int32"),
+    "scores of another width": put("logprobs", [0] * 48, "float32"),
+    "hidden states that are missing": describe(hidden_size=3),
+    "hidden states of another size": hidden(3),
+    "hidden states below 0": hidden(-3),
+    "hidden states of a text": hidden("3"),
+    "another format": describe(format="another"),
+    "an earlier format": describe(format=1),
+    "no description": lambda forgery: forgery.put_description({}),
+    "no JSON": lambda forgery: forgery.put_description(b"{"),
+    "deep lists": lambda forgery: forgery.put_description(b"[" * 100_000),
+    "very many values": lambda forgery: forgery.put_description(b"[1" + b",1" * (1 << 21) + b"]"),
+    "no root": lambda forgery: forgery.files.pop("zarr.json"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_entry_that_says_the_impossible_with_right_checksums_is_refused(entry, tmp_path, name):
+    forge(entry, CASES[name])
     assert look(tmp_path)[:2] == ([False] * 6, ["teacher_scores_set_aside"])
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"[" * 100_000, b"\xff", b"[1" + b",1" * (1 << 21) + b"]"], ids=len)
-def test_a_manifest_that_is_none_is_refused(entry, tmp_path, raw):
-    (entry / "manifest.json").write_bytes(raw)
-    assert look(tmp_path)[:2] == ([False] * 6, ["teacher_scores_set_aside"])
-
-
-def forge_array(entry, name, values):
-    """Replace the values of an array, with valid checksums."""
-    spec, files = score_entries.encode_array(values, score_entries.plan_array(values, compress=True, chunk_bytes=256))
-    shutil.rmtree(entry / name)
-    (entry / name / "c").mkdir(parents=True)
-    for file, parts in files.items():
-        (entry / name / file).write_bytes(b"".join(parts))
-    content = json.loads(json.dumps(msgspec.to_builtins(spec)))
-    change_manifest(entry, lambda manifest: manifest["arrays"].update({name: content}))
-
-
-def test_counts_of_tokens_that_do_not_add_up_are_refused(entry, tmp_path):
-    for counts in ([8, 8, 8, 8, 8, 9], [-8, 24, 8, 8, 8, 8]):
-        if entry.exists():
-            forge_array(entry, "counts", np.asarray(counts, dtype=np.int32))
-            assert look(tmp_path)[:2] == ([False] * 6, ["teacher_scores_set_aside"])
-
-
-def test_negative_counts_are_refused(entry, tmp_path):
-    forge_array(entry, "counts", np.asarray([-8, 24, 8, 8, 8, 8], dtype=np.int32))
+def test_an_array_of_more_memory_than_is_given_is_refused(entry, tmp_path, monkeypatch):
+    monkeypatch.setattr(score_cache, "MAX_ENTRY_BYTES", 100)
     assert look(tmp_path)[:2] == ([False] * 6, ["teacher_scores_set_aside"])
 
 
 def test_scores_under_a_wrong_key_are_not_used(entry, tmp_path):
-    keys = np.frombuffer(b"".join(ScoreCache(tmp_path, KIND)._entries[entry.name].keys), dtype=np.uint8).copy()
-    forge_array(entry, "keys", np.roll(keys, 32))
-    found, events, _ = look(tmp_path)
-    assert found == [False] * 6
-    assert events == []
-
-
-def test_a_forged_metadata_with_right_checksums_is_refused(entry, tmp_path):
-    file = entry / "logprobs" / "zarr.json"
-    metadata = json.loads(file.read_bytes())
-    metadata["codecs"].insert(0, {"name": "numcodecs.pickle"})
-    raw = json.dumps(metadata).encode()
-    file.write_bytes(raw)
-    change_manifest(entry, set_array("logprobs", metadata={"size_bytes": len(raw), "crc32c": checksum(raw)}))
-    assert look(tmp_path)[:2] == ([False] * 6, ["teacher_scores_set_aside"])
+    name = entry.name.removesuffix(SUFFIX)
+    keys = np.frombuffer(b"".join(ScoreCache(tmp_path, KIND)._entries[name].keys), dtype=np.uint8)
+    forge(entry, put("keys", np.roll(keys, 32), "uint8"))
+    assert look(tmp_path)[:2] == ([False] * 6, [])

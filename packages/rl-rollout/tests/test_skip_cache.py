@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import structlog
+from entry_forgery import flip
+from skip_forgery import KEY, forge, make_entry, path_of
 from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError, DataError, SettingsError
 from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin, SkipCache, SkipOptions
 from rl_rollout.skip import cache as cache_module
 
-KEY = EntryKey(step=1)
 STORED = RolloutOrigin(
     policy={"weights": "abc"},
     tokenizer={"vocabulary": "v1", "template": "t1"},
@@ -84,7 +85,7 @@ def test_each_change_of_circumstances_is_an_error_that_names_it_alone(stored, na
     with pytest.raises(CacheMismatchError) as caught:
         calls(circumstances=replace(STORED, **CHANGES[name]))
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"{stored / KEY.name} was generated with different inputs or settings:"
+    assert lines[0] == f"{path_of(stored)} was generated with different inputs or settings:"
     assert lines[1].startswith(f"  {name}: stored ")
     assert lines[2].startswith('Set rollout_cache.on_mismatch = "accept"')
     assert calls.num_generated == 0
@@ -119,8 +120,8 @@ def test_a_repeat_asks_only_for_what_training_needs(stored, name, action):
 
 def test_other_columns_are_never_accepted(stored):
     store = EntryStore(str(stored))
-    manifest = store.manifest(KEY)
-    fingerprint = {**manifest.fingerprint, "columns": {**manifest.fingerprint["columns"], "input_ids": "int64"}}
+    found = store.describe(KEY).manifest.fingerprint
+    fingerprint = {**found, "columns": {**found["columns"], "input_ids": "int64"}}
     store.write(KEY, GROUPS, fingerprint=fingerprint, generate_s=1.0, replace=True)
     for action in ("cache", "repeat", "repeat_last"):
         with pytest.raises(CacheMismatchError, match=r"columns\.input_ids"):
@@ -193,16 +194,12 @@ def test_circumstances_that_are_no_json_are_refused_by_name(tmp_path):
 
 
 def test_a_broken_entry_is_reported_set_aside_and_generated_again(stored):
-    chunk = next((stored / KEY.name).rglob("rollout_logprobs/c/0"))
-    raw = bytearray(chunk.read_bytes())
-    raw[30] ^= 1
-    chunk.write_bytes(raw)
+    flip(path_of(stored), "rollout_logprobs/c/0")
     calls = Calls(stored)
     assert not calls().is_replayed
     (event,) = calls.events_named("skip_broken")
-    assert event["path"].startswith(str(stored / KEY.name))
-    assert "rollout_logprobs" in event["path"]
-    assert event["reason"]
+    assert event["path"].startswith(str(path_of(stored)))
+    assert "rollout_logprobs" in event["reason"]
     assert (stored / "broken").is_dir()
     assert event["set_aside_as"].startswith(str(stored / "broken" / KEY.name))
     found = calls()
@@ -211,12 +208,12 @@ def test_a_broken_entry_is_reported_set_aside_and_generated_again(stored):
 
 
 def test_a_broken_entry_is_an_error_where_that_is_set_and_stays(stored):
-    manifest = stored / KEY.name / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:-40])
+    entry = path_of(stored)
+    entry.write_bytes(entry.read_bytes()[:-40])
     calls = Calls(stored, on_broken="error")
-    with pytest.raises(BrokenEntryError, match=r"manifest\.json"):
+    with pytest.raises(BrokenEntryError, match=r"train-00000001-0000\.zarr\.zip: "):
         calls()
-    assert manifest.exists()
+    assert entry.exists()
     assert calls.num_generated == 0
     assert calls.events_named("skip_broken")[0]["set_aside_as"] is None
 
@@ -225,7 +222,7 @@ def test_repeat_last_passes_over_broken_entries(tmp_path):
     for step in (1, 2, 3):
         Calls(tmp_path)(EntryKey(step=step), new=make_groups(seed=step))
     for step in (1, 3):
-        (tmp_path / EntryKey(step=step).name / "manifest.json").write_bytes(b"{}")
+        path_of(tmp_path, EntryKey(step=step)).write_bytes(b"{}")
     calls = Calls(tmp_path, action="repeat_last")
     assert calls(EntryKey(step=10)).source == EntryKey(step=2)
     assert calls.num_generated == 0
@@ -234,7 +231,7 @@ def test_repeat_last_passes_over_broken_entries(tmp_path):
 def test_repeat_generates_a_broken_entry_at_its_turn(tmp_path):
     for step in (1, 2):
         Calls(tmp_path)(EntryKey(step=step), new=make_groups(seed=step))
-    (tmp_path / EntryKey(step=1).name / "manifest.json").write_bytes(b"{}")
+    path_of(tmp_path).write_bytes(b"{}")
     calls = Calls(tmp_path, action="repeat", steps="1-2")
     assert [calls(EntryKey(step=step)).source for step in (3, 4, 5)] == [None, EntryKey(step=2), EntryKey(step=1)]
     assert calls.num_generated == len(calls.events_named("skip_broken")) == 1
@@ -245,7 +242,7 @@ def test_the_oldest_entries_go_first_and_every_other_stays_whole(tmp_path):
     for step in range(1, 6):
         calls = Calls(tmp_path, max_bytes=None if size is None else int(size * 3.5))
         calls(EntryKey(step=step), new=GROUPS)
-        size = sum(file.stat().st_size for file in (tmp_path / EntryKey(step=step).name).rglob("*") if file.is_file())
+        size = path_of(tmp_path, EntryKey(step=step)).stat().st_size
     store = EntryStore(str(tmp_path))
     assert [key.step for key in store.entries()] == [3, 4, 5]
     assert [fields["entry"] for fields in calls.events_named("skip_removed")] == [EntryKey(step=2).name]
@@ -254,10 +251,10 @@ def test_the_oldest_entries_go_first_and_every_other_stays_whole(tmp_path):
 
 
 def test_an_entry_larger_than_the_limit_is_not_stored_and_nothing_else_goes(stored):
-    calls = Calls(stored, max_bytes=8000)
+    calls = Calls(stored, max_bytes=30_000)
     calls(EntryKey(step=2), new=make_groups(num_prompts=8, group_size=8, max_tokens=200))
     assert [key.step for key in EntryStore(str(stored)).entries()] == [1]
-    assert "exceed max_bytes = 8000" in calls.events_named("skip_not_stored")[0]["reason"]
+    assert "exceed max_bytes = 30000" in calls.events_named("skip_not_stored")[0]["reason"]
 
 
 @pytest.mark.parametrize("action", ["cache", "repeat", "repeat_last"])
@@ -274,7 +271,7 @@ def test_an_evaluation_of_another_policy_is_made_again_even_where_mismatches_are
 
 def test_what_was_just_stored_stays_whatever_the_clock_says(tmp_path, monkeypatch):
     Calls(tmp_path)(EntryKey(step=1), new=GROUPS)
-    size = sum(file.stat().st_size for file in (tmp_path / EntryKey(step=1).name).rglob("*") if file.is_file())
+    size = path_of(tmp_path).stat().st_size
     monkeypatch.setattr(time, "time", lambda: 5.0)
     for step in (2, 3):
         Calls(tmp_path, max_bytes=int(size * 1.5))(EntryKey(step=step), new=GROUPS)
@@ -284,7 +281,7 @@ def test_what_was_just_stored_stays_whatever_the_clock_says(tmp_path, monkeypatc
 def test_what_is_stored_is_replayed_where_nothing_can_be_written(stored, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     assert Calls(stored)().is_replayed
-    with pytest.raises(CacheError, match="writable by this user"):
+    with pytest.raises(CacheError, match="cannot be written by this user"):
         Calls(stored / "empty")
 
 
@@ -328,7 +325,7 @@ def test_prompts_that_cannot_be_stored_are_refused_before_anything_is_generated(
 def test_a_search_for_entries_that_are_listed_and_never_there_ends(stored, monkeypatch):
     calls = Calls(stored)
     monkeypatch.setattr(cache_module, "SEARCH_DEADLINE_S", 0.05)
-    monkeypatch.setattr(EntryStore, "manifest", lambda self, key: None)
+    monkeypatch.setattr(EntryStore, "describe", lambda self, key: None)
     with pytest.raises(CacheError, match=r"no entry for train-00000001-0000 in .* could be opened within"):
         calls()
     assert calls.num_generated == 0
@@ -344,10 +341,22 @@ def test_what_cannot_be_stored_is_an_error_that_says_why(tmp_path):
 
 def test_a_directory_that_cannot_be_used_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CacheError, match="cannot be created for a skip cache"):
+    with pytest.raises(CacheError, match="cannot be created: File exists"):
         Calls(tmp_path / "file")
-    with pytest.raises(CacheError, match="nosuch://place cannot be used for a skip cache"):
+    with pytest.raises(CacheError, match="nosuch://place cannot be used"):
         Calls("nosuch://place")
+
+
+def test_entries_of_an_earlier_format_are_refused_by_its_number(stored):
+    (stored / "train-00000002-0000").mkdir()
+    with pytest.raises(CacheError, match=r"has entries of format 1, such as train-00000002-0000; .* reads format 2"):
+        Calls(stored)
+
+
+def test_an_entry_of_a_later_format_is_broken_by_its_number(tmp_path):
+    forge(make_entry(tmp_path), lambda forgery: forgery.describe(format=3))
+    with pytest.raises(BrokenEntryError, match="it must have format 2; found 3"):
+        Calls(tmp_path, on_broken="error")()
 
 
 def test_impossible_options_are_refused_all_at_once():

@@ -1,7 +1,6 @@
 """`rl-rollout cache ls`, and errors shared by all commands."""
 
-import re
-import shutil
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,13 +9,15 @@ from uuid import uuid4
 
 import msgspec
 import pytest
-from rl_rollout.skip.manifest import decode_manifest
-from skip_command import FIRST, SECOND, THIRD, as_json, break_torn, fill, forge, run, tree_bytes
+from skip_command import FIRST, SECOND, THIRD, as_json, break_torn, entry_of, fill, forge, run, tree_bytes
 from skip_groups import make_groups
 
 from rl_rollout.cli import main
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.skip import EntryKey
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\ud800"
+VERBS = [["ls"], ["verify"], ["prune", "--broken"]]
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -29,53 +30,44 @@ def folder(tmp_path) -> Path:
     return tmp_path / "cache"
 
 
-HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\ud800"
-
-
-def test_ls_is_a_table_with_totals(capsys, directory):
+def test_ls_lists_entries_with_their_sizes_and_policies(capsys, directory):
     fill(directory)
     status, out, _ = run(capsys, "ls", directory)
-    lines = out.splitlines()
-    assert status == 0
-    assert re.split(r" {2,}", lines[0]) == [
-        *("entry", "made at (UTC)", "groups", "sessions", "failed", "trajectories", "tokens", "size", "generated in"),
-        *("policy", "state"),
-    ]
-    cells = re.split(r" {2,}", lines[2])
-    told = [cells[i] for i in (0, 2, 3, 4, 5, 8, 9, 10)]
-    assert told == [SECOND, "2", "6", "0", "6", "24.5 s", "2abcdef01234", "complete"]
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d", cells[1])
-    assert len(lines) == 7
-    assert lines[6] == "complete: manifest and sizes fit; `rl-rollout cache verify DIR` checks every byte"
-    assert lines[5].startswith("3 entries: 6 groups, 18 sessions (0 failed), 18 trajectories, ")
+    rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("train-")}
+    assert (status, list(rows)) == (0, [FIRST, SECOND, THIRD])
+    assert "2abcdef01234" in rows[SECOND]
+    assert "18 trajectories" in out
 
 
 def test_ls_json_has_every_fact(capsys, directory):
     store = fill(directory, (1,))
     _, listing = as_json(capsys, "ls", directory)
-    manifest = store.manifest(EntryKey(step=1))
+    manifest = store.describe(EntryKey(step=1)).manifest
+    assert listing.keys() == {"directory", "entries", "set_aside", "leftovers", "num_broken", "totals", "size_bytes"}
     (entry,) = listing["entries"]
-    assert entry["name"] == FIRST
-    assert entry["key"] == {"step": 1, "kind": "train", "part": 0}
-    assert entry["fingerprint"] == manifest.fingerprint
-    assert entry["counts"] == msgspec.to_builtins(manifest.counts) == listing["totals"]
-    assert entry["size_bytes"] == listing["size_bytes"] > manifest.size_bytes
-    assert entry["generate_s"] == 12.25
+    assert (entry.pop("made_at")[:2], entry.pop("size_bytes")) == ("20", listing["size_bytes"])
+    assert entry == {
+        "name": FIRST,
+        "key": {"step": 1, "kind": "train", "part": 0},
+        "generate_s": 12.25,
+        "counts": listing["totals"],
+        "fingerprint": manifest.fingerprint,
+        "fault": None,
+    }
+    assert listing["totals"] == msgspec.to_builtins(manifest.counts)
 
 
 def test_ls_sizes_are_those_of_all_files(capsys, folder):
     store = fill(folder)
     store.folder.set_aside(SECOND)
-    (folder / ".removing-0000").mkdir()
-    (folder / ".removing-0000" / "left").write_bytes(b"12345")
+    (folder / ".writing-0000").write_bytes(b"12345")
     _, listing = as_json(capsys, "ls", folder)
     assert listing["size_bytes"] == tree_bytes(folder)
-    assert listing["entries"][0]["size_bytes"] == tree_bytes(folder / FIRST)
+    assert listing["entries"][0]["size_bytes"] == entry_of(folder, FIRST).stat().st_size
     assert [each["name"].rpartition("-")[0] for each in listing["set_aside"]] == [SECOND]
-    assert listing["leftovers"] == [{"name": ".removing-0000", "size_bytes": 5}]
+    assert listing["leftovers"] == [{"name": ".writing-0000", "size_bytes": 5}]
     _, out, _ = run(capsys, "ls", folder)
-    assert "set aside in broken/: 1, " in out
-    assert "left by writers that died: 1, 5 B\n  .removing-0000  5 B\n" in out
+    assert ".writing-0000" in out
 
 
 def test_ls_sorts_by_kind_step_and_part(capsys, folder):
@@ -91,49 +83,41 @@ def test_ls_sorts_by_kind_step_and_part(capsys, folder):
     ]
 
 
-def break_missing(entry: Path) -> None:
-    next(entry.glob("arrays-*/records/c/0")).unlink()
+def put_link(entry: Path) -> None:
+    entry.unlink()
+    entry.symlink_to("/etc/passwd")
 
 
-def break_link(entry: Path) -> None:
-    shutil.rmtree(entry)
-    entry.symlink_to("/etc")
-
-
-def break_file(entry: Path) -> None:
-    shutil.rmtree(entry)
-    entry.write_bytes(b"no folder")
-
-
-def break_counts(entry: Path) -> None:
-    manifest = decode_manifest((entry / "manifest.json").read_bytes(), path="")
-    forge(entry.parent, entry.name, counts=msgspec.structs.replace(manifest.counts, tokens=10**400))
+def put_folder(entry: Path) -> None:
+    entry.unlink()
+    entry.mkdir()
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (break_torn, "manifest.json: it is not a manifest"),
-        (lambda entry: (entry / "manifest.json").unlink(), "manifest.json: it is missing"),
-        (break_missing, "records/c/0: it must have"),
-        (break_link, "it is a link or not a folder"),
-        (break_file, "it is a link or not a folder"),
-        (break_counts, "manifest.json: it is not a manifest"),
+        (lambda entry: break_torn(entry.parent, SECOND), "it is not a zip that this package wrote"),
+        (lambda entry: entry.write_bytes(b""), "it is not a zip that this package wrote"),
+        (lambda entry: forge(entry.parent, SECOND, format=1), "it must have format 2; found 1"),
+        (lambda entry: forge(entry.parent, SECOND, created_at=-1), "its description is not one of rollouts"),
+        (put_link, "it must be a readable plain file"),
+        (put_folder, "it must be a plain file"),
     ],
 )
 def test_ls_lists_a_broken_entry_with_its_reason_and_goes_on(capsys, folder, damage, reason):
     fill(folder)
-    damage(folder / SECOND)
+    damage(entry_of(folder, SECOND))
     status, out, _ = run(capsys, "ls", folder)
-    states = {line.split()[0]: line.split()[-1] for line in out.splitlines()[1:4]}
-    assert (status, states) == (0, {FIRST: "complete", SECOND: "BROKEN", THIRD: "complete"})
-    (fault,) = (line for line in out.splitlines() if line.startswith(f"BROKEN {SECOND}: "))
-    assert reason in fault
-    assert str(folder / SECOND) in fault
-    assert "2 entries, 1 broken: 4 groups" in out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("train-")}
+    assert (status, list(rows)) == (0, [FIRST, SECOND, THIRD])
+    assert ["BROKEN" in line for line in rows.values()] == [False, True, False]
+    assert reason in out
+    assert str(entry_of(folder, SECOND)) in out
     _, listing = as_json(capsys, "ls", folder)
-    assert listing["num_broken"] == 1
-    assert listing["entries"][1]["fault"]["path"].startswith(str(folder / SECOND))
+    assert (listing["num_broken"], listing["totals"]["groups"]) == (1, 4)
+    fault = listing["entries"][1]["fault"]
+    assert (fault["path"].startswith(str(entry_of(folder, SECOND))), fault["is_broken"]) == (True, True)
+    assert reason in fault["reason"]
 
 
 def test_numbers_that_nobody_measured_stop_nothing(capsys, folder):
@@ -142,53 +126,44 @@ def test_numbers_that_nobody_measured_stop_nothing(capsys, folder):
     forge(folder, SECOND, created_at=float("nan"), generate_s=float("inf"))
     forge(folder, THIRD, created_at=9e11, generate_s=1e8, fingerprint={"policy": {"weights": 10**300}, "seed": 1e999})
     fill(folder, (4,))
-    status, out, _ = run(capsys, "ls", folder)
-    assert status == 0
-    assert [line.split()[-1] for line in out.splitlines()[1:5]] == ["BROKEN", "BROKEN", "complete", "complete"]
     status, listing = as_json(capsys, "ls", folder)
     assert status == 0
+    assert [entry["fault"] is None for entry in listing["entries"]] == [False, False, True, True]
     assert listing["entries"][2]["made_at"] is None
     assert listing["entries"][2]["fingerprint"]["seed"] is None
-    for step in (1, 2, 3, 4):
-        assert run(capsys, "show", folder, step)[0] == (1 if step < 3 else 0)
-    assert run(capsys, "show", folder)[0] == 0
+    assert run(capsys, "ls", folder)[0] == 0
     assert run(capsys, "prune", folder, "--max-bytes", "1T")[0] == 0
+
+
+def test_a_deep_fingerprint_stops_nothing(capsys, folder):
+    fill(folder, (1,))
+    deep = 1
+    for _ in range(200):
+        deep = {"a": deep}
+    forge(folder, FIRST, fingerprint={"policy": deep})
+    assert run(capsys, "ls", folder)[0] == 0
+    assert as_json(capsys, "ls", folder)[1]["num_broken"] == 0
 
 
 def test_nothing_in_an_entry_reaches_the_terminal_as_it_is(capsys, folder):
     (group,) = make_groups(1, 2)
     failed = SessionResult(trajectories=(), failure=HOSTILE)
-    text = f"{HOSTILE}\nline\ttwo"
-    prompt = replace(
-        group.prompt,
-        uid=HOSTILE,
-        data_source=HOSTILE,
-        messages=({"role": HOSTILE, "content": text, HOSTILE: [HOSTILE]}, {"content": [HOSTILE]}),
-        ground_truth=HOSTILE,
-        columns={HOSTILE: HOSTILE},
-    )
-    rows = tuple(
-        replace(row, prompt_uid=HOSTILE, extras={HOSTILE: HOSTILE}, reward_components={HOSTILE: 1.0})
-        for row in group.sessions[0].trajectories
-    )
+    prompt = replace(group.prompt, uid=HOSTILE, data_source=HOSTILE, columns={HOSTILE: HOSTILE})
+    rows = tuple(replace(row, prompt_uid=HOSTILE) for row in group.sessions[0].trajectories)
     hostile = replace(group, prompt=prompt, sessions=(SessionResult(trajectories=rows), failed))
     fill(folder, (1,), groups=[hostile])
-    fill(folder, (2,))
+    fill(folder, (2, 3))
     forge(folder, FIRST, fingerprint={"policy": {"origin": HOSTILE}, HOSTILE: {HOSTILE: [HOSTILE]}})
+    forge(folder, SECOND, **{HOSTILE: HOSTILE})
     (folder / "broken").mkdir()
-    (folder / "broken" / HOSTILE[:-1]).mkdir()
-    (folder / SECOND / HOSTILE[:9]).symlink_to("/etc")
-    for verb in (["ls"], ["show"], ["verify"], ["prune", "--broken", "--dry-run"]):
+    for place in (folder, folder / "broken"):
+        (place / f"{HOSTILE[:-1]}.zarr.zip").write_bytes(b"")
+        Path(os.fsdecode(os.fsencode(place) + b"/.writing-\xff\x1b[2J")).write_bytes(b"")
+    for verb in (["ls"], ["verify"], ["prune", "--broken", "--dry-run"]):
         run(capsys, verb[0], folder, *verb[1:])
         run(capsys, verb[0], folder, *verb[1:], "--json")
-    _, out, _ = run(capsys, "show", folder, 1)
-    assert "\\x1b]0;owned\\x07" in out
-    assert "    | line    two" in out
-    run(capsys, "show", folder, HOSTILE)
+    run(capsys, "verify", folder, HOSTILE)
     run(capsys, "ls", HOSTILE[:-1])
-
-
-VERBS = [["ls"], ["show"], ["verify"], ["prune", "--broken"]]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -196,102 +171,80 @@ def test_a_directory_that_is_not_there_is_refused(capsys, tmp_path, verb):
     for directory in (tmp_path / "none", f"memory://{uuid4().hex}/none"):
         status, out, err = run(capsys, verb[0], directory, *verb[1:])
         assert (status, out) == (2, "")
-        assert f"{directory} must be the folder or URL of a skip cache" in err
-        assert "Give the rollout_cache.directory of the run." in err
+        assert str(directory) in err
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_file_is_no_directory(capsys, tmp_path, verb):
-    path = tmp_path / "file"
-    path.write_bytes(b"")
-    status, _, err = run(capsys, verb[0], path, *verb[1:])
-    assert (status, err) == (2, f"rl-rollout: {path} must be a readable folder: Not a directory.\n")
+def test_a_directory_with_entries_of_an_earlier_format_is_refused(capsys, folder, verb):
+    fill(folder, (1,))
+    (folder / SECOND).mkdir()
+    status, out, err = run(capsys, verb[0], folder, *verb[1:])
+    assert (status, out, "format 1" in err, SECOND in err) == (2, "", True, True)
 
 
 def test_a_directory_without_entries_says_so(capsys, folder):
     folder.mkdir()
-    assert run(capsys, "ls", folder)[:2] == (
-        0,
-        f"no entries in {folder}; expected folders such as {FIRST} with a manifest.json.\n",
-    )
+    status, out, _ = run(capsys, "ls", folder)
+    assert (status, "no entries" in out, f"{FIRST}.zarr.zip" in out) == (0, True, True)
     status, listing = as_json(capsys, "ls", folder)
     assert (status, listing["entries"], listing["totals"]["groups"], listing["size_bytes"]) == (0, [], 0, 0)
     assert run(capsys, "prune", folder, "--max-bytes", "1M")[0] == 0
-    for verb in VERBS[1:3]:
-        status, _, err = run(capsys, verb[0], folder, *verb[1:])
-        assert (status, f"{folder} has no entries; expected folders such as {FIRST}" in err) == (2, True)
+    assert run(capsys, "verify", folder)[0] == 2
 
 
-def test_an_entrys_own_folder_is_pointed_upwards(capsys, folder):
+def test_an_entrys_own_path_has_no_entries(capsys, folder):
     fill(folder)
-    status, _, err = run(capsys, "verify", folder / FIRST)
-    assert (status, "The directory is itself an entry: give its parent folder." in err) == (2, True)
-    status, out, _ = run(capsys, "ls", folder / FIRST)
-    assert (status, out.startswith(f"no entries in {folder / FIRST}; ")) == (0, True)
-    assert "The directory is itself an entry: give its parent folder." in out
+    assert run(capsys, "verify", entry_of(folder, FIRST))[0] == 2
+    status, listing = as_json(capsys, "ls", entry_of(folder, FIRST))
+    assert (status, listing["entries"]) == (0, [])
 
 
 def test_an_entry_of_another_directory_is_not_taken_for_one_of_this(capsys, folder):
     fill(folder)
     fill(folder.parent / "other")
-    for verb in ("show", "verify", "prune"):
-        status, _, err = run(capsys, verb, folder, folder.parent / "other" / FIRST)
-        assert (status, f"{folder} has no entry " in err) == (2, True)
-    assert run(capsys, "verify", f"{folder}/", f"{folder.parent}/./{folder.name}/{FIRST}/")[0] == 0
+    for verb in ("verify", "prune"):
+        for name in (FIRST, f"{FIRST}.zarr.zip"):
+            assert run(capsys, verb, folder, folder.parent / "other" / name)[0] == 2
+    for name in (FIRST, f"{FIRST}.zarr.zip"):
+        assert run(capsys, "verify", f"{folder}/", f"{folder.parent}/./{folder.name}/{name}")[0] == 0
 
 
 def test_an_entry_that_is_not_there_is_named_with_those_that_are(capsys, folder):
     fill(folder, (1, 2))
-    for name, what in (("9", "step 9"), ("train-9", "entry 'train-9'"), ("-", "entry '-'"), ("\u0661", "entry")):
-        for verb in ("show", "verify"):
+    for name in ("9", "train-9", "-", "\u0661"):
+        for verb in ("verify", "prune"):
             status, _, err = run(capsys, verb, folder, name)
-            assert status == 2
-            assert f"{folder} has no {what}" in err
-            assert f"It has 2: {FIRST}, {SECOND}." in err
+            assert (status, FIRST in err, SECOND in err) == (2, True, True)
 
 
 def test_a_step_with_several_entries_is_asked_about(capsys, folder):
     fill(folder, (1, 2))
     fill(folder, (1,), kind="validation")
-    status, _, err = run(capsys, "show", folder, 1)
-    names = f"{FIRST}, validation-00000001-0000"
-    assert (status, f"step 1 has 2 entries in {folder}: {names}. Name one of them." in err) == (2, True)
+    status, _, err = run(capsys, "verify", folder, 1)
+    assert (status, FIRST in err, "validation-00000001-0000" in err, SECOND in err) == (2, True, True, False)
 
 
 def test_prune_without_a_wish_is_refused(capsys, folder):
     fill(folder)
     status, _, err = run(capsys, "prune", folder)
-    assert (status, "prune needs --max-bytes SIZE, --broken or an ENTRY" in err) == (2, True)
+    assert (status, "--max-bytes" in err, "--broken" in err) == (2, True, True)
 
 
-@pytest.mark.parametrize("verb", [["show"], ["verify"], ["prune", "--broken"]])
-def test_without_zarr_the_extra_is_named(capsys, folder, monkeypatch, verb):
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("package", ["zarr", "fsspec"])
+def test_without_the_library_the_extra_is_named(capsys, folder, monkeypatch, verb, package):
     fill(folder)
-    monkeypatch.setitem(sys.modules, "numcodecs.blosc", None)
+    monkeypatch.setitem(sys.modules, package, None)
     status, _, err = run(capsys, verb[0], folder, *verb[1:])
-    assert (status, err) == (
-        2,
-        "rl-rollout: skip caches need zarr's codecs. Install rl-rollout[skip] as the README says.\n",
-    )
-    assert run(capsys, "ls", folder)[0] == 0
-
-
-def test_without_fsspec_the_extra_is_named(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rl_rollout.skip.remote_folder", None)
-    status, _, err = run(capsys, "ls", "s3://bucket/x")
-    assert status == 2
-    assert err == "rl-rollout: skip caches at a URL need fsspec. Install rl-rollout[skip] as the README says.\n"
+    assert (status, "rl-rollout[skip]" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["cache", "skip caches"]),
-        (["cache"], ["ls", "show", "verify", "prune", "Exit status: 0; 1 if something is broken"]),
-        *(
-            (["cache", verb[0]], ["examples:", f"rl-rollout cache {verb[0]} ", "Exit status", "s3://bucket/rollouts"])
-            for verb in VERBS
-        ),
+        ([], ["cache"]),
+        (["cache"], ["ls", "verify", "prune", "1 if something is broken"]),
+        *((["cache", verb[0]], [f"rl-rollout cache {verb[0]} ", "--json"]) for verb in VERBS),
     ],
 )
 def test_help_has_examples_and_exit_statuses(capsys, arguments, words):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from skip_groups import assert_same_groups, make_groups, make_prompts_of
+from skip_groups import assert_same_groups, make_groups
 
 from rl_core import Prompt, Trajectory
 from rl_core.errors import CacheMismatchError
@@ -102,7 +102,7 @@ def test_a_step_is_stored_once_all_its_groups_are_there_in_the_order_of_their_pl
 
     finished(work)
     assert stored(tmp_path) == {1: ["live0", "live1"]}
-    assert EntryStore(str(tmp_path)).manifest(EntryKey(step=1)).fingerprint["policy"]["versions"] == [3, 3]
+    assert EntryStore(str(tmp_path)).describe(EntryKey(step=1)).manifest.fingerprint["policy"]["versions"] == [3, 3]
 
 
 def test_a_replay_stands_in_for_the_prompt_of_its_place(tmp_path: Path) -> None:
@@ -237,26 +237,6 @@ def test_an_ending_run_reports_the_steps_that_it_does_not_store(tmp_path: Path) 
     run.cache.give_up_rest()
     (fields,) = run.told("skip_not_stored")
     assert fields == {"entry": "train-00000002-0000", "reason": "the run ended when 1 of its 2 groups were generated"}
-
-
-def test_entries_that_count_prompts_are_refused_by_name_whatever_is_accepted(tmp_path: Path) -> None:
-    """An asynchronous run of an earlier version stored one group an entry, without a source."""
-    old = replace(CIRCUMSTANCES, source=None)
-    (group, *_) = groups = make_groups(seed=1)
-    cache = SkipCache(SkipOptions(enabled=True, directory=str(tmp_path)))
-
-    async def generate() -> list[GroupResult]:
-        return [group]
-
-    key = EntryKey(step=1)
-    asyncio.run(cache.rollouts(key, [group.prompt], old, generate))
-    said = "groups: stored 1 group: an asynchronous run of an earlier version stored it"
-    accepting = {"on_mismatch": "accept", "directory": str(tmp_path), "enabled": True}
-    with pytest.raises(CacheMismatchError, match=said) as caught:
-        Run(tmp_path, on_mismatch="accept").places(0)
-    assert '"accept"' not in str(caught.value)
-    with pytest.raises(CacheMismatchError, match=said):
-        asyncio.run(SkipCache(SkipOptions(**accepting)).rollouts(key, make_prompts_of(groups), old, generate))
 
 
 def test_entries_with_other_numbers_of_groups_or_sessions_cannot_stand_in(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from skip_worker import KEY, read, write
 
 from rl_core.testing import wait_until
 from rl_rollout.skip import EntryKey, EntryStore, SkipCache, SkipOptions
-from rl_rollout.skip import folder as local
 
 LIVE = EntryKey(step=99)
 MAX_DELAY_S = 0.15
@@ -28,7 +27,7 @@ def workers(tmp_path):
 
 
 def leftovers(root):
-    return sorted(path.name for path in root.iterdir() if path.name.startswith((".writing-", ".removing-")))
+    return sorted(path.name for path in root.iterdir() if path.name.startswith("."))
 
 
 def sweep(root):
@@ -65,10 +64,9 @@ def kill_writers(workers, tmp_path, *, seed, kills):
             seen["none" if found is None else "new" if found == started else "old"] += 1
             assert found in (None, started - 1, started)
         seen["left"] += bool(root.exists() and leftovers(root))
-        with store.folder.begin(LIVE.name) as live:
+        with store.folder._new_file(LIVE.name):
             sweep(root)
             assert [name.startswith(f".writing-{LIVE.name}") for name in leftovers(root)] == [True], leftovers(root)
-            live.write("file", b"1")
         assert leftovers(root) == []
         assert write(store, KEY, 1000, replace=True)
         assert read(store, KEY) == 1000
@@ -94,7 +92,7 @@ def test_a_writer_that_lives_is_not_swept_however_slow_it_is(workers, tmp_path):
 
     def is_stopped_within_a_store():
         worker.send(signal.SIGSTOP)
-        # A writer stopped before it holds its lock may lose its folder, and makes another.
+        # A writer stopped before it holds its lock may lose its file, and makes another.
         if root.exists() and leftovers(root) and not EntryStore(str(root)).folder.leftovers():
             return True
         worker.send(signal.SIGCONT)
@@ -109,30 +107,3 @@ def test_a_writer_that_lives_is_not_swept_however_slow_it_is(workers, tmp_path):
     worker.wait_for(f"start {number + 1}")
     worker.kill()
     assert read(EntryStore(str(root)), EntryKey(step=number)) == number
-
-
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    store = EntryStore(str(tmp_path))
-    lock, sweeps = local.fcntl.flock, []
-
-    def swept_before_the_first_lock(descriptor, operation):
-        if not sweeps:
-            sweeps.append(None)
-            EntryStore(str(tmp_path)).folder.prepare()
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(local.fcntl, "flock", swept_before_the_first_lock)
-    assert write(store, KEY, 7, replace=False)
-    assert sweeps
-    assert read(store, KEY) == 7
-    assert leftovers(tmp_path) == []
-
-
-def test_what_a_killed_writer_left_never_counts_as_an_entry(tmp_path):
-    store = EntryStore(str(tmp_path))
-    with store.folder.begin(KEY.name) as writer:
-        writer.write("arrays-0123456789abcdef/input_ids/zarr.json", b"{}")
-        assert store.entries() == []
-        assert store.read(KEY) is None
-        assert store.manifest(KEY) is None
-    assert list(tmp_path.iterdir()) == []

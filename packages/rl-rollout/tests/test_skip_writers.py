@@ -110,8 +110,7 @@ def test_skip_cache_entry_that_is_replaced_all_the_while_is_read_whole_or_not_at
 def check_pruned_while_read(workers, tmp_path, *, reads):
     root, stop = tmp_path / "cache", tmp_path / "stop"
     store = EntryStore(str(root))
-    manifest = store.write(KEY, groups_of(1), fingerprint={"number": 1}, generate_s=1.0)
-    room = 3 * (manifest.size_bytes + 4096)
+    room = 3 * (store.write(KEY, groups_of(1), fingerprint={"number": 1}, generate_s=1.0) + 4096)
     others = [
         workers.start("keep_pruning", root, stop=str(stop), max_bytes=room, first=first) for first in (100_000, 100_001)
     ]

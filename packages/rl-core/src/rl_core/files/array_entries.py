@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import stat
 import struct
 import tempfile
@@ -36,18 +37,23 @@ BROKEN = "broken"
 WRITING = ".writing-"
 METADATA = "zarr.json"
 MAX_CHUNK_BYTES = 1 << 24
-MAX_ARRAY_METADATA_BYTES = 1 << 14
+MAX_ARRAY_METADATA_BYTES, MAX_ARRAY_METADATA_VALUES = 1 << 14, 1 << 8
 MAX_DESCRIPTION_BYTES = 1 << 24
 MAX_DESCRIPTION_VALUES = 1 << 19
-MAX_DIRECTORY_BYTES = 1 << 24
+MAX_DIRECTORY_BYTES = 1 << 21
+"""Room for about 30,000 files; zipfile needs 1 KB of memory for each."""
 MAX_RATIO = 256
 """Maximum compression ratio; lz4 expands one byte to at most 255."""
 CRC_BYTES = 4
 STRANGE = (zipfile.BadZipFile, EOFError, ValueError, KeyError, NotImplementedError, RecursionError, struct.error)
 """Errors of the library for zips, and of JSON, about content that is not as expected."""
-BLOSC_HEADER_BYTES, BLOSC_SIZE = 16, slice(4, 8)
-"""Size of the header of a compressed chunk, and where it has the size of the content."""
+BLOSC_HEADER = struct.Struct("<BBBBIII")
+"""Version, codec version, flags, item size, and the sizes in bytes of the content, a block and the whole chunk."""
+BLOSC_VERSION = 2
+BLOSC_LZ4, BLOSC_FREE_FLAGS = 0x20, 0x16
+"""The codec's bits of the flags, and the flags that depend on the content (copied, shuffled, not split)."""
 NUM_THREADS = 4
+MAX_SHOWN = 240
 ZIP_END, ZIP64_END, ZIP64_LOCATOR = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 
 
@@ -62,6 +68,14 @@ class _ArraySpec(NamedTuple):
     @property
     def chunk_bytes(self) -> int:
         return self.chunk_length * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.length * self.dtype.itemsize
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.length // self.chunk_length)
 
 
 class EntryTooLargeError(CacheError):
@@ -126,7 +140,7 @@ class EntryFolder:
 
     def broken(self) -> dict[str, int]:
         """Return the size in bytes of each entry that was set aside, by its name in `broken`."""
-        return self._sizes(f"{self._root}/{BROKEN}")
+        return self._sizes(self._aside())
 
     def prepare(self) -> None:
         """Create a local folder, and remove the leftovers of dead writers; do nothing for a URL.
@@ -172,10 +186,7 @@ class EntryFolder:
         path = f"{self._root}/{name}{SUFFIX}"
         with ExitStack() as stack:
             stack.enter_context(self._failing("read", self.path_of(name)))
-            if self.is_local:
-                stream = self._open_local(path, self.path_of(name))
-            else:
-                stream = self._fs.open(path, "rb") if self._fs.exists(path) else None
+            stream = self._open_local(path, self.path_of(name)) if self.is_local else self._open_remote(path)
             entry = None
             if stream is not None:
                 stack.enter_context(stream)
@@ -217,13 +228,14 @@ class EntryFolder:
                 size = self._write_zip(stream, description, arrays, compress=compress, chunk_bytes=chunk_bytes)
                 if max_bytes is not None and size > max_bytes:
                     raise EntryTooLargeError(f"{name} would exceed max_bytes = {max_bytes}; it was not stored.")
-                if not replace and (os.path.lexists(target) if self.is_local else self._fs.exists(target)):
-                    return None
                 if self.is_local:
-                    Path(path).replace(target)
+                    if not _place(Path(path), Path(target), replace=replace):
+                        return None
                     sync_folder(self._root)
-                else:
+                elif replace or not self._fs.exists(target):
                     self._fs.put_file(path, target)
+                else:
+                    return None
                 return size
         except CacheError:
             raise
@@ -235,7 +247,11 @@ class EntryFolder:
     def remove(self, name: str) -> None:
         """Remove an entry; `broken/NAME` removes one that was set aside."""
         with self._failing("removed", self.path_of(name)), suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._root}/{name}{SUFFIX}")
+            path = f"{self._root}/{name}{SUFFIX}"
+            if self.is_local and Path(path).is_dir() and not Path(path).is_symlink():
+                shutil.rmtree(path)  # a folder in the place of an entry
+            else:
+                self._fs.rm_file(path)
 
     def set_aside(self, name: str) -> str | None:
         """Move an entry into `broken`; return its new path, or None if it does not exist."""
@@ -244,7 +260,7 @@ class EntryFolder:
         with self._failing("moved into broken", self.path_of(name)):
             try:
                 if self.is_local:
-                    Path(target).parent.mkdir(exist_ok=True)
+                    Path(self._aside()).mkdir(exist_ok=True)
                     Path(source).replace(target)
                 else:
                     self._fs.cp_file(source, target)
@@ -277,18 +293,34 @@ class EntryFolder:
                 found = self._fs.ls(folder, detail=True)
             except FileNotFoundError:
                 return {}
-        names = {each["name"].rpartition("/")[2]: int(each.get("size") or 0) for each in found}
+        names = {
+            each["name"].rpartition("/")[2]: int(each.get("size") or 0)
+            for each in found
+            if each["name"].strip("/") != folder.strip("/")  # a file in the place of the folder lists itself
+            and (self.is_local or each["type"] != "directory")
+        }
         return {
             name.removesuffix(SUFFIX): size
             for name, size in sorted(names.items())
             if name.endswith(SUFFIX) and not name.startswith(".")
         }
 
+    def _aside(self) -> str:
+        """Return the folder of entries that were set aside.
+
+        Raises:
+            CacheError: It is a link, which may lead out of this folder.
+        """
+        folder = f"{self._root}/{BROKEN}"
+        if self.is_local and Path(folder).is_symlink():
+            raise CacheError(f"{self._shown}/{BROKEN} must be a folder; it is a link. Remove it.")
+        return folder
+
     @contextmanager
     def _failing(self, what: str, path: str) -> Iterator[None]:
         try:
             yield
-        except (CacheError, FileNotFoundError):
+        except CacheError:
             raise
         except Exception as error:  # error types differ between file systems
             raise CacheError(f"{path} cannot be {what}: {type(error).__name__}: {error}.") from error
@@ -305,6 +337,13 @@ class EntryFolder:
             raise BrokenEntryError(shown, "it must be a plain file; it is a folder, a pipe or a device")
         return os.fdopen(descriptor, "rb")
 
+    def _open_remote(self, path: str) -> BinaryIO | None:
+        try:
+            stream: BinaryIO = self._fs.open(path, "rb")
+        except FileNotFoundError:
+            return None
+        return stream
+
     @contextmanager
     def _new_file(self, name: str) -> Iterator[tuple[BinaryIO, str]]:
         """Create a file for a new entry; it is removed unless it was renamed. On a local disk, it is locked."""
@@ -313,9 +352,8 @@ class EntryFolder:
                 yield file, file.name
             return
         Path(self._root).mkdir(parents=True, exist_ok=True)
-        path = Path(self._root, f"{WRITING}{name}-{secrets.token_hex(8)}")
-        with path.open("xb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+        stream, path = _locked_file(f"{self._root}/{WRITING}{name}")
+        with stream:
             try:
                 yield stream, str(path)
             finally:
@@ -378,8 +416,9 @@ class Entry:
             )
             if not is_plain or len(members) != len(self._members):
                 raise ValueError("its members must be stored once, neither compressed nor encrypted")
-            if sum(member.file_size for member in members) > self.size_bytes:
-                raise ValueError("its members are larger than the file")
+            is_inside = all(0 <= member.header_offset <= self.size_bytes for member in members)
+            if not is_inside or sum(member.file_size for member in members) > self.size_bytes:
+                raise ValueError("its members must lie in the file")
         root = self._json(METADATA, MAX_DESCRIPTION_BYTES, MAX_DESCRIPTION_VALUES)
         self.description = root.pop("attributes", None)
         if root != {"zarr_format": 3, "node_type": "group"} or not isinstance(self.description, dict):
@@ -402,7 +441,7 @@ class Entry:
             raise BrokenEntryError(
                 f"{self.path}/{preview(differing[0])[1:-1]}", "it is missing" if is_missing else "it must not exist"
             )
-        total = sum(spec.length * spec.dtype.itemsize for spec in specs.values())
+        total = sum(spec.num_bytes for spec in specs.values())
         if total > self._max_bytes:
             raise BrokenEntryError(self.path, f"its arrays need {total} bytes; the limit is {self._max_bytes}")
         with ThreadPoolExecutor(NUM_THREADS, "entry") as threads:
@@ -428,7 +467,7 @@ class Entry:
         where = f"{self.path}/{preview(name)[1:-1]}"
         if name not in dtypes:
             raise BrokenEntryError(where, f"the arrays of such an entry are {', '.join(dtypes)}")
-        found = self._json(f"{name}/{METADATA}", MAX_ARRAY_METADATA_BYTES, MAX_ARRAY_METADATA_BYTES)
+        found = self._json(f"{name}/{METADATA}", MAX_ARRAY_METADATA_BYTES, MAX_ARRAY_METADATA_VALUES)
         try:
             (length,), (chunk_length,) = found["shape"], found["chunk_grid"]["configuration"]["chunk_shape"]
             spec = _ArraySpec(np.dtype(dtypes[name]), length, chunk_length, len(found["codecs"]) > 2)
@@ -441,11 +480,18 @@ class Entry:
                 f"its shape is {preview(found['shape'])} in chunks of {preview(chunk_length)}; expected chunks of at "
                 f"most {MAX_CHUNK_BYTES} bytes",
             )
+        if spec.num_chunks >= len(self._members) or spec.num_bytes > self._max_bytes:
+            raise BrokenEntryError(
+                where,
+                f"it needs {spec.num_bytes} bytes in {spec.num_chunks} chunks; the limit is {self._max_bytes} bytes, "
+                f"and the entry has {len(self._members)} files",
+            )
         expected = _metadata(spec)
-        for key in [*expected, *found]:
-            if _text(found.get(key, "missing")) != _text(expected.get(key, "missing")):
+        for key in dict.fromkeys([*expected, *found]):
+            if key not in expected or key not in found or _text(found[key]) != _text(expected[key]):
+                wanted = _text(expected[key]) if key in expected else "absent"
                 raise BrokenEntryError(
-                    f"{where}/{METADATA}", f"{key} must be {_text(expected.get(key))}; found {preview(found.get(key))}"
+                    f"{where}/{METADATA}", f"{preview(key)[1:-1]} must be {wanted}; found {preview(found.get(key))}"
                 )
         return spec
 
@@ -455,18 +501,16 @@ class Entry:
         from zarr.storage import MemoryStore
 
         stop = spec.length if stop is None else stop
-        chunks = range(start // spec.chunk_length, math.ceil(stop / spec.chunk_length)) if start < stop else range(0)
+        chunks = range(start // spec.chunk_length, -(-stop // spec.chunk_length)) if start < stop else range(0)
         contents = {f"{name}/{METADATA}": self._content(f"{name}/{METADATA}", MAX_ARRAY_METADATA_BYTES)}
         for file in (f"{name}/c/{index}" for index in chunks):
-            contents[file] = self._content(file, spec.chunk_bytes + BLOSC_HEADER_BYTES + CRC_BYTES)
+            contents[file] = self._content(file, spec.chunk_bytes + BLOSC_HEADER.size + CRC_BYTES)
             _check_chunk(contents[file], spec, path=f"{self.path}/{file}")
         store = MemoryStore({file: cpu.Buffer.from_bytes(content) for file, content in contents.items()})
         try:
             values: NDArray[Any] = zarr.open_array(store, path=name, mode="r")[start:stop]  # type: ignore[assignment]
         except Exception as error:  # zarr and its codecs raise many types
-            raise BrokenEntryError(
-                f"{self.path}/{name}", f"it cannot be decoded ({type(error).__name__}: {error})"
-            ) from None
+            raise BrokenEntryError(f"{self.path}/{name}", f"it cannot be decoded ({_described(error)})") from None
         return values
 
     def _json(self, file: str, max_bytes: int, max_values: int) -> dict[str, Any]:
@@ -494,7 +538,23 @@ class Entry:
         try:
             yield
         except STRANGE as error:
-            raise BrokenEntryError(self.path, f"it {problem} ({type(error).__name__}: {error})") from None
+            raise BrokenEntryError(self.path, f"it {problem} ({_described(error)})") from None
+
+
+def _place(path: Path, target: Path, *, replace: bool) -> bool:
+    """Give a complete file its name; return False if another file has it and stays."""
+    if not replace:
+        try:
+            target.hardlink_to(path)  # of two writers at once, the first one's file stays
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            if os.path.lexists(target):
+                return False
+        else:
+            return True
+    path.replace(target)
+    return True
 
 
 def _create(store: Any, name: str, spec: _ArraySpec) -> Any:
@@ -536,14 +596,13 @@ def _encode(name: str, array: NDArray[Any], *, compress: bool, chunk_bytes: int)
     chunk_length = max(1, math.ceil(len(array) / num_chunks))
     store = MemoryStore()
     _create(store, name, _ArraySpec(array.dtype, len(array), chunk_length, compress))[:] = array
-    for file, content in store._store_dict.items():
+    for file, content in sorted(store._store_dict.items()):  # zarr's threads store them in any order
         if file != METADATA:  # of the group above
             yield file, content.to_bytes()
 
 
 def _files(name: str, spec: _ArraySpec) -> list[str]:
-    num_chunks = math.ceil(spec.length / spec.chunk_length)
-    return [f"{name}/{METADATA}", *(f"{name}/c/{index}" for index in range(num_chunks))]
+    return [f"{name}/{METADATA}", *(f"{name}/c/{index}" for index in range(spec.num_chunks))]
 
 
 def _member(file: str) -> zipfile.ZipInfo:
@@ -559,7 +618,8 @@ def _check_directory(stream: BinaryIO, size: int) -> None:
         raise ValueError("it has no directory at its end")
     (num_bytes,) = struct.unpack("<I", end[-10:-6])
     if end[-42:-38] == ZIP64_LOCATOR:
-        if end[:4] != ZIP64_END:
+        (place,) = struct.unpack("<Q", end[-34:-26])  # zipfile may look there instead of in front of the locator
+        if end[:4] != ZIP64_END or place != size - 98:
             raise ValueError("it has no directory at its end")
         (num_bytes,) = struct.unpack("<Q", end[40:48])
     if num_bytes > MAX_DIRECTORY_BYTES:
@@ -567,18 +627,44 @@ def _check_directory(stream: BinaryIO, size: int) -> None:
 
 
 def _check_chunk(content: bytes, spec: _ArraySpec, *, path: str) -> None:
-    """Check that a chunk declares the size of a chunk of this array, for which memory is then allocated."""
-    body = content[:-CRC_BYTES]
-    num_bytes = int.from_bytes(body[BLOSC_SIZE], "little") if spec.is_compressed else len(body)
-    if num_bytes != spec.chunk_bytes or num_bytes > len(body) * MAX_RATIO:
+    """Check that a chunk decodes to a chunk of this array. The library for blosc trusts the sizes in its header."""
+    body, expected = content[:-CRC_BYTES], (spec.dtype.itemsize, spec.chunk_bytes, len(content) - CRC_BYTES)
+    if not spec.is_compressed:
+        if len(body) != spec.chunk_bytes:
+            raise BrokenEntryError(path, f"it must have {spec.chunk_bytes} bytes of values; found {len(body)}")
+        return
+    if len(body) < BLOSC_HEADER.size:
+        raise BrokenEntryError(path, f"it has {len(body)} bytes, too few for a compressed chunk")
+    version, _, flags, typesize, num_bytes, block_bytes, stored = BLOSC_HEADER.unpack_from(body)
+    if version != BLOSC_VERSION or flags & ~BLOSC_FREE_FLAGS != BLOSC_LZ4:
+        raise BrokenEntryError(path, f"it must be compressed by lz4; found version {version}, flags {flags:#x}")
+    is_possible = 0 < block_bytes <= num_bytes <= len(body) * MAX_RATIO
+    if (typesize, num_bytes, stored) != expected or not is_possible:
         raise BrokenEntryError(
-            path, f"its {len(body)} bytes must decode to {spec.chunk_bytes}; it declares {num_bytes}"
+            path,
+            f"its header declares {num_bytes} bytes in items of {typesize}, stored in {stored}; expected "
+            f"{expected[1]} in items of {expected[0]}, stored in {expected[2]}",
         )
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {preview(str(error), most=MAX_SHOWN)[1:-1]}"
 
 
 def _text(value: Json) -> str:
     """Return JSON as text, in which 1, 1.0 and true differ."""
     return json.dumps(value, sort_keys=True)
+
+
+def _locked_file(prefix: str) -> tuple[BinaryIO, Path]:
+    """Create and lock a file of a new name; another process may remove it before it is locked."""
+    while True:
+        path = Path(f"{prefix}-{secrets.token_hex(8)}")
+        stream = path.open("xb")
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        if path.exists():
+            return stream, path
+        stream.close()
 
 
 @contextmanager
@@ -588,7 +674,7 @@ def _locked(path: Path) -> Iterator[int]:
     Raises:
         OSError: Its writer is alive, or it does not exist.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield descriptor

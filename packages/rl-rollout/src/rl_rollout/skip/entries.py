@@ -16,6 +16,7 @@ from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.rows import DTYPES, Counts, count, decode_groups, iter_arrays, storable
 
 FORMAT = 2
+MAX_SHOWN = 240
 KEY_NAME = re.compile(r"([a-z][a-z_]{0,30})-(\d{8,12})-(\d{4,6})")
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -247,8 +248,9 @@ def _described(entry: Entry, key: EntryKey) -> StoredEntry:
         raise BrokenEntryError(entry.path, f"it must have format {FORMAT}; found {found}")
     try:
         manifest = msgspec.convert(entry.description, Manifest)
-    except (msgspec.MsgspecError, DataError) as error:
-        raise BrokenEntryError(entry.path, f"its description is not one of rollouts ({error})") from None
+    except Exception as error:  # numbers and nesting that strangers chose raise many types
+        shown = preview(str(error), most=MAX_SHOWN)[1:-1]
+        raise BrokenEntryError(entry.path, f"its description is not one of rollouts ({shown})") from None
     if manifest.key != key:
         raise BrokenEntryError(entry.path, f"it belongs to {manifest.key.name}")
     return StoredEntry(manifest=manifest, size_bytes=entry.size_bytes)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import ExpertArray, Json, Prompt, Timings, Trajectory, offsets_of
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.files import count_values, load_json
+from rl_core.files import count_values, load_json, preview
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 
@@ -38,6 +38,7 @@ NOT_STORED = ("error", "rescored", "reward_wait_s")
 IN_ARRAYS = (*TOKEN_DTYPES, "routed_experts")
 MAX_RECORDS_BYTES = 1 << 28
 MAX_RECORDS_VALUES = 1 << 23
+MAX_SHOWN = 240
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
@@ -125,6 +126,8 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
     for row, experts in zip(rows, _split_experts(arrays, np.diff(arrays["offsets"]), path=path), strict=True):
         row["routed_experts"] = experts
     where, num_used = f"{path}/records", 0
+    if len(arrays["records"]) > MAX_RECORDS_BYTES:
+        raise BrokenEntryError(where, f"it has {len(arrays['records'])} bytes; expected at most {MAX_RECORDS_BYTES}")
     try:
         records = load_json(arrays["records"].tobytes(), max_values=MAX_RECORDS_VALUES)
         for number, record in enumerate(records):
@@ -135,7 +138,8 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
                     num_used += 1
         groups: list[GroupResult] = msgspec.convert(records, list[GroupResult], dec_hook=lambda _, value: value)
     except Exception as error:  # records of another form raise many types
-        raise BrokenEntryError(where, f"it cannot be read ({type(error).__name__}: {error})") from None
+        shown = preview(str(error), most=MAX_SHOWN)[1:-1]
+        raise BrokenEntryError(where, f"it cannot be read ({type(error).__name__}: {shown})") from None
     if (num_used, len(groups)) != (len(rows), len(prompts)):
         raise BrokenEntryError(
             where, f"it has {num_used} trajectories of {len(groups)} prompts; expected {len(rows)} of {len(prompts)}"
@@ -170,9 +174,11 @@ def _split_experts(arrays: Arrays, lengths: NDArray[np.int64], *, path: str) -> 
     if shapes.min(initial=0) < 0:
         raise BrokenEntryError(f"{path}/expert_shapes", "a shape must not be negative")
     _check_length(values, sum(sizes), path=f"{path}/routed_experts")
-    parts = np.split(values, np.cumsum(sizes[:-1]))
-    pairs = zip(parts, lengths, shapes.reshape(-1, 2), strict=True)
-    return [part.reshape(length, *shape) if shape.any() else None for part, length, shape in pairs]
+    pairs = zip(np.cumsum([0, *sizes]).tolist(), sizes, lengths, shapes.reshape(-1, 2), strict=False)
+    return [
+        values[start : start + size].reshape(length, *shape) if shape.any() else None
+        for start, size, length, shape in pairs
+    ]
 
 
 def _storable(session: SessionResult, group: GroupResult, index: int) -> SessionResult:
@@ -194,7 +200,7 @@ def _misplaced(session: SessionResult, group: GroupResult, index: int) -> str | 
         if found != expected:
             return (
                 "prompt_uid, session_index and output_index of a trajectory must match its position: expected "
-                f"{expected}; found {found}."
+                f"{preview(expected)}; found {preview(found)}."
             )
     return None
 
