@@ -151,7 +151,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "optimizer.clip_grad": other(0.5),
     "optimizer.micro_batch_tokens": other(64),
     "optimizer.shared_prefix_tokens": other(0),
-    "optimizer.products": other("onednn"),
+    "optimizer.products": other("onednn", optimizer__products="torch"),  # "auto" measures which is faster
     "optimizer.dtype": other("bfloat16"),
     "optimizer.recompute": other("full"),
     "optimizer.recompute_modules": other(["mlp"], optimizer__recompute="selective"),

@@ -174,10 +174,15 @@ def _bounded(rule: ValueRule | None, marks: Iterable[Any]) -> ValueRule | None:
     expected = "a finite number" if ("lt", math.inf) in limits else rule.expected
     expected += f"{' ' if rule.exact else ', '}{words}" if words else ""
 
+    exact, convert, checks = rule.exact, rule.fit, [(BOUNDS[name][1], limit) for name, limit in limits]
+
     def fit(value: Any) -> Any:
-        fitting = rule.fit(value)
-        if isinstance(value, bool) or not all(BOUNDS[name][1](fitting, limit) for name, limit in limits):
+        fitting = value if type(value) in exact else convert(value)
+        if value is True or value is False:
             raise TypeError
+        for is_within, limit in checks:
+            if not is_within(fitting, limit):
+                raise TypeError
         return fitting
 
     return ValueRule(expected, frozenset(), fit)
