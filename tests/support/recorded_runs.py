@@ -135,7 +135,7 @@ def _caches_beside(run_folder: Path) -> Iterator[str]:
         name = re.sub(r"[0-9a-f]{16,}", "HASH", str(path.relative_to(run_folder.parent)))
         if path.is_file() and not name.startswith(run_folder.name):
             yield name
-            if path.name.endswith(SUFFIX):
+            if path.name.endswith(SUFFIX) and zipfile.is_zipfile(path):
                 with zipfile.ZipFile(path) as archive:
                     for file in archive.namelist():
                         if file.endswith("/zarr.json"):
