@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ MAX_ARRAY_METADATA_BYTES, MAX_ARRAY_METADATA_VALUES = 1 << 14, 1 << 8
 MAX_DESCRIPTION_BYTES = 1 << 24
 MAX_DESCRIPTION_VALUES = 1 << 19
 MAX_DIRECTORY_BYTES = 1 << 21
-"""Room for about 30,000 files; zipfile needs 1 KB of memory for each."""
+"""Room for about 30,000 files; the library needs 1 KB of memory for each."""
 MAX_RATIO = 256
 """Maximum compression ratio; lz4 expands one byte to at most 255."""
 CRC_BYTES = 4
@@ -121,7 +121,7 @@ class EntryFolder:
     def exists(self) -> bool:
         """Return True if the folder exists, or there is an object below the URL."""
         with self._failing("looked up", self._shown):
-            return bool(self._fs.exists(self._root))
+            return bool(self._fs.isdir(self._root))
 
     def names(self) -> list[str]:
         """Return the names of all entries, including broken ones, sorted."""
@@ -345,11 +345,11 @@ class EntryFolder:
         return stream
 
     @contextmanager
-    def _new_file(self, name: str) -> Iterator[tuple[BinaryIO, str]]:
+    def _new_file(self, name: str) -> Iterator[tuple[IO[bytes], str]]:
         """Create a file for a new entry; it is removed unless it was renamed. On a local disk, it is locked."""
         if not self.is_local:
             with tempfile.NamedTemporaryFile(prefix="rl-entry-") as file:
-                yield file, file.name
+                yield file.file, file.name
             return
         Path(self._root).mkdir(parents=True, exist_ok=True)
         stream, path = _locked_file(f"{self._root}/{WRITING}{name}")
@@ -361,7 +361,7 @@ class EntryFolder:
 
     def _write_zip(
         self,
-        stream: BinaryIO,
+        stream: IO[bytes],
         description: Mapping[str, Json],
         arrays: Iterable[tuple[str, NDArray[Any]]],
         *,
@@ -508,7 +508,7 @@ class Entry:
             _check_chunk(contents[file], spec, path=f"{self.path}/{file}")
         store = MemoryStore({file: cpu.Buffer.from_bytes(content) for file, content in contents.items()})
         try:
-            values: NDArray[Any] = zarr.open_array(store, path=name, mode="r")[start:stop]  # type: ignore[assignment]
+            values: NDArray[Any] = zarr.open_array(store, path=name, mode="r")[start:stop]
         except Exception as error:  # zarr and its codecs raise many types
             raise BrokenEntryError(f"{self.path}/{name}", f"it cannot be decoded ({_described(error)})") from None
         return values
