@@ -199,6 +199,7 @@ def test_a_file_is_no_directory(capsys, folder, verb):
     for path in (folder / "file", entry_of(folder, FIRST)):
         status, out, err = run(capsys, verb[0], path, *verb[1:])
         assert (status, out, str(path) in err) == (2, "", True)
+    assert "give its folder" in err
 
 
 def test_an_entry_of_another_directory_is_not_taken_for_one_of_this(capsys, folder):

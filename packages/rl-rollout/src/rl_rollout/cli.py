@@ -12,13 +12,11 @@ from rl_core.terminal_text import describe_version, escaped_lines, json_text, us
 from rl_rollout.gateway_command import add_gateway
 from rl_rollout.skip.commands import (
     EntryReport,
-    Unwanted,
     as_plain,
     choose_entry,
     list_entries,
     open_store,
     prune_entries,
-    some_entries,
     verify_entry,
 )
 from rl_rollout.skip.options import parse_bytes
@@ -61,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    listing = list_entries(open_store(arguments.directory), arguments.directory)
-    write_out(_as_json(listing.to_json()) if arguments.json else listing_text(listing))
+    store, _ = open_store(arguments.directory)
+    listing = list_entries(store, arguments.directory)
+    write_out(_as_json(listing) if arguments.json else listing_text(listing))
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
-    store = open_store(directory)
-    keys = some_entries(store, directory)
+    store, keys = open_store(directory, needs_entries=True)
     chosen = [choose_entry(keys, text, directory) for text in arguments.entries] or keys
     verified: list[EntryReport] = []
     for number, key in enumerate(chosen, start=1):
@@ -92,15 +90,17 @@ def _prune(arguments: argparse.Namespace) -> int:
     if arguments.max_bytes is None and not arguments.broken and not arguments.entries:
         _complain("prune needs --max-bytes SIZE, --broken or an ENTRY to select what to remove.")
         return REFUSED
-    store = open_store(directory)
-    keys = some_entries(store, directory) if arguments.entries else []
-    unwanted = Unwanted(
-        named=tuple(choose_entry(keys, text, directory) for text in arguments.entries),
+    store, keys = open_store(directory, needs_entries=bool(arguments.entries))
+    before = list_entries(store, directory)
+    removed = prune_entries(
+        store,
+        before,
+        named=[choose_entry(keys, text, directory) for text in arguments.entries],
         is_broken=arguments.broken,
         max_bytes=arguments.max_bytes,
+        is_dry_run=is_dry_run,
+        on_read=_say_progress,
     )
-    before = list_entries(store, directory)
-    removed = prune_entries(store, before, unwanted, is_dry_run=is_dry_run, on_read=_say_progress)
     names, removed_bytes = {each.name for each in removed}, sum(each.size_bytes for each in removed)
     kept = sum(entry.name not in names for entry in before.entries), before.size_bytes - removed_bytes
     if not arguments.json:
@@ -111,7 +111,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(found: dict[str, Any]) -> str:
+def _as_json(found: Any) -> str:
     """Format one JSON object without NaN, infinity or control characters."""
     return json_text(as_plain(msgspec.to_builtins(found), is_finite=True))
 

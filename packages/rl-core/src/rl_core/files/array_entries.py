@@ -41,7 +41,7 @@ MAX_ARRAY_METADATA_BYTES, MAX_ARRAY_METADATA_VALUES = 1 << 14, 1 << 8
 MAX_DESCRIPTION_BYTES = 1 << 24
 MAX_DESCRIPTION_VALUES = 1 << 19
 MAX_DIRECTORY_BYTES = 1 << 21
-"""Room for about 30,000 files; reading takes 1 KB of memory for each."""
+"""Room for about 30,000 files; the library needs 1 KB of memory for each."""
 MAX_RATIO = 256
 """Maximum compression ratio; lz4 expands one byte to at most 255."""
 CRC_BYTES = 4
@@ -121,7 +121,7 @@ class EntryFolder:
     def exists(self) -> bool:
         """Return True if the folder exists, or there is an object below the URL."""
         with self._failing("looked up", self._shown):
-            return bool(self._fs.exists(self._root))
+            return bool(self._fs.isdir(self._root))
 
     def names(self) -> list[str]:
         """Return the names of all entries, including broken ones, sorted."""

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,12 +11,12 @@ import msgspec
 from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files.array_entries import SUFFIX
-from rl_rollout.skip.entries import EntryKey, EntryStore, Manifest
+from rl_rollout.skip.entries import EntryKey, EntryStore
 from rl_rollout.skip.rows import Counts
 
-NUM_THREADS = 8
 MAX_NAMED = 12
 MAX_DEPTH = 32
+LEFT = "left by a writer that died"
 
 OnRead = Callable[[int, int], None]
 """Receives the number of entries read so far and the total."""
@@ -27,7 +26,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Why an entry cannot be used.
 
     Attributes:
-        path: The file or folder at fault.
+        path: The file at fault.
         reason: What was expected and what was found.
         is_broken: False if the store failed to read the entry, which may itself be intact.
     """
@@ -66,48 +65,38 @@ class EntryReport(msgspec.Struct, frozen=True, kw_only=True):
     fault: Fault | None = None
 
 
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """A file besides the entries.
+
+    Attributes:
+        name: Its name.
+        size_bytes: Its size in bytes.
+    """
+
+    name: str
+    size_bytes: int
+
+
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a directory.
+    """Contents of a directory; its fields are those of `ls --json`.
 
     Attributes:
         directory: The directory as the user gave it.
         entries: Entries, sorted by kind, step and part.
-        set_aside: Size in bytes of each broken entry that a run moved to broken/, by name.
-        leftovers: Size in bytes of each leftover of a dead writer, by name.
+        set_aside: Broken entries that a run moved to broken/.
+        leftovers: Leftovers of dead writers.
+        num_broken: Number of entries that are broken or could not be read.
+        totals: Sums over all entries except the broken ones.
+        size_bytes: Total size of the directory's contents in bytes.
     """
 
     directory: str
     entries: tuple[EntryReport, ...]
-    set_aside: dict[str, int]
-    leftovers: dict[str, int]
-
-    @property
-    def num_broken(self) -> int:
-        """Number of entries that are broken or could not be read."""
-        return sum(entry.fault is not None for entry in self.entries)
-
-    @property
-    def totals(self) -> Counts:
-        """Sums over all entries except the broken ones."""
-        held = [entry.counts for entry in self.entries if entry.counts is not None]
-        return Counts(**{name: sum(getattr(counts, name) for counts in held) for name in Counts.__struct_fields__})
-
-    @property
-    def size_bytes(self) -> int:
-        """Total size of the directory's contents in bytes."""
-        entries = sum(entry.size_bytes for entry in self.entries)
-        return entries + sum(self.set_aside.values()) + sum(self.leftovers.values())
-
-    def to_json(self) -> dict[str, Json]:
-        """Return the listing as a JSON object."""
-        return {
-            **msgspec.to_builtins(self),
-            "set_aside": _sizes(self.set_aside),
-            "leftovers": _sizes(self.leftovers),
-            "num_broken": self.num_broken,
-            "totals": msgspec.to_builtins(self.totals),
-            "size_bytes": self.size_bytes,
-        }
+    set_aside: tuple[Named, ...]
+    leftovers: tuple[Named, ...]
+    num_broken: int
+    totals: Counts
+    size_bytes: int
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,8 +104,8 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: Path relative to the directory.
-        size_bytes: Size of all its files.
-        why: "left by a writer that died", "named", "set aside", "broken" or "oldest".
+        size_bytes: Size of its file.
+        why: LEFT, "named", "set aside", "broken" or "oldest".
     """
 
     name: str
@@ -124,51 +113,27 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Unwanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What `prune` removes in addition to the leftovers of dead writers.
-
-    Attributes:
-        named: Entries to remove.
-        is_broken: Also remove broken entries and everything in broken/, whatever the size; this reads all entries.
-        max_bytes: Maximum size of what remains; None sets no limit.
-    """
-
-    named: tuple[EntryKey, ...] = ()
-    is_broken: bool = False
-    max_bytes: int | None = None
-
-
-def open_store(directory: str) -> EntryStore:
-    """Open the store in an existing directory.
+def open_store(directory: str, *, needs_entries: bool = False) -> tuple[EntryStore, list[EntryKey]]:
+    """Open the store in an existing directory, and return it with the keys of its entries.
 
     Raises:
-        CacheError: The directory does not exist or is not a folder.
-        MissingExtraError: The directory is a URL, and a package that it needs is not installed.
+        CacheError: The directory does not exist or is not a folder, or has no entries although it needs them.
     """
     store = EntryStore(directory)
-    if not store.entries() and not store.folder.exists():
+    if not store.folder.exists():
         raise CacheError(
-            f"{directory} must be the folder or URL of a skip cache; found nothing there. Give the "
-            "rollout_cache.directory of the run."
+            f"{directory} must be the folder or URL of a skip cache, such as the rollout_cache.directory of a run; "
+            f"{entries_hint(directory)}"
         )
-    return store
-
-
-def some_entries(store: EntryStore, directory: str) -> list[EntryKey]:
-    """Return the keys of all entries of a directory.
-
-    Raises:
-        CacheError: There are none.
-    """
     keys = store.entries()
-    if not keys:
+    if needs_entries and not keys:
         raise CacheError(f"{directory} has no entries; {entries_hint(directory)}")
-    return keys
+    return store, keys
 
 
 def entries_hint(directory: str) -> str:
     """Return a hint on what entries look like, for a directory that has none."""
-    is_entry = EntryKey.parse(_last(directory).removesuffix(SUFFIX)) is not None
+    is_entry = EntryKey.parse(_last(directory)) is not None
     upwards = " The path is itself an entry: give its folder." if is_entry else ""
     return f"expected files such as {EntryKey(step=1).name}{SUFFIX}.{upwards}"
 
@@ -181,7 +146,7 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
     """
     above = text.rstrip("/").rpartition("/")[0]
     is_here = not above or os.path.normpath(above) == os.path.normpath(directory)
-    named = [key for key in keys if is_here and key.name == _last(text).removesuffix(SUFFIX)]
+    named = [key for key in keys if is_here and key.name == _last(text)]
     is_step = text.isascii() and text.isdecimal()
     if not named and is_step:
         named = [key for key in keys if str(key.step) == (text.lstrip("0") or "0")]
@@ -196,11 +161,22 @@ def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKe
 def list_entries(store: EntryStore, directory: str) -> Listing:
     """Return the contents of a directory without reading any arrays."""
     sizes = store.folder.sizes()
-    with ThreadPoolExecutor(NUM_THREADS, "cache-ls") as threads:
-        found = threads.map(lambda key: describe_entry(store, key, sizes.get(key.name, 0)), store.entries())
-        entries = tuple(report for report in found if report is not None)
+    entries = tuple(
+        found for key in store.entries() if (found := describe_entry(store, key, sizes.get(key.name, 0))) is not None
+    )
+    aside, leftovers = (
+        tuple(Named(name=name, size_bytes=size) for name, size in found.items())
+        for found in (store.folder.broken(), store.folder.leftovers())
+    )
+    held = [entry.counts for entry in entries if entry.counts is not None]
     return Listing(
-        directory=directory, entries=entries, set_aside=store.folder.broken(), leftovers=store.folder.leftovers()
+        directory=directory,
+        entries=entries,
+        set_aside=aside,
+        leftovers=leftovers,
+        num_broken=sum(entry.fault is not None for entry in entries),
+        totals=Counts(**{name: sum(getattr(each, name) for each in held) for name in Counts.__struct_fields__}),
+        size_bytes=sum(entry.size_bytes for entry in entries) + sum(each.size_bytes for each in (*aside, *leftovers)),
     )
 
 
@@ -216,7 +192,7 @@ def describe_entry(store: EntryStore, key: EntryKey, size_bytes: int) -> EntryRe
     return EntryReport(
         name=key.name,
         key=key,
-        made_at=_made_at(manifest),
+        made_at=_made_at(manifest.created_at),
         generate_s=manifest.generate_s,
         counts=manifest.counts,
         size_bytes=found.size_bytes,
@@ -237,14 +213,23 @@ def verify_entry(store: EntryStore, key: EntryKey) -> EntryReport:
 
 
 def prune_entries(
-    store: EntryStore, before: Listing, unwanted: Unwanted, *, is_dry_run: bool, on_read: OnRead
+    store: EntryStore,
+    before: Listing,
+    *,
+    named: Sequence[EntryKey] = (),
+    is_broken: bool = False,
+    max_bytes: int | None = None,
+    is_dry_run: bool,
+    on_read: OnRead,
 ) -> list[Removal]:
-    """Remove leftovers of dead writers, then named entries, broken entries and the oldest entries, each completely.
+    """Remove leftovers of dead writers, then named entries, broken entries and the oldest entries.
 
     Args:
         store: Store of the directory.
         before: Contents of the directory.
-        unwanted: What to remove.
+        named: Entries to remove.
+        is_broken: Also remove broken entries and everything in broken/, whatever the size; this reads all entries.
+        max_bytes: Maximum size of what remains; None sets no limit.
         is_dry_run: Report the removals without performing them.
         on_read: Called after each entry that is checked for damage.
 
@@ -255,22 +240,24 @@ def prune_entries(
         CacheError: The directory cannot be read, or an item cannot be removed.
     """
     removed: list[Removal] = []
-    for each in _unwanted(store, before, unwanted, on_read):
+
+    def remove(removal: Removal) -> None:
+        removed.append(removal)
         if not is_dry_run:  # immediately: another process may replace a broken entry
-            _remove(store, each)
-        removed.append(each)
-    if unwanted.max_bytes is not None:
+            (store.folder.remove_leftover if removal.why == LEFT else store.folder.remove)(removal.name)
+
+    for removal in _unwanted(store, before, named, is_broken, on_read):
+        remove(removal)
+    if max_bytes is not None:
         gone = {each.name for each in removed}
         broken = {entry.name for entry in before.entries if entry.fault is not None and entry.fault.is_broken}
         rest = [each for each in store.by_age() if each[0] not in gone]
         total = sum(size for _, size in rest)
         for name, size in rest:
-            if total <= unwanted.max_bytes:
+            if total <= max_bytes:
                 break
             why = "set aside" if name.startswith("broken/") else "broken" if name in broken else "oldest"
-            removed.append(Removal(name=name, size_bytes=size, why=why))
-            if not is_dry_run:
-                _remove(store, removed[-1])
+            remove(Removal(name=name, size_bytes=size, why=why))
             total -= size
     return removed
 
@@ -294,30 +281,25 @@ def as_plain(value: Json, *, is_finite: bool = False, depth: int = 0) -> Json:
     return value
 
 
-def _unwanted(store: EntryStore, listing: Listing, unwanted: Unwanted, on_read: OnRead) -> Iterator[Removal]:
+def _unwanted(
+    store: EntryStore, listing: Listing, named: Sequence[EntryKey], is_broken: bool, on_read: OnRead
+) -> Iterator[Removal]:
     """Yield all removals except those of the oldest entries. Each entry is read only when it is reached."""
-    for name, size in listing.leftovers.items():
-        yield Removal(name=name, size_bytes=size, why="left by a writer that died")
+    for each in listing.leftovers:
+        yield Removal(name=each.name, size_bytes=each.size_bytes, why=LEFT)
     for entry in listing.entries:
-        if entry.key in unwanted.named:
+        if entry.key in named:
             yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="named")
-    if not unwanted.is_broken:
+    if not is_broken:
         return
-    for name, size in listing.set_aside.items():
-        yield Removal(name=f"broken/{name}", size_bytes=size, why="set aside")
-    others = [entry for entry in listing.entries if entry.key not in unwanted.named]
+    for each in listing.set_aside:
+        yield Removal(name=f"broken/{each.name}", size_bytes=each.size_bytes, why="set aside")
+    others = [entry for entry in listing.entries if entry.key not in named]
     for number, entry in enumerate(others, start=1):
         fault = verify_entry(store, entry.key).fault
         on_read(number, len(others))
         if fault is not None and fault.is_broken:
             yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="broken")
-
-
-def _remove(store: EntryStore, removal: Removal) -> None:
-    if removal.why == "left by a writer that died":
-        store.folder.remove_leftover(removal.name)
-    else:
-        store.folder.remove(removal.name)
 
 
 def _fault_of(error: CacheError, store: EntryStore, key: EntryKey) -> Fault:
@@ -326,20 +308,17 @@ def _fault_of(error: CacheError, store: EntryStore, key: EntryKey) -> Fault:
     return Fault(path=store.folder.path_of(key.name), reason=str(error), is_broken=False)
 
 
-def _made_at(manifest: Manifest) -> str | None:
-    """Return an entry's creation time in UTC; None if the manifest's value is out of range."""
+def _made_at(seconds: float) -> str | None:
+    """Return a creation time in UTC; None if it is out of range."""
     try:
-        return datetime.fromtimestamp(manifest.created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (OverflowError, ValueError, OSError):
         return None
 
 
-def _sizes(found: dict[str, int]) -> list[dict[str, Json]]:
-    return [{"name": name, "size_bytes": size} for name, size in found.items()]
-
-
 def _last(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
+    """Return the name of an entry from its path."""
+    return path.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX)
 
 
 def _names(keys: Sequence[EntryKey]) -> str:

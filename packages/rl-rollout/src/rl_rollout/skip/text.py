@@ -1,11 +1,11 @@
 """Formats the results of `rl-rollout cache` for a terminal, with control characters in entries escaped."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rl_core.data import Json
 from rl_core.terminal_text import bytes_text, printable, table_lines
-from rl_rollout.skip.commands import EntryReport, Fault, Listing, Removal, entries_hint
+from rl_rollout.skip.commands import EntryReport, Fault, Listing, Named, Removal, entries_hint
 from rl_rollout.skip.rows import Counts
 
 COLUMNS = (
@@ -86,10 +86,10 @@ def _fault(fault: Fault) -> str:
     return f"{printable(fault.path, width=None)}: {printable(fault.reason, width=MAX_REASON)}"
 
 
-def _sizes(what: str, found: Mapping[str, int]) -> Iterator[str]:
+def _sizes(what: str, found: Sequence[Named]) -> Iterator[str]:
     if found:
-        yield f"{what}: {len(found)}, {bytes_text(sum(found.values()))}"
-        yield from (f"  {printable(name, width=120)}  {bytes_text(size)}" for name, size in found.items())
+        yield f"{what}: {len(found)}, {bytes_text(sum(each.size_bytes for each in found))}"
+        yield from (f"  {printable(each.name, width=120)}  {bytes_text(each.size_bytes)}" for each in found)
 
 
 def _held(counts: Counts) -> str:
