@@ -6,10 +6,38 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl_core.errors import DataError
 from rl_core.files import read_json
-from rl_core.files.plain_files import load_json, load_json_as
+from rl_core.files.plain_files import count_values, load_json, load_json_as, preview, preview_path
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda below: st.lists(below) | st.dictionaries(st.text(), below),
+)
+
+
+def number_of_values(value):
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(number_of_values, below))
+
+
+@given(JSON)
+def test_no_document_has_more_values_than_are_counted(value):
+    raw = json.dumps(value).encode()
+    assert count_values(raw) >= number_of_values(value)
+    assert load_json(raw, max_values=count_values(raw)) == value
+    with pytest.raises(ValueError, match="it may have"):
+        load_json(raw, max_values=count_values(raw) - 1)
+
+
+def test_what_is_shown_is_short_and_can_be_printed():
+    assert preview("a\x1b[2J\udcff") == r"'a\x1b[2J\udcff'"
+    assert len(preview("x" * 10**6)) == 80
+    assert preview_path("a/b") == "a/b"
+    assert preview_path("a\n\udcff").isprintable()
 
 
 @pytest.mark.parametrize(
