@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.errors import BrokenEntryError, CacheError, CheckpointError, MissingExtraError
-from rl_core.files import load_json, locked_folder, sync_folder
+from rl_core.files import load_json, locked_folder, open_plain, sync_folder
 from rl_core.files.zarr_arrays import (
     METADATA,
     ArraySpec,
@@ -31,7 +31,6 @@ from rl_core.files.zarr_arrays import (
     encode_array,
     plan_array,
 )
-from rl_distill.checkpoints.plain_files import open_plain
 from rl_distill.teacher.scores import TeacherScores
 
 FORMAT = "rl-distill teacher scores"
@@ -248,7 +247,7 @@ def _write(file: Path, *parts: bytes | memoryview) -> None:
 def _read(file: Path, size_bytes: int) -> memoryview:
     """Read a file of a known size into writable memory."""
     try:
-        with open_plain(file) as (stream, size):
+        with open_plain(file, error=CheckpointError, follows_links=False) as (stream, size):
             if size != size_bytes:
                 raise BrokenEntryError(str(file), f"it must have {size_bytes} bytes; found {size}")
             content = np.empty(size_bytes, dtype=np.uint8).data
@@ -267,7 +266,7 @@ def _encode_manifest(manifest: EntryManifest) -> bytes:
 def _read_manifest(path: Path) -> EntryManifest:
     file = path / MANIFEST
     try:
-        with open_plain(file) as (stream, size):
+        with open_plain(file, error=CheckpointError, follows_links=False) as (stream, size):
             if size > MAX_MANIFEST_BYTES:
                 raise BrokenEntryError(str(file), f"it must have at most {MAX_MANIFEST_BYTES} bytes; found {size}")
             raw = stream.read(size)
