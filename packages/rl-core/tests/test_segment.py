@@ -396,7 +396,10 @@ def with_array(segment, name, values):
     ("name", "values", "words"),
     [
         ("#prompt", np.asarray([0, 0, 2], np.int32), ["refers to prompt 2 of 2"]),
+        ("#prompt", np.asarray([0, -1, 1], np.int32), ["negative index"]),
         ("#prompt", np.asarray([0, 0, 2**31 - 1], np.int32), ["refers to prompt"]),
+        ("#session", np.asarray([0, -1, 0], np.int32), ["negative index"]),
+        ("#output", np.asarray([-(2**31), 0, 0], np.int32), ["negative index"]),
         ("#session", np.asarray([0, 0, 0], np.int32), ["('p0', 0, 0)", "twice"]),
         ("#offsets", np.asarray([0, 4, 2, 5], np.int64), ["offsets must not decrease"]),
         ("#offsets", np.asarray([1, 2, 2, 5], np.int64), ["offsets must run from 0"]),

@@ -200,6 +200,8 @@ def _batch_of(schema: Schema, arrays: dict[str, Array]) -> Batch:
     prompts, sessions, outputs = (arrays.pop(name) for name in ("#prompt", "#session", "#output"))
     if any(array.shape != (schema.num_rows,) or array.dtype != np.int32 for array in (prompts, sessions, outputs)):
         raise ShapeError(f"the keys must be [{schema.num_rows}] int32.")
+    if schema.num_rows and min(int(array.min()) for array in (prompts, sessions, outputs)) < 0:
+        raise DataError("a row key has a negative index.")
     if (schema.num_rows and int(prompts.max()) >= len(schema.uids)) or len(set(schema.uids)) != len(schema.uids):
         last = int(prompts.max(initial=-1))
         raise DataError(f"a row key refers to prompt {last} of {len(schema.uids)}, or a prompt appears twice.")
