@@ -20,6 +20,7 @@ from rl_core.files.plain_files import (
     read_json,
     read_json_object,
     read_plain,
+    read_record,
     read_toml,
     require_plain,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "read_json",
     "read_json_object",
     "read_plain",
+    "read_record",
     "read_safetensors_header",
     "read_toml",
     "remove_unlocked_folders",
