@@ -12,7 +12,6 @@ from rl_core.files.locked_folders import (
 from rl_core.files.plain_files import (
     count_values,
     load_json,
-    load_json_as,
     open_plain,
     parse_toml,
     preview,
@@ -34,7 +33,6 @@ __all__ = [
     "count_values",
     "current_umask",
     "load_json",
-    "load_json_as",
     "locked_folder",
     "make_locked_folder",
     "open_lock_file",
