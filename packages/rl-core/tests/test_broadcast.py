@@ -18,7 +18,7 @@ from rl_core.weights.broadcast import BroadcastTransport, JoinedSource, WeightSo
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
 from rl_core.weights.digests import tensor_checksum
 from rl_core.weights.secret_sockets import hang_up
-from rl_core.weights.update import Broadcast, WeightSource, WeightUpdate
+from rl_core.weights.update import Broadcast, FromSenders, WeightSource, WeightUpdate
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -46,7 +46,7 @@ def specs(update: WeightUpdate) -> list[TensorSpec]:
 def sent_by(meeting: Broadcast, *, version: int) -> WeightUpdate:
     """Return an update without tensors from this sender."""
     source = WeightSource(sender="the sender of weights", meeting=meeting, rectangles=[])
-    return WeightUpdate(version=version, digests={}, sources=[source])
+    return WeightUpdate(version=version, digests={}, location=FromSenders(sources=[source]))
 
 
 def is_soon(holds: Callable[[], bool]) -> bool:
@@ -97,7 +97,7 @@ def assert_arrived(found: dict[str, torch.Tensor], update: WeightUpdate) -> None
 def test_tensors_arrive_bit_for_bit_whatever_the_buckets(bucket_bytes: int) -> None:
     transport = BroadcastTransport(bucket_bytes=bucket_bytes, deadline_s=60.0)
     update = transport.pack(TENSORS, version=3, tied={})
-    assert update.tensors is update.file is None
+    assert update.is_sent
     assert_arrived(Receiver().take(update), update)
     transport.close()
 
@@ -180,13 +180,13 @@ import json, sys, torch
 from rl_core.weights.broadcast import WeightSources
 from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
 from rl_core.weights.digests import tensor_checksum
-from rl_core.weights.update import Broadcast, WeightSource, WeightUpdate
+from rl_core.weights.update import Broadcast, FromSenders, WeightSource, WeightUpdate
 
 meeting, version, specs, stops = json.loads(sys.argv[1])
 specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs]
 source = WeightSource(sender="the sender", meeting=Broadcast(**meeting), rectangles=[])
 engine = WeightSources(num_workers=1)
-(joined,) = engine.announce(WeightUpdate(version=version, digests={}, sources=[source]))
+(joined,) = engine.announce(WeightUpdate(version=version, digests={}, location=FromSenders(sources=[source])))
 group = BroadcastGroup(joined.meeting, joined.engine, rank=1, size=2, device=torch.device("cpu"))
 for name, tensor in group.receive(specs):
     print(name, tensor_checksum(tensor), flush=True)

@@ -25,7 +25,7 @@ from rl_core.weights.broadcast import (
 from rl_core.weights.digests import digest_tensors, tensor_checksum
 from rl_core.weights.receiving import _SenderLink
 from rl_core.weights.rectangle_sums import digest_rectangles, join_digests
-from rl_core.weights.update import Rectangle, WeightUpdate
+from rl_core.weights.update import FromSenders, Rectangle, WeightUpdate
 
 CPU = torch.device("cpu")
 OPTIONS = SenderOptions(bucket_bytes=100, deadline_s=60.0)
@@ -172,7 +172,7 @@ def test_a_wrong_rectangle_changes_the_checksum_of_its_tensor_alone(
         first, second = halves
         moved = [first._replace(offsets=second.offsets), second._replace(offsets=first.offsets)]
         wrong = replace(source, rectangles=[*moved, *source.rectangles[2:]])
-        update = replace(update, sources=[wrong])
+        update = replace(update, location=FromSenders(sources=[wrong]))
     elif fault == "swapped contents":
         ranks.senders[0].offer([parts[1], parts[0], parts[2]], OPTIONS, version=1)
     else:

@@ -397,9 +397,8 @@ def test_weights_that_no_update_brought_back_are_not_proven(sleepy: Transformers
     asyncio.run(sleepy.sleep(2))
     asyncio.run(sleepy.wake())
     sleepy._stepper._served = replace(sleepy._stepper._served, version=1)
-    assert update.tensors is not None
     with PassingChecksums({}) as sums:
-        assert len(list(sums.passing(update.tensors.items()))) == len(update.tensors)
+        assert len(list(sums.passing(update.location.tensors.items()))) == len(update.location.tensors)
         receipt = sleepy._stepper._receipt(sums, {})
     with pytest.raises(WeightProofError, match="the engine serves something else") as raised:
         check_receipt(update, receipt, tolerances=ProofTolerances())

@@ -16,7 +16,7 @@ from rl_core.weights.broadcast import BroadcastTransport
 from rl_core.weights.broadcast_group import BroadcastGroup
 from rl_core.weights.publish import ProofTolerances, check_receipt
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
-from rl_core.weights.update import WeightUpdate
+from rl_core.weights.update import InProcess, WeightUpdate
 from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, SamplingParams, Structure
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -67,11 +67,10 @@ def test_a_tensor_corrupted_on_its_way_is_named(
     name = "model.layers.1.self_attn.v_proj.weight"
     update = packed(weights, version=7)
     assert {digest.kind for digest in update.digests.values()} == {kind}
-    assert update.tensors is not None
-    corrupt = dict(update.tensors)
+    corrupt = dict(update.location.tensors)
     corrupt[name] = corrupt[name].clone()
     corrupt[name][3, 5] += 1e-3
-    damaged = WeightUpdate(version=7, digests=update.digests, tensors=corrupt, tied=update.tied)
+    damaged = WeightUpdate(version=7, digests=update.digests, location=InProcess(tensors=corrupt), tied=update.tied)
     receipt = asyncio.run(vllm_engine.update_weights(damaged))
     assert [key for key, crc in receipt.arrived.items() if crc != update.digests[key].checksum] == [name]
     with pytest.raises(WeightProofError, match="v_proj") as raised:

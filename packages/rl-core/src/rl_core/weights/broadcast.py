@@ -20,7 +20,7 @@ from rl_core.weights.receiving import (
     receive_plan,
 )
 from rl_core.weights.sender import SenderOptions, WeightSender
-from rl_core.weights.update import AdapterUpdate, NamedTensors, Rectangle, WeightSource, WeightUpdate
+from rl_core.weights.update import AdapterUpdate, FromSenders, NamedTensors, Rectangle, WeightSource, WeightUpdate
 
 __all__ = [
     "BroadcastGroup",
@@ -68,7 +68,8 @@ class BroadcastTransport(WeightSender):
         self.offer(version, copies.values)
         whole = [Rectangle(name, (0,) * len(digest.shape), digest.shape) for name, digest in digests.items()]
         source = WeightSource(sender="the sender of weights", meeting=self.meeting, rectangles=whole)
-        return WeightUpdate(version=version, digests=digests, sources=[source], tied=dict(tied), adapter=adapter)
+        location = FromSenders(sources=[source])
+        return WeightUpdate(version=version, digests=digests, location=location, tied=dict(tied), adapter=adapter)
 
 
 class DirectTransport:

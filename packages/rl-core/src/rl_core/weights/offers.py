@@ -10,7 +10,7 @@ from rl_core.errors import WeightProofError
 from rl_core.record_fields import record
 from rl_core.weights.rectangle_sums import RectangleDigest, digest_rectangles, join_digests
 from rl_core.weights.sender import SenderOptions, WeightSender
-from rl_core.weights.update import Rectangle, WeightSource, WeightUpdate
+from rl_core.weights.update import FromSenders, Rectangle, WeightSource, WeightUpdate
 
 
 @record
@@ -121,7 +121,7 @@ def join_offers(
     return WeightUpdate(
         version=version,
         digests={name: digests[name] for name in rectangles},
-        sources=[offer.source for offer in offers if offer.source.rectangles],
+        location=FromSenders(sources=[offer.source for offer in offers if offer.source.rectangles]),
         tied=dict(tied),
     )
 

@@ -22,6 +22,8 @@ from rl_core.weights import (
     LORA_B,
     PEFT_PREFIX,
     SHARED_MEMORY,
+    InFile,
+    InProcess,
     ProofTolerances,
     WeightUpdate,
     probe_tensor,
@@ -41,8 +43,8 @@ def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         EngineError: The update has neither tensors nor a file.
         WeightsGoneError: The file is missing or truncated.
     """
-    if update.tensors is not None:
-        return update.tensors
+    if isinstance(update.location, InProcess):
+        return update.location.tensors
     with update_file(update) as file:
         tensors: Mapping[str, torch.Tensor] = load_file(file)
     return tensors
@@ -61,11 +63,12 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
         EngineError: The update has neither tensors nor a file.
         WeightsGoneError: The file is missing or truncated.
     """
-    if update.file is None:
+    if not isinstance(update.location, InFile):
         raise EngineError(f"weight update {update.version} has neither tensors nor a file. Pack it with a transport.")
-    require_plain(update.file, error=WeightsGoneError)
+    file = update.location.file
+    require_plain(file, error=WeightsGoneError)
     try:
-        yield update.file
+        yield file
     except (OSError, SafetensorError) as error:
         raise WeightsGoneError(
             f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
@@ -82,8 +85,8 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
     """
     if update.is_sent:
         return announced_tensors(update)
-    if update.tensors is not None:
-        return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
+    if isinstance(update.location, InProcess):
+        return {name: tensor.to("meta") for name, tensor in update.location.tensors.items()}
     with update_file(update) as file, safe_open(file, framework="pt") as tensors:
         return {
             name: torch.empty(tensors.get_slice(name).get_shape(), device="meta")
@@ -92,19 +95,19 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[Mapping[str, torch.Tensor] | Path | None]:
+def workers_source(location: InProcess | InFile, *, is_shared: bool) -> Iterator[Mapping[str, torch.Tensor] | Path]:
     """Return the tensors or the file from which workers read an update.
 
     Args:
-        update: An update with tensors or a file.
+        location: Location of the update.
         is_shared: Whether the workers are other processes. This process's tensors are then written to shared memory.
     """
-    if update.tensors is None or not is_shared:
-        yield update.file if update.tensors is None else update.tensors
+    if isinstance(location, InFile) or not is_shared:
+        yield location.file if isinstance(location, InFile) else location.tensors
         return
     with locked_folder(SHARED_MEMORY, FOLDER_PREFIX, mode=0o700) as folder:
         file = folder / "weights.safetensors"
-        write_safetensors({name: one.detach().contiguous().cpu() for name, one in update.tensors.items()}, file)
+        write_safetensors({name: one.detach().contiguous().cpu() for name, one in location.tensors.items()}, file)
         yield file
 
 

@@ -24,6 +24,8 @@ from rl_core.data import FinishReason as OurFinishReason
 from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
 from rl_core.gpus import GpuUse
 from rl_core.weights import (
+    InFile,
+    InProcess,
     TokenScores,
     WeightReceipt,
     WeightUpdate,
@@ -188,8 +190,8 @@ class VLLMStepper:
             kinds = {name: digest.kind for name, digest in update.digests.items()}
             what, details = "all_weights", [list(update.tied), kinds]
         arrived: list[dict[str, str]]
-        if not update.is_sent:
-            with workers_source(update, is_shared=self._num_ranks > 1) as source:
+        if isinstance(update.location, InProcess | InFile):
+            with workers_source(update.location, is_shared=self._num_ranks > 1) as source:
                 arrived = self._core.collective_rpc(f"replace_{what}", args=(source, *details))
             return arrived
         try:
