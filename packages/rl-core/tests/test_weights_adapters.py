@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from offered_weights import OfferedTo
 from rounding import rounding_bound
 from safetensors.torch import load_file
 
@@ -32,8 +33,7 @@ from rl_core.weights import (
     publish_weights,
     tensor_checksum,
 )
-from rl_core.weights.broadcast import BroadcastTransport, WeightSources
-from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.broadcast import BroadcastTransport
 
 TIED = {"lm_head.weight": "embed.weight"}
 A, B = "base_model.model.q_proj.lora_A.weight", "base_model.model.q_proj.lora_B.weight"
@@ -128,12 +128,8 @@ def broadcast() -> Iterator[BroadcastTransport]:
 
 def test_an_adapter_is_received_over_the_network(broadcast: BroadcastTransport) -> None:
     update = packed(broadcast)
-    engine = WeightSources(num_workers=1)
-    (joined,) = engine.announce(update)
-    group = BroadcastGroup(joined.meeting, joined.engine, rank=1, size=2, device=torch.device("cpu"))
-    specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
-    found = dict(group.receive(specs))
-    group.close()
+    engine = OfferedTo()
+    (found,) = engine.take(update)
     engine.close()
     assert {name: tensor_checksum(tensor) for name, tensor in found.items()} == {
         name: digest.checksum for name, digest in update.digests.items()

@@ -26,7 +26,7 @@ from rl_core.weights import (
     check_receipt,
     digest_tensors,
 )
-from rl_core.weights.broadcast import BroadcastTransport, SenderOptions, join_offers
+from rl_core.weights.broadcast import BroadcastTransport, SenderOptions, join_offers, offer_from_rank
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
@@ -136,7 +136,10 @@ def test_a_rank_that_fails_midway_fails_the_engine_and_is_named(
 
     parts[1][-1] = replace(parts[1][-1], read=read_or_fail)
     ranks = TwoRanks(SenderOptions(bucket_bytes=1000, deadline_s=5.0))
-    offers = [sender.offer(part, ranks.options, version=3) for sender, part in zip(ranks.senders, parts, strict=True)]
+    offers = [
+        offer_from_rank(sender, part, ranks.options, version=3)
+        for sender, part in zip(ranks.senders, parts, strict=True)
+    ]
     update = join_offers(offers, tensors, version=3, tied=TIED_HEAD)
     broken.set()
     with pytest.raises(EngineError, match=r"rank 1 of the learner: .*could not be transferred"):

@@ -205,8 +205,8 @@ def test_a_byte_that_changes_on_its_way_to_the_workers_is_found(
 ) -> None:
     tensors = load_file(wide_model_dir / "model.safetensors")
     update = broadcast.pack(tensors, version=11, tied=TIED_HEAD)
-    assert broadcast._packed is not None
-    sent = dict(zip(tensors, broadcast._packed[1](), strict=True))
+    assert broadcast._offer is not None
+    sent = {held.rectangle.name: held.read() for held in broadcast._offer.held}
     sent["model.norm.weight"][5] += 1e-3
     receipt = asyncio.run(split_vllm.update_weights(update))
     with pytest.raises(WeightProofError, match=r"model\.norm\.weight"):

@@ -18,7 +18,7 @@ import numpy as np
 from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import ShapeError
 from rl_core.record_fields import Axes, record
-from rl_core.weights.digests import TensorDigest
+from rl_core.weights.digests import ChecksumKind, TensorDigest
 
 if TYPE_CHECKING:
     import torch
@@ -201,6 +201,11 @@ class WeightUpdate:
     def sources(self) -> Sequence[WeightSource]:
         """Senders of the tensors; empty if they do not come over the network."""
         return self.location.sources if isinstance(self.location, FromSenders) else ()
+
+    @property
+    def kinds(self) -> dict[str, ChecksumKind]:
+        """Kind of each tensor's checksum, which the receiver must compute."""
+        return {name: digest.kind for name, digest in self.digests.items()}
 
     @property
     def served(self) -> dict[str, TensorDigest]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from rl_core.data import FloatArray
-from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError, WeightsGoneError
+from rl_core.errors import EngineError, WeightProofError, WeightsGoneError
 from rl_core.files import locked_folder, read_json_object, read_safetensors_header, require_plain
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -29,7 +29,6 @@ from rl_core.weights import (
     probe_tensor,
     write_safetensors,
 )
-from rl_core.weights.broadcast import SourceGroups, WeightSources, receive_plan
 from rl_rollout.engines.protocol import EngineTraits
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -229,44 +228,6 @@ def _check_whole(found: Shapes, expected: Shapes, tied: Iterable[str] = (), *, o
 def _some(names: Iterable[str]) -> str:
     first, *others = sorted(names)
     return f"{first!r}" + (f" and {len(others)} more" if others else "")
-
-
-class WeightArrival:
-    """Connects to the senders of updates, as their only worker."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Initialize without connecting.
-
-        Args:
-            device: Device of the received tensors.
-        """
-        self._device = device
-        self._sources = WeightSources(num_workers=1)
-        self._groups: SourceGroups | None = None
-
-    def arriving(self, update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor of an update when it is complete, in order.
-
-        Raises:
-            WeightsGoneError: A sender has ended or has another version. Nothing was sent.
-            TransferError: A sender ended midway.
-            DeadlineError: A sender stopped sending.
-        """
-        try:
-            joined = self._sources.announce(update)
-        except (TransferError, DeadlineError) as error:
-            raise WeightsGoneError(str(error)) from error
-        if self._groups is None or self._groups.sources != joined:
-            if self._groups is not None:
-                self._groups.close()
-            self._groups = SourceGroups(joined, rank=1, size=2, device=self._device)
-        return self._groups.receive(receive_plan(update))
-
-    def close(self) -> None:
-        """Disconnect from all senders. Safe to call twice."""
-        self._sources.close()
-        if self._groups is not None:
-            self._groups.close()
 
 
 log = structlog.get_logger(__name__)
