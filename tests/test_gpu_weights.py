@@ -14,7 +14,15 @@ import torch
 from offered_weights import TwoRanks
 
 from rl_core.errors import EngineError, WeightProofError
-from rl_core.weights import ProofTolerances, TensorTransport, check_receipt, digest_tensors, tensor_checksum
+from rl_core.weights import (
+    InProcess,
+    ProofTolerances,
+    SharedBuckets,
+    TensorTransport,
+    check_receipt,
+    digest_tensors,
+    tensor_checksum,
+)
 from rl_core.weights.broadcast import BroadcastTransport, SenderOptions
 from rl_core.weights.ipc import IpcTransport, opened
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
@@ -116,11 +124,12 @@ def test_an_engine_of_this_process_proves_weights_on_the_gpu(model_dir: Path, we
     canary = canary_of(model_dir, new, SEQUENCE)
     report = asyncio.run(publish_to(engine, update, canary=canary, tolerances=TOLERANCES))
     assert report.version == 1
-    assert update.tensors is not None
     name = "model.layers.0.mlp.up_proj.weight"
-    damaged = update.tensors[name].clone()
+    damaged = update.location.tensors[name].clone()
     damaged.view(torch.int32)[3, 5] ^= 1
-    receipt = asyncio.run(engine.update_weights(replace(update, tensors={**update.tensors, name: damaged})))
+    receipt = asyncio.run(
+        engine.update_weights(replace(update, location=InProcess(tensors={**update.location.tensors, name: damaged})))
+    )
     with pytest.raises(WeightProofError, match="was changed in transit") as raised:
         check_receipt(update, receipt, tolerances=TOLERANCES)
     assert raised.value.tensor == name
@@ -136,8 +145,8 @@ def test_an_engine_in_another_process_opens_weights_on_the_gpu(
         new = perturbed(weights, scale=0.02 * version)
         canary = canary_of(model_dir, new, SEQUENCE)
         update = transport.pack(on_gpu(new), version=version, tied=TIED_HEAD)
-        assert update.shared is not None
-        assert len(update.shared.buckets) > 1
+        assert isinstance(update.location, SharedBuckets)
+        assert len(update.location.buckets) > 1
         report = asyncio.run(publish_to(hosted, update, canary=canary, tolerances=TOLERANCES))
         assert report.version == version
         assert set(generate(hosted)[0].policy_versions.tolist()) == {version}
@@ -161,8 +170,8 @@ def test_memory_comes_back_also_where_the_engine_died(hosted: ProcessEngine, wei
 def test_weights_of_another_gpu_are_refused(weights: dict[str, torch.Tensor]) -> None:
     transport = IpcTransport()
     update = transport.pack(on_gpu(weights), version=1, tied=TIED_HEAD)
-    assert update.shared is not None
-    elsewhere = replace(update, shared=replace(update.shared, device="GPU-0"))
+    assert isinstance(update.location, SharedBuckets)
+    elsewhere = replace(update, location=replace(update.location, device="GPU-0"))
     with pytest.raises(EngineError, match="memory of GPU-0; this process sees"), opened(elsewhere):
         pass
     transport.close()

@@ -11,7 +11,7 @@ from tiny_run import TinyRun, make_tiny_run, train_here
 
 from rl_core.weights.digests import probe_tensor
 from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import WeightReceipt, WeightUpdate
+from rl_core.weights.update import InProcess, WeightReceipt, WeightUpdate
 from rl_metrics.run_files.events import read_events
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout.engines.transformers_stepper import TransformersStepper
@@ -34,7 +34,7 @@ class CorruptingTransport(TensorTransport):
             return update
         damaged = tensors[NAME].clone()
         damaged[2, 1] += 1e-6
-        return replace(update, tensors={**tensors, NAME: damaged})
+        return replace(update, location=InProcess(tensors={**tensors, NAME: damaged}))
 
 
 def assert_failed_at_step_3(run: TinyRun, error: str) -> None:

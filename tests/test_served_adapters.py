@@ -76,9 +76,8 @@ def test_an_engine_serves_what_peft_computes(serving: Serving, room: int, adapte
         update = adapted.pack(transport, serving=serving)
         assert (update.adapter is not None) == (serving == "adapter")
         if update.adapter is None:
-            assert update.file is not None
             theirs = adapted.merged.state_dict()
-            for name, tensor in load_file(update.file).items():
+            for name, tensor in load_file(update.location.file).items():
                 torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-6)
         await publish_to(engine, update, canary=canary, tolerances=ProofTolerances(canary=1e-5))
         (scores,) = await engine.score([SEQUENCE])

@@ -138,7 +138,7 @@ def test_updates_of_the_learner_are_served_as_it_computes_them(served: Served) -
         assert report.num_tensors == 3 + NUM_LAYERS * 11 + 3 + 2 * (2 + 3 * (NUM_EXPERTS + 1))
     assert np.abs(logprobs.values - before).max() > 1, "the updates must move the policy, or the test says nothing"
     stored = load_file(served.folder / "model.safetensors")
-    assert torch.equal(update.tensors[BIAS], stored[BIAS])
+    assert torch.equal(update.location.tensors[BIAS], stored[BIAS])
 
 
 def test_the_router_computes_in_float32(served: Served) -> None:

@@ -14,7 +14,7 @@ from tiny_run import make_tiny_run
 from rl_core import Batch, InProcessQueue, Ragged, RowKey
 from rl_core.errors import WeightProofError
 from rl_core.weights.transports import TensorTransport
-from rl_core.weights.update import WeightUpdate
+from rl_core.weights.update import InProcess, WeightUpdate
 from rl_distill.skipping import SkippedUpdates
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, TrainerState
@@ -150,10 +150,9 @@ class CorruptingTransport(TensorTransport):
 
     def pack(self, tensors: Mapping[str, object], *, version: int, tied: Mapping[str, str]) -> WeightUpdate:
         update = super().pack(tensors, version=version, tied=tied)  # type: ignore[arg-type]
-        assert update.tensors is not None
-        damaged = update.tensors[self._name].clone()
+        damaged = update.location.tensors[self._name].clone()
         damaged.view(-1)[7] += 1e-6
-        return replace(update, tensors={**update.tensors, self._name: damaged})
+        return replace(update, location=InProcess(tensors={**update.location.tensors, self._name: damaged}))
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", LAST_NAME])

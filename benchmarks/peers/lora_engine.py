@@ -22,6 +22,7 @@ from rl_core.weights import (
     PEFT_PREFIX,
     AdapterUpdate,
     Canary,
+    InProcess,
     ProofTolerances,
     TensorTransport,
     WeightUpdate,
@@ -158,5 +159,6 @@ def merged(base: dict[str, Tensor], adapter: dict[str, Tensor]) -> dict[str, Ten
 
 def num_bytes(update: WeightUpdate) -> int:
     """Return the bytes of an update's tensors and of its message."""
-    tensors = update.tensors or {}
-    return sum(of.nbytes for of in tensors.values()) + len(pickle.dumps(replace(update, tensors=None)))
+    assert isinstance(update.location, InProcess)
+    message = pickle.dumps(replace(update, location=InProcess(tensors={})))
+    return sum(of.nbytes for of in update.location.tensors.values()) + len(message)

@@ -25,7 +25,7 @@ from rl_async_trainer.roles.teachers import RunTeachers
 from rl_core import Batch, Ragged
 from rl_core.data.records import NO_VERSION, IntArray
 from rl_core.errors import CheckpointError, EngineError
-from rl_core.weights.update import WeightReceipt, WeightUpdate
+from rl_core.weights.update import InProcess, WeightReceipt, WeightUpdate
 from rl_distill.learner import StepResult
 from rl_distill.learners import Learners
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest
@@ -196,7 +196,7 @@ def response_of(prompt_ids: IntArray, seed: int | None) -> list[int]:
 
 def read_file(update: WeightUpdate) -> WeightReceipt:
     """Load an update from its file as a real engine does; the file must be complete."""
-    return honest_receipt(replace(update, tensors=update_tensors(update)))
+    return honest_receipt(replace(update, location=InProcess(tensors=update_tensors(update))))
 
 
 def begin_life(run_folder: Path, role: str) -> None:

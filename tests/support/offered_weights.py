@@ -1,20 +1,19 @@
 """Weights offered by several senders, and an engine that loads them; workers are threads of this process."""
 
-import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from rl_core.weights.broadcast import (
     HeldRectangle,
-    JoinedSource,
-    RankSender,
+    ReceivePlan,
     SenderOptions,
     SourceGroups,
+    WeightSender,
     WeightSources,
     join_offers,
-    receive_plan,
+    offer_from_rank,
 )
 from rl_core.weights.digests import tensor_checksum
 from rl_core.weights.update import Rectangle, WeightUpdate
@@ -26,46 +25,30 @@ class OfferedTo:
     """An engine with several workers."""
 
     def __init__(self, num_workers: int = 1) -> None:
-        self.sources = WeightSources(num_workers=num_workers)
-        self.num_workers = num_workers
-        self.groups: list[SourceGroups] = []
+        ranks = range(1, num_workers + 1)
+        self.groups = [SourceGroups(rank=rank, num_workers=num_workers, device=CPU) for rank in ranks]
+        self.sources = WeightSources(self.ask)
+
+    def ask(self, plan: ReceivePlan) -> list[str | None]:
+        with ThreadPoolExecutor(len(self.groups)) as threads:
+            return list(threads.map(lambda group: group.ask(plan), self.groups))
 
     def take(
-        self, update: WeightUpdate, *, each: Callable[[str], None] = lambda _: None
+        self, update: WeightUpdate, *, each: Callable[[str], object] = lambda _: None
     ) -> list[dict[str, torch.Tensor]]:
-        joined, plan = self.sources.announce(update), receive_plan(update)
-        self._meet(joined)
-        found: list[Any] = [None] * self.num_workers
+        plan = self.sources.announce(update)
 
-        def work(rank: int) -> None:
-            try:
-                found[rank] = {}
-                for name, tensor in self.groups[rank].receive(plan):
-                    each(name)
-                    found[rank][name] = tensor
-            except Exception as error:
-                found[rank] = error
+        def work(group: SourceGroups) -> dict[str, torch.Tensor]:
+            found = {}
+            for name, tensor in group.receive(plan):
+                each(name)
+                found[name] = tensor
+            return found
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.num_workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for one in found:
-            if isinstance(one, Exception):
-                raise one
-        return found
-
-    def _meet(self, joined: list[JoinedSource]) -> None:
-        if self.groups and self.groups[0].sources == joined:
-            return
-        for group in self.groups:
-            group.close()
-        size = self.num_workers + 1
-        self.groups = [SourceGroups(joined, rank=rank, size=size, device=CPU) for rank in range(1, size)]
+        with ThreadPoolExecutor(len(self.groups)) as threads:
+            return list(threads.map(work, self.groups))
 
     def close(self) -> None:
-        self.sources.close()
         for group in self.groups:
             group.close()
 
@@ -81,13 +64,13 @@ class TwoRanks:
 
     def __init__(self, options: SenderOptions) -> None:
         self.options = options
-        self.senders = [RankSender(f"rank {rank} of the learner") for rank in range(2)]
+        self.senders = [WeightSender(f"rank {rank} of the learner") for rank in range(2)]
 
     def pack(
         self, tensors: Mapping[str, torch.Tensor], *, version: int, tied: Mapping[str, str], adapter: None = None
     ) -> WeightUpdate:
         offers = [
-            sender.offer(held_by(rank, tensors), self.options, version=version)
+            offer_from_rank(sender, held_by(rank, tensors), self.options, version=version)
             for rank, sender in enumerate(self.senders)
         ]
         return join_offers(offers, tensors, version=version, tied=tied)

@@ -17,8 +17,7 @@ from rl_async_trainer.roles.learner import RunLearner
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
 from rl_core.errors import NotReadyError
-from rl_core.weights.broadcast import BroadcastTransport, WeightSources
-from rl_core.weights.broadcast_group import BroadcastGroup
+from rl_core.weights.broadcast import BroadcastTransport, SourceGroups, WeightSources
 from rl_distill.learners import Learners
 
 
@@ -82,16 +81,14 @@ def test_a_learner_listens_for_the_engines_that_scale_adds(count: int) -> None:
         await link.start(None)
         first = Host.opened
         update = first.pack({"a": torch.ones(1)}, version=1, tied={})
-        engine = WeightSources(num_workers=1)
-        (joined,) = engine.announce(update)
-        group = BroadcastGroup(joined.meeting, joined.engine, rank=1, size=2, device=torch.device("cpu"))
+        groups = SourceGroups(rank=1, num_workers=1, device=torch.device("cpu"))
+        WeightSources(lambda plan: [groups.ask(plan)]).announce(update)
         assert is_open(first, expected=False)
         await answer_request(Parts(), link, Rollouter(), {"do": "scale", "engines": count})  # type: ignore[arg-type]
         assert is_open(first, expected=count == 2)
         await link._restart()  # as after a death
         assert Host.opened._num_receivers == (count or 1)
-        group.close()
-        engine.close()
+        groups.close()
         first.close()
         await role.close()
 

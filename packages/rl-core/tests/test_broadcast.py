@@ -3,22 +3,26 @@
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
+from offered_weights import OfferedTo
 
-from rl_core.errors import DeadlineError, NotReadyError, SettingsError, TransferError
-from rl_core.weights.broadcast import BroadcastTransport, JoinedSource, WeightSources
-from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.errors import DeadlineError, NotReadyError, SettingsError, TransferError, WeightsGoneError
+from rl_core.weights.broadcast import BroadcastTransport, ReceivePlan, SourceGroups
+from rl_core.weights.broadcast_group import BroadcastGroup
 from rl_core.weights.digests import tensor_checksum
 from rl_core.weights.secret_sockets import hang_up
-from rl_core.weights.update import Broadcast, WeightSource, WeightUpdate
+from rl_core.weights.update import Broadcast, FromSenders, WeightSource, WeightUpdate
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -39,14 +43,17 @@ def transport() -> Iterator[BroadcastTransport]:
     transport.close()
 
 
-def specs(update: WeightUpdate) -> list[TensorSpec]:
-    return [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
+@pytest.fixture(autouse=True)
+def closed_receivers() -> Iterator[None]:
+    yield
+    while Receiver.made:
+        Receiver.made.pop().close()
 
 
 def sent_by(meeting: Broadcast, *, version: int) -> WeightUpdate:
     """Return an update without tensors from this sender."""
     source = WeightSource(sender="the sender of weights", meeting=meeting, rectangles=[])
-    return WeightUpdate(version=version, digests={}, sources=[source])
+    return WeightUpdate(version=version, digests={}, location=FromSenders(sources=[source]))
 
 
 def is_soon(holds: Callable[[], bool]) -> bool:
@@ -59,29 +66,18 @@ def is_soon(holds: Callable[[], bool]) -> bool:
     return True
 
 
-class Receiver:
+class Receiver(OfferedTo):
     """An engine with one worker, in this process."""
 
+    made: ClassVar[list[OfferedTo]] = []
+
     def __init__(self) -> None:
-        self.sources = WeightSources(num_workers=1)
-        self.joined: list[JoinedSource] = []
-        self.group: BroadcastGroup | None = None
+        super().__init__()
+        self.made.append(self)
 
-    def take(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
-        joined = self.sources.announce(update)
-        if self.group is None or self.joined != joined:
-            self.close_group()
-            self.joined = joined
-            self.group = BroadcastGroup(joined[0].meeting, joined[0].engine, rank=1, size=2, device=CPU)
-        return dict(self.group.receive(specs(update)))
-
-    def close_group(self) -> None:
-        if self.group is not None:
-            self.group.close()
-
-    def close(self) -> None:
-        self.sources.close()
-        self.close_group()
+    def take(self, update: WeightUpdate) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        (found,) = super().take(update)
+        return found
 
 
 def assert_arrived(found: dict[str, torch.Tensor], update: WeightUpdate) -> None:
@@ -97,7 +93,7 @@ def assert_arrived(found: dict[str, torch.Tensor], update: WeightUpdate) -> None
 def test_tensors_arrive_bit_for_bit_whatever_the_buckets(bucket_bytes: int) -> None:
     transport = BroadcastTransport(bucket_bytes=bucket_bytes, deadline_s=60.0)
     update = transport.pack(TENSORS, version=3, tied={})
-    assert update.tensors is update.file is None
+    assert update.is_sent
     assert_arrived(Receiver().take(update), update)
     transport.close()
 
@@ -142,7 +138,7 @@ def test_a_version_that_is_gone_is_refused_and_the_next_one_arrives(transport: B
     old = transport.pack({"a": torch.ones(3)}, version=1, tied={})
     receiver.take(old)
     new = transport.pack({"a": torch.full((3,), 2.0)}, version=2, tied={})
-    with pytest.raises(TransferError, match="of version 1 were requested; the sender has version 2"):
+    with pytest.raises(WeightsGoneError, match="of version 1 were requested; the sender has version 2"):
         receiver.take(old)
     for _ in range(2):  # twice, as after a failed proof
         assert receiver.take(new)["a"].tolist() == [2.0, 2.0, 2.0]
@@ -155,40 +151,44 @@ def test_a_closed_transport_serves_nobody() -> None:
     transport.close()
     with pytest.raises(NotReadyError, match="closed"):
         transport.pack({"a": torch.ones(3)}, version=2, tied={})
-    with pytest.raises((TransferError, DeadlineError), match=r"cannot be reached|no answer"):
+    with pytest.raises(WeightsGoneError, match=r"cannot be reached|no answer"):
         Receiver().take(update)
 
 
 def test_nobody_at_the_address_is_said_so() -> None:
     nowhere = Broadcast(backend="tcp", host="127.0.0.1", port=1, secret="00", bucket_bytes=8, deadline_s=1.0)
-    with pytest.raises(TransferError, match=r"cannot be reached at 127\.0\.0\.1:1"):
-        WeightSources(num_workers=1).announce(sent_by(nowhere, version=1))
+    with pytest.raises(WeightsGoneError, match=r"cannot be reached at 127\.0\.0\.1:1"):
+        Receiver().take(sent_by(nowhere, version=1))
 
 
 def test_an_engine_whose_workers_do_not_come_is_given_up(transport: BroadcastTransport) -> None:
     impatient = BroadcastTransport(bucket_bytes=128, deadline_s=1.5)
     update = impatient.pack(TENSORS, version=1, tied={})
-    WeightSources(num_workers=2).announce(update)
+    lonely = threading.Thread(target=first_of_two, args=(update,))
+    lonely.start()
     assert_arrived(Receiver().take(update), update)  # the sender serves another engine in the meantime
+    lonely.join()
+    assert is_soon(lambda: not impatient._joining)
     started = time.monotonic()
     impatient.close()
     assert time.monotonic() - started < 60
 
 
-RECEIVER_PROGRAM = """
-import json, sys, torch
-from rl_core.weights.broadcast import WeightSources
-from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
-from rl_core.weights.digests import tensor_checksum
-from rl_core.weights.update import Broadcast, WeightSource, WeightUpdate
+def first_of_two(update: WeightUpdate) -> None:
+    """Join as one worker of an engine whose other worker does not come."""
+    group = SourceGroups(rank=1, num_workers=2, device=CPU)
+    assert group.ask(ReceivePlan(update=update, group="half")) is not None
 
-meeting, version, specs, stops = json.loads(sys.argv[1])
-specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in specs]
-source = WeightSource(sender="the sender", meeting=Broadcast(**meeting), rectangles=[])
-engine = WeightSources(num_workers=1)
-(joined,) = engine.announce(WeightUpdate(version=version, digests={}, sources=[source]))
-group = BroadcastGroup(joined.meeting, joined.engine, rank=1, size=2, device=torch.device("cpu"))
-for name, tensor in group.receive(specs):
+
+RECEIVER_PROGRAM = """
+import pickle, sys, torch
+from rl_core.weights.broadcast import SourceGroups, WeightSources
+from rl_core.weights.digests import tensor_checksum
+
+stops, update = sys.argv[1] == "stops", pickle.loads(bytes.fromhex(sys.argv[2]))
+groups = SourceGroups(rank=1, num_workers=1, device=torch.device("cpu"))
+plan = WeightSources(lambda plan: [groups.ask(plan)]).announce(update)
+for name, tensor in groups.receive(plan):
     print(name, tensor_checksum(tensor), flush=True)
     if stops:
         sys.stdin.read()
@@ -196,9 +196,10 @@ for name, tensor in group.receive(specs):
 
 
 def receiver_process(update: WeightUpdate, *, stops: bool) -> "subprocess.Popen[str]":
-    words = json.dumps([dataclasses.asdict(update.sources[0].meeting), update.version, specs(update), stops])
+    bare = {name: dataclasses.replace(digest, probe=np.zeros(0)) for name, digest in update.digests.items()}
+    words = ["stops" if stops else "goes on", pickle.dumps(dataclasses.replace(update, digests=bare)).hex()]
     return subprocess.Popen(
-        [sys.executable, "-c", RECEIVER_PROGRAM, words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", RECEIVER_PROGRAM, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -224,7 +225,7 @@ def test_a_receiver_that_ends_midway_is_given_up_and_disturbs_no_other(ending: s
         started = time.monotonic()
         transport.pack({"a": torch.ones(3)}, version=2, tied={})  # waits for receivers of the last update
         assert time.monotonic() - started < 60
-        assert is_soon(lambda: list(transport._engines) == [other.joined[0].engine])
+        assert is_soon(lambda: transport._groups == {other.sources._group})
     finally:
         process.kill()
         process.communicate()
@@ -247,8 +248,8 @@ def test_an_engine_that_the_sender_gave_up_meets_it_anew(transport: BroadcastTra
     receiver = Receiver()
     update = transport.pack(TENSORS, version=1, tied={})
     receiver.take(update)
-    (engine,) = transport._engines.values()
-    hang_up(engine.connection)
+    (connection,) = transport._serving.values()
+    hang_up(connection)
     assert_arrived(receiver.take(update), update)
 
 
@@ -256,7 +257,7 @@ def test_a_worker_on_a_cpu_says_why_nccl_does_not_reach_it(transport: BroadcastT
     update = transport.pack({"a": torch.ones(1)}, version=1, tied={})
     by_nccl = dataclasses.replace(update.sources[0].meeting, backend="nccl")
     with pytest.raises(TransferError, match=r"by NCCL, but this member .* is on a CPU"):
-        BroadcastGroup(by_nccl, "a group", rank=1, size=2, device=CPU)
+        BroadcastGroup(by_nccl, "a group", [], rank=1, size=2, device=CPU)
 
 
 def test_a_meeting_is_plain_values(transport: BroadcastTransport) -> None:

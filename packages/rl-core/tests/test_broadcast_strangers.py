@@ -7,18 +7,19 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
 import torch
 from listening_sockets import listening_sockets
+from offered_weights import OfferedTo
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from rl_core.errors import SettingsError, TransferError
-from rl_core.weights.broadcast import BroadcastTransport, WeightSources
-from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec, UniqueIdStore
+from rl_core.errors import SettingsError
+from rl_core.weights.broadcast import BroadcastTransport, ReceivePlan, SourceGroups
+from rl_core.weights.broadcast_group import UniqueIdStore
+from rl_core.weights.messages import Answer, NcclId, decode_answer
 from rl_core.weights.secret_sockets import MAX_STRANGERS, connect, receive_message, send_message
 from rl_core.weights.update import Broadcast, WeightUpdate
 
@@ -45,20 +46,12 @@ def pack(transport: BroadcastTransport) -> tuple[WeightUpdate, Broadcast]:
     return update, update.sources[0].meeting
 
 
-def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> WeightSources:
+def take(update: WeightUpdate, stack: ExitStack, *, num_workers: int = 1) -> OfferedTo:
     """Receive an update in an engine that stays connected."""
-    engine = WeightSources(num_workers=num_workers)
+    engine = OfferedTo(num_workers)
     stack.callback(engine.close)
-    (joined,) = engine.announce(update)
-    groups = [
-        BroadcastGroup(joined.meeting, joined.engine, rank=rank, size=num_workers + 1, device=CPU)
-        for rank in range(1, num_workers + 1)
-    ]
-    for group in groups:
-        stack.callback(group.close)
-    with ThreadPoolExecutor(num_workers) as threads:
-        for found in threads.map(lambda group: dict(group.receive([TensorSpec("a", (1000,), "float32")])), groups):
-            assert torch.equal(found["a"], WEIGHTS["a"])
+    for found in engine.take(update):
+        assert torch.equal(found["a"], WEIGHTS["a"])
     return engine
 
 
@@ -170,12 +163,13 @@ HELLOS = [
     b"[]",
     b"[" * 60_000,
     b"{}",
-    b'{"rank": 1, "engine": "nobody"}',
-    b'{"rank": 1, "engine": ["nobody"]}',
-    b'{"engine": "a", "num_workers": 0}',
-    b'{"engine": "a", "num_workers": 1e999}',
-    b'{"engine": "a", "num_workers": 1000000000}',
-    b'{"engine": "\\ud800", "num_workers": "x"}',
+    b'{"rank": 1, "group": "nobody"}',
+    b'{"rank": 1, "group": ["nobody"], "num_workers": 1}',
+    b'{"rank": 2, "group": "a", "num_workers": 1}',
+    b'{"rank": 1, "group": "a", "num_workers": 0}',
+    b'{"rank": 1, "group": "a", "num_workers": 1e999}',
+    b'{"rank": 1, "group": "a", "num_workers": 1000000000}',
+    b'{"rank": 1, "group": "\\ud800", "num_workers": 1}',
     b"\xff\xfe",
 ]
 
@@ -196,19 +190,14 @@ def test_nonsense_of_one_who_knows_the_secret_ends_his_connection_alone(
 def test_a_worker_that_comes_twice_or_unasked_takes_nobodys_place(
     transport: BroadcastTransport, opened: ExitStack
 ) -> None:
-    update, meeting = pack(transport)
-    engine = WeightSources(num_workers=1)
-    opened.callback(engine.close)
-    (joined,) = engine.announce(update)
-    group = BroadcastGroup(meeting, joined.engine, rank=1, size=2, device=CPU)
-    opened.callback(group.close)
-    (spec,) = [TensorSpec("a", (1000,), "float32")]
-    assert len(dict(group.receive([spec]))) == 1
+    update, _ = pack(transport)
+    engine = take(update, opened)
+    taken = ReceivePlan(update=update, group=str(engine.sources._group))
     for rank in (1, 2):
-        second = BroadcastGroup(meeting, joined.engine, rank=rank, size=2, device=CPU)
-        with pytest.raises(TransferError, match="could not be transferred"):
-            list(second.receive([spec]))
-        second.close()
+        second = SourceGroups(rank=rank, num_workers=1, device=CPU)
+        assert "cannot be reached" in str(second.ask(taken))
+    (found,) = engine.take(update)
+    assert torch.equal(found["a"], WEIGHTS["a"])
 
 
 def test_nothing_listens_once_the_expected_receivers_have_come(opened: ExitStack) -> None:
@@ -220,7 +209,7 @@ def test_nothing_listens_once_the_expected_receivers_have_come(opened: ExitStack
     take(update, opened)
     assert is_soon_refused(meeting.port)
     update, _ = pack(transport)
-    assert [one.meeting for one in first.announce(update)] == [meeting]  # connected receivers are still served
+    assert len(first.take(update)) == 2  # connected receivers are still served
     thief = opened.enter_context(socket.socket())
     thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with pytest.raises(OSError, match="in use"):
@@ -245,7 +234,7 @@ def test_the_unique_id_of_nccl_travels_over_the_workers_connections() -> None:
         receiving = UniqueIdStore([theirs], meeting)
         assert PrefixStore("", receiving).get("0") == unique_id
         assert not PrefixStore("", receiving).check(["0"])
-        send_message(ours, {"key": "1", "value": ""}, deadline_s=60.0)
+        send_message(ours, NcclId("1", b""), deadline_s=60.0)
         with pytest.raises(ConnectionError, match="expected NCCL's unique id '/0'; found '1'"):
             PrefixStore("", receiving).get("0")
         ours.close()
@@ -255,9 +244,9 @@ def test_the_unique_id_of_nccl_travels_over_the_workers_connections() -> None:
 def test_a_message_is_an_object_of_json() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        send_message(ours, {"a": 1}, deadline_s=60.0)
-        assert receive_message(theirs, deadline_s=60.0) == {"a": 1}
+        send_message(ours, Answer("no"), deadline_s=60.0)
+        assert receive_message(theirs, decode_answer, deadline_s=60.0) == Answer("no")
         text = json.dumps([1]).encode()
         ours.sendall(len(text).to_bytes(4, "big") + text)
-        with pytest.raises(ConnectionError, match="a JSON object"):
-            receive_message(theirs, deadline_s=60.0)
+        with pytest.raises(ConnectionError, match="must be JSON with its fields"):
+            receive_message(theirs, decode_answer, deadline_s=60.0)

@@ -37,8 +37,8 @@ def transport() -> Iterator[IpcTransport]:
 
 def pack(transport: IpcTransport, *, version: int = 3) -> tuple[WeightUpdate, SharedBuckets]:
     update = transport.pack(TENSORS, version=version, tied={})
-    assert update.shared is not None
-    return update, update.shared
+    assert isinstance(update.location, SharedBuckets)
+    return update, update.location
 
 
 def test_tensors_lie_side_by_side_and_are_views_of_the_senders_memory(transport: IpcTransport) -> None:
@@ -76,7 +76,7 @@ from rl_core.weights.update import SharedBucket, SharedBuckets, WeightUpdate
 shared, version, digests = json.loads(sys.argv[1])
 buckets, probe = tuple(SharedBucket(**bucket) for bucket in shared.pop("buckets")), np.zeros(0, np.float32)
 digests = {n: TensorDigest(shape=tuple(s), dtype=d, checksum=c, probe=probe) for n, (s, d, c) in digests.items()}
-update = WeightUpdate(version=version, digests=digests, shared=SharedBuckets(buckets=buckets, **shared))
+update = WeightUpdate(version=version, digests=digests, location=SharedBuckets(buckets=buckets, **shared))
 with opened(update) as tensors:
     print(json.dumps({name: tensor_checksum(tensor) for name, tensor in tensors.items()}), flush=True)
     sys.stdin.read()
@@ -86,7 +86,7 @@ with opened(update) as tensors:
 def receiver(update: WeightUpdate) -> "subprocess.Popen[str]":
     """Start a process that opens an update, passed as JSON, and keeps it open."""
     digests = {name: (digest.shape, digest.dtype, digest.checksum) for name, digest in update.digests.items()}
-    words = json.dumps([dataclasses.asdict(update.shared), update.version, digests])
+    words = json.dumps([dataclasses.asdict(update.location), update.version, digests])
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -127,7 +127,7 @@ def test_an_older_version_is_refused(transport: IpcTransport) -> None:
     reused = replace(old_buckets, buckets=new_buckets.buckets)  # as when a GPU reuses freed memory
     with (
         pytest.raises(WeightsGoneError, match=r"update 3 .*bucket 0 has another stamp"),
-        opened(replace(old, shared=reused)),
+        opened(replace(old, location=reused)),
     ):
         pass
 
@@ -140,7 +140,7 @@ def test_freed_memory_is_refused_even_where_it_can_still_be_opened() -> None:
     for bucket, link in zip(shared.buckets, links, strict=True):
         link.hardlink_to(bucket.handle)
     buckets = tuple(replace(bucket, handle=str(link)) for bucket, link in zip(shared.buckets, links, strict=True))
-    late = replace(update, shared=replace(shared, buckets=buckets))
+    late = replace(update, location=replace(shared, buckets=buckets))
     with opened(late) as tensors:
         assert torch.equal(tensors["embed.weight"], TENSORS["embed.weight"])
     transport.release()
@@ -161,7 +161,7 @@ def test_freed_memory_is_refused_even_where_it_can_still_be_opened() -> None:
 )
 def test_what_is_not_the_updates_memory_is_refused(change: Any, message: str, transport: IpcTransport) -> None:
     update, shared = pack(transport)
-    with pytest.raises(EngineError, match=message), opened(replace(update, shared=change(shared))):
+    with pytest.raises(EngineError, match=message), opened(replace(update, location=change(shared))):
         pass
 
 
@@ -173,7 +173,7 @@ def moved(shared: SharedBuckets, *, handle: str) -> SharedBuckets:
 def test_an_update_is_plain_values_and_travels_in_a_pickle(transport: IpcTransport) -> None:
     update, shared = pack(transport)
     assert json.loads(json.dumps(dataclasses.asdict(shared)))["stamp"] == shared.stamp
-    assert pickle.loads(pickle.dumps(update)).shared == shared
+    assert pickle.loads(pickle.dumps(update)).location == shared
 
 
 def test_tensors_of_another_device_and_a_closed_transport_are_refused(transport: IpcTransport) -> None:

@@ -40,7 +40,7 @@ class FakeEngine:
         self.live = weights(seed=0)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        arrived = self.receive({name: tensor.clone() for name, tensor in update.tensors.items()})
+        arrived = self.receive({name: tensor.clone() for name, tensor in update.location.tensors.items()})
         self.version = update.version
         self.live = {**self.live, **arrived, "lm_head.weight": arrived.get("embed.weight", self.live["embed.weight"])}
         self.corrupt()

@@ -36,8 +36,7 @@ def test_tensors_are_handed_over_without_a_copy():
     sent = tensors(1.0)
     update = TensorTransport().pack(sent, version=3, tied={"lm_head.weight": "embed.weight"})
     assert update.version == 3
-    assert update.file is None
-    assert update.tensors["embed.weight"] is sent["embed.weight"]
+    assert update.location.tensors["embed.weight"] is sent["embed.weight"]
     assert update.digests["head.weight"].checksum == tensor_checksum(sent["head.weight"])
     assert update.tied == {"lm_head.weight": "embed.weight"}
 
@@ -45,31 +44,31 @@ def test_tensors_are_handed_over_without_a_copy():
 def test_a_file_gives_back_the_tensors_bit_for_bit(transport):
     sent = tensors(0.1)
     update = transport.pack(sent, version=1, tied={"lm_head.weight": "embed.weight"})
-    arrived = load_file(update.file)
+    arrived = load_file(update.location.file)
     assert arrived.keys() == sent.keys() == update.digests.keys()
     for name, tensor in sent.items():
         assert torch.equal(arrived[name], tensor)
         assert arrived[name].dtype == tensor.dtype
         assert tensor_checksum(arrived[name]) == update.digests[name].checksum
-    assert (update.version, update.tensors, update.tied) == (1, None, {"lm_head.weight": "embed.weight"})
+    assert (update.version, update.tied) == (1, {"lm_head.weight": "embed.weight"})
 
 
 def test_slices_of_one_buffer_travel(transport):
     buffer = torch.arange(8, dtype=torch.float32)
     update = transport.pack({"a": buffer[:4].view(2, 2), "b": buffer[4:]}, version=1, tied={})
-    assert load_file(update.file)["b"].tolist() == [4.0, 5.0, 6.0, 7.0]
+    assert load_file(update.location.file)["b"].tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
 def test_a_file_is_replaced_whole(transport):
     first = transport.pack(tensors(1.0), version=1, tied={})
-    inode = first.file.stat().st_ino
-    with safe_open(first.file, "pt") as reader:
+    inode = first.location.file.stat().st_ino
+    with safe_open(first.location.file, "pt") as reader:
         second = transport.pack(tensors(2.0), version=2, tied={})
         assert reader.get_tensor("embed.weight").unique().tolist() == [1.0]
-    assert second.file == first.file
-    assert second.file.stat().st_ino != inode
-    assert load_file(second.file)["embed.weight"].unique().tolist() == [2.0]
-    assert [*second.file.parent.iterdir()] == [second.file]
+    assert second.location.file == first.location.file
+    assert second.location.file.stat().st_ino != inode
+    assert load_file(second.location.file)["embed.weight"].unique().tolist() == [2.0]
+    assert [*second.location.file.parent.iterdir()] == [second.location.file]
 
 
 def test_a_failed_write_leaves_the_last_file(transport):
@@ -77,7 +76,7 @@ def test_a_failed_write_leaves_the_last_file(transport):
     shared = torch.ones(4)
     with pytest.raises(RuntimeError, match="memory"):
         transport.pack({"a": shared, "b": shared}, version=2, tied={})
-    assert load_file(first.file)["embed.weight"].unique().tolist() == [1.0]
+    assert load_file(first.location.file)["embed.weight"].unique().tolist() == [1.0]
 
 
 def test_close_leaves_nothing_behind(tmp_path):
@@ -93,7 +92,7 @@ def test_close_leaves_nothing_behind(tmp_path):
 
 def test_others_cannot_read_the_folder(transport):
     update = transport.pack(tensors(1.0), version=1, tied={})
-    assert update.file.parent.stat().st_mode & 0o077 == 0
+    assert update.location.file.parent.stat().st_mode & 0o077 == 0
 
 
 KILLED = """
@@ -109,7 +108,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_has_is_not(tmp_path, transport):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, check=False)
-    live = transport.pack(tensors(1.0), version=1, tied={}).file
+    live = transport.pack(tensors(1.0), version=1, tied={}).location.file
     assert len(folders(tmp_path)) == 2
     other = SharedFileTransport(tmp_path)
     assert live.exists()
@@ -130,7 +129,7 @@ def test_a_folder_that_was_taken_for_abandoned_is_made_again(tmp_path, monkeypat
     monkeypatch.setattr(fcntl, "flock", steal_first)
     transport = SharedFileTransport(tmp_path)
     assert len(calls) == 2
-    assert load_file(transport.pack(tensors(1.0), version=1, tied={}).file)
+    assert load_file(transport.pack(tensors(1.0), version=1, tied={}).location.file)
     transport.close()
     assert folders(tmp_path) == []
 

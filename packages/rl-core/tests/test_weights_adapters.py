@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from offered_weights import OfferedTo
 from rounding import rounding_bound
 from safetensors.torch import load_file
 
@@ -17,6 +18,7 @@ from rl_core.errors import WeightProofError
 from rl_core.weights import (
     AdapterUpdate,
     Canary,
+    InProcess,
     ProofTolerances,
     PublishReport,
     SharedFileTransport,
@@ -31,8 +33,7 @@ from rl_core.weights import (
     publish_weights,
     tensor_checksum,
 )
-from rl_core.weights.broadcast import BroadcastTransport, WeightSources
-from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.broadcast import BroadcastTransport
 
 TIED = {"lm_head.weight": "embed.weight"}
 A, B = "base_model.model.q_proj.lora_A.weight", "base_model.model.q_proj.lora_B.weight"
@@ -62,11 +63,10 @@ class FakeEngine:
         self.problems: tuple[str, ...] = ()
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        assert update.tensors is not None
-        self.live |= {name: tensor.clone() for name, tensor in update.tensors.items()}
+        self.live |= {name: tensor.clone() for name, tensor in update.location.tensors.items()}
         self.version = update.version
         self.corrupt()
-        arrived = {name: tensor_checksum(tensor) for name, tensor in update.tensors.items()}
+        arrived = {name: tensor_checksum(tensor) for name, tensor in update.location.tensors.items()}
         live = {name: probe_tensor(tensor, name) for name, tensor in self.live.items()}
         return WeightReceipt(version=self.version, arrived=arrived, live=live, problems=self.problems)
 
@@ -102,8 +102,7 @@ def test_a_digest_travels_bit_for_bit() -> None:
 def test_tensors_are_handed_over_with_what_they_are() -> None:
     update = packed(TensorTransport())
     assert update.adapter is not None
-    assert update.tensors is not None
-    assert list(update.digests) == list(update.tensors) == [A, B]
+    assert list(update.digests) == list(update.location.tensors) == [A, B]
     assert update.adapter.rank == 2
     assert set(update.served) == {A, B, *base()}
 
@@ -111,8 +110,7 @@ def test_tensors_are_handed_over_with_what_they_are() -> None:
 def test_a_file_holds_the_adapter_alone(tmp_path: Path) -> None:
     transport = SharedFileTransport(tmp_path)
     update = packed(transport)
-    assert update.file is not None
-    arrived = load_file(update.file)
+    arrived = load_file(update.location.file)
     transport.close()
     assert {name: tensor_checksum(tensor) for name, tensor in arrived.items()} == {
         name: digest.checksum for name, digest in update.digests.items()
@@ -130,12 +128,8 @@ def broadcast() -> Iterator[BroadcastTransport]:
 
 def test_an_adapter_is_received_over_the_network(broadcast: BroadcastTransport) -> None:
     update = packed(broadcast)
-    engine = WeightSources(num_workers=1)
-    (joined,) = engine.announce(update)
-    group = BroadcastGroup(joined.meeting, joined.engine, rank=1, size=2, device=torch.device("cpu"))
-    specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
-    found = dict(group.receive(specs))
-    group.close()
+    engine = OfferedTo()
+    (found,) = engine.take(update)
     engine.close()
     assert {name: tensor_checksum(tensor) for name, tensor in found.items()} == {
         name: digest.checksum for name, digest in update.digests.items()
@@ -160,8 +154,7 @@ def test_an_update_costs_hardly_more_than_its_a_and_b(tmp_path: Path) -> None:
             tensors[f"base_model.model.{module}.lora_B.weight"] = torch.zeros(rows, 16)
     transport = SharedFileTransport(tmp_path)
     update = transport.pack(tensors, version=1, tied=TIED, adapter=AdapterUpdate(rank=16, base=digest_tensors(whole)))
-    assert update.file is not None
-    num_bytes = update.file.stat().st_size + len(pickle.dumps(update))
+    num_bytes = update.location.file.stat().st_size + len(pickle.dumps(update))
     transport.close()
     assert num_bytes <= 1.05 * sum(tensor.nbytes for tensor in tensors.values())
 
@@ -240,11 +233,10 @@ def test_a_skipped_version_is_named() -> None:
 
 def test_a_tensor_that_travelled_wrongly_is_named() -> None:
     update = packed(TensorTransport())
-    assert update.tensors is not None
-    update.tensors[A].view(torch.int32)[1, 2] ^= 1
+    update.location.tensors[A].view(torch.int32)[1, 2] ^= 1
     with pytest.raises(WeightProofError, match="was changed in transit") as caught:
         publish(FakeEngine(), update)
     assert caught.value.tensor == A
-    less = dataclasses.replace(update, tensors={A: update.tensors[A]})
+    less = dataclasses.replace(update, location=InProcess(tensors={A: update.location.tensors[A]}))
     with pytest.raises(WeightProofError, match="did not arrive"):
         publish(FakeEngine(), dataclasses.replace(less, digests={B: update.digests[B]}))

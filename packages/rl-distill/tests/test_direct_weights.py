@@ -10,7 +10,7 @@ import torch
 from offered_weights import OfferedTo, assert_offered
 
 from rl_core.data.batch import Batch
-from rl_core.errors import TransferError
+from rl_core.errors import WeightsGoneError
 from rl_core.weights.broadcast import DirectTransport, SenderOptions
 from rl_distill.learners import Learners
 from rl_distill.megatron.learner import MegatronLearner
@@ -34,7 +34,7 @@ def test_weights_are_withdrawn_before_they_change_and_offered_anew(
     learner.logprobs(make_batch((4, 5)))  # leaves the weights unchanged
     assert_offered(engine.take(old)[0], old, before)
     learner.train_step(make_batch((4, 5)), supervised_objective)
-    with pytest.raises(TransferError, match=r"rank 0 of the learner: .* version 1 were requested; the sender has none"):
+    with pytest.raises(WeightsGoneError, match=r"rank 0 of the learner: .* 1 were requested; the sender has none"):
         engine.take(old)
     new = learner.offer_weights(SENDER, version=2)
     (found,) = engine.take(new)

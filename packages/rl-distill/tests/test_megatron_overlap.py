@@ -125,9 +125,9 @@ class Engine:
         self.model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32, trust_remote_code=False)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        self.model.load_state_dict(update.tensors, strict=False)  # the head is tied to the embedding
+        self.model.load_state_dict(update.location.tensors, strict=False)  # the head is tied to the embedding
         live = {name: parameter.detach() for name, parameter in self.model.named_parameters(remove_duplicate=False)}
-        arrived, served = digest_tensors(update.tensors or {}), digest_tensors(live)
+        arrived, served = digest_tensors(update.location.tensors), digest_tensors(live)
         return WeightReceipt(
             version=update.version,
             arrived={name: digest.checksum for name, digest in arrived.items()},

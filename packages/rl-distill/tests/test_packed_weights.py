@@ -24,9 +24,8 @@ def test_weights_that_are_handed_over_leave_the_device_in_no_copy(
 
     update = learners.pack(TensorTransport(), version=1, steps_on=steps_on, leaves=leaves)
 
-    assert update.tensors is not None
-    assert len(transfers) == 1 + leaves * len(update.tensors)
-    assert (update.tensors["model.norm.weight"].data_ptr() == own) == (not steps_on)
+    assert len(transfers) == 1 + leaves * len(update.location.tensors)
+    assert (update.location.tensors["model.norm.weight"].data_ptr() == own) == (not steps_on)
     learners.close()
 
 

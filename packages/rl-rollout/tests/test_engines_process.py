@@ -17,7 +17,7 @@ from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightPr
 from rl_core.weights import AdapterUpdate, ProofTolerances, digest_tensors
 from rl_core.weights.ipc import HostMemory, IpcTransport, opened
 from rl_core.weights.transports import SharedFileTransport
-from rl_core.weights.update import WeightUpdate
+from rl_core.weights.update import InProcess, WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EngineClient, EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
@@ -86,7 +86,7 @@ def test_a_process_gives_the_same_bits(transformers_process: ProcessEngine, tied
 
 def test_tensors_of_this_process_are_refused(transformers_process: ProcessEngine) -> None:
     with refuses("SharedFileTransport"):
-        run(transformers_process.update_weights(WeightUpdate(version=1, digests={}, tensors={})))
+        run(transformers_process.update_weights(WeightUpdate(version=1, digests={}, location=InProcess(tensors={}))))
 
 
 def test_a_process_opens_weights_in_shared_memory_and_keeps_none_of_it(
@@ -174,9 +174,8 @@ def test_an_adapter_that_goes_wrong_between_processes_is_named(
     canary = canary_of(tied_model_dir, merged(base, sent), SEQUENCE)
     for seed in range(8):
         update = transport.pack(sent, version=1 + seed, tied=TIED_HEAD, adapter=told)
-        assert update.file is not None
         fault(wrong := {name: tensor.clone() for name, tensor in sent.items()}, np.random.default_rng(seed))
-        save_file(wrong, update.file)
+        save_file(wrong, update.location.file)
         with pytest.raises((WeightProofError, EngineError), match=words):
             run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
     transport.close()

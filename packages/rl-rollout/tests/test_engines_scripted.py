@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import EngineError, NotReadyError
-from rl_core.weights.update import WeightReceipt, WeightUpdate
+from rl_core.weights.update import InProcess, WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams
 from rl_rollout.engines.scripted import Script, ScriptedEngine
 
@@ -108,7 +108,7 @@ def test_abort_cuts_off_a_script_that_waits() -> None:
 
 def test_updates_set_the_version_and_are_noted() -> None:
     engine = started({(1,): [[2, 3]]})
-    update = WeightUpdate(version=5, digests={}, tensors={})
+    update = WeightUpdate(version=5, digests={}, location=InProcess(tensors={}))
     receipt = asyncio.run(engine.update_weights(update))
     assert receipt == WeightReceipt(version=5, arrived={}, live={})
     assert ask(engine, 1)[0].policy_versions.tolist() == [5, 5]

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from rl_core.errors import EngineDiedError, EngineError, MissingExtraError, NotReadyError
-from rl_core.weights.update import WeightReceipt, WeightUpdate
+from rl_core.weights.update import InProcess, WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, TokenScores
 from rl_rollout.engines.stepped import SteppedEngine
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.streaming import stream
 
 TRAITS = EngineTraits(name="counting", max_model_len=64, vocab_size=100, max_top_k=3)
-UPDATE = WeightUpdate(version=1, digests={}, tensors={})
+UPDATE = WeightUpdate(version=1, digests={}, location=InProcess(tensors={}))
 
 
 class CountingStepper:

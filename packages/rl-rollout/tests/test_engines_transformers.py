@@ -26,7 +26,7 @@ from rl_core.weights import (
     check_receipt,
     digest_tensors,
 )
-from rl_core.weights.broadcast import BroadcastTransport, SenderOptions, join_offers
+from rl_core.weights.broadcast import BroadcastTransport, SenderOptions, join_offers, offer_from_rank
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
@@ -136,7 +136,10 @@ def test_a_rank_that_fails_midway_fails_the_engine_and_is_named(
 
     parts[1][-1] = replace(parts[1][-1], read=read_or_fail)
     ranks = TwoRanks(SenderOptions(bucket_bytes=1000, deadline_s=5.0))
-    offers = [sender.offer(part, ranks.options, version=3) for sender, part in zip(ranks.senders, parts, strict=True)]
+    offers = [
+        offer_from_rank(sender, part, ranks.options, version=3)
+        for sender, part in zip(ranks.senders, parts, strict=True)
+    ]
     update = join_offers(offers, tensors, version=3, tied=TIED_HEAD)
     broken.set()
     with pytest.raises(EngineError, match=r"rank 1 of the learner: .*could not be transferred"):
@@ -397,9 +400,8 @@ def test_weights_that_no_update_brought_back_are_not_proven(sleepy: Transformers
     asyncio.run(sleepy.sleep(2))
     asyncio.run(sleepy.wake())
     sleepy._stepper._served = replace(sleepy._stepper._served, version=1)
-    assert update.tensors is not None
     with PassingChecksums({}) as sums:
-        assert len(list(sums.passing(update.tensors.items()))) == len(update.tensors)
+        assert len(list(sums.passing(update.location.tensors.items()))) == len(update.location.tensors)
         receipt = sleepy._stepper._receipt(sums, {})
     with pytest.raises(WeightProofError, match="the engine serves something else") as raised:
         check_receipt(update, receipt, tolerances=ProofTolerances())

@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rl_core.weights.broadcast import BroadcastTransport
 from rl_core.weights.broadcast_group import BroadcastGroup
 from rl_core.weights.publish import ProofTolerances, check_receipt
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
-from rl_core.weights.update import WeightUpdate
+from rl_core.weights.update import InProcess, WeightUpdate
 from rl_rollout.engines.protocol import GenerateRequest, Generation, NewTokens, SamplingParams, Structure
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -67,11 +68,10 @@ def test_a_tensor_corrupted_on_its_way_is_named(
     name = "model.layers.1.self_attn.v_proj.weight"
     update = packed(weights, version=7)
     assert {digest.kind for digest in update.digests.values()} == {kind}
-    assert update.tensors is not None
-    corrupt = dict(update.tensors)
+    corrupt = dict(update.location.tensors)
     corrupt[name] = corrupt[name].clone()
     corrupt[name][3, 5] += 1e-3
-    damaged = WeightUpdate(version=7, digests=update.digests, tensors=corrupt, tied=update.tied)
+    damaged = WeightUpdate(version=7, digests=update.digests, location=InProcess(tensors=corrupt), tied=update.tied)
     receipt = asyncio.run(vllm_engine.update_weights(damaged))
     assert [key for key, crc in receipt.arrived.items() if crc != update.digests[key].checksum] == [name]
     with pytest.raises(WeightProofError, match="v_proj") as raised:
@@ -261,8 +261,8 @@ def test_a_sender_that_dies_midway_ends_the_engine(
     update = transport.pack(load_file(tied_model_dir / "model.safetensors"), version=13, tied=TIED_HEAD)
     send = BroadcastGroup.send
 
-    def send_half(self: BroadcastGroup, tensors: list[torch.Tensor]) -> None:
-        send(self, tensors[: len(tensors) // 2])
+    def send_half(self: BroadcastGroup, tensors: Iterable[torch.Tensor]) -> None:
+        send(self, islice(tensors, len(update.digests) // 2))
         self.close()
         raise TransferError("the learner died")
 

@@ -21,7 +21,7 @@ from rl_core.weights.broadcast import BroadcastTransport, SenderOptions
 from rl_core.weights.digests import LORA_A, LORA_B, digest_tensors
 from rl_core.weights.publish import ProofTolerances, check_receipt
 from rl_core.weights.transports import SharedFileTransport, TensorTransport
-from rl_core.weights.update import AdapterUpdate, WeightUpdate
+from rl_core.weights.update import AdapterUpdate, FromSenders, WeightUpdate
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
@@ -153,7 +153,7 @@ def test_a_rectangle_in_a_wrong_place_is_named(
         replace(source, rectangles=[one._replace(offsets=places.get(one, one.offsets)) for one in source.rectangles])
         for source in update.sources
     ]
-    receipt = asyncio.run(split_vllm.update_weights(replace(update, sources=wrong)))
+    receipt = asyncio.run(split_vllm.update_weights(replace(update, location=FromSenders(sources=wrong))))
     with pytest.raises(WeightProofError, match="was changed in transit") as raised:
         check_receipt(update, receipt, tolerances=ProofTolerances())
     assert raised.value.tensor == name
@@ -205,8 +205,8 @@ def test_a_byte_that_changes_on_its_way_to_the_workers_is_found(
 ) -> None:
     tensors = load_file(wide_model_dir / "model.safetensors")
     update = broadcast.pack(tensors, version=11, tied=TIED_HEAD)
-    assert broadcast._packed is not None
-    sent = dict(zip(tensors, broadcast._packed[1](), strict=True))
+    assert broadcast._offer is not None
+    sent = {held.rectangle.name: held.read() for held in broadcast._offer.held}
     sent["model.norm.weight"][5] += 1e-3
     receipt = asyncio.run(split_vllm.update_weights(update))
     with pytest.raises(WeightProofError, match=r"model\.norm\.weight"):

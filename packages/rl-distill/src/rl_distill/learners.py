@@ -153,7 +153,7 @@ class Learners:
 
     def expect_engines(self, transport: WeightTransport, count: int) -> None:
         """Set the number of engines that fetch weights over the network. Thread-safe."""
-        if isinstance(transport, BroadcastTransport | DirectTransport):
+        if isinstance(transport, BroadcastTransport):
             transport.expect(count)
         if isinstance(transport, DirectTransport):
             cast("RankedLearner", self.policy).expect_engines(count)

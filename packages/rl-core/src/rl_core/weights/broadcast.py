@@ -1,43 +1,35 @@
 """Weights over the network: TCP between CPUs, NCCL between GPUs.
 
-A `BroadcastTransport` sends whole tensors from one process. If a learner has several ranks, each rank can send its own
-shards with a `RankSender` (`DirectTransport`), so that no process holds the whole model. Engines request either kind
-with `WeightSources`; their workers receive with `SourceGroups`, which assemble the shards.
+A sender offers rectangles of tensors. A `BroadcastTransport` is one sender that offers every tensor whole. With a
+`DirectTransport`, each rank of a learner has a sender for its own shards (`offer_from_rank`), so that no process holds
+the whole model, and `join_offers` makes one update of all offers. Engines request either kind with `WeightSources`;
+their workers receive with `SourceGroups`, which assemble the tensors.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
+from rl_core.weights.broadcast_group import BroadcastGroup
 from rl_core.weights.digests import digest_tensors
-from rl_core.weights.offers import HeldRectangle, RankOffer, RankSender, join_offers
-from rl_core.weights.receiving import (
-    JoinedSource,
-    ReceivePlan,
-    SourceGroups,
-    WeightSources,
-    receive_plan,
-)
-from rl_core.weights.sender import SenderOptions, WeightSender
-from rl_core.weights.update import AdapterUpdate, NamedTensors, Rectangle, WeightSource, WeightUpdate
+from rl_core.weights.offers import RankOffer, join_offers, offer_from_rank
+from rl_core.weights.receiving import ReceivePlan, SourceGroups, WeightSources
+from rl_core.weights.sender import HeldRectangle, SenderOptions, WeightSender
+from rl_core.weights.update import AdapterUpdate, FromSenders, NamedTensors, WeightUpdate
 
 __all__ = [
     "BroadcastGroup",
     "BroadcastTransport",
     "DirectTransport",
     "HeldRectangle",
-    "JoinedSource",
     "RankOffer",
-    "RankSender",
     "ReceivePlan",
     "SenderOptions",
     "SourceGroups",
-    "TensorSpec",
     "WeightSender",
     "WeightSources",
     "join_offers",
-    "receive_plan",
+    "offer_from_rank",
 ]
 
 
@@ -57,7 +49,8 @@ class BroadcastTransport(WeightSender):
         Raises:
             SettingsError: This machine does not have the address, or an option is unknown.
         """
-        super().__init__(replace(options or SenderOptions(), **others))
+        super().__init__()
+        self.listen(replace(options or SenderOptions(), **others))
 
     def pack(
         self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
@@ -65,39 +58,31 @@ class BroadcastTransport(WeightSender):
         """See `WeightTransport.pack`; engines still loading the last update have until the deadline to finish."""
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         digests = digest_tensors(copies)
-        self.offer(version, copies.values)
-        whole = [Rectangle(name, (0,) * len(digest.shape), digest.shape) for name, digest in digests.items()]
-        source = WeightSource(sender="the sender of weights", meeting=self.meeting, rectangles=whole)
-        return WeightUpdate(version=version, digests=digests, sources=[source], tied=dict(tied), adapter=adapter)
+        source = self.offer([HeldRectangle.whole(name, copy) for name, copy in copies.items()], version=version)
+        location = FromSenders(sources=[source])
+        return WeightUpdate(version=version, digests=digests, location=location, tied=dict(tied), adapter=adapter)
 
 
-class DirectTransport:
+class DirectTransport(BroadcastTransport):
     """Lets each rank of a learner send its own shards, so that no process holds the whole model.
 
-    A learner that supports it makes its ranks offer their weights (`RankSender`). Packed updates, such as a small
-    adapter, are sent by a `BroadcastTransport` over TCP.
+    A learner that supports it makes its ranks offer their weights (`offer_from_rank`). Packed updates, such as a small
+    adapter, are broadcast over TCP.
     """
 
     def __init__(self, options: SenderOptions) -> None:
-        """Set how ranks send; each chooses its own backend and address. Nothing listens yet."""
+        """Set how ranks send; each chooses its own backend and address. Nothing listens before the first `pack`."""
+        WeightSender.__init__(self)
         self.options = options
-        self._whole: BroadcastTransport | None = None
 
     def pack(
         self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`."""
-        if self._whole is None:
-            self._whole = BroadcastTransport(self.options, backend="tcp")
-        return self._whole.pack(tensors, version=version, tied=tied, adapter=adapter)
+        self.listen(replace(self.options, backend="tcp"))
+        return super().pack(tensors, version=version, tied=tied, adapter=adapter)
 
     def expect(self, num_receivers: int) -> None:
         """Set the number of expected engines; ranks receive it with the next offer."""
         self.options = replace(self.options, num_receivers=num_receivers)
-        if self._whole is not None:
-            self._whole.expect(num_receivers)
-
-    def close(self) -> None:
-        """See `WeightTransport.close`; the ranks' senders close with their ranks."""
-        if self._whole is not None:
-            self._whole.close()
+        super().expect(num_receivers)

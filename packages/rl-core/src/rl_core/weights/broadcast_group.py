@@ -1,4 +1,4 @@
-"""Tensors from one sender to the workers of one engine, in buckets of bounded size.
+"""What a sender and the workers of one engine exchange: requests of versions, and tensors in buckets of bounded size.
 
 Buckets use the connections on which workers proved that they know the transport's secret, or NCCL, whose unique id is
 exchanged on these connections.
@@ -8,55 +8,36 @@ spans several buckets; small ones share one. Each side allocates two buckets and
 filled or emptied during the transfer of the other.
 """
 
-import math
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import cycle
-from typing import Any, NamedTuple
+from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from rl_core.errors import DeadlineError, TransferError
+from rl_core.weights.messages import Answer, NcclId, VersionRequest, decode_answer, decode_nccl_id, decode_request
 from rl_core.weights.secret_sockets import (
-    connect,
     hang_up,
+    receive,
     receive_into,
     receive_message,
     send,
     send_message,
-    wait_readable,
 )
 from rl_core.weights.update import Broadcast
 
 SENDER = 0
 PAUSE_S = 0.0005
 READY = b"+"
-
-
-class TensorSpec(NamedTuple):
-    """Name, shape and dtype of a tensor before it arrives.
-
-    Attributes:
-        name: Its Hugging Face name.
-        shape: Its shape.
-        dtype: torch dtype name without prefix, such as "float32".
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of its contiguous values in bytes."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
 
 
 class BroadcastGroup:
@@ -66,52 +47,77 @@ class BroadcastGroup:
         self,
         meeting: Broadcast,
         name: str,
+        connections: Sequence[socket.socket],
         *,
         rank: int,
         size: int,
         device: torch.device,
-        connections: Sequence[socket.socket] = (),
-        engine: socket.socket | None = None,
     ) -> None:
-        """Connect to the other members.
+        """Join the group.
 
         Args:
             meeting: Address and options of the sender.
             name: Name of the group.
+            connections: The sender's to its workers by rank, or a worker's to the sender.
             rank: 0 sends, all others receive.
             size: Number of members.
             device: Device of the buckets.
-            connections: Sender only: connections to its workers by rank; a worker creates its own.
-            engine: Sender only: connection to the workers' engine, which sends nothing while they receive, unless it
-                ends.
 
         Raises:
-            TransferError: The sender has ended, or sends by NCCL to a CPU.
+            TransferError: The sender sends by NCCL, which this member cannot join.
         """
-        if meeting.backend == "nccl" and device.type == "cpu":
+        self._meeting, self._name, self._device = meeting, name, device
+        self._is_sender = rank == SENDER
+        self._connections = list(connections)
+        self._group: Any = None
+        if meeting.backend != "nccl":
+            return
+        if device.type == "cpu":
+            self.close()
             raise TransferError(
                 f"weights are sent from a GPU at {meeting.host} by NCCL, but this member of broadcast group {name!r} "
                 'is on a CPU. Start the engine on a GPU, or set weights.transport = "tcp" or "file".'
             )
-        self._meeting, self._name, self._device = meeting, name, device
-        self._is_sender = rank == SENDER
-        self._connections = list(connections)
-        self._engine = engine
-        self._group: Any = None
         try:
-            if not self._is_sender:
-                secret = bytes.fromhex(meeting.secret)
-                self._connections = [connect(meeting.host, meeting.port, secret, deadline_s=meeting.deadline_s)]
-                send_message(self._connections[0], {"engine": name, "rank": rank}, deadline_s=meeting.deadline_s)
-            if meeting.backend == "nccl":
-                self._store = UniqueIdStore(self._connections, meeting)  # torch does not keep a reference
-                self._group = _nccl_group(meeting, self._store, rank, size)
+            self._store = UniqueIdStore(self._connections, meeting)  # torch does not keep a reference
+            self._group = _nccl_group(meeting, self._store, rank, size)
         except (RuntimeError, OSError) as error:
             self.close()
             raise TransferError(
                 f"{size} members of broadcast group {name!r} did not connect at {meeting.host}:{meeting.port} within "
                 f"{meeting.deadline_s:g} s; rank {rank} failed with: {error}. Check that all members are running."
             ) from error
+
+    def ask(self, version: int) -> str | None:
+        """Request a version as a worker.
+
+        Returns:
+            Why the sender refuses; None if it sends the version once all workers receive.
+
+        Raises:
+            OSError: The sender has ended; TimeoutError if it does not answer.
+        """
+        (connection,) = self._connections
+        send_message(connection, VersionRequest(version), deadline_s=self._meeting.deadline_s)
+        return receive_message(connection, decode_answer, deadline_s=self._meeting.deadline_s).refusal
+
+    def asked(self) -> int:
+        """Wait until every worker has requested a version, and return it.
+
+        Raises:
+            OSError: A worker has ended, or they request different versions.
+        """
+        deadline_s = self._meeting.deadline_s
+        requests = [receive_message(one, decode_request, deadline_s=deadline_s) for one in self._each_ready()]
+        versions = {request.version for request in requests}
+        if len(versions) != 1:
+            raise ConnectionError(f"workers of one engine must request one version; found {sorted(versions)}")
+        return versions.pop()
+
+    def answer(self, refusal: str | None) -> None:
+        """Answer every worker's request; raises as `ask`."""
+        for connection in self._connections:
+            send_message(connection, Answer(refusal), deadline_s=self._meeting.deadline_s)
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """Send tensors in order; receivers must receive the same number of tensors of the same sizes.
@@ -121,56 +127,61 @@ class BroadcastGroup:
             DeadlineError: A receiver stopped receiving.
         """
         with ThreadPoolExecutor(1, "send weights") as thread:
-            under_way: Future[None] | None = None
-            for bucket in self._filled(tensors):
-                following = self._start(bucket, thread)
-                if under_way is not None:
-                    under_way.result()
-                under_way = following
-            if under_way is not None:
-                under_way.result()
+            for _ in self._transferred(self._filled(tensors), thread):
+                pass
 
-    def receive(
-        self, specs: Iterable[TensorSpec], *, thread: Executor | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive tensor by tensor.
+    def receive(self, sizes: Sequence[int], thread: Executor) -> Iterator[torch.Tensor]:
+        """Receive tensor by tensor, as [size] uint8 on the group's device.
 
         Args:
-            specs: The tensors, in order.
-            thread: Executor with a single thread that receives buckets. Workers that receive from several senders share
-                one, so that all workers receive from the senders in the same order; None creates one.
+            sizes: Size of each tensor in bytes, in order.
+            thread: Executor with a single thread, shared by all groups of a worker, so that all workers receive from
+                the senders in the same order.
 
         Raises:
             TransferError: The sender has ended.
             DeadlineError: The sender stopped sending.
         """
-        specs = list(specs)
-        with ThreadPoolExecutor(1, "receive weights") as own:
-            coming = self._coming(sum(spec.size_bytes for spec in specs), thread or own)
-            waiting = torch.empty(0, dtype=torch.uint8)
-            for spec in specs:
-                values = torch.empty(spec.size_bytes, dtype=torch.uint8, device=self._device)
-                rest = values
-                while len(rest):
-                    if not len(waiting):
-                        waiting = next(coming)
-                    count = min(len(rest), len(waiting))
-                    rest[:count].copy_(waiting[:count])
-                    rest, waiting = rest[count:], waiting[count:]
-                yield spec.name, values.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+        coming = self._transferred(self._empty(sum(sizes)), thread)
+        waiting = torch.empty(0, dtype=torch.uint8)
+        for size in sizes:
+            values = torch.empty(size, dtype=torch.uint8, device=self._device)
+            rest = values
+            while len(rest):
+                if not len(waiting):
+                    waiting = next(coming)
+                count = min(len(rest), len(waiting))
+                rest[:count].copy_(waiting[:count])
+                rest, waiting = rest[count:], waiting[count:]
+            yield values
+
+    def hang_up(self) -> None:
+        """Disconnect from the other members, so that no thread waits for them any longer."""
+        for connection in self._connections:
+            hang_up(connection)
 
     def close(self) -> None:
         """Leave the group at any time. Can be called twice."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
+        self.hang_up()
         connections, self._connections = self._connections, []
         for connection in connections:
-            hang_up(connection)  # unblocks a waiting thread
             connection.close()
 
+    def _transferred(self, buckets: Iterable[torch.Tensor], thread: Executor) -> Iterator[torch.Tensor]:
+        """Send or receive buckets, and yield each one while the next one is under way."""
+        under_way: deque[tuple[torch.Tensor, Future[None]]] = deque()
+        for bucket in buckets:
+            under_way.append((bucket, self._start(bucket, thread)))
+            if len(under_way) == 2:
+                yield _done(*under_way.popleft())
+        for started in under_way:
+            yield _done(*started)
+
     def _filled(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield buckets of the tensors' bytes; the next one is filled during the transfer of the previous one."""
+        """Yield buckets of the tensors' bytes."""
         buckets = self._two_buckets()
         bucket, filled = next(buckets), 0
         for tensor in tensors:
@@ -185,19 +196,13 @@ class BroadcastGroup:
         if filled:
             yield bucket[:filled]
 
-    def _coming(self, size_bytes: int, thread: Executor) -> Iterator[torch.Tensor]:
-        """Yield buckets of a total size; the next one is received while the caller empties the previous one."""
-        under_way: tuple[torch.Tensor, Future[None]] | None = None
+    def _empty(self, size_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield buckets of a total size."""
         for bucket in self._two_buckets():
-            following = bucket[:size_bytes]
-            size_bytes -= len(following)
-            started = (following, self._start(following, thread)) if len(following) else None
-            if under_way is not None:
-                under_way[1].result()
-                yield under_way[0]
-            if started is None:
+            if not size_bytes:
                 return
-            under_way = started
+            yield bucket[:size_bytes]
+            size_bytes -= min(size_bytes, len(bucket))
 
     def _two_buckets(self) -> Iterator[torch.Tensor]:
         """Alternate between two buckets: on the device for NCCL, in host memory for sockets."""
@@ -224,10 +229,15 @@ class BroadcastGroup:
             self._agree()
             if self._group is not None:
                 self._wait(self._group.broadcast([values], _from_sender()))
-            else:
-                self._pass_on(values.numpy().data)
+                return
+            transfer = send if self._is_sender else receive_into
+            for connection in self._connections:
+                transfer(connection, values.numpy().data, deadline_s=self._meeting.deadline_s)
         except TimeoutError as error:
-            raise self._late() from error
+            raise DeadlineError(
+                f"a bucket of weights waited {self._meeting.deadline_s:g} s for the other members of broadcast group "
+                f"{self._name!r}. Check these members, or raise the deadline."
+            ) from error
         except (RuntimeError, OSError) as error:
             raise TransferError(
                 f"a bucket of {len(values)} bytes could not be transferred in broadcast group {self._name!r}: "
@@ -235,35 +245,34 @@ class BroadcastGroup:
             ) from error
 
     def _agree(self) -> None:
-        for connection in self._connections:
-            if not self._is_sender:
-                send(connection, READY, ends_at=time.monotonic() + self._meeting.deadline_s)
-                continue
-            wait_readable(connection, unless=self._engine)  # no deadline: until either ends or the sender gives up
-            receive_into(connection, memoryview(bytearray(len(READY))), ends_at=math.inf)
+        """Tell the sender that this worker is ready, or wait for all workers."""
+        if not self._is_sender:
+            send(self._connections[0], READY, deadline_s=self._meeting.deadline_s)
+            return
+        for connection in self._each_ready():
+            receive(connection, len(READY), deadline_s=self._meeting.deadline_s)
 
-    def _pass_on(self, content: memoryview) -> None:
-        ends_at = time.monotonic() + self._meeting.deadline_s
-        for connection in self._connections:
-            if self._is_sender:
-                send(connection, content, ends_at=ends_at)
-            else:
-                receive_into(connection, content, ends_at=ends_at)
+    def _each_ready(self) -> Iterator[socket.socket]:
+        """Yield each connection once its other side has sent something or ended; that may take any time."""
+        waiting = list(self._connections)
+        while waiting:
+            ready = wait(waiting)
+            yield from (connection for connection in waiting if connection in ready)
+            waiting = [connection for connection in waiting if connection not in ready]
 
     def _wait(self, work: Any) -> None:
         """Wait for NCCL with a deadline; NCCL itself has no limit, and its watchdog would end the process."""
         ends_at = time.monotonic() + self._meeting.deadline_s
         while not work.is_completed():
             if time.monotonic() > ends_at:
-                raise self._late()
+                raise TimeoutError
             time.sleep(PAUSE_S)
         work.wait()
 
-    def _late(self) -> DeadlineError:
-        return DeadlineError(
-            f"a bucket of weights waited {self._meeting.deadline_s:g} s for the other members of broadcast group "
-            f"{self._name!r}. Check these members, or raise the deadline."
-        )
+
+def _done(bucket: torch.Tensor, transfer: Future[None]) -> torch.Tensor:
+    transfer.result()
+    return bucket
 
 
 class UniqueIdStore(Store):
@@ -280,14 +289,14 @@ class UniqueIdStore(Store):
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch passes bytes
         """Send a value to every worker."""
         for connection in self._connections:
-            send_message(connection, {"key": key, "value": value.hex()}, deadline_s=self._meeting.deadline_s)
+            send_message(connection, NcclId(key, value), deadline_s=self._meeting.deadline_s)
 
     def get(self, key: str) -> bytes:
         """Receive the sender's value."""
-        message = receive_message(self._connections[0], deadline_s=self._meeting.deadline_s)
-        if message.get("key") != key:
-            raise ConnectionError(f"expected NCCL's unique id {key!r}; found {message.get('key')!r}")
-        return bytes.fromhex(message["value"])
+        found = receive_message(self._connections[0], decode_nccl_id, deadline_s=self._meeting.deadline_s)
+        if found.key != key:
+            raise ConnectionError(f"expected NCCL's unique id {key!r}; found {found.key!r}")
+        return found.value
 
     def check(self, keys: Sequence[str]) -> bool:  # noqa: ARG002 - torch's own signature
         """Return False: torch's watchdog asks whether another member requests a dump."""

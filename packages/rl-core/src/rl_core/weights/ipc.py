@@ -165,7 +165,7 @@ class IpcTransport:
             bucket_bytes=self._bucket_bytes,
             buckets=tuple(map(self._memory.share, self._buckets)),
         )
-        return WeightUpdate(version=version, digests=digests, shared=shared, tied=dict(tied), adapter=adapter)
+        return WeightUpdate(version=version, digests=digests, location=shared, tied=dict(tied), adapter=adapter)
 
     def release(self) -> None:
         """Free the last update, which the engine has loaded, unless it is kept for a restarted one."""
@@ -202,8 +202,8 @@ def opened(update: WeightUpdate) -> Iterator[dict[str, torch.Tensor]]:
         EngineError: The memory is on a GPU that this process does not have, or contents and digests differ.
         WeightsGoneError: The sender has ended, or now has another version.
     """
-    shared = update.shared
-    if shared is None:
+    shared = update.location
+    if not isinstance(shared, SharedBuckets):
         raise EngineError(f"weight update {update.version} is not in shared memory.")
     device = _device_of(shared, update.version)
     sizes, offsets = bucket_plan(update.digests, shared.bucket_bytes)

@@ -1,31 +1,14 @@
-"""The shards that each rank of a learner offers to engines, and the update that combines all offers."""
+"""The offers of a learner's ranks, each of its own shards, and the update that combines them."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import torch
+from collections.abc import Iterable, Mapping, Sequence
 
 from rl_core.errors import WeightProofError
 from rl_core.record_fields import record
 from rl_core.weights.rectangle_sums import RectangleDigest, digest_rectangles, join_digests
-from rl_core.weights.sender import SenderOptions, WeightSender
-from rl_core.weights.update import Rectangle, WeightSource, WeightUpdate
-
-
-@record
-class HeldRectangle:
-    """A rectangle of a tensor, stored by one rank.
-
-    Attributes:
-        rectangle: Position and size.
-        shape: Shape of the whole tensor.
-        read: Returns its elements, contiguous; can be called repeatedly.
-    """
-
-    rectangle: Rectangle
-    shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
+from rl_core.weights.sender import HeldRectangle, SenderOptions, WeightSender
+from rl_core.weights.update import FromSenders, Rectangle, WeightSource, WeightUpdate
 
 
 @record
@@ -41,52 +24,21 @@ class RankOffer:
     digests: Sequence[RectangleDigest]
 
 
-class RankSender:
-    """A rank's sender, open from its first offer until it is closed."""
+def offer_from_rank(
+    sender: WeightSender, held: Sequence[HeldRectangle], options: SenderOptions, *, version: int
+) -> RankOffer:
+    """Let a rank send its rectangles on request, until `WeightSender.withdraw`.
 
-    def __init__(self, name: str) -> None:
-        """Initialize without listening.
-
-        Args:
-            name: Name of the rank, for error messages.
-        """
-        self._name = name
-        self._sender: WeightSender | None = None
-
-    def offer(self, held: Sequence[HeldRectangle], options: SenderOptions, *, version: int) -> RankOffer:
-        """Send these rectangles on request. They are read when sent, so they must not change until `withdraw`.
-
-        Args:
-            held: Rectangles in the order of the tensors.
-            options: Options of the sender; only those of the first offer apply.
-            version: Policy version.
-        """
-        if self._sender is None:
-            self._sender = WeightSender(options)
-        elif options.num_receivers is not None:
-            self._sender.expect(options.num_receivers)
-        self._sender.withdraw()
-        digests = digest_rectangles((one.rectangle, one.shape, one.read()) for one in held)
-        self._sender.offer(version, lambda: (one.read() for one in held))
-        rectangles = [one.rectangle for one in held]
-        source = WeightSource(sender=self._name, meeting=self._sender.meeting, rectangles=rectangles)
-        return RankOffer(source=source, digests=digests)
-
-    def expect(self, num_receivers: int) -> None:
-        """See `WeightSender.expect`."""
-        if self._sender is not None:
-            self._sender.expect(num_receivers)
-
-    def withdraw(self) -> None:
-        """Stop sending before the rectangles change; waits for engines that are receiving."""
-        if self._sender is not None:
-            self._sender.withdraw()
-
-    def close(self) -> None:
-        """Disconnect from every engine. Can be called twice."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+    Args:
+        sender: The rank's sender, which listens from its first offer.
+        held: Rectangles in the order of the tensors.
+        options: Options of the sender; only those of the first offer apply.
+        version: Policy version.
+    """
+    sender.listen(options)
+    sender.withdraw()
+    digests = digest_rectangles((one.rectangle, one.shape, one.read()) for one in held)
+    return RankOffer(source=sender.offer(held, version=version), digests=digests)
 
 
 def join_offers(
@@ -121,7 +73,7 @@ def join_offers(
     return WeightUpdate(
         version=version,
         digests={name: digests[name] for name in rectangles},
-        sources=[offer.source for offer in offers if offer.source.rectangles],
+        location=FromSenders(sources=[offer.source for offer in offers if offer.source.rectangles]),
         tied=dict(tied),
     )
 

@@ -1,221 +1,105 @@
-"""An engine's side of weights over the network: it requests them from every sender, and its workers assemble them."""
+"""An engine's side of weights over the network: its workers request them from every sender, and assemble them."""
 
-import socket
+import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import torch
 
-from rl_core.errors import DeadlineError, TransferError
-from rl_core.weights.broadcast_group import BroadcastGroup, TensorSpec
-from rl_core.weights.digests import ChecksumKind
-from rl_core.weights.secret_sockets import connect, receive_message, send_message
-from rl_core.weights.update import Broadcast, Rectangle, WeightUpdate
+from rl_core.errors import DeadlineError, TransferError, WeightsGoneError
+from rl_core.record_fields import record
+from rl_core.weights.broadcast_group import BroadcastGroup
+from rl_core.weights.digests import TensorDigest
+from rl_core.weights.messages import WorkerHello
+from rl_core.weights.secret_sockets import connect, send_message
+from rl_core.weights.update import Broadcast, Rectangle, WeightSource, WeightUpdate
+
+NO_PROBE = np.zeros(0, np.float32)
 
 
-class JoinedSource(NamedTuple):
-    """A sender that an engine has contacted.
-
-    Attributes:
-        meeting: Address and options of the sender, for the engine's workers.
-        engine: Name of the engine in this group.
-        sender: Name of the sender, for error messages.
-    """
-
-    meeting: Broadcast
-    engine: str
-    sender: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ReceivePlan:
-    """The tensors that an engine's workers receive.
+    """What an engine's workers request and receive.
 
     Attributes:
-        version: Policy version.
-        specs: All tensors, in order.
-        tied: Names that the model serves from another tensor.
-        kinds: Kind of checksum per tensor.
-        rectangles: Rectangles of each sender, in order.
+        update: The update, without what only its proof needs: the probes, and an adapter's base.
+        group: Name under which the workers connect to every sender; another name makes them connect again.
     """
 
-    version: int
-    specs: Sequence[TensorSpec]
-    tied: Sequence[str] = ()
-    kinds: Mapping[str, ChecksumKind] = field(default_factory=dict)
-    rectangles: Sequence[Sequence[Rectangle]] = field(default=(), repr=False)
-
-
-def receive_plan(update: WeightUpdate) -> ReceivePlan:
-    """Return the receive plan of an update."""
-    specs = [TensorSpec(name, tuple(digest.shape), digest.dtype) for name, digest in update.digests.items()]
-    return ReceivePlan(
-        version=update.version,
-        specs=specs,
-        tied=list(update.tied),
-        kinds={name: digest.kind for name, digest in update.digests.items()},
-        rectangles=[source.rectangles for source in update.sources],
-    )
-
-
-class _SenderLink:
-    """An engine's connection to one sender for its requests.
-
-    Attributes:
-        engine: Name under which the engine's workers connect to the sender; new for each connection.
-    """
-
-    def __init__(self, meeting: Broadcast, *, num_workers: int) -> None:
-        self.engine = ""
-        self._meeting, self._num_workers = meeting, num_workers
-        self._connection: socket.socket | None = None
-
-    def ask(self, version: int, *, sender: str) -> None:
-        """Request an update; the sender waits for `go_on`.
-
-        Raises:
-            TransferError: The sender has ended, or sends another version.
-            DeadlineError: The sender does not answer.
-        """
-        meeting = self._meeting
-        try:
-            answer = self._ask(version)
-        except TimeoutError as error:
-            self.close()
-            raise DeadlineError(
-                f"{sender} at {meeting.host}:{meeting.port} did not answer within {meeting.deadline_s:g} s."
-            ) from error
-        except OSError as error:
-            self.close()
-            raise TransferError(
-                f"{sender} with weight update {version} cannot be reached at {meeting.host}:{meeting.port}: "
-                f"{error}. Keep its transport open until every engine has received the update."
-            ) from error
-        if answer["refusal"] is not None:
-            raise TransferError(f"{sender}: {answer['refusal']}")
-
-    def go_on(self, *, goes_on: bool = True) -> None:
-        """Tell the sender to send, or to cancel.
-
-        Raises:
-            TransferError: The sender has ended.
-        """
-        try:
-            self._send({"goes_on": goes_on})
-        except OSError as error:
-            self.close()
-            raise TransferError(f"the sender of weights at {self._meeting.host} has ended: {error}.") from error
-
-    def close(self) -> None:
-        """Disconnect from the sender. Can be called twice."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
-    def _ask(self, version: int) -> dict[str, Any]:
-        if self._connection is not None:
-            with suppress(ConnectionError):  # the sender dropped this engine, for example after a failed update
-                return self._request(version)
-        self.close()
-        meeting, self.engine = self._meeting, uuid.uuid4().hex
-        secret = bytes.fromhex(meeting.secret)
-        self._connection = connect(meeting.host, meeting.port, secret, deadline_s=meeting.deadline_s)
-        self._send({"engine": self.engine, "num_workers": self._num_workers})
-        return self._request(version)
-
-    def _request(self, version: int) -> dict[str, Any]:
-        connection = self._send({"version": version})
-        return receive_message(connection, deadline_s=self._meeting.deadline_s)
-
-    def _send(self, message: Mapping[str, Any]) -> socket.socket:
-        if self._connection is None:
-            raise ConnectionError("it is disconnected")
-        send_message(self._connection, message, deadline_s=self._meeting.deadline_s)
-        return self._connection
+    update: WeightUpdate
+    group: str
 
 
 class WeightSources:
-    """An engine's side before its workers receive, for all senders of an update."""
+    """An engine's requests to the senders of updates, which its workers make together."""
 
-    def __init__(self, *, num_workers: int) -> None:
+    def __init__(self, ask: Callable[[ReceivePlan], Sequence[str | None]]) -> None:
         """Initialize without connecting.
 
         Args:
-            num_workers: Number of receiving workers.
+            ask: Calls `SourceGroups.ask` in every worker at once, and returns the results.
         """
-        self._num_workers = num_workers
-        self._links: dict[Broadcast, _SenderLink] = {}
+        self._ask = ask
+        self._group: str | None = None
 
-    def announce(self, update: WeightUpdate) -> list[JoinedSource]:
-        """Request an update from every sender; afterwards the workers connect (`SourceGroups`).
+    def announce(self, update: WeightUpdate) -> ReceivePlan:
+        """Request an update from every sender, which then waits for the workers to receive it.
 
-        If one sender refuses, none sends.
+        If one sender refuses, the workers disconnect from all. Workers that are connected already connect again and
+        ask once more, because a connection may have been lost.
 
         Raises:
-            TransferError: A sender has ended, or sends another version.
-            DeadlineError: A sender does not answer.
+            WeightsGoneError: A sender has ended, sends another version, or does not answer.
         """
-        sources = {source.meeting: source for source in update.sources}
-        for meeting in [known for known in self._links if known not in sources]:
-            self._links.pop(meeting).close()
-        requested: list[_SenderLink] = []
-        try:
-            for meeting, source in sources.items():
-                link = self._links.setdefault(meeting, _SenderLink(meeting, num_workers=self._num_workers))
-                link.ask(update.version, sender=source.sender)
-                requested.append(link)
-        except (TransferError, DeadlineError):
-            for link in requested:
-                with suppress(TransferError):
-                    link.go_on(goes_on=False)
-            raise
-        try:
-            for link in requested:
-                link.go_on()
-        except TransferError:
-            self.close()  # the other senders must not wait for the workers
-            raise
-        return [JoinedSource(meeting, self._links[meeting].engine, one.sender) for meeting, one in sources.items()]
-
-    def close(self) -> None:
-        """Disconnect from every sender. Can be called twice."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        digests = {name: replace(digest, probe=NO_PROBE) for name, digest in update.digests.items()}
+        bare = replace(update, digests=digests, adapter=None)
+        while True:
+            is_new = self._group is None
+            plan = ReceivePlan(update=bare, group=self._group or uuid.uuid4().hex)
+            problem = next(filter(None, self._ask(plan)), None)
+            self._group = plan.group if problem is None else None
+            if problem is None:
+                return plan
+            if is_new:
+                raise WeightsGoneError(problem)
 
 
 class SourceGroups:
-    """One worker's side of the groups with all senders.
+    """One worker's side: its groups with all senders, kept from update to update."""
 
-    Attributes:
-        sources: Connected senders; empty after leaving.
-    """
-
-    def __init__(self, sources: Sequence[JoinedSource], *, rank: int, size: int, device: torch.device) -> None:
-        """Connect to every sender.
+    def __init__(self, *, rank: int, num_workers: int, device: torch.device) -> None:
+        """Initialize without connecting.
 
         Args:
-            sources: The senders.
             rank: The worker's rank in each group, from 1.
-            size: Members of each group: the sender and the engine's workers.
+            num_workers: Number of the engine's workers.
             device: Device on which tensors are assembled.
-
-        Raises:
-            TransferError: A sender has ended.
         """
-        self.sources = list(sources)
-        self._device = device
+        self._rank, self._num_workers, self._device = rank, num_workers, device
+        self._joined: tuple[str, list[Broadcast]] = "", []
         self._groups: list[BroadcastGroup] = []
+
+    def ask(self, plan: ReceivePlan) -> str | None:
+        """Request an update from every sender, together with the engine's other workers.
+
+        Returns:
+            Why a sender does not send it, in which case the worker leaves every group; None if `receive` may follow.
+        """
         try:
-            for one in sources:
-                self._groups.append(BroadcastGroup(one.meeting, one.engine, rank=rank, size=size, device=device))
-        except TransferError:
+            self._join(plan)
+            for source, group in zip(plan.update.sources, self._groups, strict=True):
+                with _named(source, plan.update.version):
+                    refusal = group.ask(plan.update.version)
+                if refusal is not None:
+                    raise TransferError(f"{source.sender}: {refusal}")
+        except (TransferError, DeadlineError) as error:
             self.close()
-            raise
+            return str(error)
+        return None
 
     def receive(self, plan: ReceivePlan) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive an update tensor by tensor, assembled from its senders' rectangles.
@@ -226,48 +110,86 @@ class SourceGroups:
             TransferError: A sender has ended.
             DeadlineError: A sender stopped sending.
         """
-        dtypes = {spec.name: spec.dtype for spec in plan.specs}
-        pieces: dict[str, list[tuple[int, Rectangle]]] = {}
-        for number, rectangles in enumerate(plan.rectangles):
-            for rectangle in rectangles:
-                pieces.setdefault(rectangle.name, []).append((number, rectangle))
+        digests, sources = plan.update.digests, plan.update.sources
         try:
             with ThreadPoolExecutor(1, "receive weights") as thread:
-                streams = [
-                    group.receive([TensorSpec(one.name, one.sizes, dtypes[one.name]) for one in part], thread=thread)
-                    for group, part in zip(self._groups, plan.rectangles, strict=True)
-                ]
-                for spec in plan.specs:
-                    parts = ((one, self._next(streams, number)) for number, one in pieces.get(spec.name, ()))
-                    yield spec.name, _put_together(spec, parts, self._device)
+                parts: dict[str, list[tuple[Rectangle, Iterator[torch.Tensor]]]] = {name: [] for name in digests}
+                for source, group in zip(sources, self._groups, strict=True):
+                    sizes = [math.prod(one.sizes) * _dtype(digests[one.name]).itemsize for one in source.rectangles]
+                    arriving = _naming(source.sender, group.receive(sizes, thread))
+                    for rectangle in source.rectangles:
+                        parts[rectangle.name].append((rectangle, arriving))
+                for name, digest in digests.items():
+                    yield name, self._assembled(name, digest, parts[name])
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Leave every group. Can be called twice."""
-        self.sources = []
         for group in self._groups:
             group.close()
+        self._joined, self._groups = ("", []), []
 
-    def _next(self, streams: Sequence[Iterator[tuple[str, torch.Tensor]]], number: int) -> torch.Tensor:
-        sender = self.sources[number].sender
-        try:
-            return next(streams[number])[1]
-        except (TransferError, DeadlineError) as error:
-            raise type(error)(f"{sender}: {error}") from error
+    def _join(self, plan: ReceivePlan) -> None:
+        """Connect to the senders, unless the worker is in these groups."""
+        joined = plan.group, [source.meeting for source in plan.update.sources]
+        if joined == self._joined:
+            return
+        self.close()
+        name, rank, size = plan.group, self._rank, self._num_workers + 1
+        for source in plan.update.sources:
+            meeting = source.meeting
+            with _named(source, plan.update.version):
+                secret = bytes.fromhex(meeting.secret)
+                connection = connect(meeting.host, meeting.port, secret, deadline_s=meeting.deadline_s)
+                send_message(connection, WorkerHello(name, rank, self._num_workers), deadline_s=meeting.deadline_s)
+            group = BroadcastGroup(meeting, name, [connection], rank=rank, size=size, device=self._device)
+            self._groups.append(group)
+        self._joined = joined
 
-
-def _put_together(
-    spec: TensorSpec, parts: Iterator[tuple[Rectangle, torch.Tensor]], device: torch.device
-) -> torch.Tensor:
-    whole: torch.Tensor | None = None
-    for rectangle, part in parts:
-        if tuple(part.shape) == tuple(spec.shape):
-            return part
+    def _assembled(
+        self, name: str, digest: TensorDigest, parts: Sequence[tuple[Rectangle, Iterator[torch.Tensor]]]
+    ) -> torch.Tensor:
+        dtype = _dtype(digest)
+        whole: torch.Tensor | None = None
+        for rectangle, arriving in parts:
+            part = next(arriving).view(dtype).reshape(rectangle.sizes)
+            if rectangle.sizes == digest.shape:
+                return part
+            if whole is None:
+                whole = torch.empty(digest.shape, dtype=dtype, device=self._device)
+            whole[tuple(slice(o, o + s) for o, s in zip(rectangle.offsets, rectangle.sizes, strict=True))] = part
         if whole is None:
-            whole = torch.empty(spec.shape, dtype=part.dtype, device=device)
-        whole[tuple(slice(o, o + s) for o, s in zip(rectangle.offsets, rectangle.sizes, strict=True))] = part
-    if whole is None:
-        raise TransferError(f"no sender provides tensor {spec.name!r}.")
-    return whole
+            raise TransferError(f"no sender provides tensor {name!r}.")
+        return whole
+
+
+@contextmanager
+def _named(source: WeightSource, version: int) -> Iterator[None]:
+    """Name the sender in errors of connecting and asking."""
+    meeting = source.meeting
+    try:
+        yield
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"{source.sender} at {meeting.host}:{meeting.port} did not answer within {meeting.deadline_s:g} s."
+        ) from error
+    except OSError as error:
+        raise TransferError(
+            f"{source.sender} with weight update {version} cannot be reached at {meeting.host}:{meeting.port}: "
+            f"{error}. Keep its transport open until every engine has received the update."
+        ) from error
+
+
+def _naming(sender: str, tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Name the sender in errors while its tensors arrive."""
+    try:
+        yield from tensors
+    except (TransferError, DeadlineError) as error:
+        raise type(error)(f"{sender}: {error}") from error
+
+
+def _dtype(digest: TensorDigest) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, digest.dtype)
+    return dtype

@@ -7,18 +7,20 @@ read or change it here.
 
 import hmac
 import ipaddress
-import json
 import secrets
-import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from rl_core.errors import SettingsError
+
+MessageT = TypeVar("MessageT")
 
 SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 16
@@ -96,10 +98,8 @@ class SecretListener:
     def _admit(self, connection: socket.socket) -> None:
         with self._changed:
             self._strangers.append(connection)
-            oldest = self._strangers[0] if len(self._strangers) > MAX_STRANGERS else None
-        if oldest is not None:
-            self._forget(oldest)
-            hang_up(oldest)
+            if len(self._strangers) > MAX_STRANGERS:
+                hang_up(self._strangers.popleft())
         try:
             threading.Thread(target=self._meet, args=(connection,), name="meet a receiver", daemon=True).start()
         except RuntimeError:
@@ -109,7 +109,7 @@ class SecretListener:
 
     def _meet(self, connection: socket.socket) -> None:
         try:
-            _demand_proof(connection, self._secret, ends_at=time.monotonic() + HANDSHAKE_S)
+            _demand_proof(connection, self._secret)
         except OSError:
             connection.close()
             return
@@ -133,7 +133,7 @@ def connect(host: str, port: int, secret: bytes, *, deadline_s: float) -> socket
         try:
             connection = socket.create_connection((host, port), timeout=deadline_s)
             try:
-                _prove(connection, secret, ends_at=time.monotonic() + deadline_s)
+                _prove(connection, secret, deadline_s=deadline_s)
             except BaseException:
                 connection.close()
                 raise
@@ -145,80 +145,61 @@ def connect(host: str, port: int, secret: bytes, *, deadline_s: float) -> socket
             return connection
 
 
-def send(connection: socket.socket, content: bytes | memoryview, *, ends_at: float) -> None:
+def send(connection: socket.socket, content: bytes | memoryview, *, deadline_s: float) -> None:
     """Send everything.
 
     Raises:
         OSError: The other side has ended; TimeoutError if it stopped reading.
     """
-    connection.settimeout(_left_s(ends_at))
+    connection.settimeout(deadline_s)
     connection.sendall(content)
 
 
-def receive_into(connection: socket.socket, content: memoryview, *, ends_at: float) -> None:
+def receive_into(connection: socket.socket, content: memoryview, *, deadline_s: float) -> None:
     """Fill a buffer.
 
     Raises:
         OSError: The other side has ended; TimeoutError if it stopped sending.
     """
+    ends_at = time.monotonic() + deadline_s
     while len(content):
-        connection.settimeout(_left_s(ends_at))
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left_s)
         count = connection.recv_into(content)
         if not count:
             raise ConnectionResetError("the other side closed the connection")
         content = content[count:]
 
 
-def is_readable(connection: socket.socket) -> bool:
-    """Return True if the other side has sent unread data, or has ended."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
-        return bool(selector.select(0))
+def receive(connection: socket.socket, size: int, *, deadline_s: float) -> bytes:
+    """Receive bytes; raises as `receive_into`."""
+    content = bytearray(size)
+    receive_into(connection, memoryview(content), deadline_s=deadline_s)
+    return bytes(content)
 
 
-def wait_readable(connection: socket.socket, *, unless: socket.socket | None) -> None:
-    """Wait until the other side has sent data or ended, or until another connection has.
-
-    Raises:
-        ConnectionResetError: The peer of the other connection has ended.
-    """
-    with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
-        if unless is not None:
-            selector.register(unless, selectors.EVENT_READ)
-        ready = [key.fileobj for key, _ in selector.select()]
-    if connection not in ready:
-        raise ConnectionResetError("its engine disconnected")
+def send_message(connection: socket.socket, message: msgspec.Struct, *, deadline_s: float) -> None:
+    """Send a message; raises as `send`."""
+    content = msgspec.json.encode(message)
+    send(connection, len(content).to_bytes(4, "big") + content, deadline_s=deadline_s)
 
 
-def send_message(connection: socket.socket, message: Mapping[str, Any], *, deadline_s: float) -> None:
-    """Send a JSON object; raises as `send`."""
-    content = json.dumps(message).encode()
-    send(connection, len(content).to_bytes(4, "big") + content, ends_at=time.monotonic() + deadline_s)
-
-
-def receive_message(connection: socket.socket, *, deadline_s: float) -> dict[str, Any]:
-    """Receive a JSON object.
-
-    Args:
-        connection: The connection.
-        deadline_s: Maximum wait; infinity waits while the other side is alive.
+def receive_message(connection: socket.socket, decode: Callable[[bytes], MessageT], *, deadline_s: float) -> MessageT:
+    """Receive a message, and decode it with a function of `rl_core.weights.messages`.
 
     Raises:
-        OSError: As in `receive_into`; ConnectionError also for an invalid message.
+        OSError: As in `receive_into`; ConnectionError also for any other message.
     """
-    ends_at = time.monotonic() + deadline_s
-    size = int.from_bytes(_receive(connection, 4, ends_at=ends_at), "big")
+    size = int.from_bytes(receive(connection, 4, deadline_s=deadline_s), "big")
     if size > MAX_MESSAGE_BYTES:
         raise ConnectionError(f"a message must have at most {MAX_MESSAGE_BYTES} bytes; found {size}")
-    content = _receive(connection, size, ends_at=ends_at)
+    content = receive(connection, size, deadline_s=deadline_s)
     try:
-        message = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConnectionError(f"a message must be JSON; found {content[:80]!r}") from error
-    if not isinstance(message, dict):
-        raise ConnectionError(f"a message must be a JSON object; found {content[:80]!r}")
-    return message
+        return decode(content)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConnectionError(f"a message must be JSON with its fields; found {content[:80]!r}: {error}") from error
 
 
 def hang_up(connection: socket.socket) -> None:
@@ -245,30 +226,32 @@ def _bind(host: str) -> socket.socket:
     return bound
 
 
-def _prove(connection: socket.socket, secret: bytes, *, ends_at: float) -> None:
-    theirs = _receive(connection, NONCE_BYTES, ends_at=ends_at)
+def _prove(connection: socket.socket, secret: bytes, *, deadline_s: float) -> None:
+    theirs = receive(connection, NONCE_BYTES, deadline_s=deadline_s)
     ours = secrets.token_bytes(NONCE_BYTES)
-    send(connection, ours + _proof(secret, b"receiver", theirs + ours), ends_at=ends_at)
-    if not hmac.compare_digest(
-        _receive(connection, PROOF_BYTES, ends_at=ends_at), _proof(secret, b"sender", theirs + ours)
-    ):
-        raise ConnectionError("the other side does not know the secret of this transport")
+    send(connection, ours + _proof(secret, b"receiver", theirs + ours), deadline_s=deadline_s)
+    _check(receive(connection, PROOF_BYTES, deadline_s=deadline_s), _proof(secret, b"sender", theirs + ours))
     _watch(connection)
 
 
-def _demand_proof(connection: socket.socket, secret: bytes, *, ends_at: float) -> None:
+def _demand_proof(connection: socket.socket, secret: bytes) -> None:
+    """Demand the proof. What is sent fits into the kernel's buffer, so only the answer takes time."""
     ours = secrets.token_bytes(NONCE_BYTES)
-    send(connection, ours, ends_at=ends_at)
-    answer = _receive(connection, NONCE_BYTES + PROOF_BYTES, ends_at=ends_at)
+    send(connection, ours, deadline_s=HANDSHAKE_S)
+    answer = receive(connection, NONCE_BYTES + PROOF_BYTES, deadline_s=HANDSHAKE_S)
     theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(secret, b"receiver", ours + theirs)):
-        raise ConnectionError("the other side does not know the secret of this transport")
-    send(connection, _proof(secret, b"sender", ours + theirs), ends_at=ends_at)
+    _check(proof, _proof(secret, b"receiver", ours + theirs))
+    send(connection, _proof(secret, b"sender", ours + theirs), deadline_s=HANDSHAKE_S)
     _watch(connection)
 
 
 def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, side + nonces, "sha256")
+
+
+def _check(found: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(found, expected):
+        raise ConnectionError("the other side does not know the secret of this transport")
 
 
 def _watch(connection: socket.socket) -> None:
@@ -278,16 +261,3 @@ def _watch(connection: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _receive(connection: socket.socket, size: int, *, ends_at: float) -> bytes:
-    content = bytearray(size)
-    receive_into(connection, memoryview(content), ends_at=ends_at)
-    return bytes(content)
-
-
-def _left_s(ends_at: float) -> float | None:
-    left_s = ends_at - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("timed out")
-    return None if left_s == float("inf") else left_s

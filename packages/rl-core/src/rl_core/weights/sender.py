@@ -1,42 +1,30 @@
-"""The sender of weights over the network, which listens for engines and sends the current version to each.
+"""The sender of weights over the network: it offers rectangles of tensors, listens for engines and sends to each.
 
-It listens on one address while a receiver is missing, for engines that know its secret, which they receive with the
-update through the role call. Each engine keeps a connection for requests, and each of its workers one for tensors. A
-dead engine does not affect others, and a restarted one receives the current weights on request.
+It listens on one address while an engine is missing, for workers that know its secret, which they receive with the
+update through the role call. The workers of an engine are a group, which asks for a version and receives it on the same
+connections. A dead engine does not affect others, and a restarted one receives the current weights on request.
 """
 
 import logging
-import math
 import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Literal, NamedTuple
 
 import torch
 
 from rl_core.errors import NotReadyError, RLError, SettingsError, TransferError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import record, settings_record
 from rl_core.weights.broadcast_group import SENDER, BroadcastGroup
-from rl_core.weights.secret_sockets import (
-    SECRET_BYTES,
-    SecretListener,
-    hang_up,
-    is_readable,
-    receive_message,
-    send_message,
-)
-from rl_core.weights.update import Broadcast
+from rl_core.weights.messages import WorkerHello, decode_hello
+from rl_core.weights.secret_sockets import SECRET_BYTES, SecretListener, hang_up, receive_message
+from rl_core.weights.update import Broadcast, Rectangle, WeightSource
 
 log = logging.getLogger(__name__)
 
-MAX_WORKERS = 4096
-POLL_S = 0.05
-"""Interval of checks that an engine is still alive while its workers are missing."""
 DEFAULT_BUCKET_BYTES = 256 * 2**20
-Packed = tuple[int, Callable[[], Iterable[torch.Tensor]]]
-"""A policy version, and a function that returns its tensors."""
 
 
 @settings_record
@@ -60,42 +48,68 @@ class SenderOptions:
     num_receivers: int | None = None
 
 
-class _Engine:
-    """The sender's view of one receiver: its connection for requests, and those of its workers."""
+@record
+class HeldRectangle:
+    """A rectangle of a tensor, stored by one sender.
 
-    def __init__(self, connection: socket.socket, *, num_workers: int) -> None:
-        self.connection, self.num_workers = connection, num_workers
-        self.workers: dict[int, socket.socket] = {}
-        self.group: BroadcastGroup | None = None
-        self.is_served = False
+    Attributes:
+        rectangle: Position and size.
+        shape: Shape of the whole tensor.
+        read: Returns its elements, contiguous; can be called repeatedly.
+    """
 
-    @property
-    def is_whole(self) -> bool:
-        """True once all workers are connected."""
-        return len(self.workers) == self.num_workers
+    rectangle: Rectangle
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
 
-    def hang_up(self) -> None:
-        """Make the threads that wait for it stop waiting."""
-        for connection in (self.connection, *self.workers.values()):
-            hang_up(connection)
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> "HeldRectangle":
+        """A rectangle that is a whole tensor."""
+        shape = tuple(tensor.shape)
+        return cls(rectangle=Rectangle(name, (0,) * len(shape), shape), shape=shape, read=lambda: tensor)
 
-    def close(self) -> None:
-        if self.group is not None:
-            self.group.close()
-        for connection in (self.connection, *self.workers.values()):
-            connection.close()
+
+class _Offer(NamedTuple):
+    version: int
+    held: Sequence[HeldRectangle]
 
 
 class WeightSender:
-    """Sends one version in buckets to engines in other processes and on other machines, until the next version."""
+    """Sends one version in buckets to engines in other processes and on other machines, until the next version.
 
-    def __init__(self, options: SenderOptions) -> None:
-        """Start listening.
+    Attributes:
+        meeting: Address and options for engines, once it listens.
+    """
+
+    meeting: Broadcast
+
+    def __init__(self, name: str = "the sender of weights") -> None:
+        """Initialize without listening.
+
+        Args:
+            name: Name for error messages, such as "rank 1 of the learner".
+        """
+        self._name = name
+        self._listener: SecretListener | None = None
+        self._num_receivers: int | None = None
+        self._joining: dict[str, dict[int, socket.socket]] = {}
+        self._groups: set[str] = set()
+        self._served: set[BroadcastGroup] = set()
+        self._offer: _Offer | None = None
+        self._serving: dict[threading.Thread, socket.socket] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def listen(self, options: SenderOptions) -> None:
+        """Start listening; if it has started, only set the number of expected engines, if the options have one.
 
         Raises:
             SettingsError: This machine does not have the address, or has no GPU for NCCL.
         """
-        secret = secrets.token_bytes(SECRET_BYTES)
+        if self._listener is not None or self._is_closed:
+            if options.num_receivers is not None:
+                self.expect(options.num_receivers)
+            return
         is_nccl = options.backend == "nccl"
         if is_nccl and not torch.cuda.is_available():
             raise SettingsError(
@@ -103,13 +117,8 @@ class WeightSender:
                 '"tcp" or "file".'
             )
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-        self._engines: dict[str, _Engine] = {}
-        self._packed: Packed | None = None
         self._num_receivers = options.num_receivers
-        self._num_sending = 0
-        self._serving: dict[threading.Thread, socket.socket] = {}
-        self._changed = threading.Condition()
-        self._is_closed = False
+        secret = secrets.token_bytes(SECRET_BYTES)
         self._listener = SecretListener(options.host, secret, self._serve)
         self.meeting = Broadcast(
             backend=options.backend,
@@ -120,21 +129,23 @@ class WeightSender:
             deadline_s=options.deadline_s,
         )
 
-    def offer(self, version: int, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Send these tensors on request from now on.
+    def offer(self, held: Sequence[HeldRectangle], *, version: int) -> WeightSource:
+        """Send these rectangles on request from now on.
 
         Engines that are still receiving the previous version have until the deadline to finish.
 
         Args:
+            held: Rectangles in the order of the tensors, read for each engine in its thread; they must not change until
+                withdrawn.
             version: Policy version.
-            tensors: Returns the tensors for each engine, in its thread; they must not change until withdrawn.
 
         Raises:
             NotReadyError: The sender is closed.
         """
         if self._is_closed:
             raise NotReadyError("the weight transport is closed. Create a new one.")
-        self._replace((version, tensors))
+        self._replace(_Offer(version, held))
+        return WeightSource(sender=self._name, meeting=self.meeting, rectangles=[one.rectangle for one in held])
 
     def withdraw(self) -> None:
         """Stop sending; engines that are receiving have until the deadline to finish."""
@@ -148,9 +159,11 @@ class WeightSender:
 
     def close(self) -> None:
         """Withdraw, and disconnect from every engine. Can be called twice."""
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
         self._replace(None)
         with self._changed:
             serving = dict(self._serving)
@@ -158,16 +171,18 @@ class WeightSender:
             hang_up(connection)
             thread.join()
 
-    def _replace(self, packed: Packed | None) -> None:
+    def _replace(self, offer: _Offer | None) -> None:
         with self._changed:
-            self._packed = None  # no new transfer begins
-            if not self._changed.wait_for(lambda: not self._num_sending, self.meeting.deadline_s):
-                for engine in self._engines.values():
-                    if engine.is_served:
-                        log.warning("engine_given_up deadline_s=%g", self.meeting.deadline_s)
-                        engine.hang_up()
-                self._changed.wait_for(lambda: not self._num_sending)
-            self._packed = packed
+            self._offer = None  # no new transfer begins
+            if self._served and not self._changed.wait_for(self._is_idle, self.meeting.deadline_s):
+                for group in self._served:
+                    log.warning("engine_given_up deadline_s=%g", self.meeting.deadline_s)
+                    group.hang_up()
+                self._changed.wait_for(self._is_idle)
+            self._offer = offer
+
+    def _is_idle(self) -> bool:
+        return not self._served
 
     # -- in a thread of each connection
 
@@ -179,106 +194,78 @@ class WeightSender:
                 return
             self._serving[thread] = connection
         try:
-            hello = receive_message(connection, deadline_s=self.meeting.deadline_s)
-            if "rank" in hello:
-                self._take_worker(connection, hello)
-            else:
-                self._serve_engine(connection, hello)
-        except (OSError, RLError, KeyError, RuntimeError) as error:
+            hello = receive_message(connection, decode_hello, deadline_s=self.meeting.deadline_s)
+            workers = self._joined(connection, hello)
+            if workers:
+                self._serve_group(hello.group, workers)
+        except (OSError, RLError, RuntimeError) as error:
             log.warning("weights_not_sent error=%r", error)
             connection.close()
         finally:
             with self._changed:
                 del self._serving[thread]
 
-    def _take_worker(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
+    def _joined(self, connection: socket.socket, hello: WorkerHello) -> Sequence[socket.socket]:
+        """Return all workers of a group, by rank, in the thread of the last one; the others' threads end."""
+        name, deadline_s = hello.group, self.meeting.deadline_s
         with self._changed:
-            engine = self._engines[str(hello["engine"])]
-            rank = _number(hello, "rank", most=engine.num_workers)
-            if rank in engine.workers:
-                raise TransferError(f"a worker of rank {rank} is already connected")
-            engine.workers[rank] = connection
-            self._listen_while_needed()
-            self._changed.notify_all()
-
-    def _serve_engine(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
-        name = str(hello["engine"])
-        engine = _Engine(connection, num_workers=_number(hello, "num_workers", most=MAX_WORKERS))
-        with self._changed:
-            self._engines[name] = engine
-        try:
-            while True:
-                try:
-                    request = receive_message(connection, deadline_s=math.inf)
-                except OSError:
-                    return  # it has ended or was disconnected
-                self._answer(name, engine, request)
-        finally:
-            with self._changed:
-                del self._engines[name]
+            here = self._joining.get(name, {})
+            if name in self._groups or hello.rank in here or hello.rank > hello.num_workers:
+                raise TransferError(f"worker {hello.rank} of {hello.num_workers} is not expected in group {name}")
+            here[hello.rank] = connection
+            if len(here) == hello.num_workers:
+                self._joining.pop(name, None)
+                self._groups.add(name)
                 self._listen_while_needed()
-            engine.close()
+                self._changed.notify_all()
+                return [worker for _, worker in sorted(here.items())]
+            self._joining[name] = here
+            self._changed.wait_for(lambda: self._joining.get(name) is not here or self._is_closed, deadline_s)
+            if self._joining.get(name) is here:
+                del self._joining[name]
+                for worker in here.values():
+                    worker.close()
+                raise TransferError(f"{len(here)} of {hello.num_workers} workers connected within {deadline_s:g} s")
+            return []
 
-    def _answer(self, name: str, engine: _Engine, request: Mapping[str, Any]) -> None:
-        """Send the current version to one engine; its workers detect errors themselves."""
-        deadline_s = self.meeting.deadline_s
-        with self._changed:
-            packed = self._packed
-            refusal = _refusal(request, packed)
-            self._num_sending += 1
-            engine.is_served = True
+    def _serve_group(self, name: str, workers: Sequence[socket.socket]) -> None:
+        size, device = len(workers) + 1, self._device
         try:
-            send_message(engine.connection, {"refusal": refusal}, deadline_s=deadline_s)
-            if packed is None or refusal is not None:
-                return
-            if not receive_message(engine.connection, deadline_s=deadline_s)["goes_on"]:
-                return  # another sender refused
-            if engine.group is None:
-                engine.group = self._meet(name, engine)
-            engine.group.send(packed[1]())
+            with closing(BroadcastGroup(self.meeting, name, workers, rank=SENDER, size=size, device=device)) as group:
+                while True:
+                    try:
+                        version = group.asked()
+                    except OSError:
+                        return  # it has ended or was disconnected
+                    self._answer(group, version)
         finally:
             with self._changed:
-                self._num_sending -= 1
-                engine.is_served = False
-                self._changed.notify_all()
+                self._groups.remove(name)
+                self._listen_while_needed()
 
-    def _meet(self, name: str, engine: _Engine) -> BroadcastGroup:
-        ends_at = time.monotonic() + self.meeting.deadline_s
+    def _answer(self, group: BroadcastGroup, version: int) -> None:
+        """Send the current version to one engine; its workers detect errors themselves."""
         with self._changed:
-            while not engine.is_whole and time.monotonic() < ends_at and not is_readable(engine.connection):
-                self._changed.wait(POLL_S)  # disconnection is not signalled
-            if not engine.is_whole:
-                raise TransferError(
-                    f"{len(engine.workers)} of {engine.num_workers} workers of engine {name} connected before it "
-                    f"disconnected, or within {self.meeting.deadline_s:g} s"
-                )
-        workers = [connection for _, connection in sorted(engine.workers.items())]
-        return BroadcastGroup(
-            self.meeting,
-            name,
-            rank=SENDER,
-            size=len(workers) + 1,
-            device=self._device,
-            connections=workers,
-            engine=engine.connection,
-        )
+            offer = self._offer
+            self._served.add(group)
+        try:
+            refusal = _refusal(version, offer)
+            group.answer(refusal)
+            if offer is not None and refusal is None:
+                group.send(one.read() for one in offer.held)
+        finally:
+            with self._changed:
+                self._served.remove(group)
+                self._changed.notify_all()
 
     def _listen_while_needed(self) -> None:
         """Open or close the listener; the caller must have acquired `_changed`."""
-        num_here = sum(engine.is_whole for engine in self._engines.values())
-        self._listener.set_open(self._num_receivers is None or num_here < self._num_receivers)
+        if self._listener is not None:
+            self._listener.set_open(self._num_receivers is None or len(self._groups) < self._num_receivers)
 
 
-def _number(hello: Mapping[str, Any], name: str, *, most: int) -> int:
-    found = hello[name]
-    if not isinstance(found, int) or not 1 <= found <= most:
-        raise TransferError(f"{name} must be from 1 to {most}; found {found!r}")
-    return found
-
-
-def _refusal(request: Mapping[str, Any], packed: Packed | None) -> str | None:
-    version = request.get("version")
-    if packed is not None and packed[0] == version:
+def _refusal(version: int, offer: _Offer | None) -> str | None:
+    if offer is not None and offer.version == version:
         return None
-    offered = "none" if packed is None else f"version {packed[0]}"
+    offered = "none" if offer is None else f"version {offer.version}"
     return f"weights of version {version} were requested; the sender has {offered}. Request the newest version."

@@ -12,7 +12,7 @@ from rl_core.errors import DiskError, NotReadyError
 from rl_core.files.locked_folders import locked_folder, remove_unlocked_folders
 from rl_core.record_fields import converts_arguments
 from rl_core.weights.digests import digest_tensors
-from rl_core.weights.update import AdapterUpdate, NamedTensors, WeightUpdate
+from rl_core.weights.update import AdapterUpdate, InFile, InProcess, NamedTensors, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,8 @@ class TensorTransport:
     ) -> WeightUpdate:
         """See `WeightTransport.pack`; an adapter's slot is always proved by crc32c."""
         digests = digest_tensors(tensors, kind=None if adapter is None else "crc32c")
-        return WeightUpdate(version=version, digests=digests, tensors=dict(tensors), tied=dict(tied), adapter=adapter)
+        location = InProcess(tensors=dict(tensors))
+        return WeightUpdate(version=version, digests=digests, location=location, tied=dict(tied), adapter=adapter)
 
     def close(self) -> None:
         """See `WeightTransport.close`."""
@@ -70,7 +71,11 @@ class SharedFileTransport:
         write_safetensors(on_host, part)
         part.replace(file)
         return WeightUpdate(
-            version=version, digests=digest_tensors(on_host), file=file, tied=dict(tied), adapter=adapter
+            version=version,
+            digests=digest_tensors(on_host),
+            location=InFile(file=file),
+            tied=dict(tied),
+            adapter=adapter,
         )
 
     def close(self) -> None:

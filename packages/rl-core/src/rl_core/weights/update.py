@@ -18,7 +18,7 @@ import numpy as np
 from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import ShapeError
 from rl_core.record_fields import Axes, record
-from rl_core.weights.digests import TensorDigest
+from rl_core.weights.digests import ChecksumKind, TensorDigest
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ class SharedBucket:
 
 @record
 class SharedBuckets:
-    """The tensors of an update, stored side by side in memory; only plain values, so that reading it runs no code.
+    """Location of an update in memory of the sender's GPU, side by side; only plain values: reading it runs no code.
 
     The digests and bucket_bytes determine each tensor's bucket and position: see `bucket_plan`.
 
@@ -118,6 +118,43 @@ class SharedBuckets:
     stamp: int
     bucket_bytes: int
     buckets: tuple[SharedBucket, ...]
+
+
+@record
+class InProcess:
+    """Location of an update in the memory of this process.
+
+    Attributes:
+        tensors: The tensors by Hugging Face name (an adapter's by peft's name).
+    """
+
+    tensors: NamedTensors
+
+
+@record
+class InFile:
+    """Location of an update in shared memory, or on a disk, of this machine.
+
+    Attributes:
+        file: A safetensors file.
+    """
+
+    file: Path
+
+
+@record
+class FromSenders:
+    """Location of an update at its senders, which send it over the network.
+
+    Attributes:
+        sources: Senders of the tensors' rectangles; a single one sends every tensor whole.
+    """
+
+    sources: Sequence[WeightSource]
+
+
+Location = InProcess | InFile | SharedBuckets | FromSenders
+"""Where the tensors of an update are; the class says how an engine takes them."""
 
 
 @record
@@ -138,15 +175,12 @@ class AdapterUpdate:
 
 @record
 class WeightUpdate:
-    """All weights of a policy version, or its adapter: by value, in a file, in shared memory, or over the network.
+    """All weights of a policy version, or its adapter, and where an engine finds them.
 
     Attributes:
         version: Policy version of the weights.
         digests: Digest of each tensor, by Hugging Face name (for an adapter by peft's name), computed by the sender.
-        tensors: The tensors, if sender and engine share a process.
-        file: A safetensors file in shared memory, if they do not share a process.
-        sources: Senders of the tensors' rectangles over the network; a single one sends every tensor whole.
-        shared: Location of the tensors in the memory of the sender's GPU.
+        location: Where the tensors are.
         tied: Names that the engine must serve from another tensor, such as
             {"lm_head.weight": "model.embed_tokens.weight"}.
         adapter: The adapter; None if the tensors are all weights.
@@ -154,17 +188,24 @@ class WeightUpdate:
 
     version: int
     digests: Mapping[str, TensorDigest]
-    tensors: NamedTensors | None = None
-    file: Path | None = None
-    sources: Sequence[WeightSource] = ()
-    shared: SharedBuckets | None = None
+    location: Location
     tied: Mapping[str, str] = field(default_factory=dict)
     adapter: AdapterUpdate | None = None
 
     @property
     def is_sent(self) -> bool:
         """True if the tensors come over the network."""
-        return bool(self.sources)
+        return isinstance(self.location, FromSenders)
+
+    @property
+    def sources(self) -> Sequence[WeightSource]:
+        """Senders of the tensors; empty if they do not come over the network."""
+        return self.location.sources if isinstance(self.location, FromSenders) else ()
+
+    @property
+    def kinds(self) -> dict[str, ChecksumKind]:
+        """Kind of each tensor's checksum, which the receiver must compute."""
+        return {name: digest.kind for name, digest in self.digests.items()}
 
     @property
     def served(self) -> dict[str, TensorDigest]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.errors import DataError
-from rl_core.weights.broadcast import RankOffer, RankSender, SenderOptions
+from rl_core.weights.broadcast import RankOffer, SenderOptions, WeightSender, offer_from_rank
 from rl_distill.architecture.memory import RankMemory
 from rl_distill.checkpoints.hf_folder import read_heads
 from rl_distill.learner import Objective
@@ -86,7 +86,7 @@ class RankModel:
         self.tensors = RankTensors(plan, self._chunks, self._shards, adam)
         if adam is not None and plan.options.offload_optimizer and self._device.type != "cpu":
             self.keep_optimizer_on_host()
-        self.sender = RankSender(f"rank {dist.get_rank()} of the learner")
+        self.sender = WeightSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = _finalize_without_division
             chunk.config.grad_scale_func = None
@@ -256,8 +256,8 @@ class RankModel:
             self._offloaded = None
 
     def offer(self, options: SenderOptions, *, version: int) -> RankOffer:
-        """Let engines fetch this rank's weights until they change; see `RankSender.offer`."""
-        return self.sender.offer(self.tensors.held(), options, version=version)
+        """Let engines fetch this rank's weights until they change; see `offer_from_rank`."""
+        return offer_from_rank(self.sender, self.tensors.held(), options, version=version)
 
     def memory(self) -> RankMemory:
         """Return the bytes that the model keeps on this rank between calls, which `rank_memory` predicts."""

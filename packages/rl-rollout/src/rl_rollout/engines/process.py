@@ -34,7 +34,7 @@ from rl_core.errors import (
 )
 from rl_core.gpus import GpuUse, gpu_use_of
 from rl_core.record_fields import converts_arguments, settings_record
-from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
+from rl_core.weights import InFile, InProcess, SharedBuckets, TokenScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.options import engine_class
 from rl_rollout.engines.protocol import (
     EngineTraits,
@@ -111,8 +111,7 @@ class EngineClient:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`. Sends the file's content if the engine cannot read the file."""
-        content = None if update.is_sent or update.shared is not None else await self._unseen_content(update)
-        receipt: WeightReceipt = await self._call("update_weights", replace(update, tensors=None), content)
+        receipt: WeightReceipt = await self._call("update_weights", update, await self._unseen_content(update))
         return receipt
 
     async def gpu_use(self) -> list[GpuUse]:
@@ -133,20 +132,23 @@ class EngineClient:
         await self._call("wake")
 
     async def _unseen_content(self, update: WeightUpdate) -> NDArray[np.uint8] | None:
-        """Return the content of an update's file, or None if the engine can read the file."""
-        if update.file is None:
+        """Return the content of an update's file, or None if the engine can take the update from where it is."""
+        if isinstance(update.location, InProcess):
             raise EngineError(
                 "an engine in its own process needs weights from a file; found tensors of this process. Pack the "
                 "update with rl_core.weights.SharedFileTransport."
             )
-        if not update.file.is_file():
+        if not isinstance(update.location, InFile):
+            return None
+        file = update.location.file
+        if not file.is_file():
             raise WeightsGoneError(
-                f"the file of weight update {update.version} no longer exists: {update.file}. Keep its transport open "
-                "until every engine has loaded it."
+                f"the file of weight update {update.version} no longer exists: {file}. Keep its transport open until "
+                "every engine has loaded it."
             )
         if self._sees_files is None:
-            self._sees_files = await self._call("sees", update.file)
-        return None if self._sees_files else np.memmap(update.file, dtype=np.uint8, mode="r")
+            self._sees_files = await self._call("sees", file)
+        return None if self._sees_files else np.memmap(file, dtype=np.uint8, mode="r")
 
     async def _drop_stream(self, name: str) -> None:
         with suppress(RLError):  # the engine may have died
@@ -371,12 +373,13 @@ class EngineServer:
         if content is not None:
             from safetensors.torch import load
 
-            update = replace(update, file=None, tensors=load(content.tobytes()))
-        if update.shared is not None:
+            update = replace(update, location=InProcess(tensors=load(content.tobytes())))
+        if isinstance(update.location, SharedBuckets):
             from rl_core.weights.ipc import opened
 
             with opened(update) as tensors:
-                return await _or_end(self._engine.update_weights(replace(update, shared=None, tensors=tensors)))
+                opened_here = replace(update, location=InProcess(tensors=tensors))
+                return await _or_end(self._engine.update_weights(opened_here))
         return await _or_end(self._engine.update_weights(update))
 
     async def close(self) -> None:

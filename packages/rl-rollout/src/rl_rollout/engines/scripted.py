@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
-from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate, tensor_checksum
+from rl_core.weights import InProcess, TokenScores, WeightReceipt, WeightUpdate, tensor_checksum
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
 from rl_rollout.engines.publishing import Gate
 from rl_rollout.engines.requests import check_request, check_scoring
@@ -209,7 +209,7 @@ def honest_receipt(update: WeightUpdate) -> WeightReceipt:
     """Return the receipt of an engine that received everything as sent."""
     live = {name: digest.probe for name, digest in update.served.items()}
     live.update({name: live[source] for name, source in update.tied.items()})
-    tensors = update.tensors or {}
+    tensors = update.location.tensors if isinstance(update.location, InProcess) else {}
     arrived = {
         name: tensor_checksum(tensors[name], digest.kind) if name in tensors else digest.checksum
         for name, digest in update.digests.items()

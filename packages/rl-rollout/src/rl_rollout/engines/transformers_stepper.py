@@ -14,12 +14,12 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from rl_core.errors import EngineError
 from rl_core.weights import PassingChecksums, TokenScores, WeightReceipt, WeightUpdate, probe_tensor
+from rl_core.weights.broadcast import SourceGroups, WeightSources
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.weight_checks import (
-    WeightArrival,
     announced_tensors,
     base_tensors,
     check_adapter,
@@ -75,7 +75,8 @@ class TransformersStepper:
         self._batches: list[_Batch] = []
         self._dropped: list[tuple[torch.nn.Parameter, torch.Size]] = []
         self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
-        self._arrival = WeightArrival(self._device)
+        self._groups = SourceGroups(rank=1, num_workers=1, device=self._device)
+        self._sources = WeightSources(lambda plan: [self._groups.ask(plan)])
         self._served = self._served_base = _Served(0)
         vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self._traits = EngineTraits(
@@ -127,7 +128,7 @@ class TransformersStepper:
         live = self._base()
         shapes = {name: tuple(live[name].shape) for name in live if name not in update.tied}
         adapter: Mapping[str, torch.Tensor] = {}
-        with PassingChecksums({name: digest.kind for name, digest in update.digests.items()}) as sums:
+        with PassingChecksums(update.kinds) as sums:
             tensors = announced_tensors(update) if update.is_sent else update_tensors(update)
             if update.adapter is None:
                 check_update(update, tensors, shapes)
@@ -147,7 +148,7 @@ class TransformersStepper:
     def _arriving(
         self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        return self._arrival.arriving(update) if update.is_sent else tensors.items()
+        return self._groups.receive(self._sources.announce(update)) if update.is_sent else tensors.items()
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """See `Stepper.sleep`. Weights move to the host or are dropped. At level 2, buffers stay in place."""
@@ -171,7 +172,7 @@ class TransformersStepper:
 
     def close(self) -> None:
         """See `Stepper.close`."""
-        self._arrival.close()
+        self._groups.close()
         self._batches.clear()
         self._waiting.clear()
         del self._model

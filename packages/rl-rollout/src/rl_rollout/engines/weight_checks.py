@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from rl_core.data import FloatArray
-from rl_core.errors import DeadlineError, EngineError, TransferError, WeightProofError, WeightsGoneError
+from rl_core.errors import EngineError, WeightProofError, WeightsGoneError
 from rl_core.files import locked_folder, read_json_object, read_safetensors_header, require_plain
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -22,12 +22,13 @@ from rl_core.weights import (
     LORA_B,
     PEFT_PREFIX,
     SHARED_MEMORY,
+    InFile,
+    InProcess,
     ProofTolerances,
     WeightUpdate,
     probe_tensor,
     write_safetensors,
 )
-from rl_core.weights.broadcast import SourceGroups, WeightSources, receive_plan
 from rl_rollout.engines.protocol import EngineTraits
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -41,8 +42,8 @@ def update_tensors(update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         EngineError: The update has neither tensors nor a file.
         WeightsGoneError: The file is missing or truncated.
     """
-    if update.tensors is not None:
-        return update.tensors
+    if isinstance(update.location, InProcess):
+        return update.location.tensors
     with update_file(update) as file:
         tensors: Mapping[str, torch.Tensor] = load_file(file)
     return tensors
@@ -61,11 +62,12 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
         EngineError: The update has neither tensors nor a file.
         WeightsGoneError: The file is missing or truncated.
     """
-    if update.file is None:
+    if not isinstance(update.location, InFile):
         raise EngineError(f"weight update {update.version} has neither tensors nor a file. Pack it with a transport.")
-    require_plain(update.file, error=WeightsGoneError)
+    file = update.location.file
+    require_plain(file, error=WeightsGoneError)
     try:
-        yield update.file
+        yield file
     except (OSError, SafetensorError) as error:
         raise WeightsGoneError(
             f"the file of weight update {update.version} cannot be read: {error}. Keep its transport open until every "
@@ -82,8 +84,8 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
     """
     if update.is_sent:
         return announced_tensors(update)
-    if update.tensors is not None:
-        return {name: tensor.to("meta") for name, tensor in update.tensors.items()}
+    if isinstance(update.location, InProcess):
+        return {name: tensor.to("meta") for name, tensor in update.location.tensors.items()}
     with update_file(update) as file, safe_open(file, framework="pt") as tensors:
         return {
             name: torch.empty(tensors.get_slice(name).get_shape(), device="meta")
@@ -92,19 +94,19 @@ def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def workers_source(update: WeightUpdate, *, is_shared: bool) -> Iterator[Mapping[str, torch.Tensor] | Path | None]:
+def workers_source(location: InProcess | InFile, *, is_shared: bool) -> Iterator[Mapping[str, torch.Tensor] | Path]:
     """Return the tensors or the file from which workers read an update.
 
     Args:
-        update: An update with tensors or a file.
+        location: Location of the update.
         is_shared: Whether the workers are other processes. This process's tensors are then written to shared memory.
     """
-    if update.tensors is None or not is_shared:
-        yield update.file if update.tensors is None else update.tensors
+    if isinstance(location, InFile) or not is_shared:
+        yield location.file if isinstance(location, InFile) else location.tensors
         return
     with locked_folder(SHARED_MEMORY, FOLDER_PREFIX, mode=0o700) as folder:
         file = folder / "weights.safetensors"
-        write_safetensors({name: one.detach().contiguous().cpu() for name, one in update.tensors.items()}, file)
+        write_safetensors({name: one.detach().contiguous().cpu() for name, one in location.tensors.items()}, file)
         yield file
 
 
@@ -226,44 +228,6 @@ def _check_whole(found: Shapes, expected: Shapes, tied: Iterable[str] = (), *, o
 def _some(names: Iterable[str]) -> str:
     first, *others = sorted(names)
     return f"{first!r}" + (f" and {len(others)} more" if others else "")
-
-
-class WeightArrival:
-    """Connects to the senders of updates, as their only worker."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Initialize without connecting.
-
-        Args:
-            device: Device of the received tensors.
-        """
-        self._device = device
-        self._sources = WeightSources(num_workers=1)
-        self._groups: SourceGroups | None = None
-
-    def arriving(self, update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor of an update when it is complete, in order.
-
-        Raises:
-            WeightsGoneError: A sender has ended or has another version. Nothing was sent.
-            TransferError: A sender ended midway.
-            DeadlineError: A sender stopped sending.
-        """
-        try:
-            joined = self._sources.announce(update)
-        except (TransferError, DeadlineError) as error:
-            raise WeightsGoneError(str(error)) from error
-        if self._groups is None or self._groups.sources != joined:
-            if self._groups is not None:
-                self._groups.close()
-            self._groups = SourceGroups(joined, rank=1, size=2, device=self._device)
-        return self._groups.receive(receive_plan(update))
-
-    def close(self) -> None:
-        """Disconnect from all senders. Safe to call twice."""
-        self._sources.close()
-        if self._groups is not None:
-            self._groups.close()
 
 
 log = structlog.get_logger(__name__)

@@ -4,6 +4,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -21,14 +22,16 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.outputs import LogprobsTensors
 
 from rl_core.data import FinishReason as OurFinishReason
-from rl_core.errors import DeadlineError, EngineError, TransferError, WeightsGoneError
+from rl_core.errors import EngineError
 from rl_core.gpus import GpuUse
 from rl_core.weights import (
+    InFile,
+    InProcess,
     TokenScores,
     WeightReceipt,
     WeightUpdate,
 )
-from rl_core.weights.broadcast import WeightSources, receive_plan
+from rl_core.weights.broadcast import WeightSources
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, Structure
@@ -93,7 +96,7 @@ class VLLMStepper:
         self._num_idle_steps = 0
         self._version = 0
         self._num_ranks = options.tensor_parallel_size
-        self._sources = WeightSources(num_workers=self._num_ranks)
+        self._sources = WeightSources(lambda plan: self._core.collective_rpc("ask_weights", args=(plan,)))
         self._engine = self._start_engine(model_dir, options)
         _engines_in_process.add(id(self))
         self._client: Any = self._engine.engine_core
@@ -185,19 +188,16 @@ class VLLMStepper:
         """Replace the weights. Return the checksums of the tensors as they arrived at each rank."""
         what, details = "adapter", list[Any]([update.version])
         if update.adapter is None:
-            kinds = {name: digest.kind for name, digest in update.digests.items()}
-            what, details = "all_weights", [list(update.tied), kinds]
-        arrived: list[dict[str, str]]
-        if not update.is_sent:
-            with workers_source(update, is_shared=self._num_ranks > 1) as source:
-                arrived = self._core.collective_rpc(f"replace_{what}", args=(source, *details))
+            what, details = "all_weights", [list(update.tied), update.kinds]
+        with self._source(update) as source:
+            arrived: list[dict[str, str]] = self._core.collective_rpc(f"replace_{what}", args=(source, *details))
             return arrived
-        try:
-            joined = self._sources.announce(update)
-        except (TransferError, DeadlineError) as error:  # nothing is replaced yet
-            raise WeightsGoneError(str(error)) from error
-        arrived = self._core.collective_rpc(f"receive_{what}", args=(joined, receive_plan(update)))
-        return arrived
+
+    def _source(self, update: WeightUpdate) -> AbstractContextManager[object]:
+        """Return from where the workers read an update; its senders are asked first."""
+        if isinstance(update.location, InProcess | InFile):
+            return workers_source(update.location, is_shared=self._num_ranks > 1)
+        return nullcontext(self._sources.announce(update))
 
     def reset_prefix_cache(self) -> None:
         """Drop the cached prefixes of earlier prompts. Running requests compute theirs again."""
@@ -224,7 +224,6 @@ class VLLMStepper:
     def close(self) -> None:
         """See `Stepper.close`."""
         self._workers_end.set()
-        self._sources.close()
         with kept_process_group(is_kept=not self._owns_process_group):
             self._client.shutdown()
         _engines_in_process.discard(id(self))

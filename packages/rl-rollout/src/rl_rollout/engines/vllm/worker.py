@@ -1,10 +1,12 @@
 """Code inside vLLM's workers, which replaces all weights and probes the live layers.
 
-With tensor parallelism, each rank is its own process. It gets no tensors, and reads the update's file.
+With tensor parallelism, each rank is its own process. It gets no tensors, and reads the update's file, or receives from
+its senders.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,9 +23,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from rl_core.data import ExpertArray
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors
-from rl_core.weights.broadcast import JoinedSource, ReceivePlan
+from rl_core.weights.broadcast import ReceivePlan, SourceGroups
 from rl_rollout.engines.vllm.adapter_slot import AdapterSlot, multiply_at_once
-from rl_rollout.engines.vllm.broadcast import receive_all, receive_tensors
 from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
 from rl_rollout.engines.vllm.mixtures import before_reload, keep_cpu_experts, loader_names, noted
@@ -34,10 +35,15 @@ if current_platform.is_cpu():
     keep_cpu_experts()  # at import, because a worker imports this module before it loads the model
 
 
+WeightPlace = Mapping[str, torch.Tensor] | Path | ReceivePlan
+"""The tensors of an update, a safetensors file with them, or the plan to receive them."""
+
+
 class WorkerExtension:
     """Methods added to vLLM's worker, called with `collective_rpc`."""
 
     model_runner: Any
+    parallel_config: Any
     device: torch.device
     distributed_init_method: str
     rank: int
@@ -45,17 +51,26 @@ class WorkerExtension:
     _adapter_slot: AdapterSlot | None = None
     _noted_buffers: Mapping[str, str] = MappingProxyType({})
 
+    @cached_property
+    def _groups(self) -> SourceGroups:
+        rank, num_workers = self.parallel_config.rank + 1, self.parallel_config.world_size
+        return SourceGroups(rank=rank, num_workers=num_workers, device=self.device)
+
+    def ask_weights(self, plan: ReceivePlan) -> str | None:
+        """Request an update over the network, together with the other ranks. See `SourceGroups.ask`."""
+        return self._groups.ask(plan)
+
     @torch.inference_mode()
     def replace_all_weights(
         self,
-        source: Mapping[str, torch.Tensor] | Path,
+        source: WeightPlace,
         tied: Iterable[str],
         kinds: Mapping[str, ChecksumKind] = MappingProxyType({}),
     ) -> dict[str, str]:
         """Load every tensor of the model, by Hugging Face name.
 
         Args:
-            source: The tensors, or a safetensors file with them.
+            source: The tensors, or how to get them.
             tied: Names that the model serves from another tensor.
             kinds: Kind of checksum for each tensor; crc32c by default.
 
@@ -63,7 +78,7 @@ class WorkerExtension:
             Checksum of each tensor as this rank received it.
         """
         model = self.model_runner.get_model()
-        with _opened(source) as tensors, PassingChecksums(kinds) as sums:
+        with self._opened(source) as tensors, PassingChecksums(kinds) as sums:
             before_reload(model)
             initialize_layerwise_reload(model)
             model.load_weights(noted(model, _untied(sums.passing(tensors), set(tied))))
@@ -71,14 +86,6 @@ class WorkerExtension:
             repack_output_head(model)
             self._drop_adapter()
             return sums.result()
-
-    @torch.inference_mode()
-    def receive_all_weights(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
-        """Same as `replace_all_weights`, for tensors from the network. See `receive_all`."""
-        arrived = receive_all(self, sources, plan)
-        repack_output_head(self.model_runner.get_model())
-        self._drop_adapter()
-        return arrived
 
     def gpu_use(self) -> list[GpuUse]:
         """Return the use of this rank's GPU since the last call; empty on a CPU."""
@@ -92,15 +99,21 @@ class WorkerExtension:
         return self._adapter_slot.served(modules)
 
     @torch.inference_mode()
-    def replace_adapter(self, source: Mapping[str, torch.Tensor] | Path, version: int) -> dict[str, str]:
+    def replace_adapter(self, source: WeightPlace, version: int) -> dict[str, str]:
         """Same as `replace_all_weights`, for an adapter on unchanged weights. See `AdapterSlot.replace`."""
-        with _opened(source) as tensors:
+        with self._opened(source) as tensors:
             return self._slot.replace(dict(tensors), version)
 
-    @torch.inference_mode()
-    def receive_adapter(self, sources: Sequence[JoinedSource], plan: ReceivePlan) -> dict[str, str]:
-        """Same as `replace_adapter`, for tensors from the network."""
-        return self._slot.replace(receive_tensors(self, sources, plan), plan.version)
+    @contextmanager
+    def _opened(self, source: WeightPlace) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+        """Yield the tensors one by one. Those of a file or the network are read on demand."""
+        if isinstance(source, ReceivePlan):
+            yield self._groups.receive(source)
+        elif isinstance(source, Mapping):
+            yield source.items()
+        else:
+            with safe_open(source, framework="pt") as file:
+                yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
 
     def with_adapter(self, method: str, *args: Any) -> Any:
         """Call a method of the worker's `AdapterSlot`."""
@@ -212,16 +225,6 @@ def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-@contextmanager
-def _opened(source: Mapping[str, torch.Tensor] | Path) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
-    """Yield the tensors one by one. Those of a file are read on demand."""
-    if isinstance(source, Mapping):
-        yield source.items()
-        return
-    with safe_open(source, framework="pt") as file:
-        yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
 
 
 def _untied(tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
