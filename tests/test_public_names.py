@@ -74,7 +74,7 @@ def test_documents_teach_public_names_alone():
     assert taught == set()
 
 
-PASSES_PATHS_ON = {"read_json", "read_json_object", "read_plain", "read_toml", "require_plain"}
+PASSES_PATHS_ON = {"read_json", "read_json_object", "read_plain", "read_record", "read_toml", "require_plain"}
 """Functions that only pass their path to `open_plain`, which also accepts text."""
 MADE_BY_THE_TRAINERS = {"LearnerHost.__init__", "Rows.__init__", "remove_unlocked_folders"}
 

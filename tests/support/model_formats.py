@@ -18,7 +18,7 @@ def written(file: Path, content: object) -> Path:
 
 
 def _checkpoint(folder: Path) -> Path:
-    from rl_distill.checkpoints.plain_files import file_crc32c
+    from rl_distill.checkpoints.store import file_crc32c
 
     files = {"trainer.json": {"step": 3, "prompts": {"epoch": 0}, "random": [1, 2.5, None]}, "learner.json": LEARNER}
     paths = {name: written(folder / name, content) for name, content in files.items()}

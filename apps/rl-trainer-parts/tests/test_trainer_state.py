@@ -32,5 +32,5 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "[]", '{"steps": 3}', "null"])
 def test_a_state_of_another_kind_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "trainer.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"trainer\.json is not readable"):
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
         read_run_state(tmp_path, TrainerState)

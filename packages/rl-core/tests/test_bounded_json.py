@@ -2,16 +2,14 @@
 
 import json
 import math
-from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
 from rl_core.files import read_json
-from rl_core.files.plain_files import count_values, load_json, load_json_as, preview, preview_path
+from rl_core.files.plain_files import count_values, load_json, preview, preview_path
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -47,12 +45,11 @@ def test_what_is_shown_is_short_and_can_be_printed():
 )
 def test_values_are_those_of_json(value):
     raw = json.dumps([value, 1.0]).encode()
-    found = load_json_as(raw, list[Any], max_values=10)
-    assert repr(found) == repr(load_json(raw, max_values=10)) == repr([value, 1.0])
+    assert repr(load_json(raw, max_values=10)) == repr([value, 1.0])
 
 
 def test_nan_is_read():
-    assert math.isnan(load_json_as(b"[NaN]", list[float], max_values=10)[0])
+    assert math.isnan(load_json(b"[NaN]", max_values=10)[0])
 
 
 @pytest.mark.parametrize(
@@ -60,18 +57,17 @@ def test_nan_is_read():
     [
         (b"[1, 2, 3]", "may have 4 values; the limit is 3"),
         ('["é"]'.encode(), "ascii"),
-        (b'["a"]', "Expected `int`, got `str`"),
         (b"[1", "Expecting ',' delimiter"),
     ],
 )
-def test_what_is_too_much_or_of_another_form_is_refused(raw, error):
-    with pytest.raises((ValueError, msgspec.ValidationError), match=error):
-        load_json_as(raw, list[int], max_values=3)
+def test_what_is_too_much_or_no_json_is_refused(raw, error):
+    with pytest.raises(ValueError, match=error):
+        load_json(raw, max_values=3)
 
 
 def test_what_is_too_deep_is_refused():
     with pytest.raises(RecursionError):
-        load_json_as(b"[" * 100_000 + b"]" * 100_000, list[Any], max_values=1 << 20)
+        load_json(b"[" * 100_000 + b"]" * 100_000, max_values=1 << 20)
 
 
 def test_the_place_of_a_mistake_in_a_file_is_told_once(tmp_path):

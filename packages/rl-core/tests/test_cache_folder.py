@@ -35,10 +35,10 @@ def test_there_is_no_cache_without_a_home_that_can_be_used() -> None:
 @pytest.mark.usefixtures("without_home")
 def test_a_trial_works_without_a_cache(tmp_path: Path) -> None:
     script, file = tmp_path / "trial.py", tmp_path / "read.me"
-    script.write_text("print('passed')")
+    script.write_text("def main(): pass")
     file.write_text("text")
     run_trial(script, {}, files=[file], libraries=[])
-    script.write_text("print('it is broken')")
+    script.write_text("def main(): raise ValueError('it is broken')")
     with pytest.raises(DataError, match="it is broken"):
         run_trial(script, {}, files=[file], libraries=[])
 

@@ -227,12 +227,9 @@ def test_an_adapter_belongs_to_its_base(
 @pytest.mark.parametrize(
     "adapter",
     [
-        None,
         [],
         {},
         {"rank": True},
-        {"rank": 0},
-        {"alpha": 10**400},
         {"alpha": "6"},
         {"rslora": 1},
         {"modules": "q_proj"},
@@ -250,5 +247,5 @@ def test_a_header_that_no_learner_writes_is_refused(adapter: Any, saved: Path, t
     header["adapter"] = {**header["adapter"], **adapter} if is_part else adapter
     (tmp_path / "learner.json").write_text(json.dumps(header))
     config = parse_policy_config(read_policy_config(tied_policy))
-    with pytest.raises(CheckpointError, match="must have rank, alpha, rslora and modules of its adapter"):
+    with pytest.raises(CheckpointError, match=r"learner\.json is damaged: .* at `\$\.adapter"):
         read_header(tmp_path, config=config, dtype="float32")

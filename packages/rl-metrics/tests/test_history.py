@@ -143,21 +143,6 @@ def test_lines_without_a_step_are_warned_of_once(tmp_path):
         ]
 
 
-def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_metrics.run_files.json_lines.MAX_LINE_BYTES", 1 << 20)
-    path = tmp_path / "metrics.jsonl"
-    with path.open("wb") as file:
-        file.write(b'{"step":1,"a":1}\n{"step":2,"a":"')
-        file.seek(200 << 20, 1)  # a sparse hole, read as zeros
-        file.write(b'"}\n{"step":3,"a":3}\n')
-    tracemalloc.start()
-    with structlog.testing.capture_logs() as logs:
-        assert read_history(path).steps.tolist() == [1, 3]
-    assert tracemalloc.get_traced_memory()[1] < 20 << 20
-    tracemalloc.stop()
-    assert [(entry["count"], entry["first_line"]) for entry in logs] == [(1, 2)]
-
-
 @pytest.mark.one_python("it measures an algorithm")
 def test_each_line_with_metrics_of_its_own_takes_memory_of_the_files_size(tmp_path):
     path = tmp_path / "metrics.jsonl"

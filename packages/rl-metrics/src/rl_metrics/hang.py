@@ -13,8 +13,7 @@ from typing import Literal
 import msgspec
 
 from rl_core.cluster import RoleReport, cut_middle
-from rl_core.errors import DataError
-from rl_core.files import read_plain, write_durably
+from rl_core.files import read_record, write_durably
 from rl_core.record_fields import converts_arguments, record
 
 __all__ = ["HANG_FILE", "HangReport", "describe_trouble", "write_hang_report"]
@@ -27,7 +26,6 @@ MAX_STACK = 32_000
 MAX_STACKS = 4_000_000
 """Maximum number of characters of all roles' stacks."""
 MAX_TEXT = 4_000
-MAX_FILE_BYTES = 64 << 20
 
 _FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (\S+)')
 _HEADER = re.compile(r"^(thread |task |Thread 0x|Current thread 0x)")
@@ -96,17 +94,12 @@ def write_hang_report(path: Path, report: HangReport) -> None:
 
 
 def read_hang_report(path: Path) -> HangReport:
-    """Read a report, with its sizes bounded.
+    """Read a report.
 
     Raises:
-        DataError: The file is missing, too large, or not such a report.
+        DataError: The file is missing, or not such a report.
     """
-    try:
-        return _bounded(msgspec.json.decode(read_plain(path, max_bytes=MAX_FILE_BYTES), type=HangReport))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(
-            f"{path} must be a hang report of the asynchronous trainer (format rl-hang-2); {error}."
-        ) from None
+    return read_record(path, HangReport)
 
 
 def _bounded(report: HangReport) -> HangReport:

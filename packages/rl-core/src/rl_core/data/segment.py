@@ -7,7 +7,7 @@
 
 Arrays whose names begin with "#" belong to the rows: "#prompt" (index into the uids), "#session" and "#output" make
 the keys, "#offsets" the lengths of all ragged columns, which are equal, and "#extras" is JSON. Nothing that is read can
-run code, and nothing is allocated before its size was compared with what is there.
+run code, and nothing is allocated: arrays are views, whose bounds numpy checks.
 """
 
 import math
@@ -127,31 +127,32 @@ def decode_segment(source: bytes | bytearray | memoryview | Bytes, *, is_verifie
         is_verified: The checksums have been checked already.
 
     Raises:
-        SegmentError: The segment is torn, altered or inconsistent; names the column.
+        SegmentError: The segment is torn or altered; names the column.
         UndeclaredColumnError: This process has not declared a column.
     """
     memory: memoryview = memoryview(source)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
-    schema, sums, start, size = _read_schema(memory)
+    schema, sums, size = _read_schema(memory)
     arrays: dict[str, Array] = {}
-    for entry, expected in zip(schema.arrays, sums, strict=True):
-        end = _end_of(entry, size)
-        if entry.place < start or entry.name in arrays:
-            raise SegmentError(f"column {entry.name!r} is named twice, or overlaps the bytes before {start}.")
-        start = end
-        if not is_verified and checksum(memory[entry.place : end]) != expected:
-            raise SegmentError(
-                f"column {entry.name!r} of {_rows_of(schema)} has a wrong checksum: the segment was altered or "
-                "truncated. Generate these rows again."
-                "it was altered or torn. Generate these rows again."
-            )
-        arrays[entry.name] = _view(entry, source)
+    end = 0
     try:
+        for entry, expected in zip(schema.arrays, sums, strict=True):
+            end = entry.place + _size_of(entry)
+            if not is_verified and checksum(memory[entry.place : end]) != expected:
+                raise SegmentError(
+                    f"column {entry.name!r} of {_rows_of(schema)} has a wrong checksum: the segment was altered or "
+                    "truncated. Generate these rows again."
+                )
+            arrays[entry.name] = _view(entry, source)
+        if _aligned(end) != size:
+            raise SegmentError(f"the header of a segment declares {size} bytes; its arrays end at {end}.")
         return _batch_of(schema, arrays)
-    except (RLError, KeyError, IndexError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        if isinstance(error, UnknownColumnError):  # unknown here: the segment may be intact
-            raise UndeclaredColumnError(
-                f"a segment of {_rows_of(schema)} cannot be read in this process: {error}"
-            ) from error
+    except SegmentError:
+        raise
+    except UnknownColumnError as error:  # unknown here: the segment may be intact
+        raise UndeclaredColumnError(
+            f"a segment of {_rows_of(schema)} cannot be read in this process: {error}"
+        ) from error
+    except (RLError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise SegmentError(f"a segment of {_rows_of(schema)} is inconsistent: {error}") from error
 
 
@@ -162,11 +163,11 @@ def segment_size(source: bytes | memoryview | Bytes) -> int:
         SegmentError: The header or schema is torn or altered, or the segment is longer than the memory.
     """
     memory: memoryview = memoryview(source)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
-    return _read_schema(memory)[3]
+    return _read_schema(memory)[2]
 
 
-def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int, int]:
-    """Read the schema, the arrays' checksums, the position of the first array, and the segment's end."""
+def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int]:
+    """Read the schema, the arrays' checksums, and the size of the segment."""
     if len(memory) < HEADER.size:
         raise SegmentError(f"a segment must have at least {HEADER.size} bytes; found {len(memory)}.")
     magic, version, num_arrays, schema_bytes, size, expected = HEADER.unpack_from(memory)
@@ -185,46 +186,21 @@ def _read_schema(memory: memoryview) -> tuple[Schema, list[int], int, int]:
         schema = msgspec.json.decode(described[:schema_bytes], type=Schema)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise SegmentError(f"the schema of a segment cannot be read: {error}.") from error
-    if len(schema.arrays) != num_arrays or not 0 <= schema.num_rows <= size:
-        raise SegmentError(
-            f"the schema of a segment lists {len(schema.arrays)} arrays of {schema.num_rows} rows; its header "
-            f"declares {num_arrays} arrays in {size} bytes."
-        )
-    return schema, np.frombuffer(described[schema_bytes:], dtype="<u4").tolist(), end, size
-
-
-def _end_of(entry: ArrayEntry, size: int) -> int:
-    """Return the end of an array, after checking that it can exist."""
-    shape = entry.shape
-    if entry.dtype not in DTYPES or not 1 <= len(shape) <= MAX_DIMS or min(shape) < 0 or entry.place < 0:
-        raise SegmentError(
-            f"column {entry.name!r} has dtype {entry.dtype!r}, shape {shape[:MAX_DIMS]} and place {entry.place}, "
-            "which do not describe an array of numbers."
-        )
-    end = entry.place + _size_of(entry)
-    if end > size or entry.place % ALIGNMENT:
-        raise SegmentError(
-            f"column {entry.name!r} has bytes {entry.place} to {end}, dtype {entry.dtype} and shape {shape}; its "
-            f"segment has {size} bytes, and arrays must begin at multiples of {ALIGNMENT}."
-        )
-    return end
+    return schema, np.frombuffer(described[schema_bytes:], dtype="<u4").tolist(), size
 
 
 def _view(entry: ArrayEntry, source: Any) -> Array:
     count = math.prod(entry.shape)
     view: Array = np.frombuffer(source, dtype=DTYPES[entry.dtype], count=count, offset=entry.place)
     view.flags.writeable = False
-    try:
-        return view if len(entry.shape) == 1 else view.reshape(entry.shape)
-    except (ValueError, OverflowError) as error:  # no values, but dimensions larger than numpy supports
-        raise SegmentError(f"column {entry.name!r} cannot have shape {entry.shape}: {error}.") from error
+    return view if len(entry.shape) == 1 else view.reshape(entry.shape)
 
 
 def _batch_of(schema: Schema, arrays: dict[str, Array]) -> Batch:
     prompts, sessions, outputs = (arrays.pop(name) for name in ("#prompt", "#session", "#output"))
     if any(array.shape != (schema.num_rows,) or array.dtype != np.int32 for array in (prompts, sessions, outputs)):
         raise ShapeError(f"the keys must be [{schema.num_rows}] int32.")
-    if schema.num_rows and (int(prompts.min()) < 0 or int(sessions.min()) < 0 or int(outputs.min()) < 0):
+    if schema.num_rows and min(int(array.min()) for array in (prompts, sessions, outputs)) < 0:
         raise DataError("a row key has a negative index.")
     if (schema.num_rows and int(prompts.max()) >= len(schema.uids)) or len(set(schema.uids)) != len(schema.uids):
         last = int(prompts.max(initial=-1))

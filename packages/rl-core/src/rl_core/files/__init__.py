@@ -12,7 +12,6 @@ from rl_core.files.locked_folders import (
 from rl_core.files.plain_files import (
     count_values,
     load_json,
-    load_json_as,
     open_plain,
     parse_toml,
     preview,
@@ -20,6 +19,7 @@ from rl_core.files.plain_files import (
     read_json,
     read_json_object,
     read_plain,
+    read_record,
     read_toml,
     require_plain,
 )
@@ -33,7 +33,6 @@ __all__ = [
     "count_values",
     "current_umask",
     "load_json",
-    "load_json_as",
     "locked_folder",
     "make_locked_folder",
     "open_lock_file",
@@ -44,6 +43,7 @@ __all__ = [
     "read_json",
     "read_json_object",
     "read_plain",
+    "read_record",
     "read_safetensors_header",
     "read_toml",
     "remove_unlocked_folders",

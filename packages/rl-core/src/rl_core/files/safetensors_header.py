@@ -1,27 +1,30 @@
 """Headers of safetensors files, checked against the file's length before any library maps it."""
 
-import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from rl_core.errors import DataError, RLError
-from rl_core.files.plain_files import count_values, open_plain
+from rl_core.files.plain_files import count_values, open_plain, preview
 from rl_core.record_fields import converts_arguments
 
 MAX_HEADER_BYTES = 1 << 25
 MAX_HEADER_VALUES = 1 << 22
 MAX_AXES = 16
-_DTYPES_BY_BITS = {
-    4: "F4",
-    6: "F6_E2M3 F6_E3M2",
-    8: "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
-    16: "I16 U16 F16 BF16",
-    32: "I32 U32 F32",
-    64: "I64 U64 F64 C64",
-}
-ITEM_BITS = {name: bits for bits, names in _DTYPES_BY_BITS.items() for name in names.split()}
+DTYPE_BITS = re.compile(r"BOOL|[BCFIU]+(\d+)(_\w+)?")
+"""Names of dtypes, such as "BF16" and "F8_E4M3", with their bits; BOOL has 8."""
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_AXES)]
+    data_offsets: tuple[_Size, _Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +59,21 @@ def read_safetensors_header(file: Path, *, error: type[RLError] = DataError) -> 
     if count_values(raw) > MAX_HEADER_VALUES:
         raise error(f"the header of {file} must have at most {MAX_HEADER_VALUES} values; it may have more.")
     try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        return {name: _tensor(form, 8 + length, size) for name, form in header.items()}
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as problem:
+        entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        return {
+            name: _tensor(msgspec.json.decode(entry, type=_Entry), 8 + length, size) for name, entry in entries.items()
+        }
+    except (ValueError, RecursionError) as problem:  # msgspec's errors are ValueErrors
         raise error(f"{file} is truncated or not a safetensors file: {type(problem).__name__}: {problem}.") from None
 
 
-def _tensor(form: Any, behind_header: int, size: int) -> StoredTensor:
-    dtype, shape, (start, stop) = form["dtype"], form["shape"], form["data_offsets"]
-    if dtype not in ITEM_BITS:
-        raise ValueError(f"a tensor's dtype must be one of {', '.join(ITEM_BITS)}")
-    if not isinstance(shape, list) or len(shape) > MAX_AXES or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"a tensor's shape must be at most {MAX_AXES} non-negative integers")
-    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= size - behind_header:
+def _tensor(entry: _Entry, behind_header: int, size: int) -> StoredTensor:
+    dtype, (start, stop) = DTYPE_BITS.fullmatch(entry.dtype), entry.data_offsets
+    if dtype is None:
+        raise ValueError(f"the dtype {preview(entry.dtype)} is unknown")
+    if not start <= stop <= size - behind_header:
         raise ValueError("a tensor must lie within the file; the file may be truncated")
-    if (stop - start) * 8 != math.prod(shape) * ITEM_BITS[dtype]:
+    if (stop - start) * 8 != math.prod(entry.shape) * int(dtype[1] or 8):
         raise ValueError("a tensor's number of bytes must match its shape and dtype")
-    return StoredTensor(dtype, tuple(shape), behind_header + start, behind_header + stop)
+    return StoredTensor(entry.dtype, entry.shape, behind_header + start, behind_header + stop)

@@ -1,4 +1,4 @@
-"""Trial reads of untrusted files in a child process, so that a crash does not end this process."""
+"""Trial reads of strangers' files in a child process, so that a crash or an endless loop does not end this process."""
 
 import contextlib
 import hashlib
@@ -26,14 +26,9 @@ BYTES_PER_CPU_S = 1 << 22
 DEADLINE_S = 60
 CHUNK_BYTES = 1 << 24
 CACHE = "rl-core/tried"
-LIMITED = """
-import resource, runpy, sys
-for limit, value in zip(sys.argv[2::2], sys.argv[3::2]):
-    resource.setrlimit(int(limit), (int(value), int(value)))
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
-PASSED = "passed"
-ARROW_SCRIPT = Path(__file__).with_name("arrow_trial.py")
+CHILD = Path(__file__).with_name("trial_child.py")
+ARROW_TRIAL = Path(__file__).with_name("arrow_trial.py")
+ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 @converts_arguments
@@ -52,9 +47,9 @@ def run_trial(
     A digest in the user's cache folder records files that passed.
 
     Args:
-        script: Reads `request` as JSON from its standard input. Its last line of output is `PASSED` or the problem;
-            earlier lines report its progress.
-        request: Further input of the script.
+        script: File whose `main(**request)` reads the files. An exception is the problem; the last line that it prints
+            says what it was doing when a limit ended it.
+        request: Arguments of `main`.
         files: Files to read; error messages name the first.
         libraries: Distributions that read the files; other versions repeat the trial.
         extra_cpu_s: CPU seconds beyond the base allowance and the allowance for the files' size.
@@ -81,34 +76,28 @@ def try_arrow_files(files: Sequence[Path], *, error: type[RLError] = DataError) 
     Raises:
         error: A file is invalid or too large, for example a hundred million rows or a cell of a gigabyte.
     """
-    request: dict[str, Json] = {"files": [str(file) for file in files]}
-    run_trial(ARROW_SCRIPT, request, files=files, libraries=["pyarrow"], error=error)
+    run_trial(ARROW_TRIAL, {"files": list(map(str, files))}, files=files, libraries=["pyarrow"], error=error)
 
 
 def _problem(script: Path, request: Mapping[str, Json], *, cpu_s: int) -> str | None:
-    limits = {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_DATA: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
-    command = [sys.executable, "-P", "-c", LIMITED, str(script), *(str(n) for pair in limits.items() for n in pair)]
-    own = {"ARROW_DEFAULT_MEMORY_POOL": "system", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    limits = [[resource.RLIMIT_CPU, cpu_s], [resource.RLIMIT_DATA, MEMORY_BYTES], [resource.RLIMIT_CORE, 0]]
+    deadline_s = DEADLINE_S + 4 * cpu_s
     try:
-        done = subprocess.run(  # noqa: S603 - our own script, and numbers
-            command,
-            input=json.dumps(dict(request)).encode(),
+        done = subprocess.run(  # noqa: S603 - our own scripts
+            [sys.executable, "-u", "-P", str(CHILD), str(script)],
+            input=json.dumps({"limits": limits, "request": dict(request)}).encode(),
             capture_output=True,
-            timeout=DEADLINE_S + 4 * cpu_s,
-            env=os.environ | own,
+            timeout=deadline_s,
+            env=os.environ | ENVIRONMENT,
         )
     except subprocess.TimeoutExpired:
-        return f"reading it took longer than {DEADLINE_S + 4 * cpu_s} s"
-    verdict = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"reading it took longer than {deadline_s} s"
+    doing, problem = (out.decode(errors="replace").strip().rpartition("\n")[2] for out in (done.stdout, done.stderr))
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"{verdict or 'reading it'} took longer than {cpu_s} s of CPU time"
+        return f"{doing or 'reading it'} took longer than {cpu_s} s of CPU time"
     if done.returncode < 0:
-        return f"{verdict or 'reading it'} crashed the trial process with {signal.Signals(-done.returncode).name}"
-    if done.returncode:
-        verdict = (
-            f"{verdict or 'reading it'} failed: " + done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        )
-    return None if verdict == PASSED else preview(verdict.rstrip("."), most=400)[1:-1]
+        return f"{doing or 'reading it'} crashed the trial process with {signal.Signals(-done.returncode).name}"
+    return preview(problem.rstrip("."), most=400)[1:-1] if done.returncode else None
 
 
 def _digest(

@@ -2,17 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from rl_core.errors import CheckpointError
 from rl_core.weights import tensor_crc32c
-from rl_distill.checkpoints.peft_folder import adapter_differences, is_alpha
-from rl_distill.options import DTYPES, LoraOptions
+from rl_distill.checkpoints.peft_folder import adapter_differences
+from rl_distill.options import LoraOptions
 
 LEARNER_FILE = "learner.json"
 ADAPTER_FOLDER = "adapter"
@@ -53,30 +54,27 @@ class TrainedAdapter:
         }
 
 
-def saved_adapter(file: Path, header: Mapping[str, Any]) -> TrainedAdapter | None:
-    """Parse the adapter entry of a `learner.json`; None if all weights were trained.
+class SavedBase(msgspec.Struct):
+    """The base model of a `SavedAdapter`."""
 
-    Raises:
-        CheckpointError: The entry is not one that a learner writes.
-    """
-    if ADAPTER not in header:
-        return None
-    try:
-        record, dtype = header[ADAPTER], header["options"]["dtype"]
-        rank, alpha, rslora, modules = (record[name] for name in ("rank", "alpha", "rslora", "modules"))
-        path, digest = record["base"]["path"], record["base"]["digest"]
-    except (KeyError, TypeError):
-        path = digest = dtype = rank = alpha = rslora = modules = None
-    is_of_one = type(rank) is int and rank >= 1 and is_alpha(alpha) and type(rslora) is bool
-    is_text = isinstance(modules, list) and all(isinstance(text, str) for text in (*modules, digest))
-    if not is_of_one or not is_text or not isinstance(path, str | None) or dtype not in DTYPES:
-        raise CheckpointError(
-            f"{file} must have rank, alpha, rslora and modules of its adapter, and path and digest of the base model; "
-            "it was not written by a learner."
-        )
-    options = LoraOptions(rank=rank, alpha=float(alpha), rslora=rslora)
-    base = None if path is None else Path(path)
-    return TrainedAdapter(options=options, modules=tuple(modules), base=base, base_digest=digest)
+    path: str | None
+    digest: str
+
+
+class SavedAdapter(msgspec.Struct):
+    """The adapter's entry in `learner.json`."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    modules: tuple[str, ...]
+    base: SavedBase
+
+    def trained(self) -> TrainedAdapter:
+        """Return the adapter whose `record` this is."""
+        options = LoraOptions(rank=self.rank, alpha=self.alpha, rslora=self.rslora)
+        base = None if self.base.path is None else Path(self.base.path)
+        return TrainedAdapter(options=options, modules=self.modules, base=base, base_digest=self.base.digest)
 
 
 def check_same_adapter(directory: Path, saved: TrainedAdapter | None, own: TrainedAdapter | None) -> None:

@@ -9,28 +9,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from rl_core.errors import CheckpointError, DataError, SettingsError
+from rl_core.files import read_record
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import (
     ADAPTER,
     ADAPTER_FOLDER,
     LEARNER_FILE,
+    SavedAdapter,
     TrainedAdapter,
     check_same_adapter,
-    saved_adapter,
 )
 from rl_distill.checkpoints.hf_folder import write_json, write_policy_folder
 from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_distill.checkpoints.pieces import Piece, StoredPiece, TensorFolder, write_index
-from rl_distill.checkpoints.plain_files import read_json_object
 from rl_distill.options import LearnerOptions
 
 FORMAT_VERSION = 3
-MAX_STEPS = 1 << 53
 POLICY_FOLDER = "policy"
 STATE_FOLDER = "state"
 STATE_KINDS = ("weights", "exp_avg", "exp_avg_sq")
@@ -157,20 +157,20 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: T
         CheckpointError: The checkpoint is missing, torn, or of another policy, dtype, adapter or base model.
     """
     header = _read_header(directory / LEARNER_FILE)
-    saved: TrainedAdapter | None = header["adapter"]
-    if header["config_digest"] != config.digest:
+    saved = None if header.adapter is None else header.adapter.trained()
+    if header.config_digest != config.digest:
         folder = directory / POLICY_FOLDER if saved is None else saved.base
         raise CheckpointError(
             f"{directory} is a checkpoint of another model: {_differences(folder, config)}. Load it "
             "with the policy it was saved from."
         )
-    if header["dtype"] != dtype:
+    if (saved_dtype := header.options.dtype) != dtype:
         raise CheckpointError(
-            f"{directory} was saved with dtype = {header['dtype']!r}; this learner has {dtype!r}. "
-            f"Set dtype = {header['dtype']!r}, or start a new run from {_policy_of(directory)}."
+            f"{directory} was saved with dtype = {saved_dtype!r}; this learner has {dtype!r}. "
+            f"Set dtype = {saved_dtype!r}, or start a new run from {_policy_of(directory)}."
         )
     check_same_adapter(directory, saved, adapter)
-    return int(header["step"])
+    return header.step
 
 
 def _policy_of(directory: Path) -> str:
@@ -195,21 +195,28 @@ def _differences(folder: Path | None, config: PolicyConfig) -> str:
     return "; ".join(f"{name} is {saved[name]}, this policy's {own[name]}" for name in different) or "digests differ"
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    header = read_json_object(path)
-    version, step, digest, options = (
-        header.get(name) for name in ("format_version", "step", "config_digest", "options")
-    )
-    if type(version) is int and version != FORMAT_VERSION:
+class _Options(msgspec.Struct):
+    dtype: str
+
+
+class _Format(msgspec.Struct):
+    format_version: int
+
+
+class _Header(_Format):
+    """What a learner reads of `learner.json`."""
+
+    step: int
+    config_digest: str
+    options: _Options
+    adapter: SavedAdapter | None = None
+
+
+def _read_header(path: Path) -> _Header:
+    found = read_record(path, _Format, error=CheckpointError).format_version
+    if found != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format_version {version}; this release reads {FORMAT_VERSION}. Resume with the release that "
+            f"{path} has format_version {found}; this release reads {FORMAT_VERSION}. Resume with the release that "
             f"wrote it, or start a new run from {_policy_of(path.parent)}."
         )
-    is_step = type(step) is int and 0 <= step < MAX_STEPS
-    dtype = options.get("dtype") if isinstance(options, dict) else None
-    if type(version) is not int or not is_step or not isinstance(digest, str) or not isinstance(dtype, str):
-        raise CheckpointError(
-            f"{path} must have a format_version, a step >= 0, a config_digest and options with a dtype; it was not "
-            "written by a learner."
-        )
-    return {"step": step, "config_digest": digest[:80], "dtype": dtype[:80], "adapter": saved_adapter(path, header)}
+    return read_record(path, _Header, error=CheckpointError)

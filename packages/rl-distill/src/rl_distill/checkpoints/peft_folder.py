@@ -168,11 +168,6 @@ def adapter_differences(
     return differences
 
 
-def is_alpha(value: object) -> bool:
-    """Whether a value from a file is a valid alpha."""
-    return isinstance(value, int | float) and type(value) is not bool and 0 < value < MAX_ALPHA
-
-
 def write_adapter(
     folder: Path,
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
@@ -259,12 +254,17 @@ def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
         config.get(name, default)
         for name, default in (("r", None), ("lora_alpha", None), ("lora_dropout", 0), ("use_rslora", False))
     )
-    is_possible = type(rank) is int and rank >= 1 and is_alpha(alpha) and type(rslora) is bool
+    is_possible = type(rank) is int and rank >= 1 and _is_alpha(alpha) and type(rslora) is bool
     if not is_possible or type(dropout) not in (int, float) or not 0 <= dropout < 1:
         raise DataError(
             f"{file} must have r >= 1, lora_alpha above 0 and below {MAX_ALPHA:g}, lora_dropout below 1 and use_rslora "
             f"true or false; found {preview(rank)}, {preview(alpha)}, {preview(dropout)} and {preview(rslora)}."
         )
+
+
+def _is_alpha(value: object) -> bool:
+    """Whether a value from a file is a valid alpha."""
+    return isinstance(value, int | float) and type(value) is not bool and 0 < value < MAX_ALPHA
 
 
 def _modules(file: Path, stored: Mapping[str, StoredTensor], *, rank: int) -> dict[str, Shape]:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rl_core.errors import CheckpointError
-from rl_core.files import current_umask, open_plain, require_plain, sync_file, write_durably
+from rl_core.files import current_umask, read_record, require_plain, sync_file, write_durably
 from rl_core.weights import tensor_crc32c, write_safetensors
 from rl_distill.architecture.tensor_shapes import Shape
 
@@ -117,13 +117,7 @@ class TensorFolder:
         """
         self.directory = directory
         self._stored: dict[str, list[StoredPiece]] = {}
-        file = directory / INDEX_FILE
-        with open_plain(file, error=CheckpointError) as (stream, _):
-            try:
-                entries = msgspec.json.decode(stream.read(), type=list[StoredPiece])
-            except (msgspec.MsgspecError, ValueError) as error:
-                raise CheckpointError(f"{file} is not an index of tensors: {error}.") from None
-        for entry in entries:
+        for entry in read_record(directory / INDEX_FILE, list[StoredPiece], error=CheckpointError):
             self._stored.setdefault(entry.name, []).append(entry)
 
     def shapes(self) -> dict[str, Shape]:

@@ -1,7 +1,6 @@
 """A run's checkpoints: written in the background, verified by a manifest, and published by a rename."""
 
 import json
-import os
 import re
 import shutil
 import time
@@ -12,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from rl_core.data import Json
 from rl_core.errors import CheckpointError, DeadlineError
-from rl_core.files import preview, sync_file, sync_folder, write_durably
+from rl_core.files import checksum, read_json_object, read_record, sync_file, sync_folder, write_durably
 from rl_core.record_fields import PositiveInt, converts_arguments
 from rl_distill.checkpoints.pending_save import PendingSave
-from rl_distill.checkpoints.plain_files import file_crc32c, read_json_object
 from rl_distill.daemon_thread import in_daemon_thread
 
 log = structlog.get_logger(__name__)
@@ -27,6 +26,7 @@ log = structlog.get_logger(__name__)
 MANIFEST = "manifest.json"
 STATE_FILE = "trainer.json"
 MANIFEST_FORMAT = 1
+CHUNK_BYTES = 1 << 24
 
 _STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
@@ -175,7 +175,7 @@ class CheckpointStore:
             except CheckpointError as error:
                 aside = self._directory / f"broken_step_{step}"
                 with self._told_as_errors():
-                    _remove(aside)
+                    shutil.rmtree(aside, ignore_errors=True)
                     folder.rename(aside)
                 on_broken(error)
             else:
@@ -193,7 +193,7 @@ class CheckpointStore:
             sync_folder(folder)
         write_durably(aside / MANIFEST, json.dumps({"format": MANIFEST_FORMAT, "files": files}, indent=2).encode())
         final = self._folder(step)
-        if os.path.lexists(final):
+        if final.exists():
             final.rename(self._directory / f".step_{step}.old")
         aside.rename(final)
         sync_folder(self._directory)
@@ -205,11 +205,11 @@ class CheckpointStore:
         """Clean up after a crash: remove incomplete checkpoints, and restore one that was being replaced."""
         for pattern in (".step_*.part", ".step_*.gone"):
             for part in self._directory.glob(pattern):
-                _remove(part)
+                shutil.rmtree(part)
         for old in self._directory.glob(".step_*.old"):
             final = self._directory / old.name.removeprefix(".").removesuffix(".old")
-            if os.path.lexists(final) or old.is_symlink() or not old.is_dir():
-                _remove(old)
+            if final.exists():
+                shutil.rmtree(old)
             else:
                 old.rename(final)
 
@@ -223,30 +223,23 @@ class CheckpointStore:
             ) from error
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder, file or link; a link's target stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 @converts_arguments
 def verify_checkpoint(folder: Path) -> None:
     """Check every file of a checkpoint against its manifest.
 
     Raises:
-        CheckpointError: A file is missing, is a link, or differs in size or checksum, or the manifest was written by
+        CheckpointError: A file is missing or differs in size or checksum, or the manifest was written by
             another release.
     """
-    for name, (size_bytes, crc32c) in _read_manifest(folder).items():
+    for name, recorded in _read_manifest(folder).items():
         file = folder / name
-        if not _is_plain(file, folder):
-            raise CheckpointError(f"checkpoint {folder} lacks {name}, which its manifest lists.")
-        found = file.stat().st_size
-        if found != size_bytes:
-            raise CheckpointError(f"{file} is torn: expected {size_bytes} bytes, found {found}.")
-        if file_crc32c(file) != crc32c:
+        try:
+            found = file.stat().st_size
+        except (OSError, ValueError):  # it is missing, or the name impossible
+            raise CheckpointError(f"checkpoint {folder} lacks {name}, which its manifest lists.") from None
+        if found != recorded.size_bytes:
+            raise CheckpointError(f"{file} is torn: expected {recorded.size_bytes} bytes, found {found}.")
+        if file_crc32c(file) != recorded.crc32c:
             raise CheckpointError(f"{file} is damaged: its checksum differs from the one in the manifest.")
 
 
@@ -257,44 +250,39 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The state cannot be read.
     """
-    try:
-        return read_json_object(folder / STATE_FILE)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / STATE_FILE} is not readable: {error}") from None
+    return read_json_object(folder / STATE_FILE, error=CheckpointError)
 
 
-def _read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
+class _FileRecord(msgspec.Struct):
+    size_bytes: int
+    crc32c: int
+
+
+class _Manifest(msgspec.Struct):
+    format: int
+    files: dict[str, _FileRecord]
+
+
+def _read_manifest(folder: Path) -> dict[str, _FileRecord]:
     """Return the size and checksum of each file in the manifest."""
-    try:
-        manifest = read_json_object(folder / MANIFEST)
-        found, records = manifest["format"], manifest["files"].items()
-        files = {name: (_number(record["size_bytes"]), _number(record["crc32c"])) for name, record in records}
-    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {folder} has no readable {MANIFEST}: {error}.") from None
-    if found != MANIFEST_FORMAT:
+    manifest = read_record(folder / MANIFEST, _Manifest, error=CheckpointError)
+    if manifest.format != MANIFEST_FORMAT:
         raise _OtherFormatError(
-            f"checkpoint {folder} has a manifest of format {preview(found)}; this release reads {MANIFEST_FORMAT}. Use "
-            "the release that wrote it."
+            f"checkpoint {folder} has a manifest of format {manifest.format}; this release reads {MANIFEST_FORMAT}. "
+            "Use the release that wrote it."
         )
-    if STATE_FILE not in files:
+    if STATE_FILE not in manifest.files:
         raise CheckpointError(f"checkpoint {folder} has no {STATE_FILE} in its {MANIFEST}.")
-    return files
+    return manifest.files
 
 
-def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError("sizes and checksums must be integers >= 0")
-    return value
-
-
-def _is_plain(file: Path, folder: Path) -> bool:
-    """Whether a path is a file inside the folder, reached through no link."""
-    try:
-        return (
-            ".." not in file.parts and file.resolve() == folder.resolve() / file.relative_to(folder) and file.is_file()
-        )
-    except (OSError, ValueError, RuntimeError):  # an impossible name, or a cycle of links
-        return False
+def file_crc32c(file: Path) -> int:
+    """Return the CRC-32C of a file."""
+    total = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            total = checksum(chunk, total)
+    return total
 
 
 def _record(file: Path) -> dict[str, int]:

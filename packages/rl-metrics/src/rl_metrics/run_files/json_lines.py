@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,12 @@ import msgspec
 import structlog
 
 from rl_core.data import Json
-from rl_core.errors import DataError, NotReadyError
-from rl_core.files import require_plain
+from rl_core.errors import NotReadyError
 from rl_core.record_fields import converts_arguments
 
 log = structlog.get_logger(__name__)
 
 BLOCK_BYTES = 1 << 20
-MAX_LINE_BYTES = 64 << 20
-"""Maximum length of a line; longer ones are skipped."""
-TOO_LONG = b"too long"
 
 
 class JsonLinesWriter:
@@ -36,16 +31,10 @@ class JsonLinesWriter:
 
         Args:
             path: Path of the file; existing lines are kept.
-
-        Raises:
-            DataError: The path is a pipe or a device.
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not stat.S_ISREG(os.fstat(self._file).st_mode):
-            self.close()
-            raise DataError(f"{path} must be a regular file; found a pipe or a device. Remove it.")
         self._is_torn = _ends_torn(self._file)
 
     def append(self, row: Mapping[str, Json]) -> None:
@@ -99,14 +88,13 @@ _ANYTHING = msgspec.json.Decoder()
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file, in order, even while it is written.
 
-    Lines that are truncated, too long or not a JSON object are skipped with one warning. A last line without a line
+    Lines that are truncated or not a JSON object are skipped with one warning. A last line without a line
     break is skipped silently, because it may be incomplete.
 
     Args:
         path: Path of the file; later appends are not read.
 
     Raises:
-        DataError: The path is a pipe or a device.
         OSError: The file cannot be read.
     """
     return (row for _, row in numbered_json_lines(path))
@@ -134,25 +122,14 @@ def numbered_json_lines(
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Yield lines without their line breaks, and whether they have one; TOO_LONG replaces a line that is too long."""
-    if path.exists():
-        require_plain(path)
-    with path.open("rb") as file:
+    """Yield lines without their line breaks, and whether they have one; later appends are not read."""
+    with path.open("rb", buffering=BLOCK_BYTES) as file:
         missing = os.fstat(file.fileno()).st_size
-        rest = b""
-        is_too_long = False
-        while missing > 0 and (block := file.read(min(BLOCK_BYTES, missing))):
-            missing -= len(block)
-            first, *others = block.split(b"\n")
-            rest += first
-            if others:
-                yield TOO_LONG if is_too_long else rest, True
-                yield from ((line, True) for line in others[:-1])
-                rest, is_too_long = others[-1], False
-            if len(rest) > MAX_LINE_BYTES:
-                rest, is_too_long = b"", True
-        if rest and not is_too_long:
-            yield rest, False
+        for line in file:
+            yield line.removesuffix(b"\n"), line.endswith(b"\n")
+            missing -= len(line)
+            if missing <= 0:
+                return
 
 
 def number_or_nan(value: Any) -> float:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +14,8 @@ import structlog
 
 from rl_core.data import Json
 from rl_core.errors import DataError
-from rl_core.files import open_plain
 from rl_core.record_fields import converts_arguments, record
-from rl_metrics.run_files.json_lines import MAX_LINE_BYTES, JsonLinesWriter
+from rl_metrics.run_files.json_lines import JsonLinesWriter
 
 log = structlog.get_logger(__name__)
 
@@ -181,14 +179,14 @@ def read_rollouts(path: Path) -> Iterator[RolloutRow]:
     break is skipped silently, because it may be incomplete. A resumed run repeats steps; its lines replace earlier ones
     of the first repeated step and later steps. U+FFFD replaces lone surrogates.
     """
-    if not os.path.lexists(path):
+    if not path.exists():
         return
-    with open_plain(path) as (file, _):
+    with path.open("rb") as file:
         batches, num_bad = _standing_batches(file)
         for batch in batches:
             file.seek(batch.start)
             while file.tell() < batch.end:
-                line = file.readline(MAX_LINE_BYTES)
+                line = file.readline()
                 row = _decode(line, dict[str, Any])
                 try:
                     yield RolloutRow.from_json(row or {})
@@ -218,7 +216,7 @@ def _standing_batches(file: BinaryIO) -> tuple[list[_Batch], int]:
     """Return batches not rewritten by a later launch, and the number of bad lines without a step and index."""
     batches: list[_Batch] = []
     end = num_bad = 0
-    while line := file.readline(MAX_LINE_BYTES):  # pieces of longer lines are not trajectories
+    while line := file.readline():
         start, end = end, end + len(line)
         place = _decode(line, _Place)
         if place is None:

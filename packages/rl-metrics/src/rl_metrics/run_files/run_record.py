@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +25,6 @@ from rl_metrics.trackers.jsonl import GenerationTable, StepHistograms, read_gene
 log = structlog.get_logger(__name__)
 
 METRICS = "metrics.jsonl"
-MAX_DOCUMENT_BYTES = 64 << 20
-"""Maximum size of settings and summaries; larger ones are not read."""
 
 FILES = (
     METRICS,
@@ -78,10 +74,9 @@ T = TypeVar("T")
 
 
 class RunRecord:
-    """Files of a run, which may still be writing or be imported; missing files count as empty.
+    """Files of a run, which may still be writing or be imported.
 
-    Only regular files in the folder are read. A pipe, a device, or a link to a file outside the folder is skipped with
-    a warning.
+    Missing files count as empty. A file that cannot be read is skipped with a warning.
     """
 
     def __init__(self, folder: Path, *, metrics: str = METRICS) -> None:
@@ -210,36 +205,20 @@ class RunRecord:
 
     def _document(self, name: str) -> bytes:
         path = self._file(name)
-        if path is None:
-            return b""
-        with path.open("rb") as file:
-            content = file.read(MAX_DOCUMENT_BYTES + 1)
-        if len(content) > MAX_DOCUMENT_BYTES:
-            log.warning("unreadable_file", path=str(path), error=f"it is larger than {MAX_DOCUMENT_BYTES} bytes")
-            return b""
-        return content
+        return b"" if path is None else path.read_bytes()
 
     def _file(self, name: str) -> Path | None:
         if METRICS != self._metrics != name:
             return None  # files next to a file of another name may belong to other runs
         path = self.folder / name
         try:
-            mode = path.stat().st_mode
+            path.open("rb").close()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:  # such as circular links, or missing permissions
+        except OSError as error:  # such as missing permissions
             log.warning("unreadable_file", path=str(path), error=str(error))
             return None
-        if not stat.S_ISREG(mode):
-            why = "it is not a regular file"
-        elif not path.resolve().is_relative_to(self.folder.resolve()):
-            why = "it is a link to a file outside the run's folder"
-        elif not os.access(path, os.R_OK):
-            why = "its permissions do not allow reading"
-        else:
-            return path
-        log.warning("unreadable_file", path=str(path), error=why)
-        return None
+        return path
 
 
 @converts_arguments

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -35,9 +35,6 @@ FRAME = struct.Struct("<II")
 SESSION_ID = re.compile(r"session-[0-9a-f]{16}")
 OPEN, FINISHED, QUEUED = ".open", ".finished", ".queued"
 """Suffixes of session files. A queued session is finished and has been put into a queue."""
-
-
-_Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Opening(msgspec.Struct, tag="opening", forbid_unknown_fields=True):
@@ -69,7 +66,7 @@ class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True
     request_index: int
     generate_s: float
     never_trains: bool
-    after: _Number | None = None  # number of the sample before the turn
+    after: int | None = None  # number of the sample before the turn
     digests: list[bytes] = []
     new_ids: IntArray | None = None
     asked_by: MessageRole = "user"
@@ -79,7 +76,7 @@ class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True
 
 
 class _Delivered(msgspec.Struct, tag="delivered", forbid_unknown_fields=True):
-    samples: list[_Number]
+    samples: list[int]
 
 
 def _array_as_plain(array: Any) -> Any:
@@ -88,9 +85,7 @@ def _array_as_plain(array: Any) -> Any:
 
 def _plain_as_array(_kind: Any, plain: Any) -> Any:
     dtype, shape, content = plain
-    if dtype not in ("<i2", "<i4", "<f4"):
-        raise ValueError(f"an array must have dtype <i2, <i4 or <f4; found {dtype!r}")
-    return np.frombuffer(content, np.dtype(dtype)).reshape(shape)
+    return np.frombuffer(content, dtype).reshape(shape)
 
 
 _OF_SAMPLE = ("message", "generation", "asked_digest", "request_index", "generate_s", "never_trains")
@@ -269,7 +264,7 @@ def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = 
             session, size = Session(**fields, key="", sampling=drawn), place
             for record, size in records:  # noqa: B007 - the last one is the result
                 _take(session, record)
-        except Exception as error:  # an untrusted file may make any library raise
+        except Exception as error:  # libraries raise many types for a damaged file
             raise DataError(f"{file} is not a readable session: {error}. Move it elsewhere.") from error
     return session, size
 

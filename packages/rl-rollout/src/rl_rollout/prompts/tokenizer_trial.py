@@ -1,10 +1,13 @@
-"""A script for a child process: loads an untrusted tokenizer and chat template, and uses them once.
+"""A script of `run_trial`: loads a stranger's tokenizer and chat templates, and uses them once.
 
-Exceptions do not matter here, because the caller reports them. This catches crashes that no `except` can.
+Exceptions do not matter here, because the caller reports them. This catches what no `except` can.
 """
 
 import json
+import re
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,96 +23,57 @@ MESSAGES: list[list[dict[str, Any]]] = [
         {"role": "user", "content": "And 2 + 2?"},
     ],
 ]
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
-}
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+"""transformers' own tag, which marks the assistant's text."""
 
 
-def main() -> None:
-    """Read `{"folder": ..., "templates": [...], "options": {...}}` from standard input; print "passed" on success."""
-    request = json.load(sys.stdin)
+def main(folder: str, templates: list[str], options: dict[str, Any]) -> None:
+    """Encode and decode samples, and render each template."""
+    _attempt("loading the tokenizer", _use_tokenizer, Path(folder))
+    for template, messages, tools in product(templates, MESSAGES, (None, TOOLS)):
+        _attempt("rendering the chat template", _render, template, {"messages": messages, "tools": tools, **options})
+
+
+def _attempt(what: str, use: Callable[..., None], *arguments: Any) -> None:
+    _say(what)
     try:
-        _say("loading the tokenizer")
-        _try_tokenizer(Path(request["folder"]))
-        for template in request["templates"]:
-            _say("rendering the chat template")
-            _try_template(template, request["options"])
+        use(*arguments)
     except MemoryError:
-        _say("it needs more memory than the trial allows")
-    except BaseException as error:  # a Rust panic is not an Exception
-        _say(f"{type(error).__name__}: {error}".partition("\n")[0])
-    else:
-        _say("passed")
+        raise
+    except Exception:  # transformers' own error is clearer, and a template may refuse these messages
+        return
 
 
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
-def _try_tokenizer(folder: Path) -> None:
-    try:
-        encode, decode = _loaded(folder)
-        for sample in SAMPLES:
-            _say(f"encoding {sample!a} {REPEATS} times")
-            decode(encode([sample * REPEATS, sample * REPEATS + "~"]))
-    except MemoryError:
-        raise
-    except Exception:  # transformers' own error is clearer
-        return
-
-
-def _loaded(folder: Path) -> tuple[Any, Any]:
-    """Return the functions that encode texts and decode ids."""
+def _use_tokenizer(folder: Path) -> None:
+    encode: Any
     if (folder / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 
         fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return (lambda texts: [found.ids for found in fast.encode_batch(texts)]), fast.decode_batch
-    from transformers import AutoTokenizer
+        encode, decode = (lambda texts: [found.ids for found in fast.encode_batch(texts)]), fast.decode_batch
+    else:
+        from transformers import AutoTokenizer
 
-    slow: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return (lambda texts: slow(texts)["input_ids"]), slow.batch_decode
+        slow: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        encode, decode = (lambda texts: slow(texts)["input_ids"]), slow.batch_decode
+    for sample in SAMPLES:
+        _say(f"encoding {sample!a} {REPEATS} times")
+        decode(encode([sample * REPEATS, sample * REPEATS + "~"]))
 
 
-def _try_template(template: str, options: dict[str, Any]) -> None:
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
+def _render(template: str, variables: dict[str, Any]) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class GenerationTag(Extension):
-        """transformers' own tag, which marks the assistant's text."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it this way
-
-        def parse(self, parser: Any) -> Any:
-            """Skip the tag."""
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_pass"), [], [], body).set_lineno(line)
-
-        def _pass(self, caller: Any) -> str:
-            return str(caller())
-
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "1 Jan 2026"}
-    for messages in MESSAGES:
-        for tools in (None, [TOOL]):
-            given = {"bos_token": "<s>", "eos_token": "</s>", "documents": None, "tools": tools, **options}
-            try:
-                environment.from_string(template).render(messages=messages, add_generation_prompt=True, **given)
-            except MemoryError:
-                raise
-            except Exception:  # noqa: S112 - a template may refuse these messages
-                continue
-
-
-if __name__ == "__main__":
-    main()
+    environment.globals["strftime_now"] = lambda _: "1 Jan 2026"
+    given = {"bos_token": "<s>", "eos_token": "</s>", "documents": None, "add_generation_prompt": True, **variables}
+    environment.from_string(GENERATION_TAG.sub("", template)).render(given)

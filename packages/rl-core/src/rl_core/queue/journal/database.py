@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,37 +26,27 @@ from rl_core.queue.core import QueueCore
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.records import (
+    FORMAT_VERSION,
     UNREADABLE,
     JournaledGroup,
     QueueCounts,
     read_journal,
     read_meta,
 )
-from rl_core.queue.journal.schema import (
-    DATABASE,
-    SEGMENTS,
-    TABLES,
-    guarded,
-    refuse_altered,
-    require_plain_files,
-    schema_of,
-)
+from rl_core.queue.journal.schema import DATABASE, SEGMENTS, TABLES, check_database, with_checksum
 from rl_core.queue.prompts import encode_prompt
 
-FORMAT_VERSION = 3
 EPOCH_LEASES = 1 << 40
 """Range of lease and segment numbers for one server process; the next server uses the next range."""
-
-MAX_EPOCH = 1 << 21
-"""Maximum number of server starts, as lease and segment numbers have 62 bits."""
 
 LOCK_DEADLINE_S = 1.0
 """Maximum wait for the lock of a process that was just killed."""
 
 WRITE_GROUP = """
-INSERT INTO groups VALUES (?, ?, ?, ?, ?)
-ON CONFLICT (number) DO UPDATE SET state = excluded.state, record = excluded.record
+INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE
+SET state = excluded.state, prompt = excluded.prompt, record = excluded.record, crc32c = excluded.crc32c
 """
+WRITE_META = "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +86,14 @@ class SqliteJournal:
             self._lock = lock_directory(directory)
         try:
             with translated(directory):
-                require_plain_files(directory)
                 self._connection = connect(directory / DATABASE)
         except BaseException:
             os.close(self._lock)
             raise
         try:
             with translated(directory):
-                _refuse_foreign(self._connection, directory)
+                _refuse_lost(self._connection, directory)
+                check_database(self._connection, directory)
                 self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {TABLES}")
                 self._epoch = self._begin_epoch()
         except BaseException:
@@ -120,16 +111,12 @@ class SqliteJournal:
             # Forgotten uids may be issued again.
             cursor.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in core.forgotten])
             cursor.executemany(WRITE_GROUP, [self._row(group) for group in core.dirty.values()])
-            cursor.executemany(
-                "INSERT INTO segments VALUES (?, ?)",
-                [
-                    (n, msgspec.msgpack.encode(core.segments.place(n)))
-                    for n in core.segments.added
-                    if n in core.segments
-                ],
-            )
+            added = [
+                (n, msgspec.msgpack.encode(core.segments.place(n))) for n in core.segments.added if n in core.segments
+            ]
+            cursor.executemany("INSERT INTO segments VALUES (?, ?)", added)
             cursor.executemany("DELETE FROM segments WHERE number = ?", [(n,) for n, _ in core.segments.freed])
-            cursor.execute("INSERT OR REPLACE INTO meta VALUES ('counts', ?)", (msgspec.json.encode(counts),))
+            cursor.execute(WRITE_META, with_checksum("counts", msgspec.json.encode(counts)))
 
     def load(self, pins: Mapping[int, Counter[str]]) -> QueueCore:
         """Load the last written state; clients still read the segments in `pins`."""
@@ -174,7 +161,7 @@ class SqliteJournal:
             removed_slots=store.remove_others([core.segments.place(number) for number in core.segments]),
         )
         with translated(self._directory), self._transaction() as cursor:
-            cursor.execute("INSERT OR REPLACE INTO meta VALUES ('recovery', ?)", (msgspec.json.encode(report),))
+            cursor.execute(WRITE_META, with_checksum("recovery", msgspec.json.encode(report)))
         return core, report
 
     def close(self) -> None:
@@ -185,7 +172,7 @@ class SqliteJournal:
         if lock >= 0:
             os.close(lock)  # only once: the number may be reused for another file
 
-    def _row(self, group: QueuedGroup) -> tuple[int, str, str, bytes, bytes]:
+    def _row(self, group: QueuedGroup) -> tuple[Any, ...]:
         prompt = encode_prompt(group.prompt) if isinstance(group.prompt, Prompt) else group.prompt
         record = JournaledGroup(
             num_sessions=group.num_sessions,
@@ -198,19 +185,16 @@ class SqliteJournal:
             late=[(*part[:5], sorted(part.columns)) for part in group.late],
             acked=group.acked,
         )
-        return group.order, group.uid, group.state, prompt, msgspec.json.encode(record)
+        return with_checksum(group.order, group.uid, group.state, prompt, msgspec.json.encode(record))
 
     def _begin_epoch(self) -> int:
-        meta = read_meta(self._connection)
         tasks = msgspec.json.encode([msgspec.to_builtins(task, order="sorted") for task in self._tasks], order="sorted")
         try:
-            read_format(meta, self._directory)
+            meta = read_meta(self._connection, self._directory)
             epoch = int(meta.get("epoch", b"0")) + 1
             names, expected = _task_names(meta.get("tasks", tasks)), _task_names(tasks)
         except UNREADABLE as error:
             raise JournalError(f"{self._directory} has an unreadable record: {error}.") from error
-        if not 1 <= epoch <= MAX_EPOCH:
-            raise JournalError(f"{self._directory} must have been opened at most {MAX_EPOCH} times; found {epoch}.")
         if names != expected:
             raise JournalError(
                 f"{self._directory} is the queue of tasks {names}; found {expected}. Open it with its original tasks, "
@@ -218,7 +202,7 @@ class SqliteJournal:
             )
         with translated(self._directory), self._transaction() as cursor:
             rows = [("format", str(FORMAT_VERSION).encode()), ("tasks", tasks), ("epoch", str(epoch).encode())]
-            cursor.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+            cursor.executemany(WRITE_META, [with_checksum(*row) for row in rows])
         return epoch
 
     @contextlib.contextmanager
@@ -237,24 +221,7 @@ class SqliteJournal:
 def connect(path: Path) -> sqlite3.Connection:
     """Open a connection without implicit transactions; several threads may use it, one at a time."""
     uri = f"{path.resolve().as_uri()}?mode=rwc"
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
-    return guarded(connection)
-
-
-def read_format(meta: Mapping[str, bytes], directory: Path) -> int:
-    """Return the format version of a journal.
-
-    Raises:
-        JournalError: This version of rl-core cannot read it.
-        ValueError: It is not a number.
-    """
-    version = int(meta.get("format", FORMAT_VERSION))
-    if version != FORMAT_VERSION:
-        raise JournalError(
-            f"{directory} has format {version}; expected {FORMAT_VERSION}. Finish its prompts with the version of "
-            "rl-core that wrote it, or choose another directory."
-        )
-    return version
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
 
 
 def lock_directory(directory: Path) -> int:
@@ -287,7 +254,7 @@ def translated(directory: Path) -> Iterator[None]:
         yield
     except RLError:
         raise
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # sqlite3 decodes messages with damaged names
         text = getattr(error, "strerror", None) or error
         raise JournalError(f"the journal in {directory} cannot be used: {text}.") from error
 
@@ -299,19 +266,12 @@ def _task_names(encoded: bytes) -> list[str]:
     )
 
 
-def _refuse_foreign(connection: sqlite3.Connection, directory: Path) -> None:
-    """Refuse a database of another program, or one whose schema has side effects such as triggers."""
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+def _refuse_lost(connection: sqlite3.Connection, directory: Path) -> None:
+    """Refuse an empty database beside segments."""
+    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     segments = [path for path in (directory / SEGMENTS).glob("*") if path.is_file()]
-    if not tables and segments:
+    if not num_tables and segments:
         raise JournalError(
             f"{directory} has {len(segments)} segments and an empty {DATABASE}: the journal was lost. Restore it, or "
             "remove the segments to start over."
         )
-    if tables and not tables >= {"meta", "groups", "segments"}:
-        raise JournalError(
-            f"{directory / DATABASE} is not a queue's journal: it has the tables {sorted(tables)}. "
-            "Choose another directory."
-        )
-    if schema_of(connection):
-        refuse_altered(connection, directory)

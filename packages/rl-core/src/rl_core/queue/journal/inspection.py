@@ -14,9 +14,9 @@ import msgspec
 from rl_core.errors import JournalError
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import TaskSpec
-from rl_core.queue.journal.database import Recovery, read_format, translated
-from rl_core.queue.journal.records import UNREADABLE, read_journal, read_meta
-from rl_core.queue.journal.schema import DATABASE, guarded, refuse_altered, require_plain_files
+from rl_core.queue.journal.database import Recovery, translated
+from rl_core.queue.journal.records import FORMAT_VERSION, UNREADABLE, read_journal, read_meta
+from rl_core.queue.journal.schema import DATABASE, check_database
 from rl_core.terminal_text import bytes_text, printable, table_lines
 
 STATES = ("issued", "settled", "done", "dropped")
@@ -79,7 +79,6 @@ def _opened(directory: Path) -> Iterator[sqlite3.Connection]:
     immutable, because SQLite would otherwise leave a log and an index behind. A server that opens it meanwhile could
     change pages between two reads, so the read is then refused.
     """
-    require_plain_files(directory)
     database, log = directory / DATABASE, directory / f"{DATABASE}-wal"
 
     def state() -> tuple[int, int]:
@@ -90,8 +89,8 @@ def _opened(directory: Path) -> Iterator[sqlite3.Connection]:
     uri = f"{database.resolve().as_uri()}?mode=ro&immutable={int(is_immutable)}"
     try:
         with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)) as connection:
-            guarded(connection).execute("BEGIN")
-            refuse_altered(connection, directory)
+            connection.execute("BEGIN")
+            check_database(connection, directory)
             yield connection
     finally:
         if is_immutable and state() != before:
@@ -99,15 +98,14 @@ def _opened(directory: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _report(connection: sqlite3.Connection, directory: Path, limit: int | None) -> dict[str, Any]:
-    meta = read_meta(connection)
-    version = read_format(meta, directory)
+    meta = read_meta(connection, directory)
     tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
     recovery = msgspec.json.decode(meta.get("recovery", b"null"), type=Recovery | None)
     groups, _, counts = read_journal(connection)
     issued_at = [group.issued_at for group in groups if group.state == "issued"]
     return {
         "directory": str(directory),
-        "format_version": version,
+        "format_version": FORMAT_VERSION,
         "tasks": msgspec.to_builtins(tasks, order="deterministic"),
         "policy_version": counts.policy_version,
         "states": dict(Counter(group.state for group in groups)),
