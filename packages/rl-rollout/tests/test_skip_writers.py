@@ -104,7 +104,7 @@ def test_an_entry_that_is_replaced_all_the_while_is_read_whole_or_not_at_all(wor
 
 @pytest.mark.soak
 def test_skip_cache_entry_that_is_replaced_all_the_while_is_read_whole_or_not_at_all(workers, tmp_path):
-    check_replaced_while_read(workers, tmp_path, reads=3000)
+    check_replaced_while_read(workers, tmp_path, reads=1000)
 
 
 def check_pruned_while_read(workers, tmp_path, *, reads):
