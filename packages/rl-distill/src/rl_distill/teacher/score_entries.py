@@ -70,11 +70,18 @@ class ScoreEntry:
         with self._folder.open(self._name) as entry:
             if entry is None:
                 raise BrokenEntryError(self._folder.path_of(self._name), "it does not exist")
-            first, last = self._starts[min(rows)], self._starts[max(rows) + 1]
+            spans = [(row, row + 1) for row in rows]
+            if max(rows) - min(rows) < 2 * len(rows):  # dense: decode each chunk once
+                spans = [(min(rows), max(rows) + 1)]
 
             def values(name: str, width: int) -> list[NDArray[Any]]:
-                found = entry.part(name, DTYPES[name], int(first) * width, int(last) * width).reshape(-1, width)
-                return [found[self._starts[row] - first : self._starts[row + 1] - first] for row in rows]
+                found = {}
+                for first, last in spans:
+                    start, stop = int(self._starts[first]), int(self._starts[last])
+                    part = entry.part(name, DTYPES[name], start * width, stop * width).reshape(-1, width)
+                    for row in range(first, last):
+                        found[row] = part[self._starts[row] - start : self._starts[row + 1] - start]
+                return [found[row] for row in rows]
 
             logprobs, token_ids = values("logprobs", self._width), values("token_ids", self._width)
             hidden = values("hidden", self._hidden_size) if self._hidden_size else [None] * len(rows)
