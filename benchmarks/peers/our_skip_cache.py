@@ -37,7 +37,7 @@ class SkipCache:
         entry = self._store(place).read(KEY)
         if entry is None:
             raise RuntimeError(f"{place} must have the entry {KEY.name}; it has none.")
-        return entry.groups
+        return entry.groups or ()
 
     def columns(self, found: Sequence[GroupResult]) -> Mapping[str, NDArray[Any]]:
         """See `System.columns`."""
