@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from rl_core.errors import SettingsError
-from rl_distill.checkpoints.pending_save import PendingSave
+from rl_distill.background import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
 from rl_metrics.targets import EXACT, TargetOptions
 from rl_sync_trainer.main import main

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from rl_core.errors import CheckpointError, SettingsError
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.architecture.tensor_shapes import tensor_shapes
+from rl_distill.background import PendingSave
 from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter, fingerprint_tensors
 from rl_distill.checkpoints.hf_folder import write_policy_folder
 from rl_distill.checkpoints.peft_folder import write_adapter
-from rl_distill.checkpoints.pending_save import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
 from rl_distill.options import LoraOptions
 from rl_sync_trainer.main import main

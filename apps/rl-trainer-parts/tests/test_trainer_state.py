@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError
-from rl_distill.checkpoints.pending_save import PendingSave
+from rl_distill.background import PendingSave
 from rl_distill.checkpoints.store import CheckpointStore
 from rl_sync_trainer.assemble import TrainerState
 from rl_trainer_parts.run.folder import read_run_state

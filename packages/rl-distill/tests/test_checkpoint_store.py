@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from rl_core.errors import CheckpointError, DeadlineError, SettingsError
 from rl_core.files.durable import write_durably
-from rl_distill.checkpoints.pending_save import saved_together
+from rl_distill.background import saved_together
 from rl_distill.checkpoints.store import CheckpointStore, Saved, file_crc32c, read_state, verify_checkpoint
 
 KILLER = Path(__file__).parent / "checkpoint_killer.py"

@@ -175,6 +175,15 @@ def test_an_object_that_goes_while_it_is_read_is_an_error_and_none_before(flat, 
     assert store.describe(KEY) is None
 
 
+def test_an_entry_that_cannot_be_looked_up_is_not_written_over(flat):
+    write(EntryStore(FLAT))
+    before = dict(FlatStore.objects)
+    FlatStore.failing["info"] = ConnectionError("no route")
+    with pytest.raises(CacheError, match="could not be stored: ConnectionError: no route"):
+        write(EntryStore(FLAT), seed=2)
+    assert FlatStore.objects == before
+
+
 @pytest.mark.parametrize("error", [PermissionError("denied"), RuntimeError("no credentials")])
 def test_what_cannot_be_put_says_where(flat, error):
     FlatStore.failing["put_file"] = error

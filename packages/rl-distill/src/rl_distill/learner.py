@@ -12,7 +12,7 @@ from rl_core.data import Batch, Ragged
 from rl_core.record_fields import record
 from rl_core.weights import WeightUpdate
 from rl_core.weights.broadcast import SenderOptions
-from rl_distill.checkpoints.pending_save import PendingSave
+from rl_distill.background import PendingSave
 from rl_distill.options import LearnerOptions
 
 __all__ = [

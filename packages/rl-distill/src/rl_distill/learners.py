@@ -25,7 +25,7 @@ from rl_core.weights import (
     prove_canary,
 )
 from rl_core.weights.broadcast import BroadcastTransport, DirectTransport
-from rl_distill.checkpoints.pending_save import saved_together
+from rl_distill.background import saved_together
 from rl_distill.learner import AdapterLearner, Critic, Learner, PendingSave, RankedLearner, Scorer
 from rl_distill.options import LoraOptions
 from rl_distill.products import chosen_products

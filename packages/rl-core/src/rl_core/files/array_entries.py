@@ -232,7 +232,7 @@ class EntryFolder:
                     if not _place(Path(path), Path(target), replace=replace):
                         return None
                     sync_folder(self._root)
-                elif replace or not self._fs.exists(target):
+                elif replace or not self._has(target):
                     self._fs.put_file(path, target)
                 else:
                     return None
@@ -343,6 +343,14 @@ class EntryFolder:
         except FileNotFoundError:
             return None
         return stream
+
+    def _has(self, path: str) -> bool:
+        """Look an object up; unlike fsspec's `exists`, do not take a failure for its absence."""
+        try:
+            self._fs.info(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     @contextmanager
     def _new_file(self, name: str) -> Iterator[tuple[IO[bytes], str]]:

@@ -1,6 +1,6 @@
 """Checkpoints: format, atomic writing, and reading that never runs code."""
 
-from rl_distill.checkpoints.pending_save import PendingSave
+from rl_distill.background import PendingSave
 from rl_distill.checkpoints.store import STATE_FILE, CheckpointStore, Saved, read_state, verify_checkpoint
 
 __all__ = [

@@ -18,8 +18,7 @@ from rl_core.data import Json
 from rl_core.errors import CheckpointError, DeadlineError
 from rl_core.files import checksum, read_json_object, read_record, sync_file, sync_folder, write_durably
 from rl_core.record_fields import PositiveInt, converts_arguments
-from rl_distill.checkpoints.pending_save import PendingSave
-from rl_distill.daemon_thread import in_daemon_thread
+from rl_distill.background import PendingSave, in_daemon_thread
 
 log = structlog.get_logger(__name__)
 

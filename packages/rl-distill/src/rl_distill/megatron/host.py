@@ -19,8 +19,8 @@ from rl_core.cluster import RoleContext
 from rl_core.errors import CheckpointError, NotReadyError
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights.broadcast import RankOffer, SenderOptions
+from rl_distill.background import in_daemon_thread
 from rl_distill.checkpoints.pieces import Piece, StoredPiece, TensorFolder, write_pieces
-from rl_distill.daemon_thread import in_daemon_thread
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.parallel import (
     RankPosition,

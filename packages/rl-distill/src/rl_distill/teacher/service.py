@@ -23,7 +23,7 @@ from rl_core.errors import (
 from rl_core.gpus import GpuUse
 from rl_core.queue import Lease, TaskSpec
 from rl_core.record_fields import settings_record
-from rl_distill.daemon_thread import in_daemon_thread
+from rl_distill.background import in_daemon_thread
 from rl_distill.teacher.aligned import TeacherAligner
 from rl_distill.teacher.replicas import ReplicatedTeacher, first_error
 from rl_distill.teacher.routing import TeacherRouter

@@ -1,7 +1,11 @@
-"""Checkpoints that are being written."""
+"""Work in the background: checkpoints that are being written, and functions in daemon threads."""
 
 from collections.abc import Callable
-from threading import Lock
+from concurrent.futures import Future
+from threading import Lock, Thread
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class PendingSave:
@@ -52,3 +56,21 @@ def _error_of(part: PendingSave) -> Exception | None:
     except Exception as error:  # raised after the others end
         return error
     return None
+
+
+def in_daemon_thread(work: Callable[[], Result], *, name: str) -> Future[Result]:
+    """Run work in a daemon thread, which does not keep the process alive as an executor's threads would.
+
+    The returned future cannot be cancelled.
+    """
+    found: Future[Result] = Future()
+    found.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:  # re-raised by `Future.result`
+            found.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return found
