@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.files import array_entries
+from rl_core.files import entry_zip
 from rl_core.files.durable import checksum
 
-ROOT = array_entries.METADATA
+ROOT = entry_zip.METADATA
 BLOSC = {
     "version": (0, "<B"),
     "flags": (2, "<B"),
@@ -81,7 +81,7 @@ class Forgery:
     def put_array(self, name: str, values: np.ndarray, *, compress: bool = True, chunk_bytes: int = 1 << 24) -> None:
         """Replace or add an array."""
         self.files = {file: content for file, content in self.files.items() if not file.startswith(f"{name}/")}
-        self.files |= dict(array_entries._encode(name, values, compress=compress, chunk_bytes=chunk_bytes))
+        self.files |= dict(entry_zip._encode(name, values, compress=compress, chunk_bytes=chunk_bytes))
 
     def save(self, entry: Path | None = None) -> None:
         with zipfile.ZipFile(entry or self.entry, "w") as archive, warnings.catch_warnings():

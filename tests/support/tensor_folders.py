@@ -1,5 +1,6 @@
 """Write a small folder of tensors, and read it completely."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -36,6 +37,18 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
     wanted = [empty(name, shape) for name, shape in SHAPES.items()]
     folder.read(wanted)
     return {part.name: part.tensor for part in wanted}
+
+
+def damage(path: Path, how: str) -> None:
+    """Leave a file "missing", "empty" or "torn", or put a "folder" or a "pipe" in its place."""
+    content = path.read_bytes()
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how == "pipe":
+        os.mkfifo(path)
+    elif how != "missing":
+        path.write_bytes(content[: len(content) // 2] if how == "torn" else b"")
 
 
 def is_refused_or_right(directory: Path) -> bool:

@@ -293,6 +293,16 @@ def test_rows_that_were_altered_are_a_journal_error(tmp_path, opened, change):
         opened(tmp_path)
 
 
+def reopened(opened, directory, content):
+    """Open a queue on a database with this content; return None if it is refused."""
+    directory.mkdir()
+    (directory / DATABASE).write_bytes(content)
+    try:
+        return opened(directory)
+    except JournalError:
+        return None
+
+
 def test_a_damaged_database_is_a_journal_error_or_what_sqlite_still_reads(tmp_path, opened):
     queue = ready(opened(tmp_path / "q"), num_prompts=30)
     queue.close()
@@ -306,12 +316,8 @@ def test_a_damaged_database_is_a_journal_error_or_what_sqlite_still_reads(tmp_pa
         else:
             for _ in range(rng.choice([1, 30, 3000])):
                 altered[rng.randrange(len(altered))] = rng.randrange(256)
-        directory = tmp_path / f"d{turn}"
-        directory.mkdir()
-        (directory / DATABASE).write_bytes(altered)
-        try:
-            again = opened(directory)
-        except JournalError:
+        again = reopened(opened, tmp_path / f"d{turn}", altered)
+        if again is None:
             refused += 1
             continue
         assert len(again.ledger()) <= 30
@@ -331,12 +337,8 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path, opened, seed):
     for turn in range(300):
         flipped = bytearray(content)
         flipped[rng.choice(used)] ^= 1 << rng.randrange(8)
-        directory = tmp_path / f"d{turn}"
-        directory.mkdir()
-        (directory / DATABASE).write_bytes(flipped)
-        try:
-            again = opened(directory)
-        except JournalError:
+        again = reopened(opened, tmp_path / f"d{turn}", flipped)
+        if again is None:
             refused += 1
             continue
         assert entries(again) == before, f"seed {seed}, turn {turn}"

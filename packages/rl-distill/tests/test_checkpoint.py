@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensor_folders import damage
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3ForTokenClassification
 
 from rl_core.cluster import ClusterOptions
@@ -252,19 +252,11 @@ def unchanged(learner: Any) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("kind", [MegatronLearner, TorchLearner])
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("damage", ["missing", "torn", "empty", "folder", "pipe"])
+@pytest.mark.parametrize("how", ["missing", "torn", "empty", "folder", "pipe"])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
-    kind: Any, file: str, damage: str, copied: Path, tied_policy: Path
+    kind: Any, file: str, how: str, copied: Path, tied_policy: Path
 ):
-    path = copied / file
-    contents = path.read_bytes()
-    path.unlink()
-    if damage == "folder":
-        path.mkdir()
-    elif damage == "pipe":
-        os.mkfifo(path)
-    elif damage != "missing":
-        path.write_bytes(contents[: len(contents) // 2] if damage == "torn" else b"")
+    damage(copied / file, how)
     learner = kind(tied_policy, OPTIONS)
     is_unchanged = unchanged(learner)
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import random
 import resource
 import shutil
@@ -16,6 +15,7 @@ from tensor_folders import (
     FILES,
     SHAPES,
     A,
+    damage,
     empty,
     is_refused_or_right,
     piece,
@@ -98,17 +98,9 @@ def test_a_full_disk_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["missing", "empty", "half", "folder", "pipe"])
-def test_a_missing_or_torn_file_is_named(name: str, damage: str, folder: Path) -> None:
-    path = folder / name
-    content = path.read_bytes()
-    path.unlink()
-    if damage == "folder":
-        path.mkdir()
-    elif damage == "pipe":
-        os.mkfifo(path)
-    elif damage != "missing":
-        path.write_bytes(content[: len(content) // 2] if damage == "half" else b"")
+@pytest.mark.parametrize("how", ["missing", "empty", "torn", "folder", "pipe"])
+def test_a_missing_or_torn_file_is_named(name: str, how: str, folder: Path) -> None:
+    damage(folder / name, how)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as raised:
         read_all(folder)
     assert str(folder) in str(raised.value)
