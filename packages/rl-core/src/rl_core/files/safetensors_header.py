@@ -21,7 +21,7 @@ DTYPE_BITS = re.compile(r"BOOL|[BCFIU]+(\d+)(_\w+)?")
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Entry(msgspec.Struct):
+class _HeaderEntry(msgspec.Struct):
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_AXES)]
     data_offsets: tuple[_Size, _Size]
@@ -62,13 +62,13 @@ def read_safetensors_header(file: Path, *, error: type[RLError] = DataError) -> 
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         return {
-            name: _tensor(msgspec.json.decode(entry, type=_Entry), 8 + length, size) for name, entry in entries.items()
+            name: _tensor(msgspec.json.decode(entry, type=_HeaderEntry), 8 + length, size) for name, entry in entries.items()
         }
     except (ValueError, RecursionError) as problem:  # msgspec's errors are ValueErrors
         raise error(f"{file} is truncated or not a safetensors file: {type(problem).__name__}: {problem}.") from None
 
 
-def _tensor(entry: _Entry, behind_header: int, size: int) -> StoredTensor:
+def _tensor(entry: _HeaderEntry, behind_header: int, size: int) -> StoredTensor:
     dtype, (start, stop) = DTYPE_BITS.fullmatch(entry.dtype), entry.data_offsets
     if dtype is None:
         raise ValueError(f"the dtype {preview(entry.dtype)} is unknown")
