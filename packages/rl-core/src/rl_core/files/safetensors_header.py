@@ -62,7 +62,8 @@ def read_safetensors_header(file: Path, *, error: type[RLError] = DataError) -> 
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         return {
-            name: _tensor(msgspec.json.decode(entry, type=_HeaderEntry), 8 + length, size) for name, entry in entries.items()
+            name: _tensor(msgspec.json.decode(entry, type=_HeaderEntry), 8 + length, size)
+            for name, entry in entries.items()
         }
     except (ValueError, RecursionError) as problem:  # msgspec's errors are ValueErrors
         raise error(f"{file} is truncated or not a safetensors file: {type(problem).__name__}: {problem}.") from None
