@@ -1,5 +1,4 @@
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -194,16 +193,6 @@ def test_lines_that_are_no_probe_are_left_out(tmp_path, changed):
     good = {"step": 1, "probe": "p", "prompt": "", "response": "", "position": 0, "token": "2"}
     write_lines(tmp_path / "probes.jsonl", [{**good, **changed}, {**good, "position": 7}])
     assert [(type(row), row.position) for row in open_run(tmp_path).probes] == [(ProbeRow, 7)]
-
-
-def test_texts_of_probes_with_lone_surrogates_are_kept(tmp_path):
-    good = {"step": 1, "probe": "p", "prompt": "a\ud800", "response": "\udc00", "position": 0, "token": "\ud83d"}
-    write_lines(
-        tmp_path / "probes.jsonl", [{**good, "\ud800": 1, "time": math.nan, "candidates": [["\udfff 😀", -0.1]]}]
-    )
-    [row] = open_run(tmp_path).probes
-    assert (row.prompt, row.response, row.token) == ("a\ufffd", "\ufffd", "\ufffd")
-    assert row.candidates == (("\ufffd 😀", -0.1),)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'"a"', b"\xff\xfe", b"[" * 200_000, b"nan"])

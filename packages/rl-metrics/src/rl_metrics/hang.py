@@ -1,8 +1,6 @@
-"""Reports on runs without progress, in hang.json: who does not answer, and what each role does.
+"""Reports on runs without progress, in hang.json: who does not answer, and what each role does."""
 
-Sizes are bounded, so that writing always succeeds: stacks and texts are cut.
-"""
-
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,20 +10,13 @@ from typing import Literal
 
 import msgspec
 
-from rl_core.cluster import RoleReport, cut_middle
+from rl_core.cluster import RoleReport
 from rl_core.files import read_record, write_durably
 from rl_core.record_fields import converts_arguments, record
 
 __all__ = ["HANG_FILE", "HangReport", "describe_trouble", "write_hang_report"]
 
 HANG_FILE = "hang.json"
-MAX_ROLES = 1_000
-MAX_ITEMS = 100
-"""Maximum number of causes, or counts of a role."""
-MAX_STACK = 32_000
-MAX_STACKS = 4_000_000
-"""Maximum number of characters of all roles' stacks."""
-MAX_TEXT = 4_000
 
 _FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (\S+)')
 _HEADER = re.compile(r"^(thread |task |Thread 0x|Current thread 0x)")
@@ -83,14 +74,15 @@ def describe_trouble(roles: Sequence[RoleReport], queue: Mapping[str, float]) ->
 
 @converts_arguments
 def write_hang_report(path: Path, report: HangReport) -> None:
-    """Write a report atomically, with its sizes bounded.
+    """Write a report atomically; numbers that are not finite are left out.
 
     Raises:
         OSError: The file cannot be written.
     """
-    report = _bounded(report)
+    roles = tuple(replace(role, counts=_finite(role.counts)) for role in report.roles)
+    report = replace(report, roles=roles, queue=_finite(report.queue))
     content = {"summary": report.summary, **msgspec.to_builtins(report)}
-    write_durably(path, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    write_durably(path, json.dumps(content, ensure_ascii=False, indent=2).encode(errors="replace") + b"\n")
 
 
 def read_hang_report(path: Path) -> HangReport:
@@ -102,42 +94,8 @@ def read_hang_report(path: Path) -> HangReport:
     return read_record(path, HangReport)
 
 
-def _bounded(report: HangReport) -> HangReport:
-    """Return the report with bounded sizes, and only numbers and characters that JSON can encode."""
-    roles = report.roles[:MAX_ROLES]
-    max_stack = min(MAX_STACK, MAX_STACKS // max(len(roles), 1))
-    return replace(
-        report,
-        run=_text(report.run),
-        no_progress_s=_number(report.no_progress_s),
-        last_progress=_text(report.last_progress),
-        roles=tuple(
-            replace(
-                role,
-                name=_text(role.name),
-                since_s=_number(role.since_s),
-                doing=_text(role.doing),
-                stack=_text(role.stack, max_stack),
-                counts=_numbers(role.counts),
-            )
-            for role in roles
-        ),
-        queue=_numbers(report.queue),
-        causes=tuple(_text(cause) for cause in report.causes[:MAX_ITEMS]),
-    )
-
-
-def _text(text: str, length: int = MAX_TEXT) -> str:
-    return cut_middle(text, length).encode(errors="backslashreplace").decode()
-
-
-def _number(value: float) -> float:
-    return float(value) if math.isfinite(value) else 0.0
-
-
-def _numbers(values: Mapping[str, float]) -> dict[str, float]:
-    finite = [(_text(name), float(value)) for name, value in values.items() if math.isfinite(value)]
-    return dict(finite[:MAX_ITEMS])
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def innermost_frames(stack: str, *, depth: int = 6) -> list[str]:

@@ -10,8 +10,6 @@ import numpy as np
 
 from rl_core.cluster import RoleReport
 from rl_core.cluster.processes.guard import is_running
-from rl_core.errors import DataError
-from rl_core.files import read_plain
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, NoFinding
 from rl_metrics.hang import HANG_FILE, HangReport, innermost_frames
 from rl_metrics.health.finding import Evidence
@@ -136,10 +134,9 @@ def _unfinished(run: RunRecord) -> Diagnosis | NoFinding:
 def holder_of(folder: Path) -> int | None:
     """Return the process that the run's lock names, or None."""
     try:
-        text = read_plain(folder / ".lock", max_bytes=32).decode(errors="replace").strip()
-    except (OSError, DataError):
+        return int((folder / ".lock").read_bytes())
+    except (OSError, ValueError):  # missing, or not written yet
         return None
-    return int(text) if re.fullmatch(r"[1-9][0-9]{0,9}", text) else None
 
 
 def _text(value: object) -> str:

@@ -65,8 +65,7 @@ class GenerationSample:
         try:
             numbers = {name: math.nan if value is None else value for name, value in row["components"].items()}
             score = math.nan if row["score"] is None else row["score"]
-            required = {name: row[name] for name in ("ground_truth", "failure")}  # older files lack only the last two
-            return msgspec.convert({**row, **required, "score": score, "components": numbers}, cls)
+            return msgspec.convert({**row, "score": score, "components": numbers}, cls)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise DataError(f"a generation sample must have the fields of GenerationSample; {error}.") from None
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,12 +22,6 @@ T = TypeVar("T")
 
 DIGITS = 5
 """Number of decimals of written numbers."""
-
-LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
-"""A lone surrogate in a text; a pair is one character."""
-
-MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""A possible surrogate in JSON."""
 
 INT_COLUMNS = ("token_ids", "versions")
 FLOAT_COLUMNS = ("rollout_logprobs", "policy_logprobs", "entropy", "advantages", "correction_weights")
@@ -123,17 +116,15 @@ class RolloutRow:
         Raises:
             DataError: A field is missing or of another type, or the lengths of columns differ.
         """
-        columns = {name: row[name] for name in TOKEN_COLUMNS if row.get(name) is not None}
         try:
-            mask = [1] * len(row.get("tokens", ())) if row.get("mask") is None else row["mask"]
             numbers = {
-                "reward": _read(row.get("reward")),
-                "mask": list(map(bool, msgspec.convert(mask, list[int]))),
-                "columns": {name: list(map(_read, values)) for name, values in columns.items()},
-                **{part: {k: _read(v) for k, v in row.get(part, {}).items()} for part in ("components", "timings")},
+                "reward": _read(row["reward"]),
+                "mask": list(map(bool, msgspec.convert(row["mask"], list[int]))),
+                "columns": {name: list(map(_read, row[name])) for name in TOKEN_COLUMNS if name in row},
+                **{part: {k: _read(v) for k, v in row[part].items()} for part in ("components", "timings")},
             }
-            read = msgspec.convert({"problem": "", "time": math.nan, **row, **numbers}, cls)
-        except (AttributeError, TypeError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors too
+            read = msgspec.convert({**row, **numbers}, cls)
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:  # msgspec's: ValueErrors
             raise DataError(f"a trajectory must have the fields of RolloutRow; {error}.") from None
         for name, values in {"mask": read.mask, **read.columns}.items():
             if len(values) != len(read.tokens):
@@ -177,7 +168,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRow]:
 
     Lines that are truncated or not a trajectory are skipped, with one warning at the end. A last line without a line
     break is skipped silently, because it may be incomplete. A resumed run repeats steps; its lines replace earlier ones
-    of the first repeated step and later steps. U+FFFD replaces lone surrogates.
+    of the first repeated step and later steps.
     """
     if not path.exists():
         return
@@ -236,26 +227,11 @@ def _is_bad(line: bytes) -> bool:
 
 
 def _decode(line: bytes, expected: type[T]) -> T | None:
-    """Decode a line, also with lone surrogates; None if it is something else."""
-    for text in (line, without_surrogates(line)):
-        try:
-            return msgspec.json.decode(text, type=expected)
-        except msgspec.ValidationError:
-            return None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
-    return None
-
-
-def without_surrogates(line: bytes) -> bytes:
-    """Replace lone surrogates, which Python writes, in a line of JSON by U+FFFD; without one, return the same line."""
-    if MAYBE_SURROGATE.search(line) is None:
-        return line
+    """Decode a line; None if it is something else."""
     try:
-        text = json.dumps(json.loads(line), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return line
-    return LONE_SURROGATE.sub("\ufffd", text).encode()
+        return msgspec.json.decode(line, type=expected)
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+        return None
 
 
 def _encoded(row: Mapping[str, Json]) -> bytes:
@@ -270,8 +246,5 @@ def _written(value: float) -> float | None:
 
 
 def _read(value: Any) -> Any:
-    """Return NaN for null and for an integer that overflows float, else the value, which may be of a wrong type."""
-    try:
-        return math.nan if value is None else float(value) if type(value) is int else value
-    except OverflowError:
-        return math.nan
+    """Return NaN for null, a float for an integer, and else the value, which may be of a wrong type."""
+    return math.nan if value is None else float(value) if type(value) is int else value

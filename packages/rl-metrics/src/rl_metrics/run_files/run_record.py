@@ -1,6 +1,5 @@
 """The record of a run, whose files are read on first access."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from rl_metrics.hang import HANG_FILE, HangReport, read_hang_report
 from rl_metrics.run_files.events import BEGUN, ENDED, IMPORTED, read_events
 from rl_metrics.run_files.history import History, read_history
 from rl_metrics.run_files.json_lines import number_or_nan, numbered_json_lines, parse_line
-from rl_metrics.run_files.rollout_log import RolloutRow, read_rollouts, without_surrogates
+from rl_metrics.run_files.rollout_log import RolloutRow, read_rollouts
 from rl_metrics.trackers.jsonl import GenerationTable, StepHistograms, read_generations, read_histograms
 
 log = structlog.get_logger(__name__)
@@ -121,27 +120,17 @@ class RunRecord:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Settings of the run; tables are dicts."""
-        content = self._document("settings.toml")
-        try:
-            return parse_toml(content, where="it")
-        except DataError as error:
-            log.warning("unreadable_file", path=str(self.folder / "settings.toml"), error=str(error))
-            return {}
+        return self._document("settings.toml", lambda path: parse_toml(path.read_bytes(), where="it")) or {}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Summary that the run wrote at its end."""
-        return self._json_document("summary.json")
+        return self._document("summary.json", _read_object) or {}
 
     @cached_property
     def hang(self) -> HangReport | None:
         """Report of each role's activity after too long without progress; None without one."""
-        path = self._file(HANG_FILE)
-        try:
-            return None if path is None else read_hang_report(path)
-        except DataError as error:
-            log.warning("unreadable_file", path=str(path), error=str(error))
-            return None
+        return self._document(HANG_FILE, read_hang_report)
 
     @property
     def is_imported(self) -> bool:
@@ -162,7 +151,7 @@ class RunRecord:
     @cached_property
     def health(self) -> dict[str, Any]:
         """Newest verdict, as an object of `Verdict.to_json`."""
-        return self._json_document("health.json")
+        return self._document("health.json", _read_object) or {}
 
     def rollouts(self) -> Iterator[RolloutRow]:
         """Return an iterator over the trajectories, ordered by step."""
@@ -194,18 +183,14 @@ class RunRecord:
         path = self._file(name)
         return () if path is None else read(path)
 
-    def _json_document(self, name: str) -> dict[str, Any]:
-        content = self._document(name)
-        try:
-            document = json.loads(content or "{}")
-        except (ValueError, RecursionError) as error:
-            log.warning("unreadable_file", path=str(self.folder / name), error=str(error))
-            return {}
-        return document if isinstance(document, dict) else {}
-
-    def _document(self, name: str) -> bytes:
+    def _document(self, name: str, read: Callable[[Path], T]) -> T | None:
+        """Read a whole file; None if it is missing, or cannot be read."""
         path = self._file(name)
-        return b"" if path is None else path.read_bytes()
+        try:
+            return None if path is None else read(path)
+        except DataError as error:
+            log.warning("unreadable_file", path=str(path), error=str(error))
+            return None
 
     def _file(self, name: str) -> Path | None:
         if METRICS != self._metrics != name:
@@ -246,11 +231,18 @@ def has_begun(path: Path) -> bool:
     return path.is_file() or any((path / name).is_file() for name in FILES)
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    content = parse_line(path.read_bytes())
+    if content is None:
+        raise DataError("it must be a JSON object")
+    return content
+
+
 def _standing_probes(path: Path) -> list[ProbeRow]:
     """Return the newest rows: a lower step, or a token already probed at this step, restarts the step."""
     rows: list[ProbeRow] = []
     probed: set[tuple[str, int]] = set()
-    for _, line in numbered_json_lines(path, decode=lambda line: parse_line(without_surrogates(line))):
+    for _, line in numbered_json_lines(path):
         row = _probe_row(line)
         if row is None:
             continue
