@@ -174,17 +174,8 @@ class SqliteJournal:
 
     def _row(self, group: QueuedGroup) -> tuple[Any, ...]:
         prompt = encode_prompt(group.prompt) if isinstance(group.prompt, Prompt) else group.prompt
-        record = JournaledGroup(
-            num_sessions=group.num_sessions,
-            issued_at=group.issued_at + time.time() - self._clock(),
-            attempt=group.attempt,
-            reason=group.reason,
-            settled=group.settled,
-            failures=group.failures,
-            parts=[(*part[:7], sorted(part.columns)) for part in group.parts],
-            late=[(*part[:5], sorted(part.columns)) for part in group.late],
-            acked=group.acked,
-        )
+        record = msgspec.convert(group, JournaledGroup, from_attributes=True)
+        record.issued_at += time.time() - self._clock()
         return with_checksum(group.order, group.uid, group.state, prompt, msgspec.json.encode(record))
 
     def _begin_epoch(self) -> int:

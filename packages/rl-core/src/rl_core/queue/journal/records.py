@@ -26,8 +26,8 @@ class JournaledGroup(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     reason: str | None
     settled: dict[int, str]
     failures: dict[int, str]
-    parts: list[tuple[int, int, int, int, int, int, int, list[str]]]
-    late: list[tuple[int, int, int, int, str, list[str]]]
+    parts: list[Part]
+    late: list[LatePart]
     acked: dict[str, int]
 
 
@@ -77,22 +77,11 @@ def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dic
 
 def group_of(number: int, uid: str, state: PromptState, prompt: bytes, record: bytes) -> QueuedGroup:
     """Convert a row of the table of groups."""
-    found = msgspec.json.decode(record, type=JournaledGroup)
-    group = QueuedGroup(
-        uid=uid,
-        order=number,
-        num_sessions=found.num_sessions,
-        prompt=prompt,
-        issued_at=found.issued_at,
-        attempt=found.attempt,
-        state=state,
-        reason=found.reason,
-        settled=found.settled,
-        failures=found.failures,
-        acked=found.acked,
-    )
-    for part in found.parts:
-        group.add_part(Part(*part[:7], frozenset(part[7])))
-    for late in found.late:
-        group.add_late(LatePart(*late[:5], frozenset(late[5])))
+    fields = msgspec.structs.asdict(msgspec.json.decode(record, type=JournaledGroup))
+    parts, late = fields.pop("parts"), fields.pop("late")
+    group = QueuedGroup(uid=uid, order=number, prompt=prompt, state=state, **fields)
+    for part in parts:
+        group.add_part(part)
+    for part in late:
+        group.add_late(part)
     return group
