@@ -30,7 +30,7 @@ from rl_rollout.gateway.tree import Sample, TreePosition, Turn
 
 log = structlog.get_logger(__name__)
 
-MAGIC = b"rl-rollout session 1\n"
+MAGIC = b"rl-rollout session 2\n"
 FRAME = struct.Struct("<II")
 SESSION_ID = re.compile(r"session-[0-9a-f]{16}")
 OPEN, FINISHED, QUEUED = ".open", ".finished", ".queued"
@@ -46,7 +46,6 @@ class _Opening(msgspec.Struct, tag="opening", forbid_unknown_fields=True):
     session_index: int
     limits: SessionLimits
     metadata: dict[str, Any]
-    unix_s: float = 0.0  # no longer used: the clock may jump while no gateway runs
 
 
 class _State(msgspec.Struct, tag="state", forbid_unknown_fields=True):
@@ -56,7 +55,7 @@ class _State(msgspec.Struct, tag="state", forbid_unknown_fields=True):
     reward_components: dict[str, float]
     failure: str | None
     is_finished: bool
-    passed_s: float = 0.0
+    passed_s: float = 0.0  # set after the conversion of a session
 
 
 class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True):
@@ -66,13 +65,13 @@ class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True
     request_index: int
     generate_s: float
     never_trains: bool
-    after: int | None = None  # number of the sample before the turn
-    digests: list[bytes] = []
-    new_ids: IntArray | None = None
-    asked_by: MessageRole = "user"
-    kept_ids: IntArray | None = None  # None if all tokens are kept
-    key: bytes = b""  # of the turn; empty if it is the last digest
-    state: _State | None = None
+    after: int | None  # number of the sample before the turn
+    digests: list[bytes]
+    new_ids: IntArray
+    asked_by: MessageRole
+    kept_ids: IntArray | None  # None if all tokens are kept
+    key: bytes  # of the turn
+    state: _State
 
 
 class _Delivered(msgspec.Struct, tag="delivered", forbid_unknown_fields=True):
@@ -119,11 +118,16 @@ class SessionFile:
             RefusedError: The record cannot be written.
         """
         turn, kept = sample.turn, sample.kept_ids
-        kept_fields = {name: getattr(sample, name) for name in _OF_SAMPLE}
-        said = _Said(**kept_fields, digests=list(digests), new_ids=turn.new_ids, state=_state(self._session))
-        said.asked_by, said.key = turn.asked_by, turn.key
-        said.after = None if turn.after is None else self._numbers[turn.after]
-        said.kept_ids = None if kept is sample.generation.token_ids else kept
+        said = _Said(
+            **{name: getattr(sample, name) for name in _OF_SAMPLE},
+            after=None if turn.after is None else self._numbers[turn.after],
+            digests=list(digests),
+            new_ids=turn.new_ids,
+            asked_by=turn.asked_by,
+            kept_ids=None if kept is sample.generation.token_ids else kept,
+            key=turn.key,
+            state=_state(self._session),
+        )
         self.append(said)
         self._numbers[sample] = len(self._numbers)
 
@@ -258,10 +262,8 @@ def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = 
             opening, place = next(records, (None, 0))
             if not isinstance(opening, _Opening) or opening.session_id != file.stem:
                 raise ValueError("its first record must be the opening of the session that the file is named after")
-            fields = msgspec.structs.asdict(opening)
-            del fields["unix_s"]
             drawn = sampling or (lambda _turn: SamplingParams(max_tokens=1))
-            session, size = Session(**fields, key="", sampling=drawn), place
+            session, size = Session(**msgspec.structs.asdict(opening), key="", sampling=drawn), place
             for record, size in records:  # noqa: B007 - the last one is the result
                 _take(session, record)
         except Exception as error:  # libraries raise many types for a damaged file
@@ -303,9 +305,10 @@ def _take(session: Session, record: Any) -> None:
 
 def _sample(session: Session, said: _Said) -> Sample:
     after = None if said.after is None else session.tree.samples[said.after]
-    key = said.key or said.digests[-1]
-    place = TreePosition(after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False, key=key)
-    turn: Turn = session.tree.open_turn(place, said.digests, np.asarray(said.new_ids, np.int32), asked_by=said.asked_by)
+    place = TreePosition(
+        after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False, key=said.key
+    )
+    turn: Turn = session.tree.open_turn(place, said.digests, said.new_ids, asked_by=said.asked_by)
     kept = said.generation.token_ids if said.kept_ids is None else said.kept_ids
     fields = {name: getattr(said, name) for name in _OF_SAMPLE}
     return Sample(turn=turn, kept_ids=kept, is_delivered=False, **fields)
