@@ -24,7 +24,7 @@ from rl_core.weights import (
     digest_tensors,
     prove_canary,
 )
-from rl_core.weights.broadcast import BroadcastTransport, DirectTransport
+from rl_core.weights.broadcast import DirectTransport, WeightSender
 from rl_distill.background import saved_together
 from rl_distill.learner import AdapterLearner, Critic, Learner, PendingSave, RankedLearner, Scorer
 from rl_distill.options import LoraOptions
@@ -153,7 +153,7 @@ class Learners:
 
     def expect_engines(self, transport: WeightTransport, count: int) -> None:
         """Set the number of engines that fetch weights over the network. Thread-safe."""
-        if isinstance(transport, BroadcastTransport):
+        if isinstance(transport, WeightSender):
             transport.expect(count)
         if isinstance(transport, DirectTransport):
             cast("RankedLearner", self.policy).expect_engines(count)

@@ -174,8 +174,8 @@ class WeightSettings:
     Attributes:
         transport: "file": shared memory on this machine, and the same bytes over the network for a remote engine.
             "ipc": the memory of the GPU that one engine process shares with a single-rank learner; the copy stays there
-            until the next update, or only until the engine has loaded it if replicas.restarts is 0. "tcp" (CPUs;
-            formerly "gloo") and "nccl" (GPUs; engine and learner on different GPUs): broadcast in buckets over the
+            until the next update, or only until the engine has loaded it if replicas.restarts is 0. "tcp" (CPUs)
+            and "nccl" (GPUs; engine and learner on different GPUs): broadcast in buckets over the
             network. "direct": every learner rank sends its own shards, over NCCL from GPUs and over TCP from CPUs; use
             it when one process cannot hold the model. With direct, an engine that restarts during an update waits for
             the next one.
@@ -185,7 +185,7 @@ class WeightSettings:
         deadline_s: Maximum wait for a bucket.
     """
 
-    transport: Literal["file", "ipc", "tcp", "gloo", "nccl", "direct"] = "file"
+    transport: Literal["file", "ipc", "tcp", "nccl", "direct"] = "file"
     host: str = "127.0.0.1"
     bucket_mib: PositiveInt = 256
     deadline_s: PositiveFloat = 60.0

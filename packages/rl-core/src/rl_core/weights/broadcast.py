@@ -56,14 +56,10 @@ class BroadcastTransport(WeightSender):
         self, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None = None
     ) -> WeightUpdate:
         """See `WeightTransport.pack`; engines still loading the last update have until the deadline to finish."""
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        digests = digest_tensors(copies)
-        source = self.offer([HeldRectangle.whole(name, copy) for name, copy in copies.items()], version=version)
-        location = FromSenders(sources=[source])
-        return WeightUpdate(version=version, digests=digests, location=location, tied=dict(tied), adapter=adapter)
+        return _offer_whole(self, tensors, version=version, tied=tied, adapter=adapter)
 
 
-class DirectTransport(BroadcastTransport):
+class DirectTransport(WeightSender):
     """Lets each rank of a learner send its own shards, so that no process holds the whole model.
 
     A learner that supports it makes its ranks offer their weights (`offer_from_rank`). Packed updates, such as a small
@@ -72,7 +68,7 @@ class DirectTransport(BroadcastTransport):
 
     def __init__(self, options: SenderOptions) -> None:
         """Set how ranks send; each chooses its own backend and address. Nothing listens before the first `pack`."""
-        WeightSender.__init__(self)
+        super().__init__()
         self.options = options
 
     def pack(
@@ -80,9 +76,19 @@ class DirectTransport(BroadcastTransport):
     ) -> WeightUpdate:
         """See `WeightTransport.pack`."""
         self.listen(replace(self.options, backend="tcp"))
-        return super().pack(tensors, version=version, tied=tied, adapter=adapter)
+        return _offer_whole(self, tensors, version=version, tied=tied, adapter=adapter)
 
     def expect(self, num_receivers: int) -> None:
         """Set the number of expected engines; ranks receive it with the next offer."""
         self.options = replace(self.options, num_receivers=num_receivers)
         super().expect(num_receivers)
+
+
+def _offer_whole(
+    sender: WeightSender, tensors: NamedTensors, *, version: int, tied: Mapping[str, str], adapter: AdapterUpdate | None
+) -> WeightUpdate:
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    digests = digest_tensors(copies)
+    source = sender.offer([HeldRectangle.whole(name, copy) for name, copy in copies.items()], version=version)
+    location = FromSenders(sources=[source])
+    return WeightUpdate(version=version, digests=digests, location=location, tied=dict(tied), adapter=adapter)

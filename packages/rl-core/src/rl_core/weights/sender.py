@@ -32,8 +32,7 @@ class SenderOptions:
     """Options of a weight sender.
 
     Attributes:
-        backend: "nccl" sends from the current GPU; every engine worker must use another GPU. "gloo" is the former name
-            of "tcp".
+        backend: "nccl" sends from the current GPU; every engine worker must use another GPU.
         host: Address of this machine that engines can reach; the sender listens only there.
         bucket_bytes: Maximum number of bytes in flight.
         deadline_s: Maximum wait in seconds for a receiver, per step.
@@ -41,7 +40,7 @@ class SenderOptions:
             always listens.
     """
 
-    backend: Literal["tcp", "gloo", "nccl"] = "tcp"
+    backend: Literal["tcp", "nccl"] = "tcp"
     host: str = "127.0.0.1"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     deadline_s: float = 60.0

@@ -33,7 +33,7 @@ class Broadcast:
     """Address and options of the sender of an update; only plain values, so that it can be sent as JSON.
 
     Attributes:
-        backend: "nccl" between GPUs, "tcp" (formerly "gloo") between CPUs.
+        backend: "nccl" between GPUs, "tcp" between CPUs.
         host: The sender's address that receivers can reach.
         port: The sender's port.
         secret: Hexadecimal digits; a process that knows it receives the weights.
@@ -41,7 +41,7 @@ class Broadcast:
         deadline_s: Maximum wait in seconds of one side for the other, per step.
     """
 
-    backend: Literal["tcp", "gloo", "nccl"]
+    backend: Literal["tcp", "nccl"]
     host: str
     port: int
     secret: str = field(repr=False)
