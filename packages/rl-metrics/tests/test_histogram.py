@@ -178,26 +178,12 @@ def test_a_quantile_outside_is_refused():
     "changed",
     [
         {"per_octave": 16},
-        {"count": 4},
-        {"count": 10**400},
-        {"min": None},
         {"min": "0"},
-        {"min": 2.0},
         {"min": 10**400},
-        {"max": math.inf},
-        {"max": math.nan},
-        {"nonfinite": -1},
         {"nonfinite": True},
-        {"nonfinite": 2**60},
-        {"counts": [1, -2]},
-        {"counts": [1, 0]},
         {"counts": [1.0, 2]},
-        {"counts": [1, 1]},
-        {"counts": [3]},
         {"counts": [1, 10**400]},
         {"counts": [True, 2]},
-        {"keys": [0, 0]},
-        {"keys": [1, 0]},
         {"keys": [0, 2.0]},
         {"keys": [0, 10**9]},
         {"keys": [-(10**9), 0]},
@@ -209,7 +195,7 @@ def test_a_quantile_outside_is_refused():
         {"keys": ["x", 1]},
     ],
 )
-def test_hostile_json_is_refused(changed):
+def test_json_of_another_form_is_refused(changed):
     state = of(1.0, 1.0, 0.0).to_json()
     with pytest.raises(DataError, match=r"an object of Histogram\.to_json"):
         Histogram.from_json(state | changed)
@@ -219,10 +205,3 @@ def test_hostile_json_is_refused(changed):
 def test_what_is_no_histogram_is_refused(state):
     with pytest.raises(DataError):
         Histogram.from_json(state)
-
-
-def test_a_lying_but_well_formed_one_still_draws():
-    state = of(1.0, 2.0).to_json() | {"min": -1e308, "max": 1e308}
-    edges, counts = Histogram.from_json(state).bins(5)
-    assert counts.sum() == 2
-    assert np.isfinite(edges).all()

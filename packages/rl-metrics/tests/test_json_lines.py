@@ -249,7 +249,7 @@ def test_histograms_of_repeated_steps_torn_lines_and_nonsense(tmp_path):
         for step in steps:
             tracker.log_histograms(step, {"distribution/reward": histogram(value)})
         tracker.close()
-    bad = histogram(7.0).to_json() | {"count": -1}
+    bad = histogram(7.0).to_json() | {"counts": "many"}
     with path.open("a") as file:
         file.write(json.dumps({"step": "6", "histograms": {}}) + "\n")
         file.write(json.dumps({"step": 7, "histograms": []}) + "\n")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rl_core.errors import SettingsError
 from rl_core.record_fields import FiniteFloat, settings_record
 from rl_metrics.run_files.history import History
-from rl_metrics.run_files.json_lines import number_or_nan
 from rl_metrics.validation.summary import HEADLINE, headline
 
 __all__ = [
@@ -142,15 +142,8 @@ def num_since_best(validations: Sequence[Validated], target: TargetOptions) -> i
 
 
 def target_of(settings: Mapping[str, Any]) -> TargetOptions:
-    """Return the target in a run's recorded settings, or no target; values of other types are ignored."""
-    trainer = settings.get("trainer")
-    table = trainer.get("target") if isinstance(trainer, Mapping) else None
-    if not isinstance(table, Mapping):
+    """Return the target in a run's recorded settings, or no target if those of another trainer have another form."""
+    try:
+        return msgspec.convert(settings["trainer"]["target"], TargetOptions)
+    except (LookupError, TypeError, msgspec.ValidationError):
         return TargetOptions()
-    metric, value = table.get("metric"), number_or_nan(table.get("value"))
-    return TargetOptions(
-        metric=metric if isinstance(metric, str) else None,
-        value=value if math.isfinite(value) else None,
-        stop=table.get("stop") is True,
-        lower_is_better=table.get("lower_is_better") is True,
-    )

@@ -25,25 +25,20 @@ MAX_TOML_BYTES = 1 << 20
 
 @contextmanager
 @converts_arguments
-def open_plain(
-    file: Path, *, error: type[RLError] = DataError, follows_links: bool = True
-) -> Iterator[tuple[BinaryIO, int]]:
+def open_plain(file: Path, *, error: type[RLError] = DataError) -> Iterator[tuple[BinaryIO, int]]:
     """Open a regular file for reading, and return its size with it.
 
     Args:
         file: Path of the file.
         error: Exception class to raise if the file cannot be opened.
-        follows_links: False refuses a symbolic link.
     """
     try:
         # Without O_NONBLOCK, opening a pipe without a writer would block forever.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-        descriptor = os.open(file, flags if follows_links else flags | os.O_NOFOLLOW)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except FileNotFoundError:
         raise error(f"{file} does not exist.") from None
     except (OSError, ValueError) as problem:
-        is_link = not follows_links and file.is_symlink()
-        reason = "it is a symbolic link" if is_link else getattr(problem, "strerror", None) or str(problem)
+        reason = getattr(problem, "strerror", None) or str(problem)
         raise error(f"{file} must be a readable regular file: {reason}.") from None
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -53,9 +48,9 @@ def open_plain(
         yield stream, status.st_size
 
 
-def read_plain(file: Path, *, max_bytes: int, error: type[RLError] = DataError, follows_links: bool = True) -> bytes:
+def read_plain(file: Path, *, max_bytes: int, error: type[RLError] = DataError) -> bytes:
     """Return the bytes of a regular file of limited size; see `open_plain`."""
-    with open_plain(file, error=error, follows_links=follows_links) as (stream, size):
+    with open_plain(file, error=error) as (stream, size):
         if size > max_bytes:
             raise error(f"{file} must have at most {max_bytes} bytes; it has {size}.")
         try:
@@ -76,10 +71,9 @@ def read_json(
     max_bytes: int = MAX_JSON_BYTES,
     max_values: int = MAX_JSON_VALUES,
     error: type[RLError] = DataError,
-    follows_links: bool = True,
 ) -> Json:
     """Parse the JSON document in a file; refuse one that could have too many values before parsing."""
-    raw = read_plain(file, max_bytes=max_bytes, error=error, follows_links=follows_links)
+    raw = read_plain(file, max_bytes=max_bytes, error=error)
     num_values = count_values(raw)
     if num_values > max_values:
         raise error(f"{file} may have {num_values} values; the limit is {max_values}.")
@@ -89,9 +83,9 @@ def read_json(
         raise error(f"{file} must be JSON ({_json_problem(problem)}).") from None
 
 
-def read_json_object(file: Path, *, error: type[RLError] = DataError, follows_links: bool = True) -> dict[str, Any]:
+def read_json_object(file: Path, *, error: type[RLError] = DataError) -> dict[str, Any]:
     """Parse the JSON object in a file; see `read_json`."""
-    found = read_json(file, error=error, follows_links=follows_links)
+    found = read_json(file, error=error)
     if not isinstance(found, dict):
         raise error(f"{file} must contain a JSON object; found {type(found).__name__}.")
     return found

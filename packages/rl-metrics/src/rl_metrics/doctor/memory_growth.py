@@ -179,7 +179,7 @@ def _advice(owner: str) -> tuple[str, ...]:
 
 
 def _unknown_owner(whole: str, trend: Trend, events: Sequence[Mapping[str, Any]]) -> Cause:
-    roles = sorted({str(event.get("role")) for event in events if event.get("event") == "memory_lines"})
+    roles = sorted({event["role"] for event in events if event["event"] == "memory_lines"})
     what = "the host's memory grows, but no process of the run" if whole == HOST else "the trainer's process grows"
     return Cause(
         name="host" if whole == HOST else "process",
@@ -206,11 +206,9 @@ def _growing_lines(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evi
     """Return lines of code whose objects grow with every snapshot, largest growth first."""
     sizes: dict[str, list[int]] = {}
     for event in events:
-        lines = event.get("lines") if event.get("event") == "memory_lines" and event.get("role") == owner else None
-        for entry in lines if isinstance(lines, list) else ():
-            line, size = (entry.get("line"), entry.get("size_bytes")) if isinstance(entry, dict) else (None, None)
-            if isinstance(line, str) and isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 60:
-                sizes.setdefault(line, []).append(size)
+        if event["event"] == "memory_lines" and event["role"] == owner:
+            for entry in event["lines"]:
+                sizes.setdefault(entry["line"], []).append(entry["size_bytes"])
     growing = {
         line: row[-1] - row[0]
         for line, row in sizes.items()

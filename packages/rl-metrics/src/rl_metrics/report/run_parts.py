@@ -2,8 +2,7 @@
 
 import json
 import math
-import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -140,20 +139,11 @@ def slowest_sessions(run: RunRecord) -> list[dict[str, Any]]:
         parts = {
             name: value for name in ("generate_s", "tools_s", "reward_s") if (value := number_or_none(event.get(name)))
         }
-        written = number_or_none(event.get("time"))
-        place = int(np.searchsorted(history.times, written)) if written is not None else len(history.steps)
+        place = int(np.searchsorted(history.times, event["time"]))
         step = event.get("step", int(history.steps[place]) if place < len(history.steps) else None)
-        known = {name: event.get(name) for name in SESSION_FIELDS if _is_plain(event.get(name))}
-        found.append({**known, **parts, "step": step if _is_plain(step) else None, "total_s": _sum_s(parts.values())})
+        known = {name: event[name] for name in SESSION_FIELDS if name in event}
+        found.append({**known, **parts, "step": step, "total_s": math.fsum(parts.values())})
     return sorted(found, key=lambda session: session["total_s"], reverse=True)[:MAX_SLOWEST]
-
-
-def _sum_s(parts: Collection[float]) -> float:
-    """Return the sum, or the largest float if it overflows."""
-    try:
-        return math.fsum(parts)
-    except OverflowError:
-        return math.copysign(sys.float_info.max, sum(parts))
 
 
 SESSION_PLACE = ("prompt_uid", "session_index", "output_index")
@@ -239,10 +229,6 @@ def describe_hang(run: RunRecord) -> dict[str, Any] | None:
     for role in described["roles"]:
         role |= {"counts": list(role["counts"].items()), "where": innermost_frames(role["stack"])}
     return described | {"summary": report.summary, "queue": list(report.queue.items()), "is_over": has_continued(run)}
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, str)) or number_or_none(value) is not None
 
 
 def _short(value: Any) -> str:

@@ -225,7 +225,7 @@ class Journal:
         """Yield the group and index of every stored session, in any state."""
         for file in session_files(self.folder, OPEN, FINISHED, QUEUED):
             opening = None
-            with suppress(DataError, ValueError, msgspec.MsgspecError), open_plain(file, follows_links=False) as opened:
+            with suppress(DataError, ValueError, msgspec.MsgspecError), open_plain(file) as opened:
                 stream, size = opened
                 stream.seek(len(MAGIC))
                 opening, _ = next(_records(stream, size), (None, 0))
@@ -254,7 +254,7 @@ def read_session(file: Path, sampling: Callable[[int], SamplingParams] | None = 
     Raises:
         DataError: The file is damaged, or not a session file.
     """
-    with open_plain(file, follows_links=False) as (stream, size):
+    with open_plain(file) as (stream, size):
         try:
             if stream.read(len(MAGIC)) != MAGIC:
                 raise ValueError("it has no header of a session file")
