@@ -4,13 +4,11 @@ import fcntl
 import gc
 import os
 import shutil
-import stat
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from rl_core.errors import JournalError
 from rl_core.files import locked_folder, make_locked_folder, open_lock_file, remove_unlocked_folders
 from rl_core.queue.journal.database import lock_directory
 
@@ -78,15 +76,6 @@ def test_the_folder_of_another_user_is_not_swept(tmp_path: Path):
     assert folder.is_dir()
 
 
-def test_a_lock_file_that_others_could_lock_is_made_private(tmp_path: Path):
-    path = tmp_path / ".lock"
-    path.touch(mode=0o644)
-    path.chmod(0o644)
-    descriptor = open_lock_file(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    os.close(descriptor)
-
-
 @needs_root
 def test_another_user_cannot_lock_a_lock_file():
     parent = Path("/tmp") / f"locks-{os.getpid()}"  # the other user can enter this folder
@@ -99,25 +88,10 @@ def test_another_user_cannot_lock_a_lock_file():
         shutil.rmtree(parent)
 
 
-def _link(path: Path):
-    path.with_name("other").touch()
-    path.symlink_to("other")
-
-
-def _second_name(path: Path):
-    path.with_name("other").touch()
-    path.hardlink_to(path.with_name("other"))
-
-
-def _of_another_user(path: Path):
-    path.touch()
-    os.chown(path, NOBODY, NOBODY)
-
-
-@pytest.mark.parametrize("make", [_link, _second_name, os.mkfifo, pytest.param(_of_another_user, marks=needs_root)])
-def test_a_lock_file_that_somebody_else_put_there_is_refused(tmp_path: Path, make):
-    make(tmp_path / "lock")
-    with pytest.raises(OSError, match=r"lock|symbolic"):
+def test_a_link_is_no_lock_file(tmp_path: Path):
+    (tmp_path / "other").touch()
+    (tmp_path / "lock").symlink_to("other")
+    with pytest.raises(OSError, match="symbolic"):
         open_lock_file(tmp_path / "lock")
-    with pytest.raises((OSError, JournalError)):
-        os.close(lock_directory(tmp_path))
+    with pytest.raises(OSError, match="symbolic"):
+        lock_directory(tmp_path)

@@ -7,7 +7,6 @@ import fcntl
 import os
 import secrets
 import shutil
-import stat
 import tempfile
 from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -97,30 +96,12 @@ def _lock(path: Path, flags: int, also_of: Container[int], stack: ExitStack) -> 
 
 @converts_arguments
 def open_lock_file(path: Path) -> int:
-    """Open or create a lock file and return its descriptor, not yet locked.
-
-    Other users cannot open or lock the file, and cannot have created it.
+    """Open or create a lock file that other users cannot open, and return its descriptor, not yet locked.
 
     Raises:
-        OSError: The path is a link, has several names, is not a file, belongs to another user, or cannot be created.
+        OSError: The path is a link, or the file cannot be opened or created.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        status, folder = os.fstat(descriptor), path.parent.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            raise PermissionError(
-                f"{path} must be a regular file with one hard link; found another kind of file or more links"
-            )
-        own = (os.geteuid(), folder.st_uid) if os.geteuid() == 0 else (os.geteuid(),)
-        if status.st_uid not in own:
-            raise PermissionError(f"{path} must belong to user {os.geteuid()}; found user {status.st_uid}")
-        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != 0o600:
-            os.fchmod(descriptor, 0o600)  # created by an earlier version, or with another umask
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def cache_folder(project: str) -> Path | None:

@@ -155,8 +155,3 @@ def preview(value: object, *, most: int = 80) -> str:
     """Return a value for a message: printable characters only, cut to a maximum length."""
     text = ascii(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def preview_path(path: str) -> str:
-    """Return a path for a message, with escapes for unprintable characters."""
-    return path if path.isprintable() and len(path) <= 4096 else preview(path)
