@@ -180,9 +180,9 @@ def test_a_queue_that_is_opened_during_the_read_is_refused(tmp_path, monkeypatch
     fill(tmp_path / "queue")
     read = inspection.read_journal
 
-    def read_after_an_opening(connection):
+    def read_after_an_opening(*where):
         make_queue(tmp_path / "queue").close()
-        return read(connection)
+        return read(*where)
 
     monkeypatch.setattr(inspection, "read_journal", read_after_an_opening)
     with pytest.raises(JournalError, match=r"opened .*queue during the read\. Try again"):

@@ -27,11 +27,11 @@ from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.records import (
     FORMAT_VERSION,
-    UNREADABLE,
     JournaledGroup,
     QueueCounts,
     read_journal,
     read_meta,
+    readable,
 )
 from rl_core.queue.journal.schema import DATABASE, SEGMENTS, TABLES, check_database, with_checksum
 from rl_core.queue.prompts import encode_prompt
@@ -81,24 +81,15 @@ class SqliteJournal:
                 differ.
         """
         self._directory, self._tasks, self._options, self._clock = directory, tasks, options, clock
-        with translated(directory):
+        with translated(directory), contextlib.ExitStack() as opened:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = lock_directory(directory)
-        try:
-            with translated(directory):
-                self._connection = connect(directory / DATABASE)
-        except BaseException:
-            os.close(self._lock)
-            raise
-        try:
-            with translated(directory):
-                _refuse_lost(self._connection, directory)
-                check_database(self._connection, directory)
-                self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {TABLES}")
-                self._epoch = self._begin_epoch()
-        except BaseException:
-            self.close()
-            raise
+            opened.callback(os.close, lock_directory(directory))
+            self._connection = opened.enter_context(contextlib.closing(connect(directory / DATABASE)))
+            _refuse_lost(self._connection, directory)
+            check_database(self._connection, directory)
+            self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {TABLES}")
+            self._epoch = self._begin_epoch()
+            self._opened = opened.pop_all()
 
     def write(self, core: QueueCore) -> None:
         """Write changes atomically.
@@ -124,7 +115,7 @@ class SqliteJournal:
         core.first_lease = self._epoch * EPOCH_LEASES + 1
         core.lease_ids = itertools.count(core.first_lease)
         with translated(self._directory):
-            groups, places, counts = read_journal(self._connection)
+            groups, places, counts = read_journal(self._connection, self._directory)
         core.policy_version, core.drops, core.counts = (
             counts.policy_version,
             Counter(counts.drops),
@@ -165,12 +156,9 @@ class SqliteJournal:
         return core, report
 
     def close(self) -> None:
-        """Close the file and release the directory's lock."""
+        """Close the file and release the directory's lock. Can be called twice."""
         with contextlib.suppress(sqlite3.Error):
-            self._connection.close()
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)  # only once: the number may be reused for another file
+            self._opened.close()
 
     def _row(self, group: QueuedGroup) -> tuple[Any, ...]:
         prompt = encode_prompt(group.prompt) if isinstance(group.prompt, Prompt) else group.prompt
@@ -180,18 +168,16 @@ class SqliteJournal:
 
     def _begin_epoch(self) -> int:
         tasks = msgspec.json.encode([msgspec.to_builtins(task, order="sorted") for task in self._tasks], order="sorted")
-        try:
+        with readable(self._directory):
             meta = read_meta(self._connection, self._directory)
             epoch = int(meta.get("epoch", b"0")) + 1
             names, expected = _task_names(meta.get("tasks", tasks)), _task_names(tasks)
-        except UNREADABLE as error:
-            raise JournalError(f"{self._directory} has an unreadable record: {error}.") from error
         if names != expected:
             raise JournalError(
                 f"{self._directory} is the queue of tasks {names}; found {expected}. Open it with its original tasks, "
                 "or choose another directory."
             )
-        with translated(self._directory), self._transaction() as cursor:
+        with self._transaction() as cursor:
             rows = [("format", str(FORMAT_VERSION).encode()), ("tasks", tasks), ("epoch", str(epoch).encode())]
             cursor.executemany(WRITE_META, [with_checksum(*row) for row in rows])
         return epoch

@@ -15,7 +15,7 @@ from rl_core.errors import JournalError
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import TaskSpec
 from rl_core.queue.journal.database import Recovery, translated
-from rl_core.queue.journal.records import FORMAT_VERSION, UNREADABLE, read_journal, read_meta
+from rl_core.queue.journal.records import FORMAT_VERSION, read_journal, read_meta, readable
 from rl_core.queue.journal.schema import DATABASE, check_database
 from rl_core.terminal_text import bytes_text, printable, table_lines
 
@@ -54,11 +54,8 @@ def inspect_journal(directory: Path, *, limit: int | None = None) -> dict[str, A
             f"{directory} must be a queue's directory, with {DATABASE}; found none. Pass the directory set in "
             "QueueOptions(directory=...)."
         )
-    with translated(directory), _opened(directory) as connection:
-        try:
-            return _report(connection, directory, limit)
-        except UNREADABLE as error:
-            raise JournalError(f"the queue in {directory} is damaged: {error}.") from error
+    with translated(directory), _opened(directory) as connection, readable(directory):
+        return _report(connection, directory, limit)
 
 
 def as_text(report: Mapping[str, Any]) -> str:
@@ -101,7 +98,7 @@ def _report(connection: sqlite3.Connection, directory: Path, limit: int | None) 
     meta = read_meta(connection, directory)
     tasks = msgspec.json.decode(meta["tasks"], type=tuple[TaskSpec, ...])
     recovery = msgspec.json.decode(meta.get("recovery", b"null"), type=Recovery | None)
-    groups, _, counts = read_journal(connection)
+    groups, _, counts = read_journal(connection, directory)
     issued_at = [group.issued_at for group in groups if group.state == "issued"]
     return {
         "directory": str(directory),

@@ -1,6 +1,8 @@
 """Records of a queue's database."""
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,6 @@ from rl_core.queue.interface import PromptState
 from rl_core.queue.journal.schema import read_rows
 
 FORMAT_VERSION = 4
-
-UNREADABLE = (ValueError, LookupError, TypeError)
-"""Exceptions raised for a damaged record; msgspec's errors are ValueErrors."""
 
 
 class JournaledGroup(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -39,6 +38,15 @@ class QueueCounts(msgspec.Struct, forbid_unknown_fields=True):
     counts: dict[str, int]
 
 
+@contextmanager
+def readable(directory: Path) -> Iterator[None]:
+    """Raise errors of a damaged record as a JournalError; msgspec's errors are ValueErrors."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError) as error:
+        raise JournalError(f"the journal in {directory} has an unreadable record: {error}.") from error
+
+
 def read_meta(connection: sqlite3.Connection, directory: Path) -> dict[str, bytes]:
     """Read the queue's metadata; empty for a new journal.
 
@@ -55,20 +63,20 @@ def read_meta(connection: sqlite3.Connection, directory: Path) -> dict[str, byte
     return dict(read_rows(connection, "meta"))
 
 
-def read_journal(connection: sqlite3.Connection) -> tuple[list[QueuedGroup], dict[int, Any], QueueCounts]:
+def read_journal(
+    connection: sqlite3.Connection, directory: Path
+) -> tuple[list[QueuedGroup], dict[int, Any], QueueCounts]:
     """Read the groups in issue order, the places of segments, and the counts.
 
     Raises:
         JournalError: A row is damaged.
     """
-    try:
+    with readable(directory):
         groups = [group_of(*row) for row in read_rows(connection, "groups")]
         rows = connection.execute("SELECT number, place FROM segments")
         places = {number: msgspec.msgpack.decode(place) for number, place in rows}
         meta = dict(read_rows(connection, "meta"))
         counts = msgspec.json.decode(meta["counts"], type=QueueCounts) if "counts" in meta else QueueCounts(0, {}, {})
-    except UNREADABLE as error:
-        raise JournalError(f"the journal has an unreadable record: {error}.") from error
     missing = {number for group in groups for number in group.segments()} - places.keys()
     if missing:
         raise JournalError(f"the journal's groups refer to missing segments {sorted(missing)[:5]}.")
