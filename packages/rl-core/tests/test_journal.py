@@ -6,6 +6,7 @@ import random
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from queue_directory import LARGE, LATE, REFERENCE, TRAIN, crashed, entries, open_queues, put, ready, uids_of
