@@ -380,11 +380,10 @@ def test_who_may_read_what_a_run_and_its_children_write(tmp_path: Path, readable
 
 
 @pytest.mark.parametrize("before", [0o755, 0o700, 0o2770])
-def test_the_folder_of_an_earlier_version_gets_the_mode_of_the_setting(tmp_path: Path, before: int) -> None:
+def test_a_folder_of_another_mode_gets_the_mode_of_the_setting(tmp_path: Path, before: int) -> None:
     settings = settings_in(tmp_path)
     begin(settings)
     settings.run_folder.chmod(before)
-    (settings.run_folder / ".lock").chmod(0o644)
     begin(settings, resume=True)
     assert mode_of(settings.run_folder) == 0o700 | (before & 0o7000)
     assert mode_of(settings.run_folder / ".lock") == 0o600
