@@ -39,9 +39,8 @@ MAX_RATIO = 256
 """Maximum compression ratio; lz4 expands one byte to at most 255."""
 BLOSC_HEADER = struct.Struct("<BBBBIII")
 """Version, codec version, flags, item size, and the sizes in bytes of the content, a block and the whole chunk."""
-BLOSC_VERSION, BLOSC_LZ4 = 2, 0x20
-BLOSC_FREE_FLAGS = 0x16
-"""Flags that depend on the content (copied, shuffled, not split)."""
+BLOSC_LZ4, BLOSC_FREE_FLAGS = 0x20, 0x16
+"""The codec's bits of the flags, and the flags that depend on the content (copied, shuffled, not split)."""
 CRC_BYTES = 4
 STRANGE = (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, RecursionError, struct.error)
 """Errors of the library for zips, and of JSON, about content that is not as expected."""
@@ -181,15 +180,15 @@ class Entry:
         """Return a chunk, after checking its header: the library for blosc trusts the sizes in it."""
         content = self._content(file, spec.chunk_bytes + BLOSC_HEADER.size + CRC_BYTES)
         if spec.is_compressed:
-            header = content[: BLOSC_HEADER.size].ljust(BLOSC_HEADER.size, b"\0")
-            version, _, flags, typesize, num_bytes, block_bytes, stored = BLOSC_HEADER.unpack(header)
+            header = BLOSC_HEADER.unpack(content[: BLOSC_HEADER.size].ljust(BLOSC_HEADER.size, b"\0"))
+            version, _, flags, typesize, num_bytes, block_bytes, stored = header
             found = (version, flags & ~BLOSC_FREE_FLAGS, typesize, num_bytes, stored)
-            expected = (BLOSC_VERSION, BLOSC_LZ4, spec.dtype.itemsize, spec.chunk_bytes, len(content) - CRC_BYTES)
-            if found != expected or not 0 < block_bytes <= num_bytes:
+            itemsize, room = spec.dtype.itemsize, len(content) - CRC_BYTES
+            if found != (2, BLOSC_LZ4, itemsize, spec.chunk_bytes, room) or not 0 < block_bytes <= num_bytes:
                 raise BrokenEntryError(
                     self._shown(file),
-                    "the version, codec, item size, content and size that its header declares must be "
-                    f"{expected}, in blocks of at most that content; found {found}, {block_bytes}",
+                    f"its header declares {header}; expected version 2, lz4, and {spec.chunk_bytes} bytes in items of "
+                    f"{itemsize}, stored in {room}",
                 )
         return content
 
