@@ -112,7 +112,7 @@ def metadata(name, **fields):
 
 
 def put(name, values, dtype):
-    return lambda forgery: forgery.put_array(name, np.array(values, dtype=dtype), chunk_bytes=256)
+    return lambda forgery: forgery.put_array(name, np.array(values, dtype=dtype))
 
 
 def hidden(size):

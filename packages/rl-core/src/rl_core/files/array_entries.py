@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rl_core.data.records import Json
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
 from rl_core.files.durable import sync_folder
-from rl_core.files.entry_zip import MAX_CHUNK_BYTES, Entry, write_entry
+from rl_core.files.entry_zip import Entry, write_entry
 
 __all__ = ["BROKEN", "SUFFIX", "Entry", "EntryFolder", "EntryTooLargeError"]
 
@@ -151,7 +151,6 @@ class EntryFolder:
         arrays: Iterable[tuple[str, NDArray[Any]]],
         *,
         compress: bool = True,
-        chunk_bytes: int = MAX_CHUNK_BYTES,
         replace: bool = False,
         max_bytes: int | None = None,
     ) -> int | None:
@@ -162,7 +161,6 @@ class EntryFolder:
             description: JSON to store with the arrays.
             arrays: 1-D arrays with their names; each is stored before the next is requested.
             compress: Compress the arrays with lz4.
-            chunk_bytes: Maximum bytes of an array that are read at once.
             replace: Replace an existing entry.
             max_bytes: Maximum size of the entry's file; None sets no limit.
 
@@ -181,7 +179,6 @@ class EntryFolder:
                     description,
                     arrays,
                     compress=compress,
-                    chunk_bytes=chunk_bytes,
                     max_bytes=self._max_entry_bytes,
                 )
                 if max_bytes is not None and size > max_bytes:

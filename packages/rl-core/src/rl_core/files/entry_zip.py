@@ -111,22 +111,7 @@ class Entry:
         total = sum(spec.num_bytes for spec in specs.values())
         if total > self._max_bytes:
             raise BrokenEntryError(self.path, f"its arrays need {total} bytes; the limit is {self._max_bytes}")
-        return {name: self._array(name, spec, 0, spec.length) for name, spec in specs.items()}
-
-    def part(self, name: str, dtype: str, start: int, stop: int) -> NDArray[Any]:
-        """Read the values [start, stop) of an array, and no chunk without them.
-
-        Raises:
-            BrokenEntryError: The array is missing, too short or damaged.
-        """
-        spec = self._spec(name, {name: dtype})
-        if not 0 <= start <= stop <= spec.length:
-            raise BrokenEntryError(f"{self.path}/{name}", f"it must have {stop} values; found {spec.length}")
-        return self._array(name, spec, start, stop)
-
-    def length(self, name: str, dtype: str) -> int:
-        """Return the number of values of an array."""
-        return self._spec(name, {name: dtype}).length
+        return {name: self._array(name, spec) for name, spec in specs.items()}
 
     def _spec(self, name: str, dtypes: Mapping[str, str]) -> _ArraySpec:
         """Return an array's form, after checking that its `zarr.json` is the one that `write_entry` makes for it."""
@@ -161,17 +146,17 @@ class Entry:
                 )
         return spec
 
-    def _array(self, name: str, spec: _ArraySpec, start: int, stop: int) -> NDArray[Any]:
+    def _array(self, name: str, spec: _ArraySpec) -> NDArray[Any]:
         import zarr
         from zarr.core.buffer import cpu
         from zarr.storage import MemoryStore
 
-        chunks = range(start // spec.chunk_length, -(-stop // spec.chunk_length)) if start < stop else range(0)
-        contents = {f"{name}/c/{index}": self._chunk(f"{name}/c/{index}", spec) for index in chunks}
+        files = [f"{name}/c/{index}" for index in range(spec.num_chunks)]
+        contents = {file: self._chunk(file, spec) for file in files}
         contents[f"{name}/{METADATA}"] = json.dumps(_metadata(spec)).encode()
         store = MemoryStore({file: cpu.Buffer.from_bytes(content) for file, content in contents.items()})
         try:
-            values: NDArray[Any] = zarr.open_array(store, path=name, mode="r")[start:stop]
+            values: NDArray[Any] = zarr.open_array(store, path=name, mode="r")[:]
         except Exception as error:  # zarr and its codecs raise many types
             raise BrokenEntryError(f"{self.path}/{name}", f"it cannot be decoded ({_described(error)})") from None
         return values
@@ -244,7 +229,6 @@ def write_entry(
     arrays: Iterable[tuple[str, NDArray[Any]]],
     *,
     compress: bool,
-    chunk_bytes: int,
     max_bytes: int,
 ) -> int:
     """Write an entry, flush it to disk, and return its size in bytes.
@@ -254,7 +238,6 @@ def write_entry(
         description: JSON to store with the arrays.
         arrays: 1-D arrays with their names; each is stored before the next is requested.
         compress: Compress the arrays with lz4.
-        chunk_bytes: Maximum bytes of an array that are read at once.
         max_bytes: Maximum memory of the arrays.
 
     Raises:
@@ -266,7 +249,7 @@ def write_entry(
             total += array.nbytes
             if total > max_bytes:
                 raise CacheError(f"an entry's arrays need {total} bytes or more; at most {max_bytes} are allowed.")
-            for file, content in _encode(name, array, compress=compress, chunk_bytes=chunk_bytes):
+            for file, content in _encode(name, array, compress=compress):
                 archive.writestr(zipfile.ZipInfo(file), content)
         raw = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(description)}).encode()
         if len(raw) > MAX_DESCRIPTION_BYTES or count_values(raw) > MAX_DESCRIPTION_VALUES:
@@ -311,11 +294,11 @@ def _metadata(spec: _ArraySpec) -> dict[str, Json]:
     return found
 
 
-def _encode(name: str, array: NDArray[Any], *, compress: bool, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
+def _encode(name: str, array: NDArray[Any], *, compress: bool) -> Iterator[tuple[str, bytes]]:
     """Yield the files of an array, as zarr makes them; all-zero chunks too."""
     from zarr.storage import MemoryStore
 
-    num_chunks = max(1, math.ceil(array.nbytes / min(chunk_bytes, MAX_CHUNK_BYTES)))
+    num_chunks = max(1, math.ceil(array.nbytes / MAX_CHUNK_BYTES))
     chunk_length = max(1, math.ceil(len(array) / num_chunks))
     files: dict[str, Buffer] = {}
     _create(MemoryStore(files), name, _ArraySpec(array.dtype, len(array), chunk_length, compress))[:] = array

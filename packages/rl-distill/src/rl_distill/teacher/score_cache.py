@@ -18,8 +18,8 @@ from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
 
 log = structlog.get_logger(__name__)
 
-MAX_PENDING_BYTES = 1 << 24
-"""Space for about 60 trajectories of 512 tokens with the top 64 tokens each."""
+MAX_PENDING_BYTES = 1 << 23
+"""Space for about 30 trajectories of 512 tokens with the top 64 tokens each."""
 
 
 @record
