@@ -140,13 +140,13 @@ def make_hole(path):
 
 
 CASES = {
-    "a link to a good entry": (file(lambda entry, good: entry.symlink_to(good)), "it must be a readable plain file"),
-    "a link to nothing": (file(lambda entry, _: entry.symlink_to("nothing")), "it must be a readable plain file"),
-    "a link to itself": (file(lambda entry, _: entry.symlink_to(entry)), "it must be a readable plain file"),
-    "a folder": (file(lambda entry, _: entry.mkdir()), "it is a folder, a pipe or a device"),
-    "a pipe": (file(lambda entry, _: os.mkfifo(entry)), "it is a folder, a pipe or a device"),
-    "a device": (file(lambda entry, _: make_device(entry)), "it is a folder, a pipe or a device"),
-    "a socket": (file(lambda entry, _: make_socket(entry)), "it must be a readable plain file"),
+    "a link to a good entry": (file(lambda entry, good: entry.symlink_to(good)), "it must be a readable regular file"),
+    "a link to nothing": (file(lambda entry, _: entry.symlink_to("nothing")), "it must be a readable regular file"),
+    "a link to itself": (file(lambda entry, _: entry.symlink_to(entry)), "it must be a readable regular file"),
+    "a folder": (file(lambda entry, _: entry.mkdir()), "it is a folder, a pipe, a socket or a device"),
+    "a pipe": (file(lambda entry, _: os.mkfifo(entry)), "it is a folder, a pipe, a socket or a device"),
+    "a device": (file(lambda entry, _: make_device(entry)), "it is a folder, a pipe, a socket or a device"),
+    "a socket": (file(lambda entry, _: make_socket(entry)), "it must be a readable regular file"),
     "an empty file": (file(lambda entry, _: entry.touch()), "not a zip that this package wrote"),
     "a terabyte with holes": (file(lambda entry, _: make_hole(entry)), "not a zip that this package wrote"),
     "a directory of 3 GB": (file(lambda entry, _: make_directory(entry, num_bytes=3 << 30)), "its directory has"),

@@ -208,6 +208,8 @@ class Entry:
         try:
             yield
         except STRANGE as error:
+            if isinstance(error.__context__, OSError):  # the library takes a failed read for a file that is no zip
+                raise error.__context__ from None
             raise BrokenEntryError(self.path, f"it {problem} ({_described(error)})") from None
 
 
