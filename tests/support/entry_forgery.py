@@ -81,7 +81,8 @@ class Forgery:
     def put_array(self, name: str, values: np.ndarray, *, compress: bool = True) -> None:
         """Replace or add an array."""
         self.files = {file: content for file, content in self.files.items() if not file.startswith(f"{name}/")}
-        self.files |= dict(entry_zip._encode(name, values, compress=compress))
+        made = entry_zip._encode(name, values, compress=compress)
+        self.files |= {file: bytes(content) for file, content in made}
 
     def save(self, entry: Path | None = None) -> None:
         with zipfile.ZipFile(entry or self.entry, "w") as archive, warnings.catch_warnings():

@@ -296,7 +296,7 @@ def _metadata(spec: _ArraySpec) -> dict[str, Json]:
     return found
 
 
-def _encode(name: str, array: NDArray[Any], *, compress: bool) -> Iterator[tuple[str, bytes]]:
+def _encode(name: str, array: NDArray[Any], *, compress: bool) -> Iterator[tuple[str, memoryview]]:
     """Yield the files of an array, as zarr makes them; all-zero chunks too."""
     from zarr.storage import MemoryStore
 
@@ -306,7 +306,7 @@ def _encode(name: str, array: NDArray[Any], *, compress: bool) -> Iterator[tuple
     _create(MemoryStore(files), name, _ArraySpec(array.dtype, len(array), chunk_length, compress))[:] = array
     for file, content in sorted(files.items()):  # zarr's threads store them in any order
         if file != METADATA:  # of the group above
-            yield file, content.to_bytes()
+            yield file, memoryview(content.as_numpy_array()).cast("B")
 
 
 def _described(error: Exception) -> str:
