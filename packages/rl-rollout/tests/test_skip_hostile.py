@@ -172,7 +172,7 @@ CASES = {
     "a file of a newer zip": (declared(f"{NAME}/c/0", extract_version=255), "not a zip that this package wrote"),
     "a file of a terabyte": (declared(f"{NAME}/c/0", file_size=TB, compress_size=TB), "expected at most"),
     "a file far away": (declared(f"{NAME}/c/0", header_offset=2**63 - 1), "it has a damaged file"),
-    "a file behind the end": (declared(f"{NAME}/c/0", header_offset=TB), "it cannot be decoded"),
+    "a file behind the end": (declared(f"{NAME}/c/0", header_offset=TB), "cannot be decoded"),
     "a root behind the end": (declared("zarr.json", header_offset=TB), "its checksum differs"),
     "a false checksum of the root": (declared("zarr.json", CRC=1), "its checksum differs"),
     "a false checksum of an array's form": (declared(f"{NAME}/zarr.json", CRC=1), "its checksum differs"),

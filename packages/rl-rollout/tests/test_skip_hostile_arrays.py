@@ -221,7 +221,7 @@ PLAIN = {
     "a chunk that is missing": (lambda forgery: forgery.files.pop(f"{NAME}/c/0") and None, "it is missing"),
     "a chunk without its checksum": (
         lambda forgery: forgery.files.update({f"{NAME}/c/0": b"\0" * len(forgery.files[f"{NAME}/c/0"])}),
-        "it cannot be decoded",
+        "cannot be decoded",
     ),
     "offsets that fall": (offsets([0, 30, 20]), "offsets must rise"),
     "offsets that run out": (offsets([0, 2**40]), "offsets must rise"),
@@ -260,7 +260,7 @@ COMPRESSED = {
     "a newer blosc": (header(version=5), "its header declares"),
     "a header alone": (chunk(lambda body: body[:15]), "its header declares"),
     "a chunk of nothing": (chunk(lambda body: b""), "its header declares"),
-    "noise": (noise, "it cannot be decoded"),
+    "noise": (noise, "cannot be decoded"),
 }
 CASES = {**PLAIN, **{f"compressed: {name}": case for name, case in COMPRESSED.items()}}
 

@@ -158,7 +158,7 @@ class Entry:
         try:
             values: NDArray[Any] = zarr.open_array(store, path=name, mode="r")[:]
         except Exception as error:  # zarr and its codecs raise many types
-            raise BrokenEntryError(f"{self.path}/{name}", f"it cannot be decoded ({_described(error)})") from None
+            raise BrokenEntryError(self._shown(name), f"{name} cannot be decoded ({_described(error)})") from None
         return values
 
     def _chunk(self, file: str, spec: _ArraySpec) -> bytes:
