@@ -42,7 +42,7 @@ BLOSC_HEADER = struct.Struct("<BBBBIII")
 BLOSC_LZ4, BLOSC_FREE_FLAGS = 0x20, 0x16
 """The codec's bits of the flags, and the flags that depend on the content (copied, shuffled, not split)."""
 CRC_BYTES = 4
-STRANGE = (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, RecursionError, struct.error)
+STRANGE = (zipfile.BadZipFile, ValueError, NotImplementedError, RecursionError, struct.error)
 """Errors of the library for zips, and of JSON, about content that is not as expected."""
 MAX_SHOWN = 240
 
@@ -195,7 +195,10 @@ class Entry:
         if member.file_size > max_bytes:
             raise BrokenEntryError(self._shown(file), f"it has {member.file_size} bytes; expected at most {max_bytes}")
         with self._broken(f"has a damaged file {file}"):
-            self._stream.seek(member.header_offset + LOCAL_HEADER_BYTES + len(file))
+            place = member.header_offset + LOCAL_HEADER_BYTES + len(file)
+            if not 0 <= place <= self.size_bytes:
+                raise ValueError("it must lie in the entry's file")
+            self._stream.seek(place)
             return self._stream.read(member.file_size)
 
     def _shown(self, file: str) -> str:
