@@ -78,10 +78,11 @@ class Forgery:
             struct.pack_into(code, body, place, value)
         self.put_chunk(name, bytes(body))
 
-    def put_array(self, name: str, values: np.ndarray, *, compress: bool = True, chunk_bytes: int = 1 << 24) -> None:
+    def put_array(self, name: str, values: np.ndarray, *, compress: bool = True) -> None:
         """Replace or add an array."""
         self.files = {file: content for file, content in self.files.items() if not file.startswith(f"{name}/")}
-        self.files |= dict(entry_zip._encode(name, values, compress=compress, chunk_bytes=chunk_bytes))
+        made = entry_zip._encode(name, values, compress=compress)
+        self.files |= {file: bytes(content) for file, content in made}
 
     def save(self, entry: Path | None = None) -> None:
         with zipfile.ZipFile(entry or self.entry, "w") as archive, warnings.catch_warnings():

@@ -19,7 +19,7 @@ from entry_forgery import Forgery, damaged, place_in
 from zarr.storage import ZipStore
 
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
-from rl_core.files import array_entries
+from rl_core.files import array_entries, entry_zip
 from rl_core.files.array_entries import SUFFIX, EntryFolder, EntryTooLargeError
 
 DTYPES = {"truths": "bool", "octets": "uint8", "ids": "int32", "offsets": "int64", "logprobs": "float32"}
@@ -77,13 +77,18 @@ def local(tmp_path):
     return EntryFolder(str(tmp_path))
 
 
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(entry_zip, "MAX_CHUNK_BYTES", 1_000)
+
+
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 400, 5_003])
-def test_an_entry_comes_back_as_it_was_written(folder, length, compress):
+def test_an_entry_comes_back_as_it_was_written(folder, length, compress, small_chunks):
     assert read(folder) is None
     assert not folder.exists()
     folder.prepare()
-    size = write(folder, length=length, compress=compress, chunk_bytes=4_096)
+    size = write(folder, length=length, compress=compress)
     assert is_same(read(folder), length)
     assert folder.sizes() == {NAME: size}
     assert (folder.names(), folder.others(), folder.broken(), folder.leftovers()) == ([NAME], [], {}, {})
@@ -95,30 +100,9 @@ def test_an_entry_comes_back_as_it_was_written(folder, length, compress):
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_parts_are_read_without_the_other_chunks(folder, compress):
-    length = 5_003
-    write(folder, length=length, compress=compress, chunk_bytes=1_000)
-    ids = values_of("int32", length)
-    with folder.open(NAME) as entry:
-        assert entry.length("ids", "int32") == length
-        for start, stop in ((0, length), (0, 0), (length, length), (249, 251), (250, 500), (4_999, 5_003)):
-            assert np.array_equal(entry.part("ids", "int32", start, stop), ids[start:stop])
-    if not folder.is_local:
-        return
-    forgery = Forgery(path_in(folder.path_of("").removesuffix(f"/{SUFFIX}")))
-    del forgery.files["ids/c/3"]
-    forgery.save()
-    with folder.open(NAME) as entry:
-        assert np.array_equal(entry.part("ids", "int32", 0, 700), ids[:700])
-    for start, stop, reason in ((700, 800, "c/3: it is missing"), (9, length + 1, "must have 5004 values; found 5003")):
-        with folder.open(NAME) as entry, pytest.raises(BrokenEntryError, match=reason):
-            entry.part("ids", "int32", start, stop)
-
-
-@pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 5_003])
-def test_zarr_opens_what_is_written_and_makes_the_same_files(local, tmp_path, length, compress):
-    write(local, length=length, compress=compress, chunk_bytes=4_096)
+def test_zarr_opens_what_is_written_and_makes_the_same_files(local, tmp_path, length, compress, small_chunks):
+    write(local, length=length, compress=compress)
     files = Forgery(path_in(tmp_path)).files
     for name, values in arrays_of(length).items():
         opened = zarr.open_array(ZipStore(path_in(tmp_path)), path=name, mode="r")
@@ -145,8 +129,8 @@ def test_zarr_opens_what_is_written_and_makes_the_same_files(local, tmp_path, le
 
 
 def test_zeros_and_large_arrays_have_all_their_chunks(local, tmp_path):
-    values = np.zeros(2 * array_entries.MAX_CHUNK_BYTES + 1, dtype=np.uint8)
-    local.write(NAME, {}, [("octets", values)], chunk_bytes=1 << 40)
+    values = np.zeros(2 * entry_zip.MAX_CHUNK_BYTES + 1, dtype=np.uint8)
+    local.write(NAME, {}, [("octets", values)])
     assert sorted(Forgery(path_in(tmp_path)).files) == [
         *(f"octets/c/{index}" for index in range(3)),
         "octets/zarr.json",
@@ -155,9 +139,9 @@ def test_zeros_and_large_arrays_have_all_their_chunks(local, tmp_path):
     assert not read(local)[1]["octets"].any()
 
 
-def test_equal_arrays_make_equal_files(local, tmp_path):
+def test_equal_arrays_make_equal_files(local, tmp_path, small_chunks):
     for name in ("a", "b"):
-        write(local, name, length=20_000, chunk_bytes=1_000)
+        write(local, name, length=20_000)
     assert path_in(tmp_path, "a").read_bytes() == path_in(tmp_path, "b").read_bytes()
 
 
@@ -350,7 +334,7 @@ def damage(local, tmp_path, *, seed, times):
     """Damage entries at random, one at a time; return the counts by damage and outcome."""
     draws, seen, arrays = random.Random(seed), Counter(), {"ids": values_of("int32", 700)}
     for compress in (False, True):
-        local.write(str(compress), DESCRIPTION, arrays.items(), compress=compress, chunk_bytes=1_000)
+        local.write(str(compress), DESCRIPTION, arrays.items(), compress=compress)
     contents = [path_in(tmp_path, str(compress)).read_bytes() for compress in (False, True)]
     for _ in range(times):
         kind, content = damaged(draws, draws.choice(contents))
@@ -371,12 +355,12 @@ def check_damage(seen):
     assert seen["flip", "found"] > 5 * seen["flip", "harmless"], seen
 
 
-def test_1000_damages_are_found_or_harmless(local, tmp_path, seed):
+def test_1000_damages_are_found_or_harmless(local, tmp_path, seed, small_chunks):
     check_damage(damage(local, tmp_path, seed=seed, times=DAMAGES))
 
 
 @pytest.mark.soak
-def test_array_entries_5000_damages_are_found_or_harmless(local, tmp_path, seed, capsys):
+def test_array_entries_5000_damages_are_found_or_harmless(local, tmp_path, seed, capsys, small_chunks):
     seen = damage(local, tmp_path, seed=seed, times=LONG_DAMAGES)
     with capsys.disabled():
         sys.stdout.write(f"\n{LONG_DAMAGES} damages, seed {seed}: {dict(seen)}\n")

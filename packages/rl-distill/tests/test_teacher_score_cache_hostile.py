@@ -9,8 +9,8 @@ import structlog
 from entry_forgery import Forgery, damaged, flip
 
 from rl_core.data.row_keys import RowKey
-from rl_core.files.array_entries import SUFFIX
-from rl_distill.teacher import score_cache, score_entries
+from rl_core.files import entry_zip
+from rl_distill.teacher import score_cache
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.scores import TeacherRow, TeacherScores
 
@@ -37,7 +37,7 @@ ROWS = make_rows()
 
 @pytest.fixture
 def entry(tmp_path, monkeypatch):
-    monkeypatch.setattr(score_entries, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(entry_zip, "MAX_CHUNK_BYTES", 256)
     cache = ScoreCache(tmp_path, KIND)
     cache.store(ROWS, [make_scores(row) for row in ROWS])
     cache.flush()
@@ -112,7 +112,7 @@ def metadata(name, **fields):
 
 
 def put(name, values, dtype):
-    return lambda forgery: forgery.put_array(name, np.array(values, dtype=dtype), chunk_bytes=256)
+    return lambda forgery: forgery.put_array(name, np.array(values, dtype=dtype))
 
 
 def hidden(size):
@@ -121,6 +121,16 @@ def hidden(size):
     def change(forgery):
         forgery.describe(hidden_size=size)
         put("hidden", [0], "float32")(forgery)
+
+    return change
+
+
+def with_counts(*counts):
+    """Say how many trained tokens each trajectory has; a seventh one has a key of its own."""
+
+    def change(forgery):
+        keys = [*forgery.description["counts"], "0" * 64]
+        forgery.describe(counts=dict(zip(keys, counts, strict=False)))
 
     return change
 
@@ -142,18 +152,20 @@ CASES = {
     "objects": metadata("logprobs", data_type="object"),
     "float64": metadata("logprobs", data_type="float64"),
     "a shape of 2**50": metadata("logprobs", shape=[1 << 50]),
-    "a shape of 10**400": metadata("keys", shape=[10**400]),
+    "a shape of 10**400": metadata("token_ids", shape=[10**400]),
     "a shape below 0": metadata("logprobs", shape=[-1]),
     "chunks of 0": metadata("logprobs", chunk_grid={"name": "regular", "configuration": {"chunk_shape": [0]}}),
     "pickle": with_pickle,
-    "no keys": without("keys"),
-    "no counts": without("counts"),
+    "no token ids": without("token_ids"),
+    "counts that are none": describe(counts=None),
     "no scores": without("logprobs"),
-    "a key too many": put("keys", [0] * 7 * 32, "uint8"),
-    "half a key": put("keys", [0] * 16, "uint8"),
-    "counts that do not add up": put("counts", [8, 8, 8, 8, 8, 9], "int32"),
-    "counts below 0": put("counts", [-8, 24, 8, 8, 8, 8], "int32"),
-    "no counts at all": put("counts", [], "int32"),
+    "a key too many": with_counts(8, 8, 8, 8, 8, 8, 8),
+    "a key too few": with_counts(8, 8, 8, 8, 8),
+    "counts that do not add up": with_counts(8, 8, 8, 8, 8, 9),
+    "counts below 0": with_counts(-8, 24, 8, 8, 8, 8),
+    "counts of 10**400": with_counts(10**400, 8, 8, 8, 8, 8),
+    "counts of halves": with_counts(7.5, 8.5, 8, 8, 8, 8),
+    "more": describe(surprise=1),
     "scores of another width": put("logprobs", [0] * 48, "float32"),
     "hidden states that are missing": describe(hidden_size=3),
     "hidden states of another size": hidden(3),
@@ -181,7 +193,7 @@ def test_an_array_of_more_memory_than_is_given_is_refused(entry, tmp_path, monke
 
 
 def test_scores_under_a_wrong_key_are_not_used(entry, tmp_path):
-    name = entry.name.removesuffix(SUFFIX)
-    keys = np.frombuffer(b"".join(ScoreCache(tmp_path, KIND)._entries[name].keys), dtype=np.uint8)
-    forge(entry, put("keys", np.roll(keys, 32), "uint8"))
+    counts = Forgery(entry).description["counts"]
+    first, *others = counts
+    forge(entry, describe(counts=dict(zip([*others, first], counts.values(), strict=True))))
     assert look(tmp_path)[:2] == ([False] * 6, [])

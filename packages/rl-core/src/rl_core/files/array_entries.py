@@ -8,19 +8,19 @@ import fcntl
 import os
 import secrets
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 from numpy.typing import NDArray
 
 from rl_core.data.records import Json
-from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
+from rl_core.errors import BrokenEntryError, CacheError, DataError, MissingExtraError
 from rl_core.files.durable import sync_folder
-from rl_core.files.entry_zip import MAX_CHUNK_BYTES, Entry, write_entry
+from rl_core.files.entry_zip import Entry, write_entry
+from rl_core.files.plain_files import open_plain
 
 __all__ = ["BROKEN", "SUFFIX", "Entry", "EntryFolder", "EntryTooLargeError"]
 
@@ -71,7 +71,7 @@ class EntryFolder:
 
     def exists(self) -> bool:
         """Return True if the folder exists, or there is an object below the URL."""
-        with self._failing("looked up", self._shown):
+        with self._failing("cannot be looked up", self._shown):
             return bool(self._fs.isdir(self._root))
 
     def names(self) -> list[str]:
@@ -84,7 +84,7 @@ class EntryFolder:
 
     def others(self) -> list[str]:
         """Return the names of all other files and folders, such as entries of an earlier format."""
-        with self._failing("listed", self._shown), suppress(FileNotFoundError):
+        with self._failing("cannot be listed", self._shown), suppress(FileNotFoundError):
             names = (path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False))
             return sorted(name for name in names if not name.endswith(SUFFIX))
         return []
@@ -117,13 +117,13 @@ class EntryFolder:
         Raises:
             CacheError: The path is a file, or its parent is not a writable folder.
         """
-        root = Path(self._root)
         if not self.is_local:
             return
-        if root.exists() and not root.is_dir():
-            raise CacheError(f"{self._shown} must be an existing or new folder; it is a file.")
+        root = Path(self._root)
         above = next(path for path in (root, *root.parents) if path.exists())
-        if not above.is_dir() or (above != root and not os.access(above, os.W_OK | os.X_OK)):
+        if above == root and not root.is_dir():
+            raise CacheError(f"{self._shown} must be an existing or new folder; it is a file.")
+        if above != root and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
             raise CacheError(f"{self._shown} cannot be created: {above} is not a folder that this user can write.")
 
     @contextmanager
@@ -134,15 +134,11 @@ class EntryFolder:
             BrokenEntryError: It is not an entry that `write` made.
             CacheError: The store cannot be read.
         """
-        path = f"{self._root}/{name}{SUFFIX}"
         with ExitStack() as stack:
-            stack.enter_context(self._failing("read", self.path_of(name)))
-            stream = self._open_local(path, self.path_of(name)) if self.is_local else self._open_remote(path)
-            entry = None
-            if stream is not None:
-                stack.enter_context(stream)
-                entry = Entry(stream, path=self.path_of(name), max_bytes=self._max_entry_bytes)
-            yield entry
+            stack.enter_context(self._failing("cannot be read", self.path_of(name)))
+            stream = self._stream(name, stack)
+            path = self.path_of(name)
+            yield None if stream is None else Entry(stream, path=path, max_bytes=self._max_entry_bytes)
 
     def write(
         self,
@@ -151,7 +147,6 @@ class EntryFolder:
         arrays: Iterable[tuple[str, NDArray[Any]]],
         *,
         compress: bool = True,
-        chunk_bytes: int = MAX_CHUNK_BYTES,
         replace: bool = False,
         max_bytes: int | None = None,
     ) -> int | None:
@@ -162,7 +157,6 @@ class EntryFolder:
             description: JSON to store with the arrays.
             arrays: 1-D arrays with their names; each is stored before the next is requested.
             compress: Compress the arrays with lz4.
-            chunk_bytes: Maximum bytes of an array that are read at once.
             replace: Replace an existing entry.
             max_bytes: Maximum size of the entry's file; None sets no limit.
 
@@ -173,38 +167,22 @@ class EntryFolder:
             EntryTooLargeError: The file exceeds `max_bytes`; no part of it remains.
             CacheError: The entry cannot be stored, or its arrays are too large; no part of it remains.
         """
-        target, shown = f"{self._root}/{name}{SUFFIX}", self.path_of(name)
-        try:
-            with self._new_file(name) as (stream, path):
-                size = write_entry(
-                    stream,
-                    description,
-                    arrays,
-                    compress=compress,
-                    chunk_bytes=chunk_bytes,
-                    max_bytes=self._max_entry_bytes,
-                )
-                if max_bytes is not None and size > max_bytes:
-                    raise EntryTooLargeError(f"{name} would exceed max_bytes = {max_bytes}; it was not stored.")
-                if self.is_local:
-                    if not _place(Path(path), Path(target), replace=replace):
-                        return None
-                    sync_folder(self._root)
-                elif replace or not self._has(target):
-                    self._fs.put_file(path, target)
-                else:
-                    return None
-                return size
-        except CacheError:
-            raise
-        except Exception as error:  # error types differ between file systems
-            raise CacheError(
-                f"{shown} could not be stored: {type(error).__name__}: {error}. Make room, or choose another folder."
-            ) from error
+        target = f"{self._root}/{name}{SUFFIX}"
+        hint = " Make room, or choose another folder."
+        with self._failing("could not be stored", self.path_of(name), hint), self._new_file(name) as (stream, path):
+            size = write_entry(stream, description, arrays, compress=compress, max_bytes=self._max_entry_bytes)
+            if max_bytes is not None and size > max_bytes:
+                raise EntryTooLargeError(f"{name} would exceed max_bytes = {max_bytes}; it was not stored.")
+            if self.is_local:
+                is_stored = _place(Path(path), Path(target), replace=replace)
+                sync_folder(self._root)
+            elif is_stored := replace or not self._has(target):
+                self._fs.put_file(path, target)
+            return size if is_stored else None
 
     def remove(self, name: str) -> None:
         """Remove an entry; `broken/NAME` removes one that was set aside."""
-        with self._failing("removed", self.path_of(name)), suppress(FileNotFoundError):
+        with self._failing("cannot be removed", self.path_of(name)), suppress(FileNotFoundError):
             path = f"{self._root}/{name}{SUFFIX}"
             if self.is_local and Path(path).is_dir() and not Path(path).is_symlink():
                 shutil.rmtree(path)  # a folder in the place of an entry
@@ -215,7 +193,7 @@ class EntryFolder:
         """Move an entry into `broken`; return its new path, or None if it does not exist."""
         aside = f"{BROKEN}/{name}-{secrets.token_hex(8)}"
         source, target = (f"{self._root}/{each}{SUFFIX}" for each in (name, aside))
-        with self._failing("moved into broken", self.path_of(name)):
+        with self._failing("cannot be moved into broken", self.path_of(name)):
             try:
                 if self.is_local:
                     Path(self._aside()).mkdir(exist_ok=True)
@@ -246,7 +224,7 @@ class EntryFolder:
     # -- internal
 
     def _sizes(self, folder: str) -> dict[str, int]:
-        with self._failing("listed", self._shown):
+        with self._failing("cannot be listed", self._shown):
             try:
                 found = self._fs.ls(folder, detail=True)
             except FileNotFoundError:
@@ -275,32 +253,26 @@ class EntryFolder:
         return folder
 
     @contextmanager
-    def _failing(self, what: str, path: str) -> Iterator[None]:
+    def _failing(self, problem: str, path: str, hint: str = "") -> Iterator[None]:
         try:
             yield
         except CacheError:
             raise
         except Exception as error:  # error types differ between file systems
-            raise CacheError(f"{path} cannot be {what}: {type(error).__name__}: {error}.") from error
+            raise CacheError(f"{path} {problem}: {type(error).__name__}: {error}.{hint}") from error
 
-    def _open_local(self, path: str, shown: str) -> BinaryIO | None:
+    def _stream(self, name: str, stack: ExitStack) -> BinaryIO | None:
+        """Open an entry's file until the stack closes; return None if it does not exist."""
+        path = f"{self._root}/{name}{SUFFIX}"
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not self.is_local:
+                return cast(BinaryIO, stack.enter_context(self._fs.open(path, "rb")))
+            os.lstat(path)
+            return stack.enter_context(open_plain(Path(path), follows_links=False))[0]
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise BrokenEntryError(shown, f"it must be a readable plain file: {error.strerror}") from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise BrokenEntryError(shown, "it must be a plain file; it is a folder, a pipe or a device")
-        return os.fdopen(descriptor, "rb")
-
-    def _open_remote(self, path: str) -> BinaryIO | None:
-        try:
-            stream: BinaryIO = self._fs.open(path, "rb")
-        except FileNotFoundError:
-            return None
-        return stream
+        except DataError as error:
+            raise BrokenEntryError(self.path_of(name), f"it {str(error).removeprefix(path).strip(' .')}") from None
 
     def _has(self, path: str) -> bool:
         """Look an object up; unlike fsspec's `exists`, do not take a failure for its absence."""

@@ -11,11 +11,11 @@ import math
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,26 +24,27 @@ from rl_core.data.records import Json
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files.plain_files import count_values, load_json, preview
 
+if TYPE_CHECKING:
+    from zarr.core.buffer import Buffer
+
 METADATA = "zarr.json"
 MAX_CHUNK_BYTES = 1 << 24
 MAX_ARRAY_METADATA_BYTES, MAX_ARRAY_METADATA_VALUES = 1 << 14, 1 << 8
-MAX_DESCRIPTION_BYTES = 1 << 24
-MAX_DESCRIPTION_VALUES = 1 << 19
+MAX_DESCRIPTION_BYTES, MAX_DESCRIPTION_VALUES = 1 << 24, 1 << 19
 MAX_DIRECTORY_BYTES = 1 << 21
 """Room for about 30,000 files; the library needs 1 KB of memory for each."""
+LOCAL_HEADER_BYTES = 30
+"""Size of the header in front of a file in a zip, without the file's name."""
 MAX_RATIO = 256
 """Maximum compression ratio; lz4 expands one byte to at most 255."""
-CRC_BYTES = 4
-STRANGE = (zipfile.BadZipFile, EOFError, ValueError, KeyError, NotImplementedError, RecursionError, struct.error)
-"""Errors of the library for zips, and of JSON, about content that is not as expected."""
 BLOSC_HEADER = struct.Struct("<BBBBIII")
 """Version, codec version, flags, item size, and the sizes in bytes of the content, a block and the whole chunk."""
-BLOSC_VERSION = 2
 BLOSC_LZ4, BLOSC_FREE_FLAGS = 0x20, 0x16
 """The codec's bits of the flags, and the flags that depend on the content (copied, shuffled, not split)."""
-NUM_THREADS = 4
+CRC_BYTES = 4
+STRANGE = (zipfile.BadZipFile, ValueError, NotImplementedError, RecursionError, struct.error)
+"""Errors of the library for zips, and of JSON, about content that is not as expected."""
 MAX_SHOWN = 240
-ZIP_END, ZIP64_END, ZIP64_LOCATOR = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 
 
 class _ArraySpec(NamedTuple):
@@ -79,23 +80,13 @@ class Entry:
     def __init__(self, stream: BinaryIO, *, path: str, max_bytes: int) -> None:
         """Read the zip's directory and the description. Use `EntryFolder.open`."""
         self.path, self.size_bytes = path, stream.seek(0, io.SEEK_END)
-        self._max_bytes = max_bytes
+        self._stream = stream
+        self._max_bytes = min(max_bytes, MAX_RATIO * self.size_bytes)
         with self._broken("is not a zip that this package wrote"):
-            _check_directory(stream, self.size_bytes)
-            self._zip = zipfile.ZipFile(stream)
-            members = self._zip.infolist()
+            members = zipfile.ZipFile(_DirectoryStream(stream)).infolist()
             self._members = {member.filename: member for member in members}
-            is_plain = all(
-                member.compress_type == zipfile.ZIP_STORED
-                and member.file_size == member.compress_size
-                and not member.flag_bits & 1
-                for member in members
-            )
-            if not is_plain or len(members) != len(self._members):
-                raise ValueError("its members must be stored once, neither compressed nor encrypted")
-            is_inside = all(0 <= member.header_offset <= self.size_bytes for member in members)
-            if not is_inside or sum(member.file_size for member in members) > self.size_bytes:
-                raise ValueError("its members must lie in the file")
+            if len(members) != len(self._members):
+                raise ValueError("its files must be stored once")
         root = self._json(METADATA, MAX_DESCRIPTION_BYTES, MAX_DESCRIPTION_VALUES)
         self.description = root.pop("attributes", None)
         if root != {"zarr_format": 3, "node_type": "group"} or not isinstance(self.description, dict):
@@ -112,102 +103,107 @@ class Entry:
         """
         names = sorted({name.partition("/")[0] for name in self._members} - {METADATA})
         specs = {name: self._spec(name, dtypes) for name in names}
-        expected = {METADATA, *(file for name, spec in specs.items() for file in _files(name, spec))}
+        expected = {METADATA, *(f"{name}/{METADATA}" for name in names)}
+        expected |= {f"{name}/c/{index}" for name, spec in specs.items() for index in range(spec.num_chunks)}
         if differing := sorted(expected ^ self._members.keys()):
-            is_missing = differing[0] in expected
-            raise BrokenEntryError(
-                f"{self.path}/{preview(differing[0])[1:-1]}", "it is missing" if is_missing else "it must not exist"
-            )
+            problem = "it is missing" if differing[0] in expected else "it must not exist"
+            raise BrokenEntryError(self._shown(differing[0]), problem)
         total = sum(spec.num_bytes for spec in specs.values())
         if total > self._max_bytes:
             raise BrokenEntryError(self.path, f"its arrays need {total} bytes; the limit is {self._max_bytes}")
-        with ThreadPoolExecutor(NUM_THREADS, "entry") as threads:
-            return dict(zip(specs, threads.map(self._array, specs, specs.values()), strict=True))
-
-    def part(self, name: str, dtype: str, start: int, stop: int) -> NDArray[Any]:
-        """Read the values [start, stop) of an array, and no chunk without them.
-
-        Raises:
-            BrokenEntryError: The array is missing, too short or damaged.
-        """
-        spec = self._spec(name, {name: dtype})
-        if not 0 <= start <= stop <= spec.length:
-            raise BrokenEntryError(f"{self.path}/{name}", f"it must have {stop} values; found {spec.length}")
-        return self._array(name, spec, start, stop)
-
-    def length(self, name: str, dtype: str) -> int:
-        """Return the number of values of an array."""
-        return self._spec(name, {name: dtype}).length
+        return {name: self._array(name, spec) for name, spec in specs.items()}
 
     def _spec(self, name: str, dtypes: Mapping[str, str]) -> _ArraySpec:
-        """Return an array's form, after checking that its `zarr.json` is the one that `write` makes for it."""
-        where = f"{self.path}/{preview(name)[1:-1]}"
+        """Return an array's form, after checking that its `zarr.json` is the one that `write_entry` makes for it."""
         if name not in dtypes:
-            raise BrokenEntryError(where, f"the arrays of such an entry are {', '.join(dtypes)}")
-        found = self._json(f"{name}/{METADATA}", MAX_ARRAY_METADATA_BYTES, MAX_ARRAY_METADATA_VALUES)
+            raise BrokenEntryError(self._shown(name), f"the arrays of such an entry are {', '.join(dtypes)}")
+        file = f"{name}/{METADATA}"
+        found = self._json(file, MAX_ARRAY_METADATA_BYTES, MAX_ARRAY_METADATA_VALUES)
         try:
             (length,), (chunk_length,) = found["shape"], found["chunk_grid"]["configuration"]["chunk_shape"]
             spec = _ArraySpec(np.dtype(dtypes[name]), length, chunk_length, len(found["codecs"]) > 2)
-            is_possible = type(length) is int and type(chunk_length) is int and length >= 0 < chunk_length
         except (KeyError, TypeError, ValueError):
-            raise BrokenEntryError(f"{where}/{METADATA}", "it must describe a zarr array with one axis") from None
+            raise BrokenEntryError(self._shown(file), "it must describe a zarr array with one axis") from None
+        is_possible = type(length) is int and type(chunk_length) is int and length >= 0 < chunk_length
         if not is_possible or spec.chunk_bytes > MAX_CHUNK_BYTES + 8:
             raise BrokenEntryError(
-                f"{where}/{METADATA}",
+                self._shown(file),
                 f"its shape is {preview(found['shape'])} in chunks of {preview(chunk_length)}; expected chunks of at "
                 f"most {MAX_CHUNK_BYTES} bytes",
             )
         if spec.num_chunks >= len(self._members) or spec.num_bytes > self._max_bytes:
             raise BrokenEntryError(
-                where,
+                self._shown(name),
                 f"it needs {spec.num_bytes} bytes in {spec.num_chunks} chunks; the limit is {self._max_bytes} bytes, "
                 f"and the entry has {len(self._members)} files",
             )
         expected = _metadata(spec)
-        for key in dict.fromkeys([*expected, *found]):
-            if key not in expected or key not in found or _text(found[key]) != _text(expected[key]):
-                wanted = _text(expected[key]) if key in expected else "absent"
+        for key in {**expected, **found} if _text(found) != _text(expected) else ():
+            wanted, seen = (_text(each[key]) if key in each else "absent" for each in (expected, found))
+            if wanted != seen:
                 raise BrokenEntryError(
-                    f"{where}/{METADATA}", f"{preview(key)[1:-1]} must be {wanted}; found {preview(found.get(key))}"
+                    self._shown(file), f"{preview(key)[1:-1]} must be {wanted}; found {preview(seen)[1:-1]}"
                 )
         return spec
 
-    def _array(self, name: str, spec: _ArraySpec, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    def _array(self, name: str, spec: _ArraySpec) -> NDArray[Any]:
         import zarr
         from zarr.core.buffer import cpu
         from zarr.storage import MemoryStore
 
-        stop = spec.length if stop is None else stop
-        chunks = range(start // spec.chunk_length, -(-stop // spec.chunk_length)) if start < stop else range(0)
-        contents = {f"{name}/{METADATA}": self._content(f"{name}/{METADATA}", MAX_ARRAY_METADATA_BYTES)}
-        for file in (f"{name}/c/{index}" for index in chunks):
-            contents[file] = self._content(file, spec.chunk_bytes + BLOSC_HEADER.size + CRC_BYTES)
-            _check_chunk(contents[file], spec, path=f"{self.path}/{file}")
+        files = [f"{name}/c/{index}" for index in range(spec.num_chunks)]
+        contents = {file: self._chunk(file, spec) for file in files}
+        contents[f"{name}/{METADATA}"] = json.dumps(_metadata(spec)).encode()
         store = MemoryStore({file: cpu.Buffer.from_bytes(content) for file, content in contents.items()})
         try:
-            values: NDArray[Any] = zarr.open_array(store, path=name, mode="r")[start:stop]
+            values: NDArray[Any] = zarr.open_array(store, path=name, mode="r")[:]
         except Exception as error:  # zarr and its codecs raise many types
-            raise BrokenEntryError(f"{self.path}/{name}", f"it cannot be decoded ({_described(error)})") from None
+            raise BrokenEntryError(self._shown(name), f"{name} cannot be decoded ({_described(error)})") from None
         return values
+
+    def _chunk(self, file: str, spec: _ArraySpec) -> bytes:
+        """Return a chunk, after checking its header: the library for blosc trusts the sizes in it."""
+        content = self._content(file, spec.chunk_bytes + BLOSC_HEADER.size + CRC_BYTES)
+        if spec.is_compressed:
+            header = BLOSC_HEADER.unpack(content[: BLOSC_HEADER.size].ljust(BLOSC_HEADER.size, b"\0"))
+            version, _, flags, typesize, num_bytes, block_bytes, stored = header
+            found = (version, flags & ~BLOSC_FREE_FLAGS, typesize, num_bytes, stored)
+            itemsize, room = spec.dtype.itemsize, len(content) - CRC_BYTES
+            if found != (2, BLOSC_LZ4, itemsize, spec.chunk_bytes, room) or not 0 < block_bytes <= num_bytes:
+                raise BrokenEntryError(
+                    self._shown(file),
+                    f"its header declares {header}; expected version 2, lz4, and {spec.chunk_bytes} bytes in items of "
+                    f"{itemsize}, stored in {room}",
+                )
+        return content
 
     def _json(self, file: str, max_bytes: int, max_values: int) -> dict[str, Any]:
         content = self._content(file, max_bytes)
         with self._broken(f"has a file {file} that is not a JSON object"):
+            if zlib.crc32(content) != self._members[file].CRC:
+                raise ValueError("its checksum differs")
             found = load_json(content, max_values=max_values)
             if not isinstance(found, dict):
                 raise ValueError(preview(found))
         return found
 
     def _content(self, file: str, max_bytes: int) -> bytes:
-        """Return a member after its checksum was compared."""
-        where = f"{self.path}/{preview(file)[1:-1]}"
+        """Return the bytes of a file; its own checksum decides whether they are the right ones."""
         member = self._members.get(file)
         if member is None:
-            raise BrokenEntryError(where, "it is missing")
+            raise BrokenEntryError(self._shown(file), "it is missing")
         if member.file_size > max_bytes:
-            raise BrokenEntryError(where, f"it has {member.file_size} bytes; expected at most {max_bytes}")
+            raise BrokenEntryError(self._shown(file), f"it has {member.file_size} bytes; expected at most {max_bytes}")
         with self._broken(f"has a damaged file {file}"):
-            return self._zip.read(member)
+            place = member.header_offset + LOCAL_HEADER_BYTES + len(file)
+            if not 0 <= place <= self.size_bytes:
+                raise ValueError("it must lie in the entry's file")
+            self._stream.seek(place)
+            return self._stream.read(member.file_size)
+
+    def _shown(self, file: str) -> str:
+        """Return the path of a file or array in an error message; strangers chose its name."""
+        return f"{self.path}/{preview(file)[1:-1]}"
 
     @contextmanager
     def _broken(self, problem: str) -> Iterator[None]:
@@ -215,7 +211,21 @@ class Entry:
         try:
             yield
         except STRANGE as error:
+            if isinstance(error.__context__, OSError):  # the library takes a failed read for a file that is no zip
+                raise error.__context__ from None
             raise BrokenEntryError(self.path, f"it {problem} ({_described(error)})") from None
+
+
+class _DirectoryStream:
+    """A stream for the library for zips, which reads as many bytes at once as a zip declares for its directory."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.seek, self.tell, self._stream = stream.seek, stream.tell, stream
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        if num_bytes > MAX_DIRECTORY_BYTES:
+            raise ValueError(f"its directory has {num_bytes} bytes; expected at most {MAX_DIRECTORY_BYTES}")
+        return self._stream.read(num_bytes)
 
 
 def write_entry(
@@ -224,7 +234,6 @@ def write_entry(
     arrays: Iterable[tuple[str, NDArray[Any]]],
     *,
     compress: bool,
-    chunk_bytes: int,
     max_bytes: int,
 ) -> int:
     """Write an entry, flush it to disk, and return its size in bytes.
@@ -234,27 +243,26 @@ def write_entry(
         description: JSON to store with the arrays.
         arrays: 1-D arrays with their names; each is stored before the next is requested.
         compress: Compress the arrays with lz4.
-        chunk_bytes: Maximum bytes of an array that are read at once.
         max_bytes: Maximum memory of the arrays.
 
     Raises:
         CacheError: The arrays or the description are too large.
     """
     total = 0
-    with zipfile.ZipFile(stream, "w") as archive:
+    with zipfile.ZipFile(stream, "w") as archive:  # without times: equal arrays make equal files
         for name, array in arrays:
             total += array.nbytes
             if total > max_bytes:
                 raise CacheError(f"an entry's arrays need {total} bytes or more; at most {max_bytes} are allowed.")
-            for file, content in _encode(name, array, compress=compress, chunk_bytes=chunk_bytes):
-                archive.writestr(_member(file), content)
+            for file, content in _encode(name, array, compress=compress):
+                archive.writestr(zipfile.ZipInfo(file), content)
         raw = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(description)}).encode()
         if len(raw) > MAX_DESCRIPTION_BYTES or count_values(raw) > MAX_DESCRIPTION_VALUES:
             raise CacheError(
                 f"an entry's description has {len(raw)} bytes and up to {count_values(raw)} values; at most "
                 f"{MAX_DESCRIPTION_BYTES} bytes and {MAX_DESCRIPTION_VALUES} values are allowed."
             )
-        archive.writestr(_member(METADATA), raw)
+        archive.writestr(zipfile.ZipInfo(METADATA), raw)
     stream.flush()
     os.fsync(stream.fileno())
     return stream.tell()
@@ -285,69 +293,23 @@ def _metadata(spec: _ArraySpec) -> dict[str, Json]:
     """Return the contents of an array's `zarr.json`."""
     from zarr.storage import MemoryStore
 
-    store = MemoryStore()
-    _create(store, "array", spec)
-    found: dict[str, Json] = json.loads(store._store_dict[f"array/{METADATA}"].to_bytes())
+    files: dict[str, Buffer] = {}
+    _create(MemoryStore(files), "array", spec)
+    found: dict[str, Json] = json.loads(files[f"array/{METADATA}"].to_bytes())
     return found
 
 
-def _encode(name: str, array: NDArray[Any], *, compress: bool, chunk_bytes: int) -> Iterator[tuple[str, bytes]]:
+def _encode(name: str, array: NDArray[Any], *, compress: bool) -> Iterator[tuple[str, memoryview]]:
     """Yield the files of an array, as zarr makes them; all-zero chunks too."""
     from zarr.storage import MemoryStore
 
-    num_chunks = max(1, math.ceil(array.nbytes / min(chunk_bytes, MAX_CHUNK_BYTES)))
+    num_chunks = max(1, math.ceil(array.nbytes / MAX_CHUNK_BYTES))
     chunk_length = max(1, math.ceil(len(array) / num_chunks))
-    store = MemoryStore()
-    _create(store, name, _ArraySpec(array.dtype, len(array), chunk_length, compress))[:] = array
-    for file, content in sorted(store._store_dict.items()):  # zarr's threads store them in any order
+    files: dict[str, Buffer] = {}
+    _create(MemoryStore(files), name, _ArraySpec(array.dtype, len(array), chunk_length, compress))[:] = array
+    for file, content in sorted(files.items()):  # zarr's threads store them in any order
         if file != METADATA:  # of the group above
-            yield file, content.to_bytes()
-
-
-def _files(name: str, spec: _ArraySpec) -> list[str]:
-    return [f"{name}/{METADATA}", *(f"{name}/c/{index}" for index in range(spec.num_chunks))]
-
-
-def _member(file: str) -> zipfile.ZipInfo:
-    """Name of a file in the zip, without a time, so that equal arrays make equal files."""
-    return zipfile.ZipInfo(file)
-
-
-def _check_directory(stream: BinaryIO, size: int) -> None:
-    """Check that a zip ends with a directory of limited size, which is loaded as a whole."""
-    stream.seek(max(0, size - 98))
-    end = stream.read(98)
-    if end[-22:-18] != ZIP_END or end[-2:] != b"\0\0":
-        raise ValueError("it has no directory at its end")
-    (num_bytes,) = struct.unpack("<I", end[-10:-6])
-    if end[-42:-38] == ZIP64_LOCATOR:
-        (place,) = struct.unpack("<Q", end[-34:-26])  # zipfile may look there instead of in front of the locator
-        if end[:4] != ZIP64_END or place != size - 98:
-            raise ValueError("it has no directory at its end")
-        (num_bytes,) = struct.unpack("<Q", end[40:48])
-    if num_bytes > MAX_DIRECTORY_BYTES:
-        raise ValueError(f"its directory has {num_bytes} bytes; expected at most {MAX_DIRECTORY_BYTES}")
-
-
-def _check_chunk(content: bytes, spec: _ArraySpec, *, path: str) -> None:
-    """Check that a chunk decodes to a chunk of this array. The library for blosc trusts the sizes in its header."""
-    body, expected = content[:-CRC_BYTES], (spec.dtype.itemsize, spec.chunk_bytes, len(content) - CRC_BYTES)
-    if not spec.is_compressed:
-        if len(body) != spec.chunk_bytes:
-            raise BrokenEntryError(path, f"it must have {spec.chunk_bytes} bytes of values; found {len(body)}")
-        return
-    if len(body) < BLOSC_HEADER.size:
-        raise BrokenEntryError(path, f"it has {len(body)} bytes, too few for a compressed chunk")
-    version, _, flags, typesize, num_bytes, block_bytes, stored = BLOSC_HEADER.unpack_from(body)
-    if version != BLOSC_VERSION or flags & ~BLOSC_FREE_FLAGS != BLOSC_LZ4:
-        raise BrokenEntryError(path, f"it must be compressed by lz4; found version {version}, flags {flags:#x}")
-    is_possible = 0 < block_bytes <= num_bytes <= len(body) * MAX_RATIO
-    if (typesize, num_bytes, stored) != expected or not is_possible:
-        raise BrokenEntryError(
-            path,
-            f"its header declares {num_bytes} bytes in items of {typesize}, stored in {stored}; expected "
-            f"{expected[1]} in items of {expected[0]}, stored in {expected[2]}",
-        )
+            yield file, memoryview(content.as_numpy_array()).cast("B")
 
 
 def _described(error: Exception) -> str:

@@ -3,8 +3,7 @@
 import hashlib
 import json
 import threading
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,13 +13,13 @@ import structlog
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
 from rl_core.files.array_entries import EntryFolder
 from rl_core.record_fields import converts_arguments, record
-from rl_distill.teacher.score_entries import FORMAT, MAX_ENTRY_BYTES, ScoreEntry, write_entry
+from rl_distill.teacher.score_entries import FORMAT, MAX_ENTRY_BYTES, read_keys, read_scores, write_entry
 from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
 
 log = structlog.get_logger(__name__)
 
-MAX_PENDING_BYTES = 1 << 26
-"""Space for about 250 trajectories of 512 tokens with the top 64 tokens each."""
+MAX_PENDING_BYTES = 1 << 23
+"""Space for about 30 trajectories of 512 tokens with the top 64 tokens each."""
 
 
 @record
@@ -80,9 +79,9 @@ class ScoreCache:
         self._kind = kind
         self._max_pending_bytes = max_pending_bytes
         self._lock = threading.RLock()
-        self._entries: dict[str, ScoreEntry | None] = {}
-        self._places: dict[bytes, tuple[str, int]] = {}
-        self._pending: dict[bytes, TeacherScores] = {}
+        self._opened: set[str] = set()
+        self._places: dict[str, str] = {}  # the entry of each key
+        self._pending: dict[str, TeacherScores] = {}
         self._pending_bytes = 0
         self.failure: CacheError | None = None
         self._prepare()
@@ -104,11 +103,8 @@ class ScoreCache:
         with self._lock:
             if any(key not in self._places and key not in self._pending for key in keys):
                 self._find_entries()
-            found = self._read(keys)
-        return [
-            None if stored is None else _unpacked(stored, row)
-            for stored, row in zip((found.get(key) for key in keys), rows, strict=True)
-        ]
+            found = self._read(dict(zip(keys, rows, strict=True)))
+        return [found.get(key) for key in keys]
 
     def store(self, rows: Sequence[TeacherRow], scores: Sequence[TeacherScores]) -> None:
         """Store scores of trajectories. If the disk fails, log a warning and store nothing more.
@@ -160,40 +156,31 @@ class ScoreCache:
     def _find_entries(self) -> None:
         """Open entries that other processes have stored since."""
         for name in self._stored.names():
-            if name not in self._entries:
+            if name not in self._opened:
                 self._open(name)
 
     def _open(self, name: str) -> None:
-        self._entries[name] = None
+        self._opened.add(name)
         try:
-            self._entries[name] = entry = ScoreEntry(self._stored, name, width=self._kind.top_k + 1)
+            self._places |= dict.fromkeys(read_keys(self._stored, name), name)
         except BrokenEntryError as error:
             self._drop(name, error)
-            return
-        for number, key in enumerate(entry.keys):
-            self._places.setdefault(key, (name, number))
 
-    def _read(self, keys: Sequence[bytes]) -> dict[bytes, TeacherScores]:
-        """Return the known scores of keys, entry by entry; those of damaged entries are missing."""
-        found = {key: self._pending[key] for key in keys if key in self._pending}
-        wanted: defaultdict[str, list[bytes]] = defaultdict(list)
-        for key in dict.fromkeys(keys):
-            if key not in found and key in self._places:
-                wanted[self._places[key][0]].append(key)
-        for name, own in wanted.items():
-            entry = self._entries[name]
+    def _read(self, rows: Mapping[str, TeacherRow]) -> dict[str, TeacherScores | None]:
+        """Return the known scores of trajectories by key, entry by entry; those of damaged entries are missing."""
+        found = {key: _unpacked(self._pending[key], row) for key, row in rows.items() if key in self._pending}
+        for name in dict.fromkeys(self._places[key] for key in rows if key in self._places):
             try:
-                rows = [] if entry is None else entry.read([self._places[key][1] for key in own])
+                stored = read_scores(self._stored, name, width=self._kind.top_k + 1)
             except BrokenEntryError as error:
                 self._drop(name, error)
             else:
-                found |= zip(own, rows, strict=True)
+                found |= {key: _unpacked(stored[key], row) for key, row in rows.items() if key in stored}
         return found
 
     def _drop(self, name: str, error: BrokenEntryError) -> None:
         """Forget a damaged or missing entry, and move it aside."""
-        self._entries[name] = None
-        self._places = {key: place for key, place in self._places.items() if place[0] != name}
+        self._places = {key: entry for key, entry in self._places.items() if entry != name}
         path = self._stored.path_of(name)
         try:
             target = self._stored.set_aside(name)
@@ -217,13 +204,13 @@ class ScoreCache:
         return TeacherScores(logprobs=scores.logprobs[mask], token_ids=scores.token_ids[mask], hidden=hidden)
 
 
-def score_key(kind: ScoreKind, row: TeacherRow) -> bytes:
-    """Return the 32-byte key of a trajectory's scores: a digest of its tokens, its loss mask and the scores' kind."""
+def score_key(kind: ScoreKind, row: TeacherRow) -> str:
+    """Return the key of a trajectory's scores: a digest of its tokens, its loss mask and the scores' kind."""
     digest = hashlib.sha256(kind.digest)
     digest.update(len(row.input_ids).to_bytes(8, "little"))
     digest.update(row.input_ids.astype("<i4").tobytes())
     digest.update(np.packbits(row.loss_mask).tobytes())
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def _unpacked(stored: TeacherScores, row: TeacherRow) -> TeacherScores | None:
