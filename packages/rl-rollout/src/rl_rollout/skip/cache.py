@@ -119,8 +119,7 @@ class SkipCache:
         last = self._steps.last
         if not self.repeats(key) or last is None:
             return key
-        turn = (key.step - last - 1) % self._steps.count_before(last + 1)
-        return EntryKey(step=self._steps.at(turn), part=key.part)
+        return EntryKey(step=self._steps.repeated(key.step - last - 1), part=key.part)
 
     async def rollouts(
         self, key: EntryKey, prompts: Sequence[Prompt], circumstances: RolloutOrigin, generate: Generate
