@@ -120,7 +120,7 @@ def test_a_repeat_asks_only_for_what_training_needs(stored, name, action):
 
 def test_other_columns_are_never_accepted(stored):
     store = EntryStore(str(stored))
-    found = store.describe(KEY).manifest.fingerprint
+    found = store.describe(KEY).fingerprint
     fingerprint = {**found, "columns": {**found["columns"], "input_ids": "int64"}}
     store.write(KEY, GROUPS, fingerprint=fingerprint, generate_s=1.0, replace=True)
     for action in ("cache", "repeat", "repeat_last"):

@@ -1,6 +1,7 @@
 """The skip cache: it stores new rollouts and replays stored ones instead of generating."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -159,10 +160,10 @@ class SkipCache:
                 self._on_event("skip_miss", entry=key.name)
                 return None
             try:
-                described = self._store.describe(source)
-                if described is None:
+                manifest = self._store.describe(source)
+                if manifest is None:
                     continue  # removed since it was chosen
-                differences = self._differences(key, described.manifest, live)
+                differences = self._differences(key, manifest, live)
                 if differences is None:
                     return None
                 entry = self._store.read(source)
@@ -189,16 +190,10 @@ class SkipCache:
         stored = [each for each in entries if (each.kind, each.part) == (key.kind, 0)]
         if self._options.action != "repeat_last" or key.kind != TRAIN or not stored:
             return None
-        source = EntryKey(step=max(stored, key=self._age).step, part=key.part)
+        # A broken entry counts as the newest, so that it is read and reported.
+        newest = max(stored, key=lambda each: (self._store.created_at(each, if_broken=math.inf), each.step))
+        source = EntryKey(step=newest.step, part=key.part)
         return source if source in entries else None
-
-    def _age(self, key: EntryKey) -> tuple[float, int]:
-        """Return a sort key by creation time. A broken entry counts as newest, so that it is read and reported."""
-        try:
-            found = self._store.describe(key)
-        except BrokenEntryError:
-            return float("inf"), key.step
-        return (0.0 if found is None else found.manifest.created_at), key.step
 
     def _differences(self, key: EntryKey, manifest: Manifest, live: dict[str, Json]) -> tuple[Difference, ...] | None:
         """Return the accepted differences; None if the step must be generated again."""
@@ -251,7 +246,7 @@ class SkipCache:
         *,
         load_s: float,
     ) -> StepRollouts:
-        manifest, groups = entry.manifest, entry.groups or ()
+        manifest, groups = entry.manifest, entry.groups
         is_own = manifest.key == key and [group.prompt.uid for group in groups] == [prompt.uid for prompt in prompts]
         if not is_own:
             suffix = f"-r{key.step}" + (f".{key.part}" if key.part else "")
@@ -300,7 +295,7 @@ class SkipCache:
         store_s = round(time.perf_counter() - started, 4)
         self._on_event("skip_stored", entry=key.name, size_bytes=size_bytes, store_s=store_s)
         if max_bytes is not None:
-            for name, removed_bytes in self._store.prune(max_bytes, keep=key):
+            for name, removed_bytes in self._store.prune(max_bytes - size_bytes, without={key.name}):
                 self._on_event("skip_removed", entry=name, size_bytes=removed_bytes)
 
     def give_up(self, key: EntryKey, reason: str) -> None:
