@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import SettingsError
-from rl_rollout.skip.options import END, StepSelection
+from rl_rollout.skip.options import ENDLESS, StepSelection
 
 LAST = 60
 
@@ -41,7 +41,7 @@ def test_all_steps_are_all_from_the_first():
 
 def test_ranges_that_touch_are_one():
     assert StepSelection.parse("1-3,4,5-9").ranges == (range(1, 10),)
-    assert StepSelection.parse("20-,1-3,25-30").ranges == (range(1, 4), range(20, END))
+    assert StepSelection.parse("20-,1-3,25-30").ranges == (range(1, 4), range(20, ENDLESS + 1))
 
 
 NO_TEXTS = ["", " ", ",", "1,,2", "a", "1-2-3", "-3", "0", "0-4", "4-2", "1.5", "1e3", "all,3", "[1,2", "1]", "[]"]

@@ -9,8 +9,8 @@ from rl_core.errors import SettingsError
 from rl_core.record_fields import settings_record
 
 RANGE = re.compile(r"0*([1-9]\d{0,17})(?:\s*-\s*(\d{0,18}))?", re.ASCII)
-END = 10**18
-"""The end of a range without an end."""
+ENDLESS = 10**18
+"""The last step of a range without an end."""
 EXAMPLES = 'Write "all", [1, 2, 40] or "1-20,40"; steps are counted from 1.'
 
 
@@ -19,7 +19,7 @@ class StepSelection:
     """A set of steps, counted from 1.
 
     Attributes:
-        ranges: Ranges of steps, sorted, and neither overlapping nor adjacent. One that stops at END has no end.
+        ranges: Ranges of steps, sorted, and neither overlapping nor adjacent. One up to ENDLESS has no end.
     """
 
     ranges: tuple[range, ...]
@@ -54,9 +54,9 @@ class StepSelection:
         return self.ranges[0].start
 
     @property
-    def last(self) -> int | None:
-        """Return the last selected step; None if there is no end."""
-        return None if self.ranges[-1].stop == END else self.ranges[-1].stop - 1
+    def last(self) -> int:
+        """Return the last selected step; ENDLESS if there is no end."""
+        return self.ranges[-1].stop - 1
 
     def repeated(self, index: int) -> int:
         """Return the selected step with this index from 0, starting again after the last one."""
@@ -71,7 +71,7 @@ class StepSelection:
 def _read_range(part: str, steps: object) -> range:
     if match := RANGE.fullmatch(part):
         first, last = int(match[1]), match[2]
-        found = range(first, END if last == "" else int(last or first) + 1)
+        found = range(first, (ENDLESS if last == "" else int(last or first)) + 1)
         if found:
             return found
     raise SettingsError(f"steps must be numbers from 1 or ascending ranges; found {part!r} in {steps!r}. {EXAMPLES}")
@@ -146,7 +146,7 @@ class SkipOptions:
         except SettingsError as error:
             yield str(error)
         else:
-            if self.action == "repeat" and steps.last is None:
+            if self.action == "repeat" and steps.last == ENDLESS:
                 yield (
                     'action = "repeat" needs steps with an end, because later steps repeat them; found steps = '
                     f'{self.steps!r}. Set steps = "1-3" to repeat the first three.'
