@@ -124,12 +124,18 @@ def test_numbers_that_nobody_measured_stop_nothing(capsys, folder):
     fill(folder)
     forge(folder, FIRST, created_at=1e300, generate_s=1e300)
     forge(folder, SECOND, created_at=float("nan"), generate_s=float("inf"))
-    forge(folder, THIRD, created_at=9e11, generate_s=1e8, fingerprint={"policy": {"weights": 10**300}, "seed": 1e999})
+    forge(
+        folder,
+        THIRD,
+        created_at=253_402_300_799.9,
+        generate_s=1e8,
+        fingerprint={"policy": {"weights": 10**300}, "seed": 1e999},
+    )
     fill(folder, (4,))
     status, listing = as_json(capsys, "ls", folder)
     assert status == 0
     assert [entry["fault"] is None for entry in listing["entries"]] == [False, False, True, True]
-    assert listing["entries"][2]["made_at"] is None
+    assert listing["entries"][2]["made_at"] == "9999-12-31T23:59:59Z"
     assert listing["entries"][2]["fingerprint"]["seed"] is None
     assert run(capsys, "ls", folder)[0] == 0
     assert run(capsys, "prune", folder, "--max-bytes", "1T")[0] == 0

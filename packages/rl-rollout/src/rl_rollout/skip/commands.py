@@ -192,7 +192,7 @@ def report_entry(
         return EntryReport(
             name=key.name,
             key=key,
-            made_at=_made_at(found.created_at),
+            made_at=datetime.fromtimestamp(found.created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             generate_s=found.generate_s,
             counts=found.counts,
             size_bytes=size_bytes,
@@ -267,11 +267,3 @@ def as_plain(value: Json, *, depth: int = 0) -> Json:
     if isinstance(value, dict):
         return {name: as_plain(item, depth=depth + 1) for name, item in value.items()}
     return [as_plain(item, depth=depth + 1) for item in value] if isinstance(value, list) else value
-
-
-def _made_at(seconds: float) -> str | None:
-    """Return a creation time in UTC; None if it is out of range."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, ValueError, OSError):
-        return None

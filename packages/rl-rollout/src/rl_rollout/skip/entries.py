@@ -19,7 +19,8 @@ FORMAT = 2
 MAX_SHOWN = 240
 KEY_NAME = re.compile(r"([a-z][a-z_]{0,30})-(\d{8,12})-(\d{4,6})")
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
+"""Seconds, also since the epoch, before the year 10000."""
 
 
 class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, order=True):

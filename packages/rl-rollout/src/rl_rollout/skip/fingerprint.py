@@ -123,15 +123,12 @@ def unusable_parts(manifest: Manifest, live: Mapping[str, Json]) -> tuple[Differ
     counts, source = manifest.counts, live.get("source")
     if not isinstance(source, Mapping):
         return ()
-    wanted = int(source["groups_per_step"])
-    num_sessions = wanted * int(live["group_size"])
-    if (counts.groups, counts.sessions) == (wanted, num_sessions):
+    stored = counts.groups, counts.sessions / max(counts.groups, 1)
+    wanted = int(source["groups_per_step"]), int(live["group_size"])
+    if stored == wanted:
         return ()
-    stored, now = (
-        f"{groups} groups of {sessions // max(groups, 1)} sessions"
-        for groups, sessions in ((counts.groups, counts.sessions), (wanted, num_sessions))
-    )
-    return (Difference(name="groups", stored=stored, live=now),)
+    shown = [f"{groups} groups of {sessions:g} sessions" for groups, sessions in (stored, wanted)]
+    return (Difference(name="groups", stored=shown[0], live=shown[1]),)
 
 
 def prompt_digest(prompt: Prompt) -> str:
