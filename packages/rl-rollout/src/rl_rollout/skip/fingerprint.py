@@ -124,7 +124,7 @@ def unusable_parts(manifest: Manifest, live: Mapping[str, Json]) -> tuple[Differ
     if not isinstance(source, Mapping):
         return ()
     stored = counts.groups, counts.sessions / max(counts.groups, 1)
-    wanted = int(source["groups_per_step"]), int(live["group_size"])
+    wanted = int(source["groups_per_step"]), float(live["group_size"])
     if stored == wanted:
         return ()
     shown = [f"{groups} groups of {sessions:g} sessions" for groups, sessions in (stored, wanted)]
