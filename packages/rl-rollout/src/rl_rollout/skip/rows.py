@@ -130,24 +130,33 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
         if len(arrays["records"]) > MAX_RECORDS_BYTES:
             raise ValueError(f"it has {len(arrays['records'])} bytes; expected at most {MAX_RECORDS_BYTES}")
         records = load_json(arrays["records"].tobytes(), max_values=MAX_RECORDS_VALUES)
-        placed = [
-            (trajectory, record["prompt"]["uid"], index, output_index)
-            for record in records
-            for index, session in enumerate(record["sessions"])
-            for output_index, trajectory in enumerate(session["trajectories"])
-        ]
-        found, expected = (len(placed), len(records)), (len(rows), len(prompts))
-        if found != expected:
-            raise ValueError("it has {} trajectories of {} prompts; expected {} of {}".format(*found, *expected))
-        for record, prompt in zip(records, prompts, strict=True):
-            record["prompt"]["input_ids"] = prompt["prompt_ids"]
-        for (trajectory, *place), row in zip(placed, rows, strict=True):
-            trajectory.update(row, **dict(zip(PLACE, place, strict=True)))
+        _fill_records(records, rows, prompts)
         groups: list[GroupResult] = msgspec.convert(records, list[GroupResult], dec_hook=lambda _, value: value)
     except Exception as error:  # records of another form raise many types
         shown = preview(str(error), most=MAX_SHOWN)[1:-1]
         raise BrokenEntryError(f"{path}/records", f"it cannot be read ({type(error).__name__}: {shown})") from None
     return groups
+
+
+def _fill_records(records: Any, rows: Sequence[dict[str, Any]], prompts: Sequence[dict[str, Any]]) -> None:
+    """Add the arrays of prompts and trajectories to the records, and the trajectories' places.
+
+    Raises:
+        ValueError: The records have another number of prompts or trajectories.
+    """
+    trajectories = [
+        (trajectory, record["prompt"]["uid"], index, output_index)
+        for record in records
+        for index, session in enumerate(record["sessions"])
+        for output_index, trajectory in enumerate(session["trajectories"])
+    ]
+    found, expected = (len(trajectories), len(records)), (len(rows), len(prompts))
+    if found != expected:
+        raise ValueError("it has {} trajectories of {} prompts; expected {} of {}".format(*found, *expected))
+    for record, prompt in zip(records, prompts, strict=True):
+        record["prompt"]["input_ids"] = prompt["prompt_ids"]
+    for (trajectory, uid, index, output_index), row in zip(trajectories, rows, strict=True):
+        trajectory.update(row, prompt_uid=uid, session_index=index, output_index=output_index)
 
 
 def _split(arrays: Arrays, values: str, offsets: str, names: Sequence[str], *, path: str) -> list[dict[str, Any]]:
