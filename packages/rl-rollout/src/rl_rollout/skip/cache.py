@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -293,6 +294,9 @@ class SkipCache:
     def _set_aside(self, key: EntryKey, error: BrokenEntryError) -> None:
         """Report a broken entry, then move it to broken/, or raise the error if `on_broken` is "error"."""
         is_error = self._options.on_broken == "error"
+        with suppress(BrokenEntryError):
+            if not is_error and self._store.read(key) is not None:
+                return  # another run replaced it while it was read
         aside = None if is_error else self._store.folder.set_aside(key.name)
         self._on_event("skip_broken", entry=key.name, path=error.path, reason=error.reason, set_aside_as=aside)
         log.warning("skip_entry_broken", path=error.path, reason=error.reason, set_aside_as=aside)
