@@ -245,7 +245,7 @@ def test_mistakes_in_the_settings_are_refused_before_anything_starts(
     assert train_here(run, **cache_of(run, steps="5-2", max_bytes=0)) == 2
     error = capsys.readouterr().err
     assert "rollout_cache.max_bytes must be at least 1, or none; found '0'." in error
-    assert "rollout_cache.steps must have ascending ranges; found '5-2'" in error
+    assert "rollout_cache.steps must be numbers from 1 or ascending ranges; found '5-2'" in error
     assert train_here(run, **cache_of(run, action="again")) == 2
     assert "rollout_cache.action" in capsys.readouterr().err
     (run.folder / "file").write_text("")

@@ -120,7 +120,7 @@ def test_a_repeat_asks_only_for_what_training_needs(stored, name, action):
 
 def test_other_columns_are_never_accepted(stored):
     store = EntryStore(str(stored))
-    found = store.describe(KEY).manifest.fingerprint
+    found = store.describe(KEY).fingerprint
     fingerprint = {**found, "columns": {**found["columns"], "input_ids": "int64"}}
     store.write(KEY, GROUPS, fingerprint=fingerprint, generate_s=1.0, replace=True)
     for action in ("cache", "repeat", "repeat_last"):
@@ -317,7 +317,7 @@ def test_a_key_that_no_folder_can_have_is_refused(key):
 
 def test_prompts_that_cannot_be_stored_are_refused_before_anything_is_generated(tmp_path):
     calls = Calls(tmp_path)
-    with pytest.raises(DataError, match="prompt 'p0' cannot be stored: messages, ground truth and columns must"):
+    with pytest.raises(DataError, match="messages, ground truth and columns of prompt 'p0' must be JSON, to be stored"):
         calls(prompts=[replace(PROMPTS[0], columns={"when": np.datetime64("2026-01-01")})])
     assert calls.num_generated == 0
 
@@ -334,7 +334,7 @@ def test_a_search_for_entries_that_are_listed_and_never_there_ends(stored, monke
 def test_what_cannot_be_stored_is_an_error_that_says_why(tmp_path):
     groups = [replace(GROUPS[0], prompt=replace(GROUPS[0].prompt, columns={"when": np.datetime64("2026-01-01")}))]
     calls = Calls(tmp_path)
-    with pytest.raises(CacheError, match=r"columns of prompt .p0. cannot be stored: it must be JSON"):
+    with pytest.raises(CacheError, match=r"rollouts of prompt .p0. cannot be stored: a value of type datetime64"):
         calls(prompts=PROMPTS, new=groups)
     assert [path.name for path in tmp_path.iterdir()] == []
 

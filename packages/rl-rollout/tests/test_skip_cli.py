@@ -42,7 +42,7 @@ def test_ls_lists_entries_with_their_sizes_and_policies(capsys, directory):
 def test_ls_json_has_every_fact(capsys, directory):
     store = fill(directory, (1,))
     _, listing = as_json(capsys, "ls", directory)
-    manifest = store.describe(EntryKey(step=1)).manifest
+    manifest = store.describe(EntryKey(step=1))
     assert listing.keys() == {"directory", "entries", "set_aside", "leftovers", "num_broken", "totals", "size_bytes"}
     (entry,) = listing["entries"]
     assert (entry.pop("made_at")[:2], entry.pop("size_bytes")) == ("20", listing["size_bytes"])
@@ -124,12 +124,18 @@ def test_numbers_that_nobody_measured_stop_nothing(capsys, folder):
     fill(folder)
     forge(folder, FIRST, created_at=1e300, generate_s=1e300)
     forge(folder, SECOND, created_at=float("nan"), generate_s=float("inf"))
-    forge(folder, THIRD, created_at=9e11, generate_s=1e8, fingerprint={"policy": {"weights": 10**300}, "seed": 1e999})
+    forge(
+        folder,
+        THIRD,
+        created_at=253_402_300_799.9,
+        generate_s=1e8,
+        fingerprint={"policy": {"weights": 10**300}, "seed": 1e999},
+    )
     fill(folder, (4,))
     status, listing = as_json(capsys, "ls", folder)
     assert status == 0
     assert [entry["fault"] is None for entry in listing["entries"]] == [False, False, True, True]
-    assert listing["entries"][2]["made_at"] is None
+    assert listing["entries"][2]["made_at"] == "9999-12-31T23:59:59Z"
     assert listing["entries"][2]["fingerprint"]["seed"] is None
     assert run(capsys, "ls", folder)[0] == 0
     assert run(capsys, "prune", folder, "--max-bytes", "1T")[0] == 0
@@ -185,7 +191,7 @@ def test_a_directory_with_entries_of_an_earlier_format_is_refused(capsys, folder
 def test_a_directory_without_entries_says_so(capsys, folder):
     folder.mkdir()
     status, out, _ = run(capsys, "ls", folder)
-    assert (status, "no entries" in out, f"{FIRST}.zarr.zip" in out) == (0, True, True)
+    assert (status, "0 entries" in out) == (0, True)
     status, listing = as_json(capsys, "ls", folder)
     assert (status, listing["entries"], listing["totals"]["groups"], listing["size_bytes"]) == (0, [], 0, 0)
     assert run(capsys, "prune", folder, "--max-bytes", "1M")[0] == 0
@@ -198,18 +204,15 @@ def test_a_file_is_no_directory(capsys, folder, verb):
     (folder / "file").touch()
     for path in (folder / "file", entry_of(folder, FIRST)):
         status, out, err = run(capsys, verb[0], path, *verb[1:])
-        assert (status, out, str(path) in err) == (2, "", True)
-    assert "give its folder" in err
+        assert (status, out, str(path) in err, f"{FIRST}.zarr.zip" in err) == (2, "", True, True)
 
 
-def test_an_entry_of_another_directory_is_not_taken_for_one_of_this(capsys, folder):
+def test_a_path_of_an_entry_is_not_taken_for_one_of_this_directory(capsys, folder):
     fill(folder)
     fill(folder.parent / "other")
     for verb in ("verify", "prune"):
-        for name in (FIRST, f"{FIRST}.zarr.zip"):
-            assert run(capsys, verb, folder, folder.parent / "other" / name)[0] == 2
-    for name in (FIRST, f"{FIRST}.zarr.zip"):
-        assert run(capsys, "verify", f"{folder}/", f"{folder.parent}/./{folder.name}/{name}")[0] == 0
+        assert run(capsys, verb, folder, entry_of(folder.parent / "other", FIRST))[0] == 2
+    assert len(list(folder.iterdir())) == 3
 
 
 def test_an_entry_that_is_not_there_is_named_with_those_that_are(capsys, folder):

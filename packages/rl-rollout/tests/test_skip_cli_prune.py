@@ -129,7 +129,7 @@ def test_prune_for_room_says_which_were_broken(capsys, folder):
 
 def test_prune_removes_entries_by_name_or_step(capsys, directory):
     store = fill(directory)
-    _, planned = as_json(capsys, "prune", directory, 1, f"{directory}/{THIRD}", "0001", "--dry-run")
+    _, planned = as_json(capsys, "prune", directory, 1, THIRD, FIRST, "--dry-run")
     assert [(each["name"], each["why"]) for each in planned["removed"]] == [(FIRST, "named"), (THIRD, "named")]
     assert len(store.entries()) == 3
     assert run(capsys, "prune", directory, 1, 9)[0] == 2

@@ -102,7 +102,7 @@ def test_a_step_is_stored_once_all_its_groups_are_there_in_the_order_of_their_pl
 
     finished(work)
     assert stored(tmp_path) == {1: ["live0", "live1"]}
-    assert EntryStore(str(tmp_path)).describe(EntryKey(step=1)).manifest.fingerprint["policy"]["versions"] == [3, 3]
+    assert EntryStore(str(tmp_path)).describe(EntryKey(step=1)).fingerprint["policy"]["versions"] == [3, 3]
 
 
 def test_a_replay_stands_in_for_the_prompt_of_its_place(tmp_path: Path) -> None:

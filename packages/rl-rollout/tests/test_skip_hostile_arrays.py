@@ -239,7 +239,6 @@ PLAIN = {
     "a reward of 400 digits": (first_row(reward=10**400), "it cannot be read"),
     "extras that are a list": (first_row(extras=[]), "it cannot be read"),
     "a reason of a megabyte": (first_row(finish_reason="\x1b" * 10**6), "it cannot be read"),
-    "a uid of a megabyte": (first_row(prompt_uid="\x1b" * 10**6), "must match its position"),
 }
 COMPRESSED = {
     "a header of gigabytes": (header(num_bytes=0xFFFFFFFF), "its header declares"),

@@ -25,7 +25,7 @@ def test_the_defaults_are_possible_and_do_nothing(tmp_path, monkeypatch):
         ({"max_bytes": "2X"}, "max_bytes: expected a size such as 500000, 500M, 1.5GB or 20Gi; found '2X'"),
         ({"directory": "a\0b"}, "directory must name a folder or a URL"),
         ({"steps": "4-2"}, "ascending ranges"),
-        ({"steps": []}, "at least one step"),
+        ({"steps": []}, "steps must be numbers from 1 or ascending ranges; found ''"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_with_what_it_must_be(tmp_path, options, message):

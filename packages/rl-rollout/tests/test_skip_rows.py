@@ -142,12 +142,18 @@ def test_what_would_not_come_back_is_refused_as_it_is_stored(tmp_path):
         return replace(group, prompt=replace(group.prompt, **changes))
 
     cases = [
-        (with_row(session_index=1), r"expected \('p0', 0, 0\); found \('p0', 1, 0\)"),
-        (with_row(output_index=1), "expected .*Fix them in the agent loop"),
+        (with_row(session_index=1), r"must be \('p0', 0, 0\); found \('p0', 1, 0\)"),
+        (
+            with_row(output_index=1),
+            "output_index of a trajectory must be .*Fix the prompt's row or the agent",
+        ),
         (with_row(prompt_uid="other"), "found .'other'"),
-        (with_row(extras={"a": object()}), "sessions of prompt 'p0' cannot be stored: it must be JSON"),
-        (with_prompt(ground_truth={1, 2}), "ground_truth of prompt 'p0' cannot be stored"),
-        (with_prompt(columns={"image": b"png"}), "columns of prompt 'p0' cannot be stored.*Remove it from"),
+        (
+            with_row(extras={"a": object()}),
+            "rollouts of prompt 'p0' cannot be stored: a value of type object is",
+        ),
+        (with_prompt(ground_truth={1, 2}), "rollouts of prompt 'p0' cannot be stored: a value of type set is"),
+        (with_prompt(columns={"image": b"png"}), "rollouts of prompt 'p0' cannot be stored: a value of type bytes is"),
     ]
     for broken, message in cases:
         with pytest.raises(CacheError, match=message):
@@ -208,8 +214,6 @@ def test_arrays_that_do_not_belong_together_are_refused():
         ({name: value for name, value in arrays.items() if name != "policy_versions"}, "it has the arrays"),
         (with_records(arrays, lambda records: records.pop()), "it has 2 trajectories of 1 prompts; expected 4 of 2"),
         (with_records(arrays, lambda records: records[0]["sessions"].pop()), "it has 3 trajectories of 2 prompts"),
-        (with_records(arrays, lambda records: records[0]["prompt"].update(uid="other")), "must match its position"),
-        (with_records(arrays, lambda records: first_row(records).update(session_index=1)), "must match its position"),
         (with_records(arrays, lambda records: first_row(records).update(finish_reason="tired")), "finish_reason"),
         (with_records(arrays, lambda records: first_row(records).update(reward="1")), "cannot be read"),
         (with_records(arrays, lambda records: first_row(records).update(reward=10**400)), "cannot be read"),

@@ -7,17 +7,16 @@ from typing import Any
 
 import msgspec
 
-from rl_core.errors import BrokenEntryError, RLError
+from rl_core.errors import CacheError, RLError
 from rl_core.terminal_text import describe_version, escaped_lines, json_text, use_utf8, write_out
 from rl_rollout.gateway_command import add_gateway
 from rl_rollout.skip.commands import (
     EntryReport,
-    as_plain,
-    choose_entry,
+    choose_entries,
     list_entries,
     open_store,
     prune_entries,
-    verify_entry,
+    report_entry,
 )
 from rl_rollout.skip.options import parse_bytes
 from rl_rollout.skip.text import listing_text, pruning_text, verification_text, verified_text
@@ -46,9 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
-    except BrokenEntryError as error:
-        _complain(f"BROKEN {error}")
-        return FOUND
     except BrokenPipeError:
         return 0
     except (RLError, OSError) as error:
@@ -59,23 +55,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    store, _ = open_store(arguments.directory)
-    listing = list_entries(store, arguments.directory)
+    listing = list_entries(open_store(arguments.directory), arguments.directory)
     write_out(_as_json(listing) if arguments.json else listing_text(listing))
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
-    store, keys = open_store(directory, needs_entries=True)
-    chosen = [choose_entry(keys, text, directory) for text in arguments.entries] or keys
+    store = open_store(directory)
+    chosen = choose_entries(store, directory, arguments.entries) if arguments.entries else store.entries()
+    if not chosen:
+        raise CacheError(f"{directory} has no entries.")
     verified: list[EntryReport] = []
     for number, key in enumerate(chosen, start=1):
-        verified.append(verify_entry(store, key))
+        report = report_entry(store, key, reads_arrays=True)
+        _say_progress(number, len(chosen))
+        if report is None:
+            continue
+        verified.append(report)
         if not arguments.json:
             _erase_line()
-            write_out(verified_text(verified[-1]))
-        _say_progress(number, len(chosen))
+            write_out(verified_text(report))
     num_broken = sum(entry.fault is not None for entry in verified)
     if arguments.json:
         entries = [{"name": each.name, "counts": each.counts, "fault": each.fault} for each in verified]
@@ -90,12 +90,13 @@ def _prune(arguments: argparse.Namespace) -> int:
     if arguments.max_bytes is None and not arguments.broken and not arguments.entries:
         _complain("prune needs --max-bytes SIZE, --broken or an ENTRY to select what to remove.")
         return REFUSED
-    store, keys = open_store(directory, needs_entries=bool(arguments.entries))
+    store = open_store(directory)
+    named = choose_entries(store, directory, arguments.entries)
     before = list_entries(store, directory)
     removed = prune_entries(
         store,
         before,
-        named=[choose_entry(keys, text, directory) for text in arguments.entries],
+        named=named,
         is_broken=arguments.broken,
         max_bytes=arguments.max_bytes,
         is_dry_run=is_dry_run,
@@ -112,8 +113,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _as_json(found: Any) -> str:
-    """Format one JSON object without NaN, infinity or control characters."""
-    return json_text(as_plain(msgspec.to_builtins(found), is_finite=True))
+    return json_text(msgspec.to_builtins(found))
 
 
 def _say_progress(num_read: int, num_all: int) -> None:

@@ -88,7 +88,7 @@ def _rollout_cache(settings: Settings) -> Iterator[str]:
     if not cache.enabled or any(cache.problems()):
         return
     yield from problems_of("rollout_cache.directory: ", lambda: EntryStore(cache.directory).folder.check())
-    if not StepSelection.parse(cache.steps).count_before(settings.trainer.steps + 1):
+    if StepSelection.parse(cache.steps).first > settings.trainer.steps:
         yield f"rollout_cache.steps = {cache.steps!r} selects no step up to {with_value(settings, 'trainer.steps')}."
     if cache.rewards == "again":
         with contextlib.suppress(SettingsError):  # another check reports an unknown loop

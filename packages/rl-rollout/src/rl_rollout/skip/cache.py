@@ -1,8 +1,10 @@
 """The skip cache: it stores new rollouts and replays stored ones instead of generating."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -79,19 +81,12 @@ class SkipCache:
         options.check()
         self._options = options
         self._steps = StepSelection.parse(options.steps)
-        self._on_event = on_event or _say_nothing
-        self._warned: set[tuple[str, ...]] = set()
-        self._lazy_store: EntryStore | None = None
-        if options.enabled:
+        self._on_event = on_event or (lambda *_, **__: None)
+        self._warned: set[str] = set()
+        if options.enabled:  # a cache that is not needs no storage library, and serves nothing
+            self._store = EntryStore(options.directory, compress=options.compress)
             self._store.folder.prepare()
             self._store.entries()
-
-    @property
-    def _store(self) -> EntryStore:
-        """The store, opened on first use: a disabled cache needs no storage library."""
-        if self._lazy_store is None:
-            self._lazy_store = EntryStore(self._options.directory, compress=self._options.compress)
-        return self._lazy_store
 
     def serves(self, key: EntryKey) -> bool:
         """Return True if the cache stores or replays rollouts of this key.
@@ -99,28 +94,25 @@ class SkipCache:
         Kinds other than "train" need the option `validation`. Step 0 (before the first step) counts as step 1.
         """
         is_kind = key.kind == TRAIN or self._options.validation
-        return self._options.enabled and is_kind and (max(key.step, 1) in self._steps or self.repeats(key))
+        return self._options.enabled and is_kind and (max(key.step, 1) in self._steps or self._repeats(key))
 
-    def repeats(self, key: EntryKey) -> bool:
+    def _repeats(self, key: EntryKey) -> bool:
         """Return True if the key only repeats earlier steps: a training step after the last one of `steps`."""
-        last = self._steps.last
-        return self._options.action == "repeat" and key.kind == TRAIN and last is not None and key.step > last
+        return self._options.action == "repeat" and key.kind == TRAIN and key.step > self._steps.last
 
     def needs_earlier(self, key: EntryKey) -> bool:
         """Return True if the steps before the key must be stored before `find` can choose its entry."""
-        return self._options.action == "repeat_last" or self.repeats(key)
+        return self._options.action == "repeat_last" or self._repeats(key)
 
-    def stored_as(self, key: EntryKey) -> EntryKey:
+    def _stored_as(self, key: EntryKey) -> EntryKey:
         """Return the key under which new rollouts of a key are stored.
 
         A step that repeats an earlier one is generated only if a kill, a limit or a broken file lost the entry of the
         earlier one; it then stores that entry.
         """
-        last = self._steps.last
-        if not self.repeats(key) or last is None:
+        if not self._repeats(key):
             return key
-        turn = (key.step - last - 1) % self._steps.count_before(last + 1)
-        return EntryKey(step=self._steps.at(turn), part=key.part)
+        return EntryKey(step=self._steps.repeated(key.step - self._steps.last - 1), part=key.part)
 
     async def rollouts(
         self, key: EntryKey, prompts: Sequence[Prompt], circumstances: RolloutOrigin, generate: Generate
@@ -150,9 +142,7 @@ class SkipCache:
 
     def find(self, key: EntryKey, prompts: Sequence[Prompt], circumstances: RolloutOrigin) -> StepRollouts | None:
         """Return stored rollouts for a key; None if they must be generated. See `rollouts`."""
-        return self._find(key, prompts, make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES))
-
-    def _find(self, key: EntryKey, prompts: Sequence[Prompt], live: dict[str, Json]) -> StepRollouts | None:
+        live = make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES)
         started = time.perf_counter()
         while time.perf_counter() - started < SEARCH_DEADLINE_S:
             source = self._choose(key)
@@ -160,10 +150,10 @@ class SkipCache:
                 self._on_event("skip_miss", entry=key.name)
                 return None
             try:
-                described = self._store.describe(source)
-                if described is None:
+                manifest = self._store.describe(source)
+                if manifest is None:
                     continue  # removed since it was chosen
-                differences = self._differences(key, described.manifest, live)
+                differences = self._differences(key, manifest, live)
                 if differences is None:
                     return None
                 entry = self._store.read(source)
@@ -171,7 +161,6 @@ class SkipCache:
                 self._set_aside(source, error)
                 continue
             if entry is not None:
-                self._warn(source, differences)
                 return self._replayed(key, entry, prompts, differences, load_s=time.perf_counter() - started)
         raise CacheError(
             f"no entry for {key.name} in {self._options.directory} could be opened within {SEARCH_DEADLINE_S:g} s; all "
@@ -184,22 +173,16 @@ class SkipCache:
 
         Only training rollouts are taken from another step: a validation would report another policy's results.
         """
-        entries, own = self._store.entries(), self.stored_as(key)
+        entries, own = self._store.entries(), self._stored_as(key)
         if own in entries:
             return own
         stored = [each for each in entries if (each.kind, each.part) == (key.kind, 0)]
         if self._options.action != "repeat_last" or key.kind != TRAIN or not stored:
             return None
-        source = EntryKey(step=max(stored, key=self._age).step, part=key.part)
+        # A broken entry counts as the newest, so that it is read and reported.
+        newest = max(stored, key=lambda each: (self._store.created_at(each, if_broken=math.inf), each.step))
+        source = EntryKey(step=newest.step, part=key.part)
         return source if source in entries else None
-
-    def _age(self, key: EntryKey) -> tuple[float, int]:
-        """Return a sort key by creation time. A broken entry counts as newest, so that it is read and reported."""
-        try:
-            found = self._store.describe(key)
-        except BrokenEntryError:
-            return float("inf"), key.step
-        return (0.0 if found is None else found.manifest.created_at), key.step
 
     def _differences(self, key: EntryKey, manifest: Manifest, live: dict[str, Json]) -> tuple[Difference, ...] | None:
         """Return the accepted differences; None if the step must be generated again."""
@@ -213,7 +196,6 @@ class SkipCache:
         )
         if not found:
             return ()
-        path = self._store.folder.path_of(manifest.key.name)
         shown = [str(difference) for difference in found]
         on_mismatch = self._options.on_mismatch
         if key.kind != TRAIN and on_mismatch == "accept":
@@ -225,21 +207,22 @@ class SkipCache:
         if on_mismatch == "regenerate":
             return None
         if on_mismatch == "accept" and is_usable:
+            self._warn(manifest.key, found)
             return found
         rest = [f"and {len(shown) - MAX_SHOWN} more"] if len(shown) > MAX_SHOWN else []
         accept = '"accept" to train on them anyway or ' if is_usable else ""
         raise CacheMismatchError(
-            f"{path} was generated with different inputs or settings:\n  "
+            f"{self._store.folder.path_of(manifest.key.name)} was generated with different inputs or settings:\n  "
             + "\n  ".join([*shown[:MAX_SHOWN], *rest])
             + f'\nSet rollout_cache.on_mismatch = {accept}"regenerate" to replace them, or choose another '
             "rollout_cache.directory."
         )
 
     def _warn(self, source: EntryKey, differences: Sequence[Difference]) -> None:
-        """Log accepted differences, once per set of differing names."""
-        names = tuple(difference.name for difference in differences)
-        if names and names not in self._warned:
-            self._warned.add(names)
+        """Log accepted differences, unless each of these names was logged before."""
+        names = {difference.name for difference in differences}
+        if not names <= self._warned:
+            self._warned |= names
             shown = [str(difference) for difference in differences[:MAX_SHOWN]]
             log.warning("skip_mismatch_accepted", entry=source.name, differences=shown)
 
@@ -252,7 +235,7 @@ class SkipCache:
         *,
         load_s: float,
     ) -> StepRollouts:
-        manifest, groups = entry.manifest, entry.groups or ()
+        manifest, groups = entry.manifest, entry.groups
         is_own = manifest.key == key and [group.prompt.uid for group in groups] == [prompt.uid for prompt in prompts]
         if not is_own:
             suffix = f"-r{key.step}" + (f".{key.part}" if key.part else "")
@@ -274,8 +257,8 @@ class SkipCache:
         )
 
     def keep(self, key: EntryKey, new: StepRollouts, prompts: Sequence[Prompt], circumstances: RolloutOrigin) -> None:
-        """Store new rollouts of a key, as `stored_as` says. See `rollouts`."""
-        key = self.stored_as(key)
+        """Store new rollouts of a key. See `rollouts`."""
+        key = self._stored_as(key)
         live = make_fingerprint(circumstances, prompts, columns=TOKEN_DTYPES)
         if not any(group.trajectories for group in new.groups):
             self.give_up(key, "no session can train")
@@ -301,7 +284,7 @@ class SkipCache:
         store_s = round(time.perf_counter() - started, 4)
         self._on_event("skip_stored", entry=key.name, size_bytes=size_bytes, store_s=store_s)
         if max_bytes is not None:
-            for name, removed_bytes in self._store.prune(max_bytes, keep=key):
+            for name, removed_bytes in self._store.prune(max_bytes - size_bytes, without={key.name}):
                 self._on_event("skip_removed", entry=name, size_bytes=removed_bytes)
 
     def give_up(self, key: EntryKey, reason: str) -> None:
@@ -311,19 +294,14 @@ class SkipCache:
     def _set_aside(self, key: EntryKey, error: BrokenEntryError) -> None:
         """Report a broken entry, then move it to broken/, or raise the error if `on_broken` is "error"."""
         is_error = self._options.on_broken == "error"
-        if not is_error and self._is_whole(key):
-            return  # another run has just replaced it
+        with suppress(BrokenEntryError):
+            if not is_error and self._store.read(key) is not None:
+                return  # another run replaced it while it was read
         aside = None if is_error else self._store.folder.set_aside(key.name)
         self._on_event("skip_broken", entry=key.name, path=error.path, reason=error.reason, set_aside_as=aside)
         log.warning("skip_entry_broken", path=error.path, reason=error.reason, set_aside_as=aside)
         if is_error:
             raise error
-
-    def _is_whole(self, key: EntryKey) -> bool:
-        try:
-            return self._store.read(key) is not None
-        except BrokenEntryError:
-            return False
 
 
 async def _generated(generate: Generate) -> StepRollouts:
@@ -339,7 +317,3 @@ def renamed(group: GroupResult, uid: str) -> GroupResult:
         for session in group.sessions
     )
     return replace(group, prompt=replace(group.prompt, uid=uid), sessions=sessions)
-
-
-def _say_nothing(event: str, /, **fields: Json) -> None:
-    """Ignore the event."""

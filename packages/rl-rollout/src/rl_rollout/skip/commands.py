@@ -1,8 +1,7 @@
 """The operations of `rl-rollout cache` on a directory of entries: choose, list, verify, prune."""
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,7 +9,7 @@ import msgspec
 
 from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError
-from rl_core.files.array_entries import SUFFIX
+from rl_core.files.array_entries import BROKEN, SUFFIX
 from rl_rollout.skip.entries import EntryKey, EntryStore
 from rl_rollout.skip.rows import Counts
 
@@ -64,6 +63,11 @@ class EntryReport(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: dict[str, Any] | None = None
     fault: Fault | None = None
 
+    @property
+    def is_broken(self) -> bool:
+        """True if the entry can be removed: the store read it, and found it broken."""
+        return self.fault is not None and self.fault.is_broken
+
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
     """A file besides the entries.
@@ -99,71 +103,54 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class Removal(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that `prune` removes.
+class Removal(Named, frozen=True, kw_only=True):
+    """A file that `prune` removes; its name is relative to the directory.
 
     Attributes:
-        name: Path relative to the directory.
-        size_bytes: Size of its file.
         why: LEFT, "named", "set aside", "broken" or "oldest".
     """
 
-    name: str
-    size_bytes: int
     why: str
 
 
-def open_store(directory: str, *, needs_entries: bool = False) -> tuple[EntryStore, list[EntryKey]]:
-    """Open the store in an existing directory, and return it with the keys of its entries.
+def open_store(directory: str) -> EntryStore:
+    """Open the store in an existing directory.
 
     Raises:
-        CacheError: The directory does not exist or is not a folder, or has no entries although it needs them.
+        CacheError: The directory does not exist or is not a folder.
     """
     store = EntryStore(directory)
     if not store.folder.exists():
         raise CacheError(
-            f"{directory} must be the folder or URL of a skip cache, such as the rollout_cache.directory of a run; "
-            f"{entries_hint(directory)}"
+            f"{directory} must be the folder or URL of a skip cache, as in rollout_cache.directory, with files such as "
+            f"{EntryKey(step=1).name}{SUFFIX}."
         )
-    keys = store.entries()
-    if needs_entries and not keys:
-        raise CacheError(f"{directory} has no entries; {entries_hint(directory)}")
-    return store, keys
+    return store
 
 
-def entries_hint(directory: str) -> str:
-    """Return a hint on what entries look like, for a directory that has none."""
-    is_entry = EntryKey.parse(_last(directory)) is not None
-    upwards = " The path is itself an entry: give its folder." if is_entry else ""
-    return f"expected files such as {EntryKey(step=1).name}{SUFFIX}.{upwards}"
-
-
-def choose_entry(keys: Sequence[EntryKey], text: str, directory: str) -> EntryKey:
-    """Return the key of the entry with a name or step number.
+def choose_entries(store: EntryStore, directory: str, chosen: Sequence[str]) -> list[EntryKey]:
+    """Return the keys of the entries with these names or step numbers.
 
     Raises:
-        CacheError: No entry matches, or several entries belong to the step.
+        CacheError: No entry matches one of them, or several entries belong to the step.
     """
-    above = text.rstrip("/").rpartition("/")[0]
-    is_here = not above or os.path.normpath(above) == os.path.normpath(directory)
-    named = [key for key in keys if is_here and key.name == _last(text)]
-    is_step = text.isascii() and text.isdecimal()
-    if not named and is_step:
-        named = [key for key in keys if str(key.step) == (text.lstrip("0") or "0")]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        raise CacheError(f"step {text} has {len(named)} entries in {directory}: {_names(named)}. Name one of them.")
-    what = f"step {text}" if is_step else f"entry {text!r}"
-    raise CacheError(f"{directory} has no {what}. It has {len(keys)}: {_names(keys)}.")
+    keys = store.entries()
+    found = {text: [key for key in keys if text in (key.name, str(key.step))] for text in chosen}
+    for text, matches in found.items():
+        if len(matches) != 1:
+            names = [key.name for key in matches or keys]
+            shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+            raise CacheError(
+                f"{directory} has {len(matches) or 'no'} entries named {text!r} or of that step. Name one of: {shown}."
+            )
+    return [key for (key,) in found.values()]
 
 
 def list_entries(store: EntryStore, directory: str) -> Listing:
     """Return the contents of a directory without reading any arrays."""
     sizes = store.folder.sizes()
-    entries = tuple(
-        found for key in store.entries() if (found := describe_entry(store, key, sizes.get(key.name, 0))) is not None
-    )
+    reports = [report_entry(store, key, size_bytes=sizes.get(key.name, 0)) for key in store.entries()]
+    entries = tuple(each for each in reports if each is not None)
     aside, leftovers = (
         tuple(Named(name=name, size_bytes=size) for name, size in found.items())
         for found in (store.folder.broken(), store.folder.leftovers())
@@ -176,40 +163,42 @@ def list_entries(store: EntryStore, directory: str) -> Listing:
         leftovers=leftovers,
         num_broken=sum(entry.fault is not None for entry in entries),
         totals=Counts(**{name: sum(getattr(each, name) for each in held) for name in Counts.__struct_fields__}),
-        size_bytes=sum(entry.size_bytes for entry in entries) + sum(each.size_bytes for each in (*aside, *leftovers)),
+        size_bytes=sum(each.size_bytes for each in entries) + sum(each.size_bytes for each in (*aside, *leftovers)),
     )
 
 
-def describe_entry(store: EntryStore, key: EntryKey, size_bytes: int) -> EntryReport | None:
-    """Summarize an entry from its description; return None if it was removed in the meantime."""
+def report_entry(
+    store: EntryStore, key: EntryKey, *, size_bytes: int = 0, reads_arrays: bool = False
+) -> EntryReport | None:
+    """Return the facts or the fault of an entry; None if it was removed in the meantime.
+
+    Args:
+        store: Store of the entry.
+        key: Its key.
+        size_bytes: Size of its file.
+        reads_arrays: Check every byte, and not only the description.
+    """
     try:
+        if reads_arrays:
+            store.read(key)
         found = store.describe(key)
+    except BrokenEntryError as error:
+        fault = Fault(path=error.path, reason=error.reason)
     except CacheError as error:
-        return EntryReport(name=key.name, key=key, size_bytes=size_bytes, fault=_fault_of(error, store, key))
-    if found is None:
-        return None
-    manifest = found.manifest
-    return EntryReport(
-        name=key.name,
-        key=key,
-        made_at=_made_at(manifest.created_at),
-        generate_s=manifest.generate_s,
-        counts=manifest.counts,
-        size_bytes=found.size_bytes,
-        fingerprint=as_plain(manifest.fingerprint),
-    )
-
-
-def verify_entry(store: EntryStore, key: EntryKey) -> EntryReport:
-    """Read a complete entry, check every byte, and return its counts or its fault."""
-    try:
-        entry = store.read(key)
-    except CacheError as error:
-        return EntryReport(name=key.name, key=key, fault=_fault_of(error, store, key))
-    if entry is None:
-        gone = Fault(path=store.folder.path_of(key.name), reason="it was removed in the meantime", is_broken=False)
-        return EntryReport(name=key.name, key=key, fault=gone)
-    return EntryReport(name=key.name, key=key, counts=entry.manifest.counts)
+        fault = Fault(path=store.folder.path_of(key.name), reason=str(error), is_broken=False)
+    else:
+        if found is None:
+            return None
+        return EntryReport(
+            name=key.name,
+            key=key,
+            made_at=datetime.fromtimestamp(found.created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            generate_s=found.generate_s,
+            counts=found.counts,
+            size_bytes=size_bytes,
+            fingerprint=as_plain(found.fingerprint),
+        )
+    return EntryReport(name=key.name, key=key, size_bytes=size_bytes, fault=fault)
 
 
 def prune_entries(
@@ -241,86 +230,40 @@ def prune_entries(
     """
     removed: list[Removal] = []
 
-    def remove(removal: Removal) -> None:
-        removed.append(removal)
+    def remove(each: Named | EntryReport, why: str, *, below: str = "") -> None:
+        removed.append(Removal(name=below + each.name, size_bytes=each.size_bytes, why=why))
         if not is_dry_run:  # immediately: another process may replace a broken entry
-            (store.folder.remove_leftover if removal.why == LEFT else store.folder.remove)(removal.name)
+            (store.folder.remove_leftover if why == LEFT else store.folder.remove)(removed[-1].name)
 
-    for removal in _unwanted(store, before, named, is_broken, on_read):
-        remove(removal)
+    for leftover in before.leftovers:
+        remove(leftover, LEFT)
+    for entry in before.entries:
+        if entry.key in named:
+            remove(entry, "named")
+    if is_broken:
+        for aside in before.set_aside:
+            remove(aside, "set aside", below=f"{BROKEN}/")
+        others = [entry for entry in before.entries if entry.key not in named]
+        for number, entry in enumerate(others, start=1):
+            report = report_entry(store, entry.key, reads_arrays=True)
+            on_read(number, len(others))
+            if report is not None and report.is_broken:
+                remove(entry, "broken")
     if max_bytes is not None:
+        broken = {entry.name for entry in before.entries if entry.is_broken}
         gone = {each.name for each in removed}
-        broken = {entry.name for entry in before.entries if entry.fault is not None and entry.fault.is_broken}
-        rest = [each for each in store.by_age() if each[0] not in gone]
-        total = sum(size for _, size in rest)
-        for name, size in rest:
-            if total <= max_bytes:
-                break
-            why = "set aside" if name.startswith("broken/") else "broken" if name in broken else "oldest"
-            remove(Removal(name=name, size_bytes=size, why=why))
-            total -= size
+        for name, size in store.prune(max_bytes, without=gone, is_dry_run=is_dry_run):
+            why = "set aside" if name.startswith(BROKEN) else "broken" if name in broken else "oldest"
+            removed.append(Removal(name=name, size_bytes=size, why=why))
     return removed
 
 
-def as_plain(value: Json, *, is_finite: bool = False, depth: int = 0) -> Json:
-    """Return JSON that any parser accepts: values nested too deeply become a string.
-
-    Args:
-        value: A JSON value.
-        is_finite: Replace NaN and infinities, which JSON lacks, by null.
-        depth: Nesting depth of the value, from 0.
-    """
-    if is_finite and isinstance(value, float) and not math.isfinite(value):
+def as_plain(value: Json, *, depth: int = 0) -> Json:
+    """Return JSON that any parser accepts: without NaN and infinities, and with a string for what is too deep."""
+    if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, dict | list | tuple) and depth >= MAX_DEPTH:
+    if isinstance(value, dict | list) and depth >= MAX_DEPTH:
         return f"(nested more than {MAX_DEPTH} levels deep)"
     if isinstance(value, dict):
-        return {str(name): as_plain(item, is_finite=is_finite, depth=depth + 1) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(item, is_finite=is_finite, depth=depth + 1) for item in value]
-    return value
-
-
-def _unwanted(
-    store: EntryStore, listing: Listing, named: Sequence[EntryKey], is_broken: bool, on_read: OnRead
-) -> Iterator[Removal]:
-    """Yield all removals except those of the oldest entries. Each entry is read only when it is reached."""
-    for each in listing.leftovers:
-        yield Removal(name=each.name, size_bytes=each.size_bytes, why=LEFT)
-    for entry in listing.entries:
-        if entry.key in named:
-            yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="named")
-    if not is_broken:
-        return
-    for each in listing.set_aside:
-        yield Removal(name=f"broken/{each.name}", size_bytes=each.size_bytes, why="set aside")
-    others = [entry for entry in listing.entries if entry.key not in named]
-    for number, entry in enumerate(others, start=1):
-        fault = verify_entry(store, entry.key).fault
-        on_read(number, len(others))
-        if fault is not None and fault.is_broken:
-            yield Removal(name=entry.name, size_bytes=entry.size_bytes, why="broken")
-
-
-def _fault_of(error: CacheError, store: EntryStore, key: EntryKey) -> Fault:
-    if isinstance(error, BrokenEntryError):
-        return Fault(path=error.path, reason=error.reason)
-    return Fault(path=store.folder.path_of(key.name), reason=str(error), is_broken=False)
-
-
-def _made_at(seconds: float) -> str | None:
-    """Return a creation time in UTC; None if it is out of range."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, ValueError, OSError):
-        return None
-
-
-def _last(path: str) -> str:
-    """Return the name of an entry from its path."""
-    return path.rstrip("/").rpartition("/")[2].removesuffix(SUFFIX)
-
-
-def _names(keys: Sequence[EntryKey]) -> str:
-    names = [key.name for key in keys[:MAX_NAMED]]
-    return ", ".join([*names, f"and {len(keys) - MAX_NAMED} more"] if len(keys) > MAX_NAMED else names)
+        return {name: as_plain(item, depth=depth + 1) for name, item in value.items()}
+    return [as_plain(item, depth=depth + 1) for item in value] if isinstance(value, list) else value

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -19,7 +19,8 @@ FORMAT = 2
 MAX_SHOWN = 240
 KEY_NAME = re.compile(r"([a-z][a-z_]{0,30})-(\d{8,12})-(\d{4,6})")
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
+"""Seconds, also since the epoch, before the year 10000."""
 
 
 class EntryKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, order=True):
@@ -84,7 +85,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEntry:
-    """An entry; `groups` is None if only its description was read.
+    """A complete entry.
 
     Attributes:
         manifest: Its description.
@@ -94,7 +95,7 @@ class StoredEntry:
 
     manifest: Manifest
     size_bytes: int
-    groups: tuple[GroupResult, ...] | None = None
+    groups: tuple[GroupResult, ...]
 
 
 class EntryStore:
@@ -133,7 +134,7 @@ class EntryStore:
         keys = [key for name in self.folder.names() if (key := EntryKey.parse(name)) is not None]
         return sorted(keys, key=lambda key: (key.kind, key.step, key.part))
 
-    def describe(self, key: EntryKey) -> StoredEntry | None:
+    def describe(self, key: EntryKey) -> Manifest | None:
         """Read only an entry's description; return None if the entry does not exist.
 
         Raises:
@@ -151,7 +152,7 @@ class EntryStore:
         with self.folder.open(key.name) as entry:
             if entry is None:
                 return None
-            manifest = _described(entry, key).manifest
+            manifest = _described(entry, key)
             groups = decode_groups(entry.read(DTYPES), path=entry.path)
             if count(groups) != manifest.counts:
                 raise BrokenEntryError(entry.path, f"it must have {manifest.counts}; found {count(groups)}")
@@ -202,47 +203,44 @@ class EntryStore:
             max_bytes=max_bytes,
         )
 
-    def prune(self, max_bytes: int, *, keep: EntryKey | None = None) -> list[tuple[str, int]]:
-        """Remove items in `broken`, then the oldest entries, until at most `max_bytes` remain.
+    def created_at(self, key: EntryKey, *, if_broken: float = 0.0) -> float:
+        """Return an entry's creation time in seconds since the epoch; 0 if it does not exist."""
+        try:
+            found = self.describe(key)
+        except BrokenEntryError:
+            return if_broken
+        return 0.0 if found is None else found.created_at
+
+    def prune(
+        self, max_bytes: int, *, without: Collection[str] = (), is_dry_run: bool = False
+    ) -> list[tuple[str, int]]:
+        """Remove items in `broken`, then broken entries, then the oldest ones, until at most `max_bytes` remain.
 
         Args:
             max_bytes: Maximum size in bytes of all entries and of `broken`.
-            keep: Entry to keep whatever its age, such as the one just stored.
+            without: Names of entries that neither count nor are removed.
+            is_dry_run: Remove nothing.
 
         Returns:
-            Name and size in bytes of each removed item.
+            Name (`broken/NAME` or that of an entry) and size in bytes of each removed item.
         """
-        found = self.by_age()
-        total = sum(size for _, size in found)
-        removed: list[tuple[str, int]] = []
+        aside, sizes = self.folder.broken(), self.folder.sizes()
+        found = [(f"{BROKEN}/{name}", size) for name, size in aside.items()]
+        found += [(key.name, sizes.get(key.name, 0)) for key in sorted(self.entries(), key=self.created_at)]
+        found = [each for each in found if each[0] not in without]
+        excess = sum(size for _, size in found) - max_bytes
+        removed = []
         for name, size in found:
-            if total <= max_bytes:
+            if excess <= 0:
                 break
-            if keep is None or name != keep.name:
+            if not is_dry_run:
                 self.folder.remove(name)
-                removed.append((name, size))
-                total -= size
+            removed.append((name, size))
+            excess -= size
         return removed
 
-    def by_age(self) -> list[tuple[str, int]]:
-        """Return name and size in bytes of each item in `broken` (`broken/NAME`), then of each entry, oldest first."""
-        aside = [(f"{BROKEN}/{name}", size) for name, size in self.folder.broken().items()]
-        return aside + [(key.name, size) for _, size, key in sorted(self._ages(), key=lambda entry: entry[0])]
 
-    def _ages(self) -> Iterator[tuple[float, int, EntryKey]]:
-        """Yield each entry's creation time, size in bytes and key; a broken entry counts as the oldest."""
-        sizes = self.folder.sizes()
-        for key in self.entries():
-            try:
-                found = self.describe(key)
-            except BrokenEntryError:
-                yield 0.0, sizes.get(key.name, 0), key
-            else:
-                if found is not None:
-                    yield found.manifest.created_at, found.size_bytes, key
-
-
-def _described(entry: Entry, key: EntryKey) -> StoredEntry:
+def _described(entry: Entry, key: EntryKey) -> Manifest:
     if entry.description.get("format") != FORMAT:
         found = preview(entry.description.get("format"))
         raise BrokenEntryError(entry.path, f"it must have format {FORMAT}; found {found}")
@@ -253,4 +251,4 @@ def _described(entry: Entry, key: EntryKey) -> StoredEntry:
         raise BrokenEntryError(entry.path, f"its description is not one of rollouts ({shown})") from None
     if manifest.key != key:
         raise BrokenEntryError(entry.path, f"it belongs to {manifest.key.name}")
-    return StoredEntry(manifest=manifest, size_bytes=entry.size_bytes)
+    return manifest

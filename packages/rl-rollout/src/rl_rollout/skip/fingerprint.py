@@ -93,12 +93,7 @@ def make_fingerprint(
         "prompts": [prompt_digest(prompt) for prompt in prompts],
         "columns": dict(columns),
     }
-    for name, value in found.items():
-        try:
-            found[name] = json.loads(json.dumps(value))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"the fingerprint part {name!r} must be JSON; found {value!r} ({error}).") from error
-    return found
+    return {name: json.loads(_as_json(value, f"the fingerprint part {name!r}")) for name, value in found.items()}
 
 
 def compare(
@@ -128,15 +123,12 @@ def unusable_parts(manifest: Manifest, live: Mapping[str, Json]) -> tuple[Differ
     counts, source = manifest.counts, live.get("source")
     if not isinstance(source, Mapping):
         return ()
-    wanted = int(source["groups_per_step"])
-    num_sessions = wanted * int(live["group_size"])
-    if (counts.groups, counts.sessions) == (wanted, num_sessions):
+    stored = counts.groups, counts.sessions / max(counts.groups, 1)
+    wanted = int(source["groups_per_step"]), float(live["group_size"])
+    if stored == wanted:
         return ()
-    stored, now = (
-        f"{groups} groups of {sessions // max(groups, 1)} sessions"
-        for groups, sessions in ((counts.groups, counts.sessions), (wanted, num_sessions))
-    )
-    return (Difference(name="groups", stored=stored, live=now),)
+    shown = [f"{groups} groups of {sessions:g} sessions" for groups, sessions in (stored, wanted)]
+    return (Difference(name="groups", stored=shown[0], live=shown[1]),)
 
 
 def prompt_digest(prompt: Prompt) -> str:
@@ -146,14 +138,9 @@ def prompt_digest(prompt: Prompt) -> str:
         DataError: A field is not JSON.
     """
     content = [list(prompt.messages), prompt.data_source, prompt.ground_truth, dict(prompt.columns)]
+    text = _as_json(content, f"messages, ground truth and columns of prompt {prompt.uid!r}", sort_keys=True)
     digest = hashlib.blake2b(prompt.input_ids.astype("<i4").tobytes(), digest_size=DIGEST_BYTES)
-    try:
-        digest.update(json.dumps(content, sort_keys=True).encode())
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"prompt {prompt.uid!r} cannot be stored: messages, ground truth and columns must be JSON ({error}). "
-            "Remove the values that are not from its row."
-        ) from error
+    digest.update(text.encode())
     return digest.hexdigest()
 
 
@@ -189,6 +176,13 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _as_json(value: Json, what: str, *, sort_keys: bool = False) -> str:
+    try:
+        return json.dumps(value, sort_keys=sort_keys)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{what} must be JSON, to be stored in a skip cache ({error}). Remove other values.") from error
 
 
 def _overlap(name: str, part: str) -> bool:

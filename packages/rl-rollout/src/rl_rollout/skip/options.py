@@ -8,19 +8,21 @@ from typing import Literal
 from rl_core.errors import SettingsError
 from rl_core.record_fields import settings_record
 
-RANGE = re.compile(r"(\d{1,18})(?:\s*(-)\s*(\d{1,18})?)?", re.ASCII)
-BRACKETS = re.compile(r"\[(.*)\]", re.DOTALL)
+RANGE = re.compile(r"0*([1-9]\d{0,17})(?:\s*-\s*(\d{0,18}))?", re.ASCII)
+ENDLESS = 10**18
+"""The last step of a range without an end."""
+EXAMPLES = 'Write "all", [1, 2, 40] or "1-20,40"; steps are counted from 1.'
 
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """A set of steps, as sorted ranges that are neither overlapping nor adjacent.
+    """A set of steps, counted from 1.
 
     Attributes:
-        ranges: First and last step of each range, counted from 1; a last step of None means no end.
+        ranges: Ranges of steps, sorted, and neither overlapping nor adjacent. One up to ENDLESS has no end.
     """
 
-    ranges: tuple[tuple[int, int | None], ...]
+    ranges: tuple[range, ...]
 
     @classmethod
     def parse(cls, steps: str | int | Sequence[int]) -> "StepSelection":
@@ -29,78 +31,50 @@ class StepSelection:
         Raises:
             SettingsError: The value has another form, selects no step, or has a range that ends before it starts.
         """
-        found: list[tuple[int, int | None]]
         if isinstance(steps, str):
             text = steps.strip()
-            in_brackets = BRACKETS.fullmatch(text)
-            parts = (in_brackets[1] if in_brackets else text).split(",")
-            found = [(1, None)] if text == "all" else [_read_range(part, steps) for part in parts]
-        elif isinstance(steps, int):
-            found = [(_read_step(steps, steps), steps)]
-        elif not isinstance(steps, Sequence):
-            raise SettingsError(f"steps must be a string or a list; found {steps!r}. {EXAMPLES}")
+            in_brackets = text[:1] + text[-1:] == "[]"
+            parts = ["1-"] if text == "all" else (text[1:-1] if in_brackets else text).split(",")
         else:
-            found = [(first, first) for first in (_read_step(step, steps) for step in steps)]
-        if not found:
-            raise SettingsError(f"steps must name at least one step; found {steps!r}. {EXAMPLES}")
-        return cls(tuple(_merged(found)))
+            parts = [str(step) for step in steps] if isinstance(steps, Sequence) else [str(steps)]
+        merged: list[range] = []
+        for each in sorted((_read_range(part.strip(), steps) for part in parts or [""]), key=lambda each: each.start):
+            if merged and each.start <= merged[-1].stop:
+                merged[-1] = range(merged[-1].start, max(each.stop, merged[-1].stop))
+            else:
+                merged.append(each)
+        return cls(tuple(merged))
 
     def __contains__(self, step: int) -> bool:
-        return any(first <= step and (last is None or step <= last) for first, last in self.ranges)
+        return any(step in each for each in self.ranges)
 
     @property
-    def last(self) -> int | None:
-        """Return the last selected step; None if there is no end."""
-        return self.ranges[-1][1]
+    def first(self) -> int:
+        """Return the first selected step."""
+        return self.ranges[0].start
 
-    def at(self, index: int) -> int:
-        """Return a selected step by its index from 0; the selection has an end."""
-        for first, last in self.ranges:
-            if last is None or first + index <= last:
-                return first + index
-            index -= last - first + 1
-        raise IndexError("the selection has fewer steps")
+    @property
+    def last(self) -> int:
+        """Return the last selected step; ENDLESS if there is no end."""
+        return self.ranges[-1].stop - 1
 
-    def count_before(self, step: int) -> int:
-        """Return the number of selected steps before a step."""
-        total = 0
-        for first, last in self.ranges:
-            end = step - 1 if last is None else min(last, step - 1)
-            total += max(0, end - first + 1)
-        return total
+    def repeated(self, index: int) -> int:
+        """Return the selected step with this index from 0, starting again after the last one."""
+        index %= sum(map(len, self.ranges))
+        for each in self.ranges:
+            if index < len(each):
+                break
+            index -= len(each)
+        return each[index]
 
 
-EXAMPLES = 'Write "all", [1, 2, 40] or "1-20,40"; steps are counted from 1.'
-
-
-def _read_step(step: object, steps: object) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        raise SettingsError(f"steps must be integers of at least 1; found {step!r} in {steps!r}. {EXAMPLES}")
-    return step
-
-
-def _read_range(part: str, steps: str) -> tuple[int, int | None]:
-    match = RANGE.fullmatch(part.strip())
-    if match is None:
-        raise SettingsError(f"steps must list steps or ranges; found {part.strip()!r} in {steps!r}. {EXAMPLES}")
-    first = _read_step(int(match[1]), steps)
-    if match[2] is None:
-        return first, first
-    last = None if match[3] is None else int(match[3])
-    if last is not None and last < first:
-        raise SettingsError(f"steps must have ascending ranges; found {part.strip()!r} in {steps!r}. {EXAMPLES}")
-    return first, last
-
-
-def _merged(ranges: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
-    merged: list[tuple[int, int | None]] = []
-    for first, last in sorted(ranges, key=lambda each: each[0]):
-        if merged and (merged[-1][1] is None or first <= merged[-1][1] + 1):
-            start, end = merged[-1]
-            merged[-1] = (start, None if end is None or last is None else max(end, last))
-        else:
-            merged.append((first, last))
-    return merged
+def _read_range(part: str, steps: object) -> range:
+    if match := RANGE.fullmatch(part):
+        first, last = int(match[1]), match[2]
+        found = range(first, (ENDLESS if last == "" else int(last or first)) + 1)
+        if found:
+            return found
+    raise SettingsError(f"steps must be numbers from 1 or ascending ranges; found {part!r} in {steps!r}. {EXAMPLES}")
 
 
 Action = Literal["cache", "repeat", "repeat_last"]
@@ -172,7 +146,7 @@ class SkipOptions:
         except SettingsError as error:
             yield str(error)
         else:
-            if self.action == "repeat" and steps.last is None:
+            if self.action == "repeat" and steps.last == ENDLESS:
                 yield (
                     'action = "repeat" needs steps with an end, because later steps repeat them; found steps = '
                     f'{self.steps!r}. Set steps = "1-3" to repeat the first three.'

@@ -1,7 +1,8 @@
 """Converts groups of rollouts to flat arrays and back. `error`, `rescored` and `timings.reward_wait_s` are not stored.
 
 The tokens of all trajectories are concatenated, with offsets; so are the prompts' tokens. Everything else (uids,
-messages, rewards, timings, failures) is one JSON document, stored as bytes.
+messages, rewards, timings, failures) is one JSON document, stored as bytes. A trajectory's uid and indices follow from
+its position there.
 """
 
 import json
@@ -33,9 +34,13 @@ EXPERT_DTYPES = {"routed_experts": "int16", "expert_shapes": "int32"}
 """`expert_shapes` has layers and top_k of each trajectory, 0 for one without experts; an entry without any has none."""
 DTYPES = {**TOKEN_DTYPES, **OTHER_DTYPES, **EXPERT_DTYPES}
 """dtype of every array that an entry may have."""
-RECORDS = (GroupResult, Prompt, SessionResult, Trajectory, Timings)
-NOT_STORED = ("error", "rescored", "reward_wait_s")
-IN_ARRAYS = (*TOKEN_DTYPES, "routed_experts")
+PLACE = ("prompt_uid", "session_index", "output_index")
+NOT_IN_RECORDS = ("error", "rescored", "reward_wait_s", *PLACE, *TOKEN_DTYPES, "routed_experts")
+RECORD_FIELDS: dict[type, list[str]] = {
+    kind: [field.name for field in fields(kind) if field.name not in NOT_IN_RECORDS]
+    for kind in (GroupResult, Prompt, SessionResult, Trajectory, Timings)
+}
+"""Fields in the JSON document, of each type of record."""
 MAX_RECORDS_BYTES = 1 << 28
 MAX_RECORDS_VALUES = 1 << 23
 MAX_SHOWN = 240
@@ -85,10 +90,6 @@ def iter_arrays(groups: Sequence[GroupResult]) -> Iterator[tuple[str, NDArray[An
         CacheError: A field of a prompt or trajectory is not JSON, the indices of a trajectory do not match its
             position, or the records are too large; the message names it.
     """
-    for group in groups:
-        for index, session in enumerate(group.sessions):
-            if (problem := _misplaced(session, group, index)) is not None:
-                raise CacheError(f"{problem} Fix them in the agent loop.")
     trajectories, prompts = _trajectories(groups), [group.prompt for group in groups]
     for name, dtype in TOKEN_DTYPES.items():
         yield name, _joined(trajectories, name, dtype)
@@ -125,30 +126,37 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
     prompts = _split(arrays, "prompt_ids", "prompt_offsets", ("prompt_ids",), path=path)
     for row, experts in zip(rows, _split_experts(arrays, np.diff(arrays["offsets"]), path=path), strict=True):
         row["routed_experts"] = experts
-    where, num_used = f"{path}/records", 0
-    if len(arrays["records"]) > MAX_RECORDS_BYTES:
-        raise BrokenEntryError(where, f"it has {len(arrays['records'])} bytes; expected at most {MAX_RECORDS_BYTES}")
     try:
+        if len(arrays["records"]) > MAX_RECORDS_BYTES:
+            raise ValueError(f"it has {len(arrays['records'])} bytes; expected at most {MAX_RECORDS_BYTES}")
         records = load_json(arrays["records"].tobytes(), max_values=MAX_RECORDS_VALUES)
-        for number, record in enumerate(records):
-            record["prompt"]["input_ids"] = prompts[number]["prompt_ids"]
-            for session in record["sessions"]:
-                for trajectory in session["trajectories"]:
-                    trajectory.update(rows[num_used])
-                    num_used += 1
+        _fill_records(records, rows, prompts)
         groups: list[GroupResult] = msgspec.convert(records, list[GroupResult], dec_hook=lambda _, value: value)
     except Exception as error:  # records of another form raise many types
         shown = preview(str(error), most=MAX_SHOWN)[1:-1]
-        raise BrokenEntryError(where, f"it cannot be read ({type(error).__name__}: {shown})") from None
-    if (num_used, len(groups)) != (len(rows), len(prompts)):
-        raise BrokenEntryError(
-            where, f"it has {num_used} trajectories of {len(groups)} prompts; expected {len(rows)} of {len(prompts)}"
-        )
-    for group in groups:
-        for index, session_result in enumerate(group.sessions):
-            if (problem := _misplaced(session_result, group, index)) is not None:
-                raise BrokenEntryError(where, problem)
+        raise BrokenEntryError(f"{path}/records", f"it cannot be read ({type(error).__name__}: {shown})") from None
     return groups
+
+
+def _fill_records(records: Any, rows: Sequence[dict[str, Any]], prompts: Sequence[dict[str, Any]]) -> None:
+    """Add the arrays of prompts and trajectories to the records, and the trajectories' places.
+
+    Raises:
+        ValueError: The records have another number of prompts or trajectories.
+    """
+    trajectories = [
+        (trajectory, record["prompt"]["uid"], index, output_index)
+        for record in records
+        for index, session in enumerate(record["sessions"])
+        for output_index, trajectory in enumerate(session["trajectories"])
+    ]
+    found, expected = (len(trajectories), len(records)), (len(rows), len(prompts))
+    if found != expected:
+        raise ValueError("it has {} trajectories of {} prompts; expected {} of {}".format(*found, *expected))
+    for record, prompt in zip(records, prompts, strict=True):
+        record["prompt"]["input_ids"] = prompt["prompt_ids"]
+    for (trajectory, uid, index, output_index), row in zip(trajectories, rows, strict=True):
+        trajectory.update(row, prompt_uid=uid, session_index=index, output_index=output_index)
 
 
 def _split(arrays: Arrays, values: str, offsets: str, names: Sequence[str], *, path: str) -> list[dict[str, Any]]:
@@ -182,27 +190,23 @@ def _split_experts(arrays: Arrays, lengths: NDArray[np.int64], *, path: str) -> 
 
 
 def _storable(session: SessionResult, group: GroupResult, index: int) -> SessionResult:
-    if session.failure is None or not session.trajectories:
+    if session.failure is None:
         return session
-    alone = replace(group, sessions=(*([SessionResult()] * index), session))
     try:
-        decode_groups(dict(iter_arrays([alone])), path="")
+        _check_places(session, group, index)
+        json.dumps(session, default=_record_fields)
     except Exception:  # results of a custom loop can raise any error when they are read
         return replace(session, trajectories=())
     return session
 
 
-def _misplaced(session: SessionResult, group: GroupResult, index: int) -> str | None:
-    """Return why a trajectory's prompt uid or indices do not match its position; None if all do."""
+def _check_places(session: SessionResult, group: GroupResult, index: int) -> None:
+    """Raise ValueError if a trajectory's prompt uid or indices do not match its position."""
     for output_index, row in enumerate(session.trajectories):
         expected = (group.prompt.uid, index, output_index)
         found = (row.prompt_uid, row.session_index, row.output_index)
         if found != expected:
-            return (
-                "prompt_uid, session_index and output_index of a trajectory must match its position: expected "
-                f"{preview(expected)}; found {preview(found)}."
-            )
-    return None
+            raise ValueError(f"{', '.join(PLACE)} of a trajectory must be {preview(expected)}; found {preview(found)}")
 
 
 def _trajectories(groups: Sequence[GroupResult]) -> list[Trajectory]:
@@ -219,11 +223,13 @@ def _encode_records(groups: Sequence[GroupResult]) -> bytes:
     parts = []
     for group in groups:
         try:
-            parts.append(json.dumps(_without_arrays(group)))
+            for index, session in enumerate(group.sessions):
+                _check_places(session, group, index)
+            parts.append(json.dumps(group, default=_record_fields))
         except (TypeError, ValueError, RecursionError) as error:
             raise CacheError(
-                f"{_unstorable(group.prompt)} of prompt {group.prompt.uid!r} cannot be stored: it must be JSON "
-                f"({error}). Remove it from the prompt's row or from the agent loop's result."
+                f"the rollouts of prompt {group.prompt.uid!r} cannot be stored: {error}. Fix the prompt's row or the "
+                "agent loop's result: all their values must be JSON."
             ) from error
     raw = f"[{','.join(parts)}]".encode()
     if len(raw) > MAX_RECORDS_BYTES or count_values(raw) > MAX_RECORDS_VALUES:
@@ -235,24 +241,13 @@ def _encode_records(groups: Sequence[GroupResult]) -> bytes:
     return raw
 
 
-def _without_arrays(value: Any) -> Json:
-    """Return our records as JSON objects, with null in place of each array; other values stay as they are."""
-    if isinstance(value, RECORDS):
-        names = (field.name for field in fields(value) if field.name not in NOT_STORED)
-        return {name: None if name in IN_ARRAYS else _without_arrays(getattr(value, name)) for name in names}
-    if isinstance(value, tuple):
-        return [_without_arrays(item) for item in value]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _unstorable(prompt: Prompt) -> str:
-    """Return the name of a prompt's field that is not JSON; "sessions" if all are."""
-    for name in ("messages", "ground_truth", "columns"):
-        try:
-            json.dumps(_without_arrays(getattr(prompt, name)))
-        except (TypeError, ValueError, RecursionError):
-            return name
-    return "sessions"
+def _record_fields(value: object) -> dict[str, Json]:
+    """Return a record as a JSON object, for `json.dumps`."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if type(value) not in RECORD_FIELDS:
+        raise TypeError(f"a value of type {type(value).__name__} is not JSON")
+    return {name: getattr(value, name) for name in RECORD_FIELDS[type(value)]}
 
 
 def _check_length(array: NDArray[Any], length: int, *, path: str) -> None:
