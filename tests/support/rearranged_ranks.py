@@ -30,5 +30,5 @@ class RearrangedRanks(LearnerRanks):
     def rearrange(self, parallel: ParallelOptions) -> None:
         """Switch the ranks to another layout of as many ranks; their models are freed."""
         assert parallel.ranks == self.parallel.ranks
-        self.places = self.call_all("rearrange", parallel)
+        self.places = self.call_all(RearrangedHost.rearrange, parallel)
         self.parallel = parallel

@@ -15,7 +15,7 @@ from rl_async_trainer.controller.links import LearnerLink
 from rl_async_trainer.liveness.role_activity import answer_request
 from rl_async_trainer.roles.learner import RunLearner
 from rl_async_trainer.settings import AsyncSettings
-from rl_core.cluster import ClusterOptions, RoleSpec, open_cluster
+from rl_core.cluster import ClusterOptions, Incarnation, RoleSpec, open_cluster
 from rl_core.errors import NotReadyError
 from rl_core.weights.broadcast import BroadcastTransport, SourceGroups, WeightSources
 from rl_distill.learners import Learners
@@ -78,7 +78,7 @@ def test_a_learner_listens_for_the_engines_that_scale_adds(count: int) -> None:
         spec = RoleSpec(name="learner", factory=f"{__name__}:Host")
         role = await open_cluster(ClusterOptions(kind="inline")).start(spec, deadline_s=60)
         link = LearnerLink(role, find_checkpoint=lambda: None, on_lost=nothing, on_restored=nothing)
-        await link.start(None)
+        await link.start()
         first = Host.opened
         update = first.pack({"a": torch.ones(1)}, version=1, tied={})
         groups = SourceGroups(rank=1, num_workers=1, device=torch.device("cpu"))
@@ -86,7 +86,7 @@ def test_a_learner_listens_for_the_engines_that_scale_adds(count: int) -> None:
         assert is_open(first, expected=False)
         await answer_request(Parts(), link, Rollouter(), {"do": "scale", "engines": count})  # type: ignore[arg-type]
         assert is_open(first, expected=count == 2)
-        await link._restart()  # as after a death
+        await link._begin(Incarnation(1, None, role.call))  # as after a death
         assert Host.opened._num_receivers == (count or 1)
         groups.close()
         first.close()

@@ -1,20 +1,22 @@
 """The controller's side of the rollouter: deaths, and groups that no longer exist."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from rl_async_trainer.controller.links import RollouterLink
 from rl_async_trainer.controller.rollouts import Rollouts
 from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.record import FILE, ScheduleRecord
 from rl_async_trainer.restoring import PromptPlaces, ReplayPlan, ReplayScheduler
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, InProcessQueue, TaskSpec
+from rl_core.cluster import Incarnation, SetUp
 from rl_core.errors import RoleDiedError, RolloutError
 from rl_core.testing import make_prompts, make_trajectory
 from rl_metrics.run_files.json_lines import read_json_lines
@@ -22,6 +24,7 @@ from rl_rollout.rollouter.group_events import GroupEvent, refusal
 from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer_parts.rollouts.setup import TRAIN
 
+T = TypeVar("T")
 ON_POLICY = ScheduleOptions(groups_per_step=2, num_steps=2, max_staleness=0, sync_every=1)
 
 
@@ -33,6 +36,16 @@ class MortalRole:
         self.incarnation, self.state, self.death = 1, "serving", None
         self.spec = SimpleNamespace(name="rollouter", rank=0)
 
+    async def set_up(self, work: SetUp) -> None:
+        """Keep the work for the restart."""
+        self.work = work
+
+    async def outlive(self, number: int, error: RoleDiedError) -> None:
+        """Set the next incarnation up."""
+        assert number == 1
+        self.incarnation = 2
+        await self.work(Incarnation(2, error, self.call))
+
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return the events, or die."""
         if method == "start":
@@ -41,7 +54,6 @@ class MortalRole:
             events, self.events = self.events, []
             return events
         if self.incarnation == 1:
-            self.incarnation = 2
             raise RoleDiedError("the rollouter was killed.", role="rollouter", rank=0)
         return []
 
@@ -75,9 +87,18 @@ class Side:
         self.scheduler.issued(prompt.uid for prompt in prompts)
         self.scheduler.started(prompt.uid for prompt in prompts)
 
+    def call(self, ask: Callable[[RollouterLink], Awaitable[T]]) -> T:
+        """Call the started rollouter."""
+
+        async def work() -> T:
+            await self.rollouts.link.start()
+            return await ask(self.rollouts.link)
+
+        return asyncio.run(work())
+
     def die(self) -> None:
         """Let the rollouter die."""
-        asyncio.run(self.rollouts.link.events())
+        self.call(lambda rollouter: rollouter.events())
         self.record.close()
 
     @property
@@ -106,7 +127,7 @@ def test_a_group_that_failed_before_the_rollouter_died_is_not_replaced(tmp_path:
 
 def test_of_a_rollouter_that_died_a_step_says_nothing(tmp_path: Path):
     side = Side(tmp_path)
-    window = asyncio.run(side.rollouts.link.window(1))
+    window = side.call(lambda rollouter: rollouter.window(1))
     assert not any(window.values())
     assert window.keys() == {"metrics", "histograms", "events", "rollouts"}
 

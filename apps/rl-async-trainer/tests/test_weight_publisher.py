@@ -12,13 +12,17 @@ from scripted_replicas import a_canary, an_update
 from rl_async_trainer.controller.weight_publisher import WeightPublisher
 from rl_core.cluster import RoleRestartedError
 from rl_core.errors import DeadlineError
-from rl_core.weights import ProofTolerances, PublishReport, TokenScores
+from rl_core.weights import Canary, ProofTolerances, PublishReport, TokenScores
 from rl_distill.learner_host import PackedWeights
+
+
+def linked(learner: SimpleNamespace) -> Any:
+    """Return a link to a learner that is never rolled back."""
+    return SimpleNamespace(course=lambda: lambda: True, when=lambda _: learner)
 
 
 def publish(rollouter: Any, *, deadline_s: float) -> None:
     """Publish version 5 to a rollouter."""
-    learner: Any = SimpleNamespace(course=lambda: lambda: True, pack=lambda version, is_current: packed(version))
 
     async def packed(version: int) -> PackedWeights:
         return PackedWeights(update=an_update(version), canary=a_canary(), step=5, pack_s=0.0)
@@ -27,6 +31,7 @@ def publish(rollouter: Any, *, deadline_s: float) -> None:
         pytest.fail("nothing was taken")
 
     async def work() -> None:
+        learner = linked(SimpleNamespace(pack=packed))
         publisher = WeightPublisher(learner, rollouter, asyncio.Condition(), deadline_s=deadline_s, on_served=served)
         await publisher.pack(5)
         await publisher.run()
@@ -58,7 +63,7 @@ def test_weights_that_are_packed_again_for_a_new_rollouter_must_not_change_meanw
     """The learner would otherwise train the next step right after packing, before the engines fetch the weights."""
     is_live: list[bool] = []
 
-    async def pack(version: int | None, _: Any) -> PackedWeights:
+    async def pack(version: int | None) -> PackedWeights:
         assert version is None
         is_live.append(publisher.is_live)
         return PackedWeights(update=an_update(6), canary=a_canary(), step=6, pack_s=0.0, is_live=True)
@@ -70,7 +75,7 @@ def test_weights_that_are_packed_again_for_a_new_rollouter_must_not_change_meanw
     async def served(*_: Any) -> None:
         pytest.fail("nothing was taken")
 
-    learner: Any = SimpleNamespace(course=lambda: lambda: True, pack=pack)
+    learner = linked(SimpleNamespace(pack=pack))
     rollouter: Any = SimpleNamespace(publish=take)
 
     async def work() -> None:
@@ -105,7 +110,7 @@ def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
     )
     happened: list[str] = []
 
-    async def pack(version: int | None, _: Any) -> PackedWeights:
+    async def pack(version: int | None) -> PackedWeights:
         happened.append("packed")
         return PackedWeights(update=an_update(version or 6), canary=canary, step=5, pack_s=0.0, is_live=True)
 
@@ -113,8 +118,8 @@ def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
         happened.append(f"published {packed.update.version}")
         return report
 
-    async def prove(packed: PackedWeights, found: PublishReport, tolerances: ProofTolerances, _: Any) -> PublishReport:
-        assert packed.canary is canary
+    async def prove(of: Canary, found: PublishReport, tolerances: ProofTolerances) -> PublishReport:
+        assert of is canary
         assert tolerances == ProofTolerances(canary=0.1)
         assert publisher.is_live
         happened.append("proved")
@@ -127,7 +132,7 @@ def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
         assert publisher.is_live
         happened.append("served")
 
-    learner: Any = SimpleNamespace(course=lambda: lambda: True, pack=pack, prove=prove)
+    learner = linked(SimpleNamespace(pack=pack, prove=prove))
     rollouter: Any = SimpleNamespace(publish=take, tolerances=ProofTolerances(canary=0.1))
 
     async def work() -> None:

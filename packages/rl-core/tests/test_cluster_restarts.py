@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.cluster import ClusterOptions, RestartPolicy, Role, RoleSpec, open_cluster
+from rl_core.cluster import ClusterOptions, Incarnation, Methods, RestartPolicy, Role, RoleSpec, open_cluster
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.errors import RoleDiedError
 
@@ -20,58 +20,55 @@ class Worker:
     def __init__(self) -> None:
         self.is_started = False
 
-    def start(self) -> None:
+    async def start(self) -> None:
         self.is_started = True
 
-    def pid(self) -> int:
+    async def pid(self) -> int:
         assert self.is_started
         return os.getpid()
 
-    def die(self) -> None:
+    async def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def supervise(use: Any, *, max_restarts: int, deaths_in_start: int = 0) -> tuple[list[str], SupervisedRole]:
-    """Use a supervised role in a separate process; return the losses and starts in order, and the role."""
+def supervise(use: Any, *, max_restarts: int, deaths_in_set_up: int = 0) -> list[str]:
+    """Use a supervised role in a separate process; return the deaths and starts in order."""
     happened: list[str] = []
 
-    async def work() -> SupervisedRole:
+    async def work() -> None:
         async with open_cluster(ClusterOptions(kind="process")) as cluster:
             restart = RestartPolicy(max_restarts=max_restarts, backoff_s=0.01)
             spec = RoleSpec(name="worker", factory=f"{__name__}:Worker", restart=restart)
             role: Role = await cluster.start(spec, deadline_s=DEADLINE_S)
 
-            async def lost(error: RoleDiedError) -> None:
-                happened.append("lost")
+            async def set_up(new: Incarnation) -> None:
+                happened.append("start" if new.death is None else "death and start")
+                worker: Worker = new.methods()
+                if len(happened) <= deaths_in_set_up:
+                    await worker.die()
+                await worker.start()
 
-            async def start() -> None:
-                happened.append("start")
-                if happened.count("start") <= deaths_in_start:
-                    await role.call("die")
-                await role.call("start")
+            await role.set_up(set_up)
+            await asyncio.wait_for(use(SupervisedRole(role)), DEADLINE_S)
 
-            await role.call("start")
-            supervised = SupervisedRole(role, on_lost=lost, start=start)
-            await asyncio.wait_for(use(supervised), DEADLINE_S)
-            return supervised
-
-    return happened, asyncio.run(work())
+    asyncio.run(work())
+    return happened
 
 
 @pytest.mark.one_python("when to start a role again is arithmetic; test_cluster_process.py kills roles")
-@pytest.mark.parametrize("deaths_in_start", [0, 1])
-def test_a_death_is_healed_once_and_everybody_who_called_is_told(deaths_in_start: int) -> None:
+@pytest.mark.parametrize("deaths_in_set_up", [0, 1, 2])
+def test_a_death_is_healed_once_and_everybody_who_called_is_told(deaths_in_set_up: int) -> None:
     async def use(role: SupervisedRole) -> None:
-        first = await role.call("pid")
-        ended = await asyncio.gather(*(role.call("die") for _ in range(3)), return_exceptions=True)
+        worker: Worker = role.methods()
+        first = await worker.pid()
+        ended = await asyncio.gather(*(worker.die() for _ in range(3)), return_exceptions=True)
         assert all(isinstance(error, RoleRestartedError) for error in ended)
-        assert await role.call("pid") != first
+        assert await worker.pid() != first
         with pytest.raises(RoleRestartedError):
-            await role.call("pid", incarnation=1)
+            await role.methods(incarnation=1).pid()
 
-    happened, role = supervise(use, max_restarts=3, deaths_in_start=deaths_in_start)
-    assert happened == ["lost", "start"] * (1 + deaths_in_start)
-    assert role.num_restarts == 1 + deaths_in_start
+    happened = supervise(use, max_restarts=3, deaths_in_set_up=deaths_in_set_up)
+    assert happened == ["start", *(["death and start"] * (1 + deaths_in_set_up))]
 
 
 @pytest.mark.one_python("when to start a role again is arithmetic; test_cluster_process.py kills roles")
@@ -79,8 +76,11 @@ def test_a_role_that_may_not_be_started_again_raises_its_death() -> None:
     async def use(role: SupervisedRole) -> None:
         for _ in range(2):
             with pytest.raises(RoleDiedError, match=r"SIGKILL"):
-                await role.call("die")
+                await role.methods().die()
 
-    happened, role = supervise(use, max_restarts=0)
-    assert happened == []
-    assert role.num_restarts == 0
+    assert supervise(use, max_restarts=0) == ["start"]
+
+
+def test_only_public_methods_are_remote() -> None:
+    with pytest.raises(AttributeError, match="'_private' is not a method of a role"):
+        Methods(asyncio.sleep)._private  # noqa: B018

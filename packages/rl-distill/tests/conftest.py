@@ -18,6 +18,7 @@ from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged, offsets_of
 from rl_core.data.row_keys import RowKey
 from rl_distill.megatron.cpu import install_cpu_compatibility
+from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import ParallelOptions
 
@@ -201,7 +202,7 @@ class Started:
 
     def with_cpu_kernels(self, parallel: ParallelOptions) -> LearnerRanks:
         ranks = self.in_layout(parallel)
-        ranks.call_all("drop", _Installation())
+        ranks.call_all(RankHost.drop, _Installation())
         return ranks
 
     def close(self) -> None:

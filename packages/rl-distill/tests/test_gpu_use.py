@@ -25,10 +25,11 @@ def test_a_learner_in_this_process_reports_its_gpu() -> None:
 
 def test_a_rank_reports_its_gpu() -> None:
     pytest.importorskip("megatron.core")
+    from rl_distill.megatron.host import RankHost
     from rl_distill.megatron.ranks import LearnerRanks
 
     ranks = LearnerRanks.__new__(LearnerRanks)
-    both: Any = lambda method: [[USE], [USE]] if method == "gpu_use" else None
+    both: Any = lambda method: [[USE], [USE]] if method is RankHost.gpu_use else None
     ranks.call_all = both  # type: ignore[method-assign]
     assert ranks.gpu_use() == [USE, USE]
 

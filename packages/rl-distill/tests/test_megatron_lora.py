@@ -26,6 +26,7 @@ from rl_distill.architecture.memory import rank_memory
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.checkpoints.pieces import Piece, TensorFolder
 from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.torch_learner import TorchLearner
@@ -166,7 +167,7 @@ def check_memory(learner: MegatronLearner, parallel: ParallelOptions, config: Po
     """Check each rank's memory against the plan: to the byte, except for a distributed optimizer's padding."""
     dtype = learner._options.dtype
     stages = rank_memory(config, parallel, dtype=dtype, lora=learner._lora) * (parallel.ranks // parallel.pipeline)
-    found = learner._ranks.call_all("run", "policy", "memory", (), {})
+    found = learner._ranks.call_all(RankHost.run, "policy", "memory", (), {})
     if not parallel.distributed_optimizer:
         assert sorted(found) == sorted(stages)
         return
@@ -232,7 +233,7 @@ def test_the_base_stays_and_is_the_reference(layout: str, adapted_of: Callable[[
     learner = learner_of(adapted, layout, two_ranks, None, clip_grad=0.1, weight_decay=0.1)
     base = {name: tensor.clone() for name, tensor in learner.export_base().items()}
     of_base = MegatronLearner(adapted.policy, OPTIONS).logprobs(adapted.batch).values
-    memory = learner._ranks.call_all("run", "policy", "memory", (), {})
+    memory = learner._ranks.call_all(RankHost.run, "policy", "memory", (), {})
     reference = learner.reference()
     np.testing.assert_allclose(reference.logprobs(adapted.batch).values, of_base, rtol=0, atol=5e-6)
     for _ in range(2):
@@ -243,7 +244,7 @@ def test_the_base_stays_and_is_the_reference(layout: str, adapted_of: Callable[[
     np.testing.assert_allclose(reference.logprobs(adapted.batch).values, of_base, rtol=0, atol=5e-6)
     assert np.array_equal(learner.logprobs(adapted.batch).values, after)
     assert float(np.abs(after - adapted.logprobs).max()) > 1e-3
-    assert learner._ranks.call_all("run", "policy", "memory", (), {})[0].weights == memory[0].weights
+    assert learner._ranks.call_all(RankHost.run, "policy", "memory", (), {})[0].weights == memory[0].weights
     weights, adapter = learner.export_weights(), learner.export_adapter()
     unscaled = {n.removeprefix(PEFT_PREFIX): t / (LORA.scaling if "lora_B" in n else 1.0) for n, t in adapter.items()}
     for name, tensor in {**base, **merged(base, unscaled)}.items():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl_core.data.batch import Batch
+from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.megatron.offload import Offloaded
 from rl_distill.megatron.rank_model import RankModel
@@ -45,7 +46,7 @@ def test_a_storage_that_is_kept_is_not_dropped():
 
 def keep_on_host(learner: MegatronLearner) -> None:
     """Keep the optimizer's state on the host, as the option does on a GPU."""
-    learner._ranks.call_all("run", learner._name, "keep_optimizer_on_host", (), {})
+    learner._ranks.call_all(RankHost.run, learner._name, "keep_optimizer_on_host", (), {})
 
 
 def check_same_as_plain(policy: Path, options: LearnerOptions, ranks: Any, batch: Batch, folder: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from rearranged_ranks import RearrangedHost
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -159,7 +160,7 @@ def test_the_proof_finds_weights_that_were_exported_before_they_were_gathered(
         MegatronLearner(tied_policy, options, ranks=ranks, name=name)
         for name, options in (("plain", PLAIN), ("overlapping", GATHERS), ("stale", GATHERS))
     )
-    ranks.call_all("read_stale", "stale")
+    ranks.call_all(RearrangedHost.read_stale, "stale")
     for _ in range(3):
         losses = [x.train_step(batch, supervised_objective).loss for x in (plain, learner, stale)]
         assert losses == losses[:1] * 3

@@ -24,6 +24,7 @@ from rl_distill.architecture.memory import rank_memory
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.learner import MetricSums, MicroBatch, StepResult
 from rl_distill.megatron.convert import Shard
+from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import VALUE_HEAD, chunk_blocks
@@ -220,7 +221,7 @@ def check_memory(
     config = parse_policy_config(read_policy_config(policy))
     kind: Any = {"policy": "policy", "critic": "critic", "reference": "frozen"}[model]
     stages = rank_memory(config, parallel, dtype=dtype, kind=kind) * (parallel.ranks // parallel.pipeline)
-    found = ranks.call_all("run", model, "memory", (), {})
+    found = ranks.call_all(RankHost.run, model, "memory", (), {})
     if not parallel.distributed_optimizer:
         assert sorted(found) == sorted(stages)
         return

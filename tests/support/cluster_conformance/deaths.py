@@ -3,10 +3,9 @@
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
 
 from cluster_conformance.checks import NOTICED_S, START_S, ClusterChecks, catches, death_of, echo, until, within
-from rl_core.cluster import Cluster, RestartedRole, RestartPolicy, Role
+from rl_core.cluster import Cluster, Incarnation, RestartPolicy, Role
 from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import RLError, RoleDiedError, RoleError
 from rl_core.testing.queue_checks import refuses
@@ -87,20 +86,27 @@ class DeathChecks(ClusterChecks):
 
 
 class RestartChecks(ClusterChecks):
-    """Roles are restarted, with a hook before they serve, and a limited number of times."""
+    """Roles are restarted, set up before they serve, and a limited number of times."""
 
-    def test_a_role_is_restarted_with_a_hook_and_logs_go_on(self) -> None:
-        restart = RestartPolicy(max_restarts=1, backoff_s=0.05, hook="open")
+    def test_a_restarted_role_is_set_up_and_logs_go_on(self) -> None:
+        restart = RestartPolicy(max_restarts=1, backoff_s=0.05)
+        set_up: list[tuple[int, str]] = []
+
+        async def work(role: Incarnation) -> None:
+            set_up.append((role.number, str(role.death or "")))
+            if role.number > 1:
+                await role.methods().open()
 
         async def use(cluster: Cluster) -> None:
             group = await cluster.start_group(echo(restart=restart), size=2, deadline_s=START_S)
             pids = [role.pid for role in group]
+            await group[1].set_up(work)
             lost = asyncio.ensure_future(group.call(1, "wait_forever"))
             await group.call(1, "greet", "you")
             os.kill(pids[1], signal.SIGKILL)
             with refuses(RoleDiedError, "echo[1]", "restart 1 of 1", "call again"):
                 await lost
-            assert await group.call(1, "wait_until_open") == 1  # waits for the restart, whose hook opens it
+            assert await group.call(1, "wait_until_open") == 1  # waits until the restarted one is set up
             place = await group.call(1, "place")
             assert (group[1].incarnation, place.incarnation, group[0].incarnation) == (2, 2, 1)
             assert group[0].pid == pids[0]
@@ -110,20 +116,23 @@ class RestartChecks(ClusterChecks):
             assert not group[1].is_alive
 
         self.with_cluster(use, log_directory=self.folder / "logs")
+        assert [number for number, _ in set_up] == [1, 2]
+        assert "echo[1]" in set_up[1][1]
         text = (self.folder / "logs" / "echo-1.log").read_text()
         assert "echo[1] incarnation 1 pid" in text
         assert "echo[1] incarnation 2 pid" in text
 
     def test_a_group_is_restarted_whole(self) -> None:
-        hooked: list[list[tuple[int, int, str]]] = []
+        set_up: list[tuple[int, str]] = []
 
-        async def hook(roles: Sequence[RestartedRole]) -> None:
-            hooked.append([(role.spec.rank, role.incarnation, await role.call("greet", "hook")) for role in roles])
+        async def work(role: Incarnation) -> None:
+            set_up.append((role.number, await role.methods().greet("you")))
 
-        restart = RestartPolicy(max_restarts=1, backoff_s=0.0, scope="group", hook=hook)
+        restart = RestartPolicy(max_restarts=1, backoff_s=0.0, scope="group")
 
         async def use(cluster: Cluster) -> None:
             group = await cluster.start_group(echo(restart=restart), size=2, deadline_s=START_S)
+            await asyncio.gather(*(role.set_up(work) for role in group))
             lost = asyncio.ensure_future(group.call(0, "wait_forever"))
             await group.call(0, "greet", "you")
             os.kill(group[1].pid, signal.SIGKILL)
@@ -133,7 +142,7 @@ class RestartChecks(ClusterChecks):
             assert [place.incarnation for place in places] == [2, 2]
 
         self.with_cluster(use)
-        assert hooked == [[(0, 2, "hello hook!"), (1, 2, "hello hook!")]]
+        assert set_up == [(1, "hello you!")] * 2 + [(2, "hello you!")] * 2
 
     def test_what_dies_at_its_start_is_started_again_as_often_as_it_may(self) -> None:
         flag = self.folder / "flag"

@@ -117,7 +117,7 @@ class AsyncTrainingRun:
         parts, watchdog = await self._assemble(stack, stop, queue)
         controller = Controller(parts, self._state)
         engine, num_parameters = await stop.run(
-            controller.start(checkpoint),
+            controller.start(),
             what="engines and learner to start",
             deadline_s=settings.roles.start_deadline_s,
         )

@@ -25,16 +25,16 @@ class Checkpointing:
         unacked = self._parts.scheduler.unsaved
         content = asdict(replace(state, wall_s=self._parts.lifecycle.wall_s)) | {"unacked": list(unacked)}
         kept = sorted(self._parts.lifecycle.goal.kept)
-        await self._learner.save(state.step, content, self._learner.course(), also_keep=kept)
+        await self._learner.now.save(state.step, content, kept)
 
     async def wait(self) -> None:
         """Wait until the checkpoint in progress is complete, and ack its groups."""
-        await self._learner.wait_saved()
+        await self._learner.now.wait_saved()
         await self.confirm()
 
     async def confirm(self) -> None:
         """Ack the groups of newly complete checkpoints."""
-        for saved in await self._learner.saved():
+        for saved in await self._learner.now.saved():
             self._parts.lifecycle.say_saved(saved)
             self._metrics.saved(saved.took_s)
             await self.ack(self._parts.scheduler.saved(saved.step))

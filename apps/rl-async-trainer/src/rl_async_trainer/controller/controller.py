@@ -7,7 +7,7 @@ the few trajectories of each step that are recorded.
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from rl_async_trainer.liveness.role_activity import answer_request, ask_roles
 from rl_async_trainer.messages import StepOrder, TrainedStep
 from rl_async_trainer.record import AsyncState
 from rl_core.cluster import RoleRestartedError
-from rl_core.errors import CheckpointError, RoleDiedError, RolloutError
+from rl_core.errors import CheckpointError, RLError, RolloutError
 from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
 from rl_metrics.reductions import Histogram
@@ -87,7 +87,7 @@ class Controller:
             on_served=self._is_served,
         )
 
-    async def start(self, checkpoint: Path | None) -> tuple[str, int]:
+    async def start(self) -> tuple[str, int]:
         """Load the models of all roles, in parallel; with inline roles one after the other.
 
         Returns the engine's name and the policy's number of parameters.
@@ -97,19 +97,19 @@ class Controller:
         """
         alone = asyncio.Semaphore(1 if self._settings.roles.placement == "inline" else 3)
 
-        async def started(what: str, work: Awaitable[Any]) -> Any:
+        async def started(what: str, link: RoleLink) -> None:
             async with alone:
                 with self._phase(f"starting {what}"):
-                    return await work
+                    await link.start()
 
         work = [
-            started(f"{self._settings.rollout.engine} engine", self._rollouter.start()),
-            started(f"{self._settings.policy.backend} learner", self._learner.start(checkpoint)),
+            started(f"{self._settings.rollout.engine} engine", self._rollouter),
+            started(f"{self._settings.policy.backend} learner", self._learner),
         ]
         if self._teachers is not None:
-            work.append(started("teachers", self._teachers.start()))
-        engine, num_parameters, *_ = await asyncio.gather(*work)
-        return engine, num_parameters
+            work.append(started("teachers", self._teachers))
+        await asyncio.gather(*work)
+        return self._rollouter.engine, self._learner.num_parameters
 
     async def run(self) -> AsyncState:
         """Train until the last step.
@@ -267,7 +267,7 @@ class Controller:
             kl=self.state.kl,
             deadline_s=self._settings.rollout.deadline_s,
         )
-        report = await self._learner.train(order, is_current)
+        report = await self._learner.when(is_current).train(order)
         self._parts.progress(f"step {number}")
         async with self._changed:
             if not is_current():
@@ -410,7 +410,7 @@ class Controller:
 
     # -- deaths
 
-    async def _is_lost(self, role: str, error: RoleDiedError) -> None:
+    async def _is_lost(self, role: str, error: RLError) -> None:
         self._say("role_died", role=role, error=str(error))
 
     async def _learner_is_restored(self, checkpoint: Path | None) -> None:

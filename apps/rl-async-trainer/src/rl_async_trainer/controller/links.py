@@ -1,33 +1,38 @@
-"""The controller's links to its roles: their calls, and what a role needs again after its death."""
+"""The controller's links to its roles: how a role is set up, and what its callers do about its death."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rl_async_trainer.messages import StepOrder, TrainedStep, ValidationBatch
-from rl_core.cluster import Role, RoleRestartedError, SupervisedRole
-from rl_core.data import IntArray, Json
-from rl_core.errors import NotReadyError, RoleDiedError
+from rl_async_trainer.messages import ValidationBatch
+from rl_async_trainer.roles.learner import RunLearner
+from rl_async_trainer.roles.rollouter import RunRollouter
+from rl_async_trainer.roles.teachers import RunTeachers
+from rl_core.cluster import Incarnation, Methods, Role, RoleRestartedError, SupervisedRole
+from rl_core.data import IntArray
+from rl_core.errors import NotReadyError, RLError, RoleDiedError
 from rl_core.weights import ProofTolerances, PublishReport
-from rl_distill.checkpoints import Saved
 from rl_distill.learner_host import PackedWeights
 from rl_rollout.rollouter import Dispatch, GroupEvent, PolicyScores
 from rl_trainer_parts.rollouts.answers import Answer
 
 EVENTS_WAIT_S = 20.0
 
-OnLost = Callable[[RoleDiedError], Awaitable[None]]
+T = TypeVar("T")
+OnLost = Callable[[RLError], Awaitable[None]]
 IsCurrent = Callable[[], bool]
 """False once a death has voided an earlier decision."""
 
 
 class RoleLink:
-    """A role that is restarted after each death; `_restart` then starts its work again.
+    """A role that is set up again after each death.
 
     Attributes:
         has_started: True once its models were loaded for the first time.
+        num_restarts: Number of restarts.
     """
 
     def __init__(self, role: Role, *, on_lost: OnLost) -> None:
@@ -38,21 +43,30 @@ class RoleLink:
             on_lost: Called after each death, before the role serves again.
         """
         self._bare = role
-        self._role = SupervisedRole(role, on_lost=on_lost, start=self._restart)
+        self._role = SupervisedRole(role)
+        self._on_lost = on_lost
         self.has_started = False
-
-    @property
-    def num_restarts(self) -> int:
-        """Number of restarts."""
-        return self._role.num_restarts
+        self.num_restarts = 0
 
     @property
     def is_started(self) -> bool:
         """True while its models are loaded."""
-        return self.has_started and self._role.is_current
+        return self.has_started and self._bare.state == "serving"
 
-    async def _restart(self) -> None:
-        await self._bare.call("start")
+    async def start(self) -> None:
+        """Load its models; again if it dies meanwhile."""
+        await self._bare.set_up(self._set_up)
+        self.has_started = True
+
+    async def _set_up(self, role: Incarnation) -> None:
+        if role.death is not None:
+            self.num_restarts += 1
+            await self._on_lost(role.death)
+        await self._begin(role)
+
+    async def _begin(self, role: Incarnation) -> None:
+        """Start its work."""
+        raise NotImplementedError
 
 
 class LearnerLink(RoleLink):
@@ -61,6 +75,9 @@ class LearnerLink(RoleLink):
     If the learner dies, the call raises RoleRestartedError once it is back at its last checkpoint and `on_restored` was
     called. Decisions made before that, by `course`, are not sent any more: a step would train on other weights than
     intended, and a checkpoint would get another step's state.
+
+    Attributes:
+        num_parameters: Number of parameters of the policy, once started.
     """
 
     def __init__(
@@ -84,7 +101,7 @@ class LearnerLink(RoleLink):
         self._on_restored = on_restored
         self._course = 0
         self._held: dict[int, IsCurrent] = {}
-        self._num_parameters = 0
+        self.num_parameters = 0
         self._num_engines: int | None = None
 
     def course(self) -> IsCurrent:
@@ -96,86 +113,57 @@ class LearnerLink(RoleLink):
         """Invalidate earlier decisions, because the learner was rolled back to its checkpoint."""
         self._course += 1
 
-    async def start(self, checkpoint: Path | None) -> int:
-        """Start the learner's ranks from a checkpoint, and return the number of parameters; retry if it dies."""
-        with suppress(RoleRestartedError):  # the restart has started it
-            self._num_parameters = await self._call("start", checkpoint)
-        self.has_started = True
-        return self._num_parameters
+    def when(self, is_current: IsCurrent) -> RunLearner:
+        """Return the learner's methods, which raise RoleRestartedError instead of a call that is not current."""
+        methods: Any = Methods(partial(self._call, is_current))
+        return methods  # type: ignore[no-any-return]
 
-    async def train(self, order: StepOrder, is_current: IsCurrent) -> TrainedStep:
-        """See `RunLearner.train`."""
-        report: TrainedStep = await self._call("train", order, is_current=is_current)
-        return report
-
-    async def pack(self, version: int | None, is_current: IsCurrent) -> PackedWeights:
-        """See `RunLearner.pack`."""
-        packed: PackedWeights = await self._call("pack", version, is_current=is_current)
-        return packed
-
-    async def prove(
-        self, packed: PackedWeights, report: PublishReport, tolerances: ProofTolerances, is_current: IsCurrent
-    ) -> PublishReport:
-        """See `RunLearner.prove`; returns the report unchanged if nothing is left to prove."""
-        if report.canary_scores:
-            report = await self._call("prove", packed.canary, report, tolerances, is_current=is_current)
-        return report
+    @property
+    def now(self) -> RunLearner:
+        """The learner's methods."""
+        return self.when(self.course())
 
     async def expect_engines(self, count: int) -> None:
         """See `RunLearner.expect_engines`; a restarted learner expects the same number."""
         self._num_engines = count
-        await self._call("expect_engines", count)
-
-    async def save(
-        self, step: int, state: Mapping[str, Json], is_current: IsCurrent, *, also_keep: Sequence[int]
-    ) -> None:
-        """See `RunLearner.save`."""
-        await self._call("save", step, dict(state), list(also_keep), is_current=is_current)
+        await self.now.expect_engines(count)
 
     async def check_alive(self) -> None:
-        """Detect the learner's death and restart it, unless that has happened already."""
+        """Detect the learner's death and wait for its restart, unless that has happened already."""
         with suppress(RoleRestartedError):
-            await self._call("check_alive")
-
-    async def wait_saved(self) -> None:
-        """See `RunLearner.wait_saved`."""
-        await self._call("wait_saved")
-
-    async def saved(self) -> list[Saved]:
-        """See `RunLearner.saved`."""
-        checkpoints: list[Saved] = await self._call("saved")
-        return checkpoints
+            await self.now.check_alive()
 
     async def hold(self, step: int, version: int, is_current: IsCurrent) -> None:
         """See `RunLearner.hold`; held weights are lost with the learner."""
-        await self._call("hold", step, version, is_current=is_current)
+        await self.when(is_current).hold(step, version)
         self._held[step] = is_current
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """See `RunLearner.validate`; fails if the held weights are lost."""
-        answers: list[Answer] = await self._call("validate", batch, is_current=self._held[batch.step])
+        answers = await self.when(self._held[batch.step]).validate(batch)
         self._held = {step: held for step, held in self._held.items() if step >= batch.step}
         return answers
 
     async def probe(self, step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores | None:
         """See `RunLearner.probe`; None if the learner died after it answered that step's validation."""
-        scores: PolicyScores | None = None
         with suppress(RoleRestartedError):
-            scores = await self._call("probe", step, sequences, top_k, is_current=self._held[step])
-        return scores
+            return await self.when(self._held[step]).probe(step, sequences, top_k)
+        return None
 
-    async def _call(self, method: str, *args: Any, is_current: IsCurrent | None = None) -> Any:
+    async def _call(self, is_current: IsCurrent, method: str, *args: Any) -> Any:
         incarnation = await self._role.ready()
-        if is_current is not None and not is_current():
+        if not is_current():
             raise RoleRestartedError("the learner was rolled back to its last checkpoint.")
-        return await self._role.call(method, *args, incarnation=incarnation)
+        return await getattr(self._role.methods(incarnation=incarnation), method)(*args)
 
-    async def _restart(self) -> None:
+    async def _begin(self, role: Incarnation) -> None:
+        learner: RunLearner = role.methods()
         checkpoint = await asyncio.to_thread(self._find_checkpoint)
-        self._num_parameters = await self._bare.call("start", checkpoint)
+        self.num_parameters = await learner.start(checkpoint)
         if self._num_engines is not None:
-            await self._bare.call("expect_engines", self._num_engines)
-        await self._on_restored(checkpoint)
+            await learner.expect_engines(self._num_engines)
+        if role.death is not None:
+            await self._on_restored(checkpoint)
 
 
 class RollouterLink(RoleLink):
@@ -186,6 +174,7 @@ class RollouterLink(RoleLink):
 
     Attributes:
         tolerances: Tolerances between engine and learner.
+        engine: Name of its engine, once started.
     """
 
     def __init__(self, role: Role, *, tolerances: ProofTolerances, drains: bool, on_lost: OnLost) -> None:
@@ -199,17 +188,11 @@ class RollouterLink(RoleLink):
         """
         super().__init__(role, on_lost=on_lost)
         self.tolerances = tolerances
+        self.engine = ""
         self._drains = drains
         self._has_weights = asyncio.Event()
         self._served = -1
         self._num_engines: int | None = None
-        self._engine = ""
-
-    async def start(self) -> str:
-        """Start the rollouter's engines; retry if it dies during the start. Return the engine's name."""
-        self._engine = await self._call("start") or self._engine  # if it died, `_restart` has started it
-        self.has_started = True
-        return self._engine
 
     async def submit(self, dispatches: Sequence[Dispatch], is_current: IsCurrent) -> None:
         """See `RunRollouter.submit`; groups given to a dying rollouter are requeued like the others.
@@ -219,101 +202,112 @@ class RollouterLink(RoleLink):
             is_current: Returns False once the groups were requeued because the rollouter died before it received
                 them.
         """
-        await self._call("submit", list(dispatches), needs_weights=True, is_current=is_current)
+        incarnation = await self._with_weights()
+        if is_current():
+            with suppress(RoleRestartedError):
+                await self._at(incarnation).submit(list(dispatches))
 
     async def events(self) -> list[GroupEvent]:
-        """See `RunRollouter.events`."""
-        return await self._call("events", wait_s=EVENTS_WAIT_S) or []
+        """See `RunRollouter.events`; empty if it died meanwhile."""
+        with suppress(RoleRestartedError):
+            return await self._now.events(wait_s=EVENTS_WAIT_S)
+        return []
 
     async def publish(self, packed: PackedWeights) -> PublishReport | None:
         """See `RunRollouter.publish`; None if it died meanwhile and therefore has no weights."""
-        incarnation, report = await self._role.ready(), None
+        incarnation = await self._role.ready()
         with suppress(RoleRestartedError):
-            arguments = packed.update, packed.canary, self.tolerances, self._drains
-            report = await self._role.call("publish", *arguments, incarnation=incarnation)
+            rollouter = self._at(incarnation)
+            report = await rollouter.publish(packed.update, packed.canary, self.tolerances, self._drains)
             self._served = incarnation
             self._has_weights.set()
-        return report
+            return report
+        return None
 
     async def lacks_weights(self) -> bool:
         """See `RunRollouter.lacks_weights`."""
-        return bool(await self._call("lacks_weights"))
+        with suppress(RoleRestartedError):
+            return await self._now.lacks_weights()
+        return False
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """See `RunRollouter.validate`; called again if the rollouter died."""
-        answers: list[Answer] | None = None
-        while answers is None:
-            answers = await self._call("validate", batch, needs_weights=True)
-        return answers
+        while True:
+            with suppress(RoleRestartedError):
+                return await self._at(await self._with_weights()).validate(batch)
 
     async def probe(self, _step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores | None:
         """See `RunRollouter.scores`; None if it died meanwhile."""
-        scores: PolicyScores | None = await self._call("scores", sequences, top_k, needs_weights=True)
-        return scores
+        with suppress(RoleRestartedError):
+            return await self._at(await self._with_weights()).scores(sequences, top_k)
+        return None
 
     async def window(self, step: int) -> dict[str, Any]:
         """See `RunRollouter.window`; empty if it died meanwhile."""
-        return await self._call("window", step) or {"metrics": {}, "histograms": {}, "events": [], "rollouts": []}
+        with suppress(RoleRestartedError):
+            return await self._now.window(step)
+        return {"metrics": {}, "histograms": {}, "events": [], "rollouts": []}
 
     async def last_events(self) -> list[dict[str, Any]]:
         """See `RunRollouter.last_events`; empty if it died meanwhile."""
-        return await self._call("last_events") or []
+        with suppress(RoleRestartedError):
+            return await self._now.last_events()
+        return []
 
     async def set_num_engines(self, count: int) -> int:
         """See `RunRollouter.set_num_engines`; a restarted rollouter has the same number."""
-        num_engines: int | None = None
-        while num_engines is None:
-            num_engines = await self._call("set_num_engines", count)
-        self._num_engines = num_engines
-        return num_engines
-
-    async def _call(
-        self, method: str, *args: Any, needs_weights: bool = False, is_current: IsCurrent | None = None, **kwargs: Any
-    ) -> Any:
-        """Call a method; return None if the rollouter died before it answered and was restarted."""
         while True:
-            incarnation = await self._role.ready()
-            if not needs_weights or self._served == incarnation:
-                break
+            with suppress(RoleRestartedError):
+                self._num_engines = await self._now.set_num_engines(count)
+                return self._num_engines
+
+    @property
+    def _now(self) -> RunRollouter:
+        return self._at(None)
+
+    def _at(self, incarnation: int | None) -> RunRollouter:
+        methods: RunRollouter = self._role.methods(incarnation=incarnation)
+        return methods
+
+    async def _with_weights(self) -> int:
+        """Wait until the rollouter has weights; return the incarnation that has them."""
+        while self._served != (incarnation := await self._role.ready()):
             self._has_weights.clear()
             await self._has_weights.wait()
-        if is_current is None or is_current():
-            with suppress(RoleRestartedError):
-                return await self._role.call(method, *args, incarnation=incarnation, **kwargs)
-        return None
+        return incarnation
 
-    async def _restart(self) -> None:
-        self._engine = await self._bare.call("start")
+    async def _begin(self, role: Incarnation) -> None:
+        rollouter: RunRollouter = role.methods()
+        self.engine = await rollouter.start()
         if self._num_engines is not None:
-            await self._bare.call("set_num_engines", self._num_engines)
+            await rollouter.set_num_engines(self._num_engines)
 
 
 class TeachersLink(RoleLink):
     """Calls the teachers' role, which finds unscored rows by itself after a restart."""
 
-    async def start(self) -> None:
-        """Start every teacher; retry if the role dies during the start."""
-        with suppress(RoleRestartedError):  # the restart has started them
-            await self._role.call("start")
-        self.has_started = True
-
     async def serve(self) -> None:
         """Let the teachers score new rows; ends only by an error."""
+        teachers: RunTeachers = self._role.methods()
         while True:
             with suppress(RoleRestartedError):
-                await self._role.call("serve")
+                await teachers.serve()
 
     async def issued(self) -> None:
-        """Notify the teachers of issued prompts."""
-        await self._tell("issued")
+        """Notify the teachers of issued prompts, unless they restart."""
+        await self._told(lambda teachers: teachers.issued(), None)
 
     async def window(self) -> dict[str, Any]:
         """See `RunTeachers.window`; empty while the teachers restart."""
-        return await self._tell("window") or {"metrics": {}, "events": []}
+        return await self._told(lambda teachers: teachers.window(), {"metrics": {}, "events": []})
 
-    async def _tell(self, method: str) -> Any:
+    async def _told(self, call: Callable[[RunTeachers], Awaitable[T]], otherwise: T) -> T:
         """Call the teachers, without waiting if they died."""
         if self.is_started:
             with suppress(RoleDiedError, NotReadyError):
-                return await self._bare.call(method)
-        return None
+                return await call(self._bare.methods())
+        return otherwise
+
+    async def _begin(self, role: Incarnation) -> None:
+        teachers: RunTeachers = role.methods()
+        await teachers.start()

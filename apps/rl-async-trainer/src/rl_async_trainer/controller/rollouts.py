@@ -10,7 +10,7 @@ from rl_async_trainer.controller.parts import ControllerParts
 from rl_async_trainer.controller.step_metrics import StepMetrics
 from rl_async_trainer.record import FILE
 from rl_async_trainer.restoring import ReplayScheduler
-from rl_core.errors import RoleDiedError
+from rl_core.errors import RLError
 from rl_rollout.rollouter import Dispatch, GroupEvent, queued_event
 from rl_trainer_parts.learning.parts import proof_tolerances
 
@@ -169,7 +169,7 @@ class Rollouts:
         num_lost = self._num_lost
         return lambda: self._num_lost == num_lost
 
-    async def _is_lost(self, error: RoleDiedError) -> None:
+    async def _is_lost(self, error: RLError) -> None:
         """Keep groups in flight that finished before the rollouter died, and requeue the others."""
         self._parts.lifecycle.say("role_died", role="rollouter", error=str(error))
         async with self._changed:

@@ -128,7 +128,7 @@ class WeightPublisher:
     async def _pack(self, version: int | None, is_current: IsCurrent) -> None:
         packed: PackedWeights | None = None
         try:
-            packed = await self._learner.pack(version, is_current)
+            packed = await self._learner.when(is_current).pack(version)
         finally:
             async with self._changed:
                 self._packed = None if packed is None else (packed, is_current)
@@ -144,9 +144,10 @@ class WeightPublisher:
                 f"{packed.update.version} and gave up.",
             ):
                 report = await self._rollouter.publish(packed)
-                if report is None:
-                    return None
-                return await self._learner.prove(packed, report, self._rollouter.tolerances, is_current)
+                if report is None or not report.canary_scores:
+                    return report
+                learner = self._learner.when(is_current)
+                return await learner.prove(packed.canary, report, self._rollouter.tolerances)
         except RoleRestartedError:
             return None
         except (EngineError, TransferError, WeightProofError):

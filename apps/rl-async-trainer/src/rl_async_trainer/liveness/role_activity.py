@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from rl_async_trainer.controller.links import LearnerLink, RollouterLink
 from rl_async_trainer.controller.parts import ControllerParts
+from rl_async_trainer.roles.learner import RunLearner
+from rl_async_trainer.roles.rollouter import RunRollouter
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import TransferQueue
 from rl_core.cluster import Role, RoleReport, RoleView, count_room, describe_shares, machine_shares, process_stacks
@@ -28,7 +30,7 @@ MAX_POLL_S = 15.0
 
 async def role_views(roles: Mapping[str, Role]) -> dict[str, RoleView | None]:
     """Each role's report; None for a role that does not answer."""
-    views = await asyncio.gather(*(_in_time(role.call("report", deadline_s=ANSWER_S)) for role in roles.values()))
+    views = await asyncio.gather(*(_in_time(_asked(role, ANSWER_S).report()) for role in roles.values()))
     return dict(zip(roles, views, strict=True))
 
 
@@ -40,7 +42,7 @@ async def collect_evidence(
     views, stacks, parts, stats = await asyncio.gather(
         role_views(roles),
         asyncio.gather(*(role.stacks(deadline_s=ANSWER_S) for role in roles.values())),
-        asyncio.gather(*(_in_time(role.call("parts", PARTS_S, deadline_s=ANSWER_S)) for role in with_parts)),
+        asyncio.gather(*(_in_time(_asked(role, ANSWER_S).parts(PARTS_S)) for role in with_parts)),
         _in_time(asyncio.to_thread(queue.stats)),
     )
     reports = [_controller_report(scheduler, await asyncio.to_thread(process_stacks, asyncio.get_running_loop()))]
@@ -85,6 +87,12 @@ def _controller_report(scheduler: Scheduler, stack: str) -> RoleReport:
     return RoleReport(name="controller", doing=doing, counts=counts, stack=stack)
 
 
+def _asked(role: Role, deadline_s: float) -> RunRollouter | RunLearner:
+    """Return the methods of a role; every role has `report`, and all but the teachers `parts`."""
+    methods: RunRollouter | RunLearner = role.methods(deadline_s=deadline_s)
+    return methods
+
+
 async def _in_time(answer: Awaitable[T]) -> T | None:
     """Wait for an answer; return None if it does not arrive in time."""
     try:
@@ -122,7 +130,7 @@ async def ask_roles(
                 continue
             incarnation = role.incarnation
             try:
-                view = await role.call("report", deadline_s=deadline_s)
+                view = await _asked(role, deadline_s).report()
             except (RoleDiedError, NotReadyError):
                 continue  # the link that calls it restarts it
             except DeadlineError:

@@ -13,9 +13,9 @@ from rl_core.cluster.cluster import Cluster, open_cluster, within
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
 from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
-from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole, next_incarnation
+from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
-from rl_core.cluster.running_role import RestartedRole, Role
+from rl_core.cluster.running_role import Incarnation, Methods, Role, SetUp
 from rl_core.cluster.shares import Shares, count_room, describe_shares, machine_shares, visible_gpus
 from rl_core.cluster.stacks import RoleReport, RoleView, cut_middle, process_report, process_stacks
 
@@ -23,10 +23,11 @@ __all__ = [
     "BlockingGroup",
     "Cluster",
     "ClusterOptions",
+    "Incarnation",
+    "Methods",
     "RayOptions",
     "ResourcePool",
     "RestartPolicy",
-    "RestartedRole",
     "Role",
     "RoleContext",
     "RoleGroup",
@@ -34,13 +35,13 @@ __all__ = [
     "RoleRestartedError",
     "RoleSpec",
     "RoleView",
+    "SetUp",
     "Shares",
     "SupervisedRole",
     "count_room",
     "cut_middle",
     "describe_shares",
     "machine_shares",
-    "next_incarnation",
     "open_cluster",
     "process_report",
     "process_stacks",

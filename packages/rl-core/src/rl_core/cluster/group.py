@@ -1,7 +1,6 @@
 """A group of equal roles, which are started, called and restarted together or individually."""
 
 import asyncio
-import inspect
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -223,7 +222,8 @@ class RoleGroup:
                 await asyncio.sleep(pause_s)
                 try:
                     await self._launch(unit, self._deadline_s)
-                    await self._run_hook(unit)
+                    async with asyncio.timeout(self._deadline_s):
+                        await asyncio.gather(*(role.restarted() for role in unit))
                     for role in unit:
                         role.check_alive()
                 except Exception as error:
@@ -240,17 +240,6 @@ class RoleGroup:
                 return
         finally:
             self._is_group_restarting = False
-
-    async def _run_hook(self, unit: Sequence[Role]) -> None:
-        hook = self.spec.restart.hook
-        restarted = [role.restarted() for role in unit]
-        async with asyncio.timeout(self._deadline_s):
-            if isinstance(hook, str):
-                await asyncio.gather(*(role.call(hook) for role in restarted))
-            elif hook is not None:
-                result = hook(restarted)
-                if inspect.isawaitable(result):
-                    await result
 
 
 class _Budget:

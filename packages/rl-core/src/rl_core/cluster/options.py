@@ -1,9 +1,8 @@
 """Options of roles: placement, resources and restarts."""
 
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
@@ -13,7 +12,6 @@ from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveInt,
 
 Kind = Literal["inline", "process", "ray"]
 Strategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
-RestartHook = Callable[[Sequence[Any]], Awaitable[None] | None]
 
 
 @settings_record
@@ -73,16 +71,12 @@ class RestartPolicy:
         within_s: Window in seconds; older restarts do not count. None counts all.
         scope: "role" restarts only the role that died; "group" restarts all ranks, for ranks that compute together.
         backoff_s: Pause in seconds before a restart, doubled for each counted restart up to 60 s.
-        hook: Runs after a restart and before calls are served: the name of a method of each restarted role, or a
-            callable, sync or async, that receives the restarted roles (`RestartedRole`). For example, an engine loads
-            its weights here.
     """
 
     max_restarts: NonNegativeInt = 0
     within_s: float | None = None
     scope: Literal["role", "group"] = "role"
     backoff_s: Annotated[float, Ge(0)] = 1.0
-    hook: str | RestartHook | None = None
 
 
 def check_gpus(who: str, gpus: float) -> None:

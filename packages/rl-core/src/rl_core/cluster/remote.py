@@ -9,12 +9,11 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from rl_core.cluster.calls import Calls, describe_call
 from rl_core.cluster.messages import named
-from rl_core.cluster.options import ClusterOptions, RestartPolicy
+from rl_core.cluster.options import ClusterOptions
 from rl_core.cluster.processes.guard import MARK_VARIABLE
 from rl_core.cluster.role_process import LaunchRequest
 from rl_core.cluster.role_spec import RoleSpec
@@ -46,7 +45,7 @@ class RemoteProcess(ABC):
 
     async def start(self) -> None:
         """Wait for the role's object; see `Launcher.launch`."""
-        spec = replace(self._spec, restart=RestartPolicy())  # its hook may not be picklable
+        spec = self._spec
         limit = asyncio.timeout(self._request.deadline_s)
         try:
             async with limit:

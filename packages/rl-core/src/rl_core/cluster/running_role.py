@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from rl_core.cluster.calls import RoleCall, describe_call
@@ -16,27 +17,47 @@ from rl_core.errors import DeadlineError, NotReadyError, RLError, RoleDiedError
 
 State = Literal["starting", "serving", "restarting", "dead", "closed"]
 DeathCallback = Callable[["Role", RLError], None]
+NEWS_DEADLINE_S = 60.0
+
+
+class Methods:
+    """The methods of a role's object, as coroutine functions that call it.
+
+    Annotate a variable with the object's class, so that mypy checks the calls: `learner: Learner = role.methods()`.
+    """
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        """Set the function that calls a method: `call(name, *args, **kwargs)`."""
+        self._call = call
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """Return a method."""
+        if name.startswith("_"):
+            raise AttributeError(f"{name!r} is not a method of a role")
+        return partial(self._call, name)
 
 
 @dataclass(frozen=True, slots=True)
-class RestartedRole:
-    """The argument of a restart's hook: a restarted role that no other caller can use yet.
+class Incarnation:
+    """One run of a role, which no other caller can use until it is set up.
 
     Attributes:
-        spec: Specification of the role.
-        incarnation: Number of the incarnation; 2 after the first restart.
-        launcher: The launcher that started it.
-        current: The incarnation itself.
+        number: 1 for the first; each restart adds one.
+        death: How the run before it ended; None for the first.
+        call: Calls a method; see `Role.call`.
     """
 
-    spec: RoleSpec
-    incarnation: int
-    launcher: Launcher
-    current: RoleProcess
+    number: int
+    death: RLError | None
+    call: Callable[..., Awaitable[Any]]
 
-    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method; see `Role.call`."""
-        return await self.current.call(method, self.launcher.pack(RoleCall([self.spec], method, args, kwargs)))
+    def methods(self) -> Any:
+        """Return the methods of its object; see `Methods`."""
+        return Methods(self.call)
+
+
+SetUp = Callable[[Incarnation], Awaitable[None]]
+"""Brings a new run of a role to the state in which it can serve, such as an engine with the current weights."""
 
 
 class Role:
@@ -61,6 +82,8 @@ class Role:
         self._fate = ""
         self._ending: BaseException | None = None
         self._callbacks: list[DeathCallback] = []
+        self._last_death: RLError | None = None
+        self._set_up: SetUp | None = None
         self.supervisor: DeathCallback | None = None
         """Decides about restarts; called before others are notified of the death."""
 
@@ -89,6 +112,52 @@ class Role:
     def is_alive(self) -> bool:
         """False while it restarts, and once it is closed or permanently dead."""
         return self.state == "serving" and self._current is not None and self._current.is_alive
+
+    def methods(self, *, deadline_s: float | None = None) -> Any:
+        """Return the methods of its object, to be called as in `call`; see `Methods`."""
+        return Methods(partial(self.call, deadline_s=deadline_s))
+
+    async def set_up(self, work: SetUp) -> None:
+        """Set the role up, now and after each restart before it serves calls. A death meanwhile is such a restart.
+
+        Raises:
+            RoleDiedError: It died, and is not restarted.
+            Exception: The error of `work`; after a restart, its calls raise RoleDiedError with it.
+        """
+        while self.state == "restarting":
+            await self.changed()
+        current, number, self._set_up = await self._serving(), self.incarnation, work
+        try:
+            await work(self.begun(current))
+        except RoleDiedError as error:
+            if error.role not in (None, self.spec.name):
+                raise  # another role's death, passed on by this one
+            await self.outlive(number, error)
+
+    async def outlive(self, number: int, error: Exception) -> int:
+        """Wait for the restart of a run that a call found dead; return the number of the new one.
+
+        Args:
+            number: Number of the run that died.
+            error: The call's error.
+
+        Raises:
+            RoleDiedError: The role is not restarted.
+            DeadlineError: The death was not noticed in time.
+        """
+        try:
+            async with asyncio.timeout(NEWS_DEADLINE_S):
+                while (
+                    self.state == "serving" and self.incarnation == number
+                ):  # a call can fail before the state changes
+                    await self.changed()
+        except TimeoutError:
+            raise DeadlineError(f"{self.spec} did not answer, as if dead, but is still running: {error}") from error
+        while self.state == "restarting":  # bounded: restarts are limited in number and time
+            await self.changed()
+        if self.state in ("dead", "closed"):
+            raise self.death or error
+        return self.incarnation
 
     async def call(self, method: str, /, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call a sync or async method; calls may overlap. Arguments must not change until it returns.
@@ -210,15 +279,18 @@ class Role:
         if current is not None:
             await current.kill(because)
 
-    def restarted(self) -> RestartedRole:
-        """Return the argument of the restart's hook.
+    async def restarted(self) -> None:
+        """Set a restarted role up."""
+        if self._set_up is not None and self._current is not None:
+            await self._set_up(self.begun(self._current))
 
-        Raises:
-            NotReadyError: The incarnation has already ended.
-        """
-        if self._current is None:
-            raise NotReadyError(f"{self.spec} has no process: it is {self.state}.")
-        return RestartedRole(self.spec, self.incarnation, self._launcher, self._current)
+    def begun(self, current: RoleProcess) -> Incarnation:
+        """Return the argument of `set_up`'s work."""
+
+        async def call(method: str, /, *args: Any, **kwargs: Any) -> Any:
+            return await current.call(method, self._launcher.pack(RoleCall([self.spec], method, args, kwargs)))
+
+        return Incarnation(self.incarnation, self._last_death, call)
 
     def serve(self) -> None:
         """Start to serve calls."""
@@ -258,6 +330,7 @@ class Role:
     def _has_died(self, current: RoleProcess, error: RLError) -> None:
         if current is not self._current or self.state == "closed":
             return
+        self._last_death = error
         if self.supervisor is not None:
             self.supervisor(self, error)
         for callback in list(self._callbacks):

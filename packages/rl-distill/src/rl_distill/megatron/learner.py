@@ -19,6 +19,7 @@ from rl_distill.checkpoints.checkpoint import critic_shapes
 from rl_distill.checkpoints.peft_folder import AdapterFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch, Objective, StepResult, ValueLoss
 from rl_distill.megatron.model import Head
+from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, in_batch_order
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import LoraOptions
@@ -122,7 +123,7 @@ class MegatronLearner(TrainedModel):
             SettingsError: A teacher's vocabulary is smaller than the policy's.
             DataError: A file or tensor is missing or incomplete.
         """
-        self._ranks.call_all("run", self._name, "load_teacher_heads", (list(folders),), {})
+        self._call_all(RankModel.load_teacher_heads, list(folders))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +229,8 @@ class MegatronTeacherModel(RankedModel):
         if not 0 <= top_k <= most:
             raise SettingsError(f"top_k must be from 0 to {most}, the size of the teacher's vocabulary; found {top_k}.")
         shares, rows = self._shares(batch.only({"input_ids"}))
-        options = {"temperature": temperature, "top_k": top_k, "has_hidden": has_hidden}
-        columns = in_batch_order(batch, rows, self._call_shares("score", shares, **options))
+        scores = self._call_shares(RankModel.score, shares, temperature=temperature, top_k=top_k, has_hidden=has_hidden)
+        columns = in_batch_order(batch, rows, scores)
         logprobs, ids = columns["logprobs"], columns["ids"].values.astype(np.int32)
         ids[logprobs.offsets[:-1]] = -1
         return logprobs, Ragged(ids, logprobs.offsets), columns.get("hidden")

@@ -1,10 +1,10 @@
 """Models distributed over a learner's ranks: the base of policies, critics, references and teachers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +20,12 @@ from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter, fingerprint_tensors
 from rl_distill.checkpoints.checkpoint import STATE_FOLDER, finish_checkpoint, read_header, require_empty, state_shapes
-from rl_distill.checkpoints.pieces import Piece, TensorFolder
+from rl_distill.checkpoints.pieces import TensorFolder
 from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult, metric_values
+from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.model import Head
-from rl_distill.megatron.rank_batches import RankShare, StepShare
+from rl_distill.megatron.rank_batches import RankShare
+from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_tensors import Exported
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
@@ -33,6 +35,9 @@ from rl_distill.parallel_layout import check_layout, check_learner
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products
 from rl_distill.stepping import check_open, check_temperature, check_tokens, check_trainable, open_policy
+
+Options = ParamSpec("Options")
+Answer = TypeVar("Answer")
 
 
 class RankedModel:
@@ -90,7 +95,7 @@ class RankedModel:
         self._options = options = replace(options, products=products)
         source, head = self._source, self.head
         plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, trains=self.trains, lora=lora)
-        built: list[tuple[int, bool]] = self._ranks.call_all("build", self._name, plan)
+        built = self._ranks.call_all(RankHost.build, self._name, plan)
         self._min_shared = options.shared_prefix_tokens if all(shares for _, shares in built) else 0
         self.num_parameters = sum(num_parameters for num_parameters, _ in built)
         self.step = 0
@@ -110,7 +115,7 @@ class RankedModel:
 
         On GPUs, parameters, gradients and optimizer state move to host memory. On CPUs only the gradients are freed.
         """
-        return sum(self._ranks.call_all("offload", self._name))
+        return sum(self._ranks.call_all(RankHost.offload, self._name))
 
     def close(self) -> None:
         """Free the model, and the ranks if this model created them. Can be called twice."""
@@ -118,14 +123,14 @@ class RankedModel:
         if ranks is not None and self._owns_ranks:
             ranks.close()
         elif ranks is not None and ranks.is_alive:
-            ranks.call_all("drop", self._name)
+            ranks.call_all(RankHost.drop, self._name)
 
     def _score(self, batch: Batch, *, temperature: float = 1.0, is_base: bool = False) -> Ragged:
         """Compute one float32 per token, in the batch's row order."""
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
         shares, rows = self._shares(batch.only({"input_ids", ROUTED_EXPERTS} & batch.names))
-        scores = self._call_shares("score", shares, temperature=temperature, is_base=is_base)
+        scores = self._call_shares(RankModel.score, shares, temperature=temperature, is_base=is_base)
         tokens = in_batch_order(batch, rows, scores)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
 
@@ -133,7 +138,7 @@ class RankedModel:
         check_temperature(temperature)
         check_trainable(batch)
         shares, rows = self._shares(batch)
-        parts: list[StepShare] = self._call_shares("train_step", shares, objective, temperature=temperature, **wanted)
+        parts = self._call_shares(RankModel.train_step, shares, objective, temperature=temperature, **wanted)
         broken = [int(of_rank[row]) for of_rank, part in zip(rows, parts, strict=True) for row in part.broken_rows]
         first = parts[0]
         self.step += first.is_applied
@@ -169,10 +174,22 @@ class RankedModel:
         ]
         return shares, rows
 
-    def _call_shares(self, method: str, shares: Sequence[RankShare], *args: Any, **kwargs: Any) -> list[Any]:
+    def _call_all(
+        self, method: Callable[Concatenate[RankModel, Options], Answer], *args: Options.args, **kwargs: Options.kwargs
+    ) -> list[Answer]:
+        """Call a method of the model on every rank."""
+        return self._ranks.call_all(RankHost.run, self._name, method.__name__, args, kwargs)
+
+    def _call_shares(
+        self,
+        method: Callable[Concatenate[RankModel, RankShare, Options], Answer | None],
+        shares: Sequence[RankShare],
+        *args: Options.args,
+        **kwargs: Options.kwargs,
+    ) -> list[Answer]:
         """Call a method of the model on every rank with its share; return the results in the order of the shares."""
-        calls = [(self._name, method, (shares[place.data], *args), kwargs) for place in self._ranks.places]
-        answers = self._ranks.call_each("run", calls)
+        calls = [(self._name, method.__name__, (shares[place.data], *args), kwargs) for place in self._ranks.places]
+        answers: list[Answer] = self._ranks.call_each(RankHost.run, calls)
         pairs = zip(self._ranks.places, answers, strict=True)
         by_share = {place.data: answer for place, answer in pairs if place.answers}
         return [by_share[number] for number in range(len(shares))]
@@ -218,7 +235,7 @@ class TrainedModel(RankedModel):
         Raises:
             WeightProofError: The ranks' parts do not make up a whole tensor; the message names it.
         """
-        offers = self._ranks.call_all("offer", self._name, options, version=version)
+        offers = self._ranks.call_all(RankHost.offer, self._name, options, version=version)
         return join_offers(offers, self._shapes(), version=version, tied=self.tied)
 
     def expect_engines(self, num_receivers: int) -> None:
@@ -227,7 +244,7 @@ class TrainedModel(RankedModel):
 
     def _export(self, what: Exported, names: Iterable[str]) -> dict[str, Tensor]:
         """Assemble whole tensors from the ranks' pieces, in the order of their names."""
-        found: list[list[Piece]] = self._ranks.call_all("export", self._name, what, on_host=not self._ranks.is_inline)
+        found = self._ranks.call_all(RankHost.export, self._name, what, on_host=not self._ranks.is_inline)
         pieces = [piece for of_rank in found for piece in of_rank]
         weights: dict[str, Tensor] = {}
         for piece in pieces:
@@ -246,7 +263,7 @@ class TrainedModel(RankedModel):
         """Write a checkpoint into an empty directory; see `rl_distill.learner.Learner.save`."""
         ranks = self._ranks
         require_empty(directory)
-        ranks.call_all("begin_save", self._name, directory / STATE_FOLDER)
+        ranks.call_all(RankHost.begin_save, self._name, directory / STATE_FOLDER)
         adapter = self._trained_adapter()
         pending = PendingSave(partial(self._finish_save, ranks, directory, step=self.step, adapter=adapter))
         if not in_background:
@@ -263,11 +280,11 @@ class TrainedModel(RankedModel):
         adapter = self._trained_adapter()
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype, adapter=adapter)
         TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes()))
-        problems = self._ranks.call_all("read_state", self._name, directory / STATE_FOLDER)
+        problems = self._ranks.call_all(RankHost.read_state, self._name, directory / STATE_FOLDER)
         if any(problems):
-            self._ranks.call_all("forget_state", self._name)
+            self._ranks.call_all(RankHost.forget_state, self._name)
             raise CheckpointError(next(problem for problem in problems if problem))
-        self._ranks.call_all("apply_state", self._name, step=step)
+        self._ranks.call_all(RankHost.apply_state, self._name, step=step)
         self.step = step
 
     def _saved_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """Start, connect, call and stop all ranks of a learner as one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from rl_core.cluster import BlockingGroup, ClusterOptions, ResourcePool, RoleContext, RoleSpec, process_stacks
 from rl_core.errors import NotReadyError, SettingsError
@@ -15,6 +15,10 @@ from rl_distill.options import ParallelOptions
 from rl_distill.parallel_layout import check_ranks
 
 ROLE = "learner"
+
+Host = TypeVar("Host", bound=RankHost)
+Options = ParamSpec("Options")
+Answer = TypeVar("Answer")
 
 
 class LearnerRanks:
@@ -79,8 +83,8 @@ class LearnerRanks:
         cluster = cluster or ClusterOptions(kind="process")
         self._group = BlockingGroup.start(cluster, spec, size=parallel.ranks, pool=pool, deadline_s=deadline_s)
         try:
-            rendezvous = self._group.call(0, "listen", deadline_s=deadline_s)
-            self.places = self._group.call_all("join", rendezvous, deadline_s=deadline_s)
+            rendezvous = self._group.call(0, RankHost.listen.__name__, deadline_s=deadline_s)
+            self.places = self._group.call_all(RankHost.join.__name__, rendezvous, deadline_s=deadline_s)
         except BaseException:
             self.close()
             raise
@@ -95,8 +99,21 @@ class LearnerRanks:
         """True until the ranks are stopped or one of them dies."""
         return self._host is not None or (self._group is not None and self._group.is_alive)
 
-    def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every rank's host.
+    @overload
+    def call_all(
+        self,
+        method: Callable[Concatenate[Host, Options], Coroutine[Any, Any, Answer]],
+        *args: Options.args,
+        **kwargs: Options.kwargs,
+    ) -> list[Answer]: ...
+
+    @overload
+    def call_all(
+        self, method: Callable[Concatenate[Host, Options], Answer], *args: Options.args, **kwargs: Options.kwargs
+    ) -> list[Answer]: ...
+
+    def call_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every rank's host, such as `RankHost.build`.
 
         If a rank raises or dies, all ranks are stopped, because the others may be waiting for it in a collective.
 
@@ -106,32 +123,35 @@ class LearnerRanks:
             Exception: The first rank's exception, with its name and traceback.
         """
         if self._host is not None:
-            return [getattr(self._host, method)(*args, **kwargs)]
-        return self._together(lambda ranks: ranks.call_all(method, *args, deadline_s=self._call_deadline_s, **kwargs))
+            return [getattr(self._host, method.__name__)(*args, **kwargs)]
+        name, deadline_s = method.__name__, self._call_deadline_s
+        return self._together(lambda ranks: ranks.call_all(name, *args, deadline_s=deadline_s, **kwargs))
 
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, method: Callable[..., Answer], arguments: Sequence[tuple[Any, ...]]) -> list[Answer]:
         """Call a method of every rank's host, each with its own arguments. Raises the errors of `call_all`."""
         if self._host is not None:
-            return [getattr(self._host, method)(*arguments[0])]
-        return self._together(lambda ranks: ranks.call_each(method, arguments, deadline_s=self._call_deadline_s))
+            return [getattr(self._host, method.__name__)(*arguments[0])]
+        name, deadline_s = method.__name__, self._call_deadline_s
+        return self._together(lambda ranks: ranks.call_each(name, arguments, deadline_s=deadline_s))
 
     @converts_arguments
     def finish_save(self, directory: Path) -> list[list[StoredPiece]]:
         """Wait until every rank has written its part of a checkpoint; return what each wrote. Training can continue."""
-        return self.call_all("wait_for_save", directory) if self._host is None else [self._host.finish_save(directory)]
+        host = self._host
+        return self.call_all(RankHost.wait_for_save, directory) if host is None else [host.finish_save(directory)]
 
     def expect_engines(self, name: str, num_receivers: int) -> None:
         """Set how many engines every rank's sender of a model expects. Thread-safe, even while another call waits."""
         if self._host is None:
-            self.call_all("expect_engines", name, num_receivers)
+            self.call_all(RankHost.expect_engines, name, num_receivers)
 
     def check_alive(self) -> None:
         """Check that every rank is alive. Raises the errors of `call_all`."""
-        self.call_all("check_alive")
+        self.call_all(RankHost.check_alive)
 
     def gpu_use(self) -> list[GpuUse]:
         """Return the use of each rank's GPU since the last call; empty on CPUs. Raises the errors of `call_all`."""
-        return [use for of_rank in self.call_all("gpu_use") for use in of_rank]
+        return [use for of_rank in self.call_all(RankHost.gpu_use) for use in of_rank]
 
     def stacks(self, *, deadline_s: float) -> list[str]:
         """Return each rank's current stack. Thread-safe, even while another call waits.

@@ -6,19 +6,19 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.cluster import (
     ClusterOptions,
+    Incarnation,
+    Methods,
     ResourcePool,
-    RestartedRole,
     RestartPolicy,
     Role,
     RoleSpec,
-    next_incarnation,
     open_cluster,
     within,
 )
@@ -72,22 +72,21 @@ class EnginePlacement:
 
 
 class EngineClient:
-    """The engine protocol's methods on top of any way to call an `EngineServer` by method name."""
+    """The engine protocol's methods on top of an `EngineServer` in another process."""
 
-    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
-        """Store the call function: `call(method, *args, **kwargs)`."""
-        self._call = call
+    def __init__(self, server: "EngineServer") -> None:
+        """Store the server's methods."""
+        self._server = server
         self._sees_files: bool | None = None
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`. A streamed request polls for tokens until it ends."""
         on_tokens = request.on_tokens
         if on_tokens is None:
-            generations: list[Generation] = await self._call("generate", request)
-            return generations
+            return await self._server.generate(request)
         name, ended = uuid.uuid4().hex, dict[int, Generation]()
         try:
-            pieces = await self._call("begin_stream", name, replace(request, on_tokens=None))
+            pieces = await self._server.begin_stream(name, replace(request, on_tokens=None))
             while True:
                 for piece in pieces:
                     on_tokens(piece)
@@ -95,7 +94,7 @@ class EngineClient:
                         ended[piece.sample_index] = piece.ended
                 if len(ended) == request.num_samples:
                     return [ended[index] for index in range(request.num_samples)]
-                pieces = await self._call("more_tokens", name)
+                pieces = await self._server.more_tokens(name)
         finally:
             if len(ended) < request.num_samples:  # the rest is not needed
                 dropping = asyncio.ensure_future(self._drop_stream(name))
@@ -106,30 +105,27 @@ class EngineClient:
         self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
-        scores: list[TokenScores] = await self._call("score", list(sequences), top_k=top_k, with_experts=with_experts)
-        return scores
+        return await self._server.score(list(sequences), top_k=top_k, with_experts=with_experts)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`. Sends the file's content if the engine cannot read the file."""
-        receipt: WeightReceipt = await self._call("update_weights", update, await self._unseen_content(update))
-        return receipt
+        return await self._server.update_weights(update, await self._unseen_content(update))
 
     async def gpu_use(self) -> list[GpuUse]:
         """Return the use of each of the engine's GPUs since the last call; empty on CPUs."""
-        use: list[GpuUse] = await self._call("gpu_use")
-        return use
+        return await self._server.gpu_use()
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
-        await self._call("abort", None if request_ids is None else list(request_ids))
+        await self._server.abort(None if request_ids is None else list(request_ids))
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
         """See `RolloutEngine.sleep`."""
-        await self._call("sleep", level)
+        await self._server.sleep(level)
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
-        await self._call("wake")
+        await self._server.wake()
 
     async def _unseen_content(self, update: WeightUpdate) -> NDArray[np.uint8] | None:
         """Return the content of an update's file, or None if the engine can take the update from where it is."""
@@ -147,12 +143,12 @@ class EngineClient:
                 "every engine has loaded it."
             )
         if self._sees_files is None:
-            self._sees_files = await self._call("sees", file)
+            self._sees_files = await self._server.sees(file)
         return None if self._sees_files else np.memmap(file, dtype=np.uint8, mode="r")
 
     async def _drop_stream(self, name: str) -> None:
         with suppress(RLError):  # the engine may have died
-            await self._call("drop_stream", name)
+            await self._server.drop_stream(name)
 
 
 _dropping: set["asyncio.Future[None]"] = set()
@@ -183,7 +179,7 @@ class ProcessEngine(EngineClient):
             host: Placement of its process. By default, a process on this machine.
             index: Index among equal engines, for messages and logs.
         """
-        super().__init__(self._call_started)
+        super().__init__(cast("EngineServer", Methods(self._call_started)))
         self.gate = Gate()
         self._host = host or EnginePlacement()
         self._spec = RoleSpec(
@@ -192,7 +188,7 @@ class ProcessEngine(EngineClient):
             factory="rl_rollout.engines.process:EngineServer",
             kwargs={"name": name, "model_dir": Path(model_dir), "options": options},
             environment=self._host.environment,
-            restart=RestartPolicy(max_restarts=self._host.max_restarts, hook=self._revive),
+            restart=RestartPolicy(max_restarts=self._host.max_restarts),
         )
         self._role: Role | None = None
         self._traits: EngineTraits | None = None
@@ -240,7 +236,10 @@ class ProcessEngine(EngineClient):
         except RoleError as error:
             raise EngineError(f"the engine could not start: {error}") from error
         async with within(host.deadline_s, f"{self._spec} did not load its model within {host.deadline_s:g} s."):
-            self._traits = await self._loaded(self._role)
+            try:
+                await self._role.set_up(self._set_up)
+            except RoleError as error:
+                raise _engine_died(error) from error
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
@@ -263,28 +262,12 @@ class ProcessEngine(EngineClient):
         if role is not None:
             await role.close()
 
-    async def _loaded(self, role: Role) -> EngineTraits:
-        """Load the model. Retry if the process dies meanwhile and restarts."""
-        while True:
-            incarnation = role.incarnation
-            try:
-                traits: EngineTraits = await self._call_role("start")
-                return traits
-            except EngineDiedError as error:
-                try:
-                    await next_incarnation(role, incarnation, error)
-                except RoleDiedError as ending:
-                    raise _engine_died(ending) from ending
-
     async def _call_started(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.traits  # noqa: B018 - raises unless started
         if method in OF_THIS_LIFE and self.state == "restarting":
             lost = {"more_tokens": "its streams are lost", "gpu_use": "its GPU figures are lost"}
             what = lost.get(method, "it accepts no weights now")
             raise EngineDiedError(f"the process of {self._spec} is restarting; {what}.")
-        return await self._call_role(method, *args, **kwargs)
-
-    async def _call_role(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._role is None:
             raise NotReadyError("the engine is closed.")
         role, incarnation = self._role, self._role.incarnation
@@ -295,14 +278,12 @@ class ProcessEngine(EngineClient):
                 self._died_in = incarnation  # the call fails before the role reports the death
             raise _engine_died(error) from error
 
-    async def _revive(self, roles: Sequence[RestartedRole]) -> None:
-        """Bring a restarted process to the state of the other engines."""
-        (role,) = roles
-        if self._traits is None:
-            return  # it died before its engine started; `start` handles this
-        self._traits = await role.call("start")
-        if self.on_restart is not None:
-            await self.on_restart(EngineClient(role.call))
+    async def _set_up(self, role: Incarnation) -> None:
+        """Load the model, and bring a restarted process to the state of the other engines."""
+        server: EngineServer = role.methods()
+        is_first, self._traits = self._traits is None, await server.start()
+        if self.on_restart is not None and not is_first:
+            await self.on_restart(EngineClient(server))
 
 
 class EngineServer:
@@ -321,10 +302,25 @@ class EngineServer:
         await self._engine.start()
         return self._engine.traits
 
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        """Return any other method of `RolloutEngine`."""
-        call = getattr(self.__dict__["_engine"], method)
-        return lambda *args, **kwargs: _or_end(call(*args, **kwargs))
+    async def generate(self, request: GenerateRequest) -> list[Generation]:
+        """See `RolloutEngine.generate`."""
+        return await _or_end(self._engine.generate(request))
+
+    async def score(self, sequences: Sequence[IntArray], *, top_k: int, with_experts: bool) -> list[TokenScores]:
+        """See `RolloutEngine.score`."""
+        return await _or_end(self._engine.score(sequences, top_k=top_k, with_experts=with_experts))
+
+    async def abort(self, request_ids: Collection[str] | None) -> None:
+        """See `RolloutEngine.abort`."""
+        await _or_end(self._engine.abort(request_ids))
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """See `RolloutEngine.sleep`."""
+        await _or_end(self._engine.sleep(level))
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        await _or_end(self._engine.wake())
 
     async def gpu_use(self) -> list[GpuUse]:
         """See `EngineClient.gpu_use`; empty for an engine that does not report its GPUs."""
@@ -359,7 +355,7 @@ class EngineServer:
         if tokens is not None:
             await tokens.close()
 
-    def sees(self, file: Path) -> bool:
+    async def sees(self, file: Path) -> bool:
         """Return True if the file of the learner's host is also visible here."""
         return file.is_file()
 
