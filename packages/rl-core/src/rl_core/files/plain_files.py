@@ -25,16 +25,19 @@ MAX_TOML_BYTES = 1 << 20
 
 @contextmanager
 @converts_arguments
-def open_plain(file: Path, *, error: type[RLError] = DataError) -> Iterator[tuple[BinaryIO, int]]:
+def open_plain(
+    file: Path, *, error: type[RLError] = DataError, follows_links: bool = True
+) -> Iterator[tuple[BinaryIO, int]]:
     """Open a regular file for reading, and return its size with it.
 
     Args:
         file: Path of the file.
         error: Exception class to raise if the file cannot be opened.
+        follows_links: False refuses a symbolic link.
     """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # a pipe without a writer would block forever
     try:
-        # Without O_NONBLOCK, opening a pipe without a writer would block forever.
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        descriptor = os.open(file, flags if follows_links else flags | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise error(f"{file} does not exist.") from None
     except (OSError, ValueError) as problem:
