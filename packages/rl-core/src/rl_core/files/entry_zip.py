@@ -12,7 +12,9 @@ import os
 import struct
 import zipfile
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -45,6 +47,8 @@ CRC_BYTES = 4
 STRANGE = (zipfile.BadZipFile, ValueError, NotImplementedError, RecursionError, struct.error)
 """Errors of the library for zips, and of JSON, about content that is not as expected."""
 MAX_SHOWN = 240
+MAX_PENDING = 4
+"""Maximum number of chunks in memory that wait to be written, in another thread."""
 
 
 class _ArraySpec(NamedTuple):
@@ -248,21 +252,26 @@ def write_entry(
     Raises:
         CacheError: The arrays or the description are too large.
     """
-    total = 0
-    with zipfile.ZipFile(stream, "w") as archive:  # without times: equal arrays make equal files
+    total, pending = 0, deque[Future[None]]()
+    # The archive has no times: equal arrays make equal files.
+    with zipfile.ZipFile(stream, "w") as archive, ThreadPoolExecutor(1, "entry") as writer:
         for name, array in arrays:
             total += array.nbytes
             if total > max_bytes:
                 raise CacheError(f"an entry's arrays need {total} bytes or more; at most {max_bytes} are allowed.")
             for file, content in _encode(name, array, compress=compress):
-                archive.writestr(zipfile.ZipInfo(file), content)
+                pending.append(writer.submit(archive.writestr, zipfile.ZipInfo(file), content))
+                if len(pending) > MAX_PENDING:
+                    pending.popleft().result()
         raw = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(description)}).encode()
         if len(raw) > MAX_DESCRIPTION_BYTES or count_values(raw) > MAX_DESCRIPTION_VALUES:
             raise CacheError(
                 f"an entry's description has {len(raw)} bytes and up to {count_values(raw)} values; at most "
                 f"{MAX_DESCRIPTION_BYTES} bytes and {MAX_DESCRIPTION_VALUES} values are allowed."
             )
-        archive.writestr(zipfile.ZipInfo(METADATA), raw)
+        pending.append(writer.submit(archive.writestr, zipfile.ZipInfo(METADATA), raw))
+        for written in pending:
+            written.result()
     stream.flush()
     os.fsync(stream.fileno())
     return stream.tell()
