@@ -21,13 +21,13 @@ from rl_core.weights import (
     TensorTransport,
     check_receipt,
     digest_tensors,
+    publish_weights,
     tensor_checksum,
 )
 from rl_core.weights.broadcast import BroadcastTransport, SenderOptions
 from rl_core.weights.ipc import IpcTransport, opened
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
-from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import generate, make_tiny_model
 from rl_rollout.testing.reference_model import TIED_HEAD, canary_of, perturbed
@@ -122,7 +122,7 @@ def test_an_engine_of_this_process_proves_weights_on_the_gpu(model_dir: Path, we
     update = TensorTransport().pack(on_gpu(new), version=1, tied=TIED_HEAD)
     assert {digest.kind for digest in update.digests.values()} == {"sums"}
     canary = canary_of(model_dir, new, SEQUENCE)
-    report = asyncio.run(publish_to(engine, update, canary=canary, tolerances=TOLERANCES))
+    report = asyncio.run(publish_weights(update, [engine], canary=canary, tolerances=TOLERANCES))
     assert report.version == 1
     name = "model.layers.0.mlp.up_proj.weight"
     damaged = update.location.tensors[name].clone()
@@ -147,7 +147,7 @@ def test_an_engine_in_another_process_opens_weights_on_the_gpu(
         update = transport.pack(on_gpu(new), version=version, tied=TIED_HEAD)
         assert isinstance(update.location, SharedBuckets)
         assert len(update.location.buckets) > 1
-        report = asyncio.run(publish_to(hosted, update, canary=canary, tolerances=TOLERANCES))
+        report = asyncio.run(publish_weights(update, [hosted], canary=canary, tolerances=TOLERANCES))
         assert report.version == version
         assert set(generate(hosted)[0].policy_versions.tolist()) == {version}
         transport.release()
@@ -206,7 +206,7 @@ def test_vllm_sleeps_without_its_weights_and_is_proven_again(model_dir: Path, we
     try:
         for version in (1, 2):
             update = transport.pack(on_gpu(weights), version=version, tied=TIED_HEAD)
-            asyncio.run(publish_to(engine, update, canary=canary, tolerances=TOLERANCES))
+            asyncio.run(publish_weights(update, [engine], canary=canary, tolerances=TOLERANCES))
             asyncio.run(engine.sleep(2))
             asyncio.run(engine.wake())
     finally:

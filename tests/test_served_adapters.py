@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl_core.data import FloatArray
-from rl_core.weights import Canary, ProofTolerances, SharedFileTransport, WeightUpdate
+from rl_core.weights import Canary, ProofTolerances, SharedFileTransport, WeightUpdate, publish_weights
 from rl_distill.learner import LearnerOptions
 from rl_distill.learners import Learners
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.options import LoraOptions
-from rl_rollout.engines import publish_to
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 from rl_rollout.testing import make_tiny_model
 
@@ -79,7 +78,7 @@ def test_an_engine_serves_what_peft_computes(serving: Serving, room: int, adapte
             theirs = adapted.merged.state_dict()
             for name, tensor in load_file(update.location.file).items():
                 torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-6)
-        await publish_to(engine, update, canary=canary, tolerances=ProofTolerances(canary=1e-5))
+        await publish_weights(update, [engine], canary=canary, tolerances=ProofTolerances(canary=1e-5))
         (scores,) = await engine.score([SEQUENCE])
         await engine.close()
         return scores.token_logprobs

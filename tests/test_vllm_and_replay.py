@@ -14,13 +14,13 @@ import torch
 from rl_core import Batch, Ragged, RowKey
 from rl_core.data import IntArray
 from rl_core.errors import WeightProofError
-from rl_core.weights import Canary, ProofTolerances, PublishReport, TensorTransport
+from rl_core.weights import Canary, ProofTolerances, PublishReport, TensorTransport, publish_weights
 from rl_distill.learner import LearnerOptions
 from rl_distill.learners import Learners
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives import supervised_objective
 from rl_metrics.reductions import Recorder
-from rl_rollout.engines import GenerateRequest, ReplicatedEngine, SamplingParams, publish_to
+from rl_rollout.engines import GenerateRequest, ReplicatedEngine, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 from rl_trainer_parts.learning.step import record_replay
 from rl_trainer_parts.settings.schema import MetricSettings
@@ -127,7 +127,7 @@ def published(mixture: Mixture, *, version: int, replays: bool) -> tuple[Canary,
     learners, tolerances = mixture.learners, ProofTolerances(probe=TOLERANCES.probe, canary=np.inf)
     canary = learners.canary(mixture.canaries, replays=replays)
     update = TensorTransport().pack(learners.policy.export_weights(), version=version, tied=learners.policy.tied)
-    return canary, asyncio.run(publish_to(mixture.engine, update, canary=canary, tolerances=tolerances))
+    return canary, asyncio.run(publish_weights(update, [mixture.engine], canary=canary, tolerances=tolerances))
 
 
 def test_updates_of_a_bfloat16_mixture_are_proven_with_the_experts_of_the_engine(mixture: Mixture) -> None:

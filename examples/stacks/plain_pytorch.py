@@ -14,10 +14,9 @@ from rewards import digit_share
 from transformers import AutoModelForCausalLM
 
 from rl_core import Batch, InProcessQueue, Prompt, TaskSpec
-from rl_core.weights import Canary, ProofTolerances, TensorTransport
+from rl_core.weights import Canary, ProofTolerances, TensorTransport, publish_weights
 from rl_distill.objectives import PolicyTokens, compute_policy_loss, grpo_advantages
 from rl_rollout import PromptTokenizer, RewardScorer, Rollout, SamplingParams, SingleTurnLoop, require_some_success
-from rl_rollout.engines import publish_to
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.rollouter import settle
 
@@ -76,7 +75,7 @@ class PlainLoop:
             scores = [row[: len(ids)].numpy() for row, ids in zip(self.logprobs(rows), sequences, strict=True)]
         update = TensorTransport().pack(tensors, version=version, tied=tied)
         canary = Canary(sequences=sequences, logprobs=scores)
-        await publish_to(self.engine, update, canary=canary, tolerances=ProofTolerances())
+        await publish_weights(update, [self.engine], canary=canary, tolerances=ProofTolerances())
 
 
 def padded(batch: Batch, name: str) -> torch.Tensor:

@@ -12,14 +12,13 @@ from rl_core.errors import DeadlineError, EngineError, WeightProofError
 from rl_core.weights.publish import PublishReport
 from rl_core.weights.update import WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import Generation
-from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
-from rl_rollout.engines.scripted import ScriptedEngine, honest_receipt
+from rl_rollout.engines.scripted import honest_receipt
 
 
 def drain(engine: Any, version: int, **options: Any) -> "asyncio.Future[PublishReport]":
     return asyncio.ensure_future(
-        publish_to(engine, an_update(version), canary=a_canary(), tolerances=EXACT, drain=True, **options)
+        engine.publish(an_update(version), canary=a_canary(), tolerances=EXACT, drain=True, **options)
     )
 
 
@@ -214,52 +213,3 @@ def test_closing_ends_what_waits() -> None:
                 await one
 
     run_with(held, work)
-
-
-# -- single engines
-
-
-def test_a_plain_engine_holds_requests_back() -> None:
-    held = Held(1)
-
-    async def work() -> None:
-        engine = held.engine
-        await engine.start()
-        running = ask(engine, 0)
-        await until(lambda: held.num_running == 1, "it to be asked")
-        publishing = drain(engine, 5)
-        await asyncio.sleep(0)
-        waiting, gone = ask(engine, 1), ask(engine, 2, request_id="a")
-        await asyncio.sleep(0)
-        await engine.abort(["a"])
-        assert (await gone[0])[0].finish_reason == "abort"
-        assert not engine.updates
-        held.finish()
-        report = await publishing
-        await until(lambda: held.num_running == 1, "the one that waited to be asked")
-        held.finish()
-        assert versions_of(await asyncio.gather(*running, *waiting)) == [[0], [5]]
-        assert report.drain_s > 0
-        assert report.stall_s > 0
-        running = ask(engine, 3)
-        await until(lambda: held.num_running == 1, "it to be asked")
-        with pytest.raises(DeadlineError, match=r"1 requests were still running 0\.01 s after"):
-            await drain(engine, 6, drain_deadline_s=0.01)
-        held.finish()
-        assert versions_of(await asyncio.gather(*running)) == [[5]]
-
-    asyncio.run(work())
-
-
-def test_an_engine_that_cannot_hold_requests_back_says_so() -> None:
-    class Ungated(ScriptedEngine):
-        gate: Any = None
-
-    async def work() -> None:
-        engine = Ungated({})
-        engine.gate = None
-        await engine.start()
-        with pytest.raises(EngineError, match=r"scripted cannot hold requests back. Wrap it in ReplicatedEngine"):
-            await drain(engine, 5)
-
-    asyncio.run(work())

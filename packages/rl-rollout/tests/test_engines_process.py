@@ -14,14 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightProofError
-from rl_core.weights import AdapterUpdate, ProofTolerances, digest_tensors
+from rl_core.weights import AdapterUpdate, ProofTolerances, digest_tensors, publish_weights
 from rl_core.weights.ipc import HostMemory, IpcTransport, opened
 from rl_core.weights.transports import SharedFileTransport
 from rl_core.weights.update import InProcess, WeightUpdate
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions
 from rl_rollout.engines.process import EngineClient, EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams
-from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.streaming import stream
 from rl_rollout.engines.transformers import TransformersEngine
 from rl_rollout.testing import AdapterConformance, EngineConformance, generate, refuses
@@ -99,7 +98,7 @@ def test_a_process_opens_weights_in_shared_memory_and_keeps_none_of_it(
     canary = canary_of(tied_model_dir, new, SEQUENCE)
     try:
         update = transport.pack(new, version=6, tied=TIED_HEAD)
-        report = run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
+        report = run(publish_weights(update, [transformers_process], canary=canary, tolerances=ProofTolerances()))
         assert report.version == 6
         assert report.num_tensors == len(new) + 1
         with opened(update) as tensors:
@@ -109,7 +108,7 @@ def test_a_process_opens_weights_in_shared_memory_and_keeps_none_of_it(
         assert canary.logprobs is not None
         np.testing.assert_allclose(scores.token_logprobs, canary.logprobs[0], atol=1e-4)
         with pytest.raises(WeightProofError, match="was changed in transit"):
-            run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
+            run(publish_weights(update, [transformers_process], canary=canary, tolerances=ProofTolerances()))
     finally:
         transport.close()
         files = SharedFileTransport()
@@ -177,7 +176,7 @@ def test_an_adapter_that_goes_wrong_between_processes_is_named(
         fault(wrong := {name: tensor.clone() for name, tensor in sent.items()}, np.random.default_rng(seed))
         save_file(wrong, update.location.file)
         with pytest.raises((WeightProofError, EngineError), match=words):
-            run(publish_to(transformers_process, update, canary=canary, tolerances=ProofTolerances()))
+            run(publish_weights(update, [transformers_process], canary=canary, tolerances=ProofTolerances()))
     transport.close()
     TestTransformersProcessAdapters().restore(transformers_process, tied_model_dir)
 

@@ -24,7 +24,6 @@ from rl_core.weights.update import Canary, WeightReceipt, WeightUpdate
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import GenerateRequest, Generation, SamplingParams, TokenScores
-from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.scripted import DEFAULT_TRAITS, ScriptedEngine, honest_receipt
 from rl_rollout.testing import EngineConformance, generate
@@ -131,7 +130,7 @@ def test_every_replica_gets_and_proves_an_update() -> None:
 
     async def work(engine: ReplicatedEngine) -> Any:
         update, canary = an_update(4)
-        return await publish_to(engine, update, canary=canary, tolerances=EXACT)
+        return await engine.publish(update, canary=canary, tolerances=EXACT)
 
     report = run_with(replicas, work)
     assert report.version == 4
@@ -145,7 +144,7 @@ def test_a_replica_that_serves_something_else_is_named() -> None:
 
     async def work(engine: ReplicatedEngine) -> Any:
         update, canary = an_update(4)
-        return await publish_to(engine, update, canary=canary, tolerances=EXACT)
+        return await engine.publish(update, canary=canary, tolerances=EXACT)
 
     replicas = [ScriptedEngine(says(1)), ScriptedEngine(says(1), receive=stale)]
     with pytest.raises(WeightProofError, match=r"replica 1: tensor 'a\.weight' arrived") as raised:
@@ -159,7 +158,7 @@ def test_a_replica_that_dies_in_an_update_does_not_hold_up_the_others() -> None:
 
     async def work(engine: ReplicatedEngine) -> tuple[Any, list[list[Generation]]]:
         update, canary = an_update(4)
-        report = await publish_to(engine, update, canary=canary, tolerances=EXACT)
+        report = await engine.publish(update, canary=canary, tolerances=EXACT)
         return report, [await engine.generate(request(seed=seed)) for seed in range(4)]
 
     good = ScriptedEngine(says(7))
@@ -195,7 +194,7 @@ def test_replicas_sleep_at_the_same_level_also_one_that_comes_later(level: Liter
                 await replica.generate(request())
         if level == 2:
             update, canary = an_update(4)
-            await publish_to(engine, update, canary=canary, tolerances=EXACT)
+            await engine.publish(update, canary=canary, tolerances=EXACT)
         for replica in replicas:
             assert (await replica.generate(request()))[0].token_ids.tolist() == [7]
 

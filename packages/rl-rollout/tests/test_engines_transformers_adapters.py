@@ -22,10 +22,10 @@ from rl_core.weights import (
     TensorTransport,
     WeightUpdate,
     digest_tensors,
+    publish_weights,
 )
 from rl_core.weights.digests import PEFT_PREFIX
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
-from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 from rl_rollout.engines.transformers_adapter import NAME, ModelAdapter
 from rl_rollout.engines.transformers_stepper import TransformersStepper
@@ -236,7 +236,7 @@ class Published:
 
     async def publish(self, engine: RolloutEngine, index: int, *, version: int) -> PublishReport:
         update = self.update(index, version=version)
-        return await publish_to(engine, update, canary=self.canaries[index], tolerances=ProofTolerances())
+        return await publish_weights(update, [engine], canary=self.canaries[index], tolerances=ProofTolerances())
 
 
 @pytest.fixture(scope="module")

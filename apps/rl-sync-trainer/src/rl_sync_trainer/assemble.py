@@ -9,7 +9,7 @@ from rl_core.weights import WeightTransport
 from rl_distill.teacher import TeacherService
 from rl_metrics.reductions import MemoryWatch
 from rl_rollout import Rollout
-from rl_rollout.engines import RolloutEngine
+from rl_rollout.engines import ReplicatedEngine
 from rl_rollout.prompts import PromptSource
 from rl_trainer_parts.learning.parts import LearningParts
 from rl_trainer_parts.rollouts.inputs import Inputs
@@ -53,7 +53,7 @@ class Parts(LearningParts):
     """
 
     inputs: Inputs
-    engine: RolloutEngine
+    engine: ReplicatedEngine
     rollout: Rollout
     replay: SkipCacheReplay
     source: PromptSource

@@ -19,7 +19,6 @@ from rl_metrics.reductions import (
     timing_distributions,
 )
 from rl_rollout import GroupResult, require_some_success, resolve_filter
-from rl_rollout.engines import publish_to
 from rl_rollout.refill import refill
 from rl_rollout.rollouter import refusal, settle
 from rl_rollout.skip import EntryKey
@@ -249,7 +248,7 @@ async def _publish_once(parts: Parts, version: int) -> PublishReport:
     canary = learners.canary(sequences, replays=replays(settings))
     update = learners.pack(parts.transport, version=version, leaves=settings.trainer.offload_learner)
     await _wake_engine(parts)
-    report = await publish_to(parts.engine, update, canary=canary, tolerances=tolerances)
+    report = await parts.engine.publish(update, canary=canary, tolerances=tolerances)
     if not report.canary_scores:
         return report
     if settings.trainer.offload_learner:  # the learner scores the canary

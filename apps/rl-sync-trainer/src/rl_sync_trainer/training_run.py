@@ -10,7 +10,7 @@ from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher import TeacherService
 from rl_metrics.trackers import ConsoleTracker
-from rl_rollout.engines import RolloutEngine
+from rl_rollout.engines import ReplicatedEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_sync_trainer.loop import train
@@ -111,7 +111,7 @@ class TrainingRun:
         self,
         stack: AsyncExitStack,
         learners: Learners,
-        engine: RolloutEngine,
+        engine: ReplicatedEngine,
         source: PromptSource,
         stop: StopSignal,
         *,

@@ -102,8 +102,7 @@ class RunRollouter(Rollouter):
 
     def make_engine(self) -> ReplicatedEngine:
         """The engines, not started."""
-        engine = make_engine(self._settings, self._settings.policy.path, log_directory=self._log_directory)
-        return engine if isinstance(engine, ReplicatedEngine) else ReplicatedEngine([engine])
+        return make_engine(self._settings, self._settings.policy.path, log_directory=self._log_directory)
 
     async def validate(self, batch: ValidationBatch) -> list[Answer]:
         """Answer validation problems."""

@@ -21,8 +21,8 @@ from rl_trainer_parts.settings.schema import Settings
 
 def make_engine(
     settings: Settings, policy: Path, *, log_directory: Path | None = None, serves_adapter: bool = True
-) -> RolloutEngine:
-    """The engine for a Hugging Face folder; `start` loads the model.
+) -> ReplicatedEngine:
+    """The engines for a Hugging Face folder; `start` loads the model.
 
     Args:
         settings: The run's settings.
@@ -32,8 +32,7 @@ def make_engine(
     """
     options = engine_options(settings, serves_adapter=serves_adapter)
     if settings.rollout.placement == "inline":
-        engine: RolloutEngine = engine_class(settings.rollout.engine)(policy, options)
-        return engine
+        return ReplicatedEngine([engine_class(settings.rollout.engine)(policy, options)])
     pool = replica_pool(settings)
     return ReplicatedEngine(
         [

@@ -13,7 +13,6 @@ from rl_rollout.engines.protocol import (
     SamplingParams,
     Structure,
 )
-from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.engines.response_text import ResponseText
@@ -42,7 +41,6 @@ __all__ = [
     "known_engines",
     "max_positions",
     "model_end_tokens",
-    "publish_to",
     "stream",
     "vocabulary_size",
 ]

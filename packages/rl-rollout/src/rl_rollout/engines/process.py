@@ -43,7 +43,6 @@ from rl_rollout.engines.protocol import (
     NewTokens,
     RolloutEngine,
 )
-from rl_rollout.engines.publishing import Gate
 from rl_rollout.engines.streaming import TokenStream
 
 T = TypeVar("T")
@@ -180,7 +179,6 @@ class ProcessEngine(EngineClient):
             index: Index among equal engines, for messages and logs.
         """
         super().__init__(cast("EngineServer", Methods(self._call_started)))
-        self.gate = Gate()
         self._host = host or EnginePlacement()
         self._spec = RoleSpec(
             name=f"{name} engine",
@@ -240,15 +238,6 @@ class ProcessEngine(EngineClient):
                 await self._role.set_up(self._set_up)
             except RoleError as error:
                 raise _engine_died(error) from error
-
-    async def generate(self, request: GenerateRequest) -> list[Generation]:
-        """See `RolloutEngine.generate`."""
-        return await self.gate.through(request, super().generate)
-
-    async def abort(self, request_ids: Collection[str] | None) -> None:
-        """See `RolloutEngine.abort`."""
-        self.gate.abort(request_ids)
-        await super().abort(request_ids)
 
     async def stacks(self, *, deadline_s: float) -> str:
         """Return the stacks of its process, even if it does not respond. See `rl_core.cluster.Role.stacks`."""

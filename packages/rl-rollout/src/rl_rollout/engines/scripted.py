@@ -11,7 +11,6 @@ from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, NotReadyError
 from rl_core.weights import InProcess, TokenScores, WeightReceipt, WeightUpdate, tensor_checksum
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
-from rl_rollout.engines.publishing import Gate
 from rl_rollout.engines.requests import check_request, check_scoring
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.engines.stepper import Sample, SleepState
@@ -60,7 +59,6 @@ class ScriptedEngine:
             decode: Decodes token ids, for stop strings. Without it, stop strings are refused.
             pace: Awaited before each token with the request, the sample index and the token's position.
         """
-        self.gate = Gate()
         self.requests: list[GenerateRequest] = []
         self.updates: list[WeightUpdate] = []
         self._script = script
@@ -89,9 +87,6 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
-        return await self.gate.through(request, self._generate)
-
-    async def _generate(self, request: GenerateRequest) -> list[Generation]:
         check_request(request, self.traits)
         self._sleep_state.check()
         self.requests.append(request)
@@ -121,7 +116,6 @@ class ScriptedEngine:
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`. A waiting script is cancelled."""
-        self.gate.abort(request_ids)
         for future, request_id in list(self._waiting.items()):
             if request_ids is None or request_id in request_ids:
                 future.cancel()

@@ -21,7 +21,6 @@ from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure
-from rl_rollout.engines.publishing import Gate
 from rl_rollout.engines.requests import check_request, check_scoring
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.engines.stepper import Sample, SleepState, Stepper
@@ -60,7 +59,6 @@ class SteppedEngine:
             in_thread: Create and call the stepper in its own thread, so that the event loop stays free.
             decoder: Loads the token decoder; called by the first request with a stop string.
         """
-        self.gate = Gate()
         self._make_stepper = make_stepper
         self._decoder = decoder
         self._decode: Decode | None = None
@@ -103,9 +101,6 @@ class SteppedEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
         """See `RolloutEngine.generate`."""
-        return await self.gate.through(request, self._generate)
-
-    async def _generate(self, request: GenerateRequest) -> list[Generation]:
         stepper = self._able()
         check_request(request, stepper.traits)
         input_ids: list[int] = request.input_ids.tolist()
@@ -157,7 +152,6 @@ class SteppedEngine:
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
-        self.gate.abort(request_ids)
         samples = [one for one in self._jobs if request_ids is None or one.request_id in request_ids]
         aborted = set(samples)
         self._incoming = [sample for sample in self._incoming if sample not in aborted]

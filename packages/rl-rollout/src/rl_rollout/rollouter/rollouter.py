@@ -15,7 +15,6 @@ from rl_core.errors import DeadlineError, NotReadyError, RolloutError
 from rl_core.record_fields import settings_record
 from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate, retry_proof
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
-from rl_rollout.engines.publishing import publish_to
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.replicas.replica import EngineLoad
 from rl_rollout.rollout import GroupResult, Rollout
@@ -154,11 +153,17 @@ class Rollouter:
             DeadlineError: An engine did not finish in time.
             WeightProofError: The second proof failed too.
         """
-        engine = self._started[0]
-        drained = partial(publish_to, drain=drain, drain_deadline_s=self._options.deadline_s)
+        send = partial(
+            self._started[0].publish,
+            update,
+            canary=canary,
+            tolerances=tolerances,
+            drain=drain,
+            drain_deadline_s=self._options.deadline_s,
+        )
         with self._served.changing(update.version):
             report = await retry_proof(
-                partial(drained, engine, update, canary=canary, tolerances=tolerances),
+                send,
                 on_failure=lambda error: self.say(
                     "weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error)
                 ),

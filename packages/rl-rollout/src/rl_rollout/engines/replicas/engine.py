@@ -25,7 +25,6 @@ from rl_core.weights import (
 )
 from rl_rollout.engines.process import EngineClient, ProcessEngine
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
-from rl_rollout.engines.publishing import DRAIN_DEADLINE_S
 from rl_rollout.engines.replicas.replica import EngineLoad, Published, Replica
 from rl_rollout.engines.replicas.replica_set import MAX_DEATHS, ReplicaSet, or_first_error
 from rl_rollout.engines.replicas.weights import joined_report
@@ -36,6 +35,8 @@ log = structlog.get_logger(__name__)
 
 NO_PREFIX = np.zeros(0, dtype=np.int32)
 """Scoring computes the whole sequence, even if a replica has its prefix cached."""
+DRAIN_DEADLINE_S = 3600.0
+"""Maximum seconds for engines to finish their requests before new weights."""
 REMOVE_DEADLINE_S = 600.0
 """Seconds that a removed replica may continue its requests before they move."""
 
@@ -216,9 +217,21 @@ class ReplicatedEngine:
         drain: bool = False,
         drain_deadline_s: float = DRAIN_DEADLINE_S,
     ) -> PublishReport:
-        """See `publish_to`. A replica that dies meanwhile gets the update after its restart.
+        """Send an update to every replica, and prove that each serves it. One that dies gets it after its restart.
 
-        Each replica drains separately. Replicas that already have the update accept new requests.
+        Args:
+            update: The update to serve.
+            canary: Sequences for the proof.
+            tolerances: Tolerances of the proof.
+            drain: Let running requests finish with the current weights, and hold back new ones meanwhile. Every
+                response then has one policy version. Otherwise, requests continue with the new weights. Each replica
+                drains separately; those that already have the update accept new requests.
+            drain_deadline_s: Maximum seconds for running requests to end.
+
+        Raises:
+            WeightProofError: A replica serves different weights. The message names the first tensor that differs.
+            EngineDiedError: No replica is left.
+            DeadlineError: Requests did not end in time.
         """
         deadline_s = drain_deadline_s if drain else None
         published = Published(update=update, canary=canary, tolerances=tolerances, drain_deadline_s=deadline_s)
