@@ -1,5 +1,6 @@
 """Entries of arrays: zips of zarr arrays in a folder or at a URL, each complete or absent."""
 
+import errno
 import fcntl
 import json
 import os
@@ -313,6 +314,22 @@ def test_what_is_in_the_place_of_an_entry_is_broken_and_can_go(local, tmp_path, 
     local.remove(f"broken/{aside}")
     assert local.broken() == {}
     assert is_same(read(EntryFolder(str(outside))))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
+def test_a_file_that_cannot_be_opened_is_no_broken_entry(local, monkeypatch, number):
+    """Otherwise a fault of the disk would set a good entry aside."""
+    write(local)
+
+    def fail(path, flags):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(array_entries.os, "open", fail)
+        with pytest.raises(CacheError, match=f"cannot be read: .*{os.strerror(number)}") as caught, local.open(NAME):
+            pass
+    assert not isinstance(caught.value, BrokenEntryError)
+    assert is_same(read(local))
 
 
 def test_broken_that_leads_elsewhere_is_refused(local, tmp_path):

@@ -172,7 +172,6 @@ CASES = {
     "hidden states below 0": hidden(-3),
     "hidden states of a text": hidden("3"),
     "another format": describe(format="another"),
-    "an earlier format": describe(format=1),
     "no description": lambda forgery: forgery.put_description({}),
     "no JSON": lambda forgery: forgery.put_description(b"{"),
     "deep lists": lambda forgery: forgery.put_description(b"[" * 100_000),

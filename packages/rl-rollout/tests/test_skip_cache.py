@@ -353,10 +353,12 @@ def test_entries_of_an_earlier_format_are_refused_by_its_number(stored):
         Calls(stored)
 
 
-def test_an_entry_of_a_later_format_is_broken_by_its_number(tmp_path):
-    forge(make_entry(tmp_path), lambda forgery: forgery.describe(format=3))
-    with pytest.raises(BrokenEntryError, match="it must have format 2; found 3"):
-        Calls(tmp_path, on_broken="error")()
+def test_an_entry_of_a_later_format_is_refused_by_its_number_and_stays(tmp_path):
+    entry = make_entry(tmp_path)
+    forge(entry, lambda forgery: forgery.describe(format=3))
+    with pytest.raises(CacheError, match=r"train-00000001-0000.zarr.zip has format 3; this version reads format 2"):
+        Calls(tmp_path)()
+    assert entry.exists()
 
 
 def test_impossible_options_are_refused_all_at_once():

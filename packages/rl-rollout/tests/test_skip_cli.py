@@ -98,10 +98,10 @@ def put_folder(entry: Path) -> None:
     [
         (lambda entry: break_torn(entry.parent, SECOND), "it is not a zip that this package wrote"),
         (lambda entry: entry.write_bytes(b""), "it is not a zip that this package wrote"),
-        (lambda entry: forge(entry.parent, SECOND, format=1), "it must have format 2; found 1"),
+        (lambda entry: forge(entry.parent, SECOND, format="1"), "its format must be a number; found '1'"),
         (lambda entry: forge(entry.parent, SECOND, created_at=-1), "its description is not one of rollouts"),
-        (put_link, "it must be a readable regular file"),
-        (put_folder, "it must be a regular file"),
+        (put_link, "it must be a regular file; it is a link"),
+        (put_folder, "it must be a regular file; it is a link, a folder"),
     ],
 )
 def test_ls_lists_a_broken_entry_with_its_reason_and_goes_on(capsys, folder, damage, reason):

@@ -14,7 +14,7 @@ from rl_rollout.skip import EntryKey, EntryStore, SkipCache, SkipOptions
 
 LIVE = EntryKey(step=99)
 MAX_DELAY_S = 0.15
-SHORT_KILLS, LONG_KILLS = 12, 200
+SHORT_KILLS, LONG_KILLS = 6, 200
 
 
 @pytest.fixture
@@ -76,6 +76,28 @@ def kill_writers(workers, tmp_path, *, seed, kills):
 def test_a_writer_killed_at_any_point_leaves_the_old_entry_the_new_one_or_none(workers, tmp_path, seed):
     seen = kill_writers(workers, tmp_path, seed=seed, kills=SHORT_KILLS)
     assert seen["left"] > 0, "no writer was killed in the middle of a store"
+
+
+@pytest.mark.parametrize("old", [1, None])
+def test_a_writer_killed_before_each_operation_on_files_leaves_a_whole_entry_or_none(workers, tmp_path, old):
+    seen = []
+    for operation in range(1, 100):
+        root = tmp_path / f"cache{operation}"
+        store = EntryStore(str(root))
+        store.folder.prepare()
+        if old is not None:
+            write(store, KEY, old, replace=False)
+        worker = workers.start("killed_before", root, operation=operation, replace=old is not None)
+        is_killed = worker.wait() == -signal.SIGKILL
+        seen.append(read(store, KEY))
+        sweep(root)
+        assert leftovers(root) == []
+        assert read(store, KEY) == seen[-1]
+        if not is_killed:
+            break
+    changes = seen.index(2)
+    assert seen == [old] * changes + [2] * (len(seen) - changes)
+    assert len(seen) > 15, "each array, the flush and the link are operations"
 
 
 @pytest.mark.soak

@@ -8,6 +8,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,12 +18,11 @@ from typing import IO, Any, BinaryIO, cast
 from numpy.typing import NDArray
 
 from rl_core.data.records import Json
-from rl_core.errors import BrokenEntryError, CacheError, DataError, MissingExtraError
+from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
 from rl_core.files.durable import sync_folder
-from rl_core.files.entry_zip import Entry, write_entry
-from rl_core.files.plain_files import open_plain
+from rl_core.files.entry_zip import FORMAT, Entry, write_entry
 
-__all__ = ["BROKEN", "SUFFIX", "Entry", "EntryFolder", "EntryTooLargeError"]
+__all__ = ["BROKEN", "FORMAT", "SUFFIX", "Entry", "EntryFolder", "EntryTooLargeError"]
 
 SUFFIX = ".zarr.zip"
 BROKEN = "broken"
@@ -212,7 +212,8 @@ class EntryFolder:
         found = {}
         for path in sorted(Path(self._root).glob(f"{WRITING}*")):
             with suppress(OSError), _locked(path) as descriptor:
-                found[path.name] = os.fstat(descriptor).st_size
+                if not stat.S_ISDIR((status := os.fstat(descriptor)).st_mode):
+                    found[path.name] = status.st_size
         return found
 
     def remove_leftover(self, name: str) -> None:
@@ -267,12 +268,12 @@ class EntryFolder:
         try:
             if not self.is_local:
                 return cast(BinaryIO, stack.enter_context(self._fs.open(path, "rb")))
-            os.lstat(path)
-            return stack.enter_context(open_plain(Path(path), follows_links=False))[0]
+            if stat.S_ISREG(os.lstat(path).st_mode):
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                return stack.enter_context(os.fdopen(descriptor, "rb"))
         except FileNotFoundError:
             return None
-        except DataError as error:
-            raise BrokenEntryError(self.path_of(name), f"it {str(error).removeprefix(path).strip(' .')}") from None
+        raise BrokenEntryError(self.path_of(name), "it must be a regular file; it is a link, a folder or a device")
 
     def _has(self, path: str) -> bool:
         """Look an object up; unlike fsspec's `exists`, do not take a failure for its absence."""

@@ -29,6 +29,7 @@ from rl_core.files.plain_files import count_values, load_json, preview
 if TYPE_CHECKING:
     from zarr.core.buffer import Buffer
 
+FORMAT = 2
 METADATA = "zarr.json"
 MAX_CHUNK_BYTES = 1 << 24
 MAX_ARRAY_METADATA_BYTES, MAX_ARRAY_METADATA_VALUES = 1 << 14, 1 << 8
@@ -73,7 +74,7 @@ class _ArraySpec(NamedTuple):
 
 
 class Entry:
-    """An open entry.
+    """An open entry of format FORMAT.
 
     Attributes:
         path: Its path or URL.
@@ -89,12 +90,21 @@ class Entry:
         with self._broken("is not a zip that this package wrote"):
             members = zipfile.ZipFile(_DirectoryStream(stream)).infolist()
             self._members = {member.filename: member for member in members}
-            if len(members) != len(self._members):
-                raise ValueError("its files must be stored once")
+            total = sum(member.file_size for member in members)
+            if len(members) != len(self._members) or total > self.size_bytes:
+                raise ValueError("its files must be stored once, uncompressed")
         root = self._json(METADATA, MAX_DESCRIPTION_BYTES, MAX_DESCRIPTION_VALUES)
         self.description = root.pop("attributes", None)
         if root != {"zarr_format": 3, "node_type": "group"} or not isinstance(self.description, dict):
             raise BrokenEntryError(f"{path}/{METADATA}", "it must describe a zarr group with attributes")
+        found = self.description.pop("format", None)
+        if type(found) is int and found != FORMAT:
+            raise CacheError(
+                f"{path} has format {found}; this version reads format {FORMAT}. Use another directory, or the version "
+                "that wrote it."
+            )
+        if found != FORMAT:
+            raise BrokenEntryError(f"{path}/{METADATA}", f"its format must be a number; found {preview(found)}")
 
     def read(self, dtypes: Mapping[str, str]) -> dict[str, NDArray[Any]]:
         """Read all arrays and check every byte.
@@ -263,7 +273,9 @@ def write_entry(
                 pending.append(writer.submit(archive.writestr, zipfile.ZipInfo(file), content))
                 if len(pending) > MAX_PENDING:
                     pending.popleft().result()
-        raw = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(description)}).encode()
+        raw = json.dumps(
+            {"zarr_format": 3, "node_type": "group", "attributes": {"format": FORMAT, **description}}
+        ).encode()
         if len(raw) > MAX_DESCRIPTION_BYTES or count_values(raw) > MAX_DESCRIPTION_VALUES:
             raise CacheError(
                 f"an entry's description has {len(raw)} bytes and up to {count_values(raw)} values; at most "

@@ -25,19 +25,16 @@ MAX_TOML_BYTES = 1 << 20
 
 @contextmanager
 @converts_arguments
-def open_plain(
-    file: Path, *, error: type[RLError] = DataError, follows_links: bool = True
-) -> Iterator[tuple[BinaryIO, int]]:
+def open_plain(file: Path, *, error: type[RLError] = DataError) -> Iterator[tuple[BinaryIO, int]]:
     """Open a regular file for reading, and return its size with it.
 
     Args:
         file: Path of the file.
         error: Exception class to raise if the file cannot be opened.
-        follows_links: False refuses a symbolic link.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # a pipe without a writer would block forever
     try:
-        descriptor = os.open(file, flags if follows_links else flags | os.O_NOFOLLOW)
+        descriptor = os.open(file, flags)
     except FileNotFoundError:
         raise error(f"{file} does not exist.") from None
     except (OSError, ValueError) as problem:

@@ -234,11 +234,14 @@ def verify_checkpoint(folder: Path) -> None:
         file = folder / name
         try:
             found = file.stat().st_size
-        except (OSError, ValueError):  # it is missing, or the name impossible
+            is_whole = found != recorded.size_bytes or file_crc32c(file) == recorded.crc32c
+        except (FileNotFoundError, ValueError):  # it is missing, or the name impossible
             raise CheckpointError(f"checkpoint {folder} lacks {name}, which its manifest lists.") from None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
         if found != recorded.size_bytes:
             raise CheckpointError(f"{file} is torn: expected {recorded.size_bytes} bytes, found {found}.")
-        if file_crc32c(file) != recorded.crc32c:
+        if not is_whole:
             raise CheckpointError(f"{file} is damaged: its checksum differs from the one in the manifest.")
 
 

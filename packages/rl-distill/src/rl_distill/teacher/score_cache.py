@@ -11,9 +11,9 @@ import numpy as np
 import structlog
 
 from rl_core.errors import BrokenEntryError, CacheError, MissingExtraError
-from rl_core.files.array_entries import EntryFolder
+from rl_core.files.array_entries import FORMAT, EntryFolder
 from rl_core.record_fields import converts_arguments, record
-from rl_distill.teacher.score_entries import FORMAT, MAX_ENTRY_BYTES, read_keys, read_scores, write_entry
+from rl_distill.teacher.score_entries import MAX_ENTRY_BYTES, read_keys, read_scores, write_entry
 from rl_distill.teacher.scores import NO_TOKEN, TeacherRow, TeacherScores
 
 log = structlog.get_logger(__name__)

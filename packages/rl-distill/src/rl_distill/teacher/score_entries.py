@@ -6,7 +6,7 @@ The description has the key of each trajectory and the number of its trained tok
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -17,7 +17,6 @@ from rl_core.files import preview
 from rl_core.files.array_entries import Entry, EntryFolder
 from rl_distill.teacher.scores import TeacherScores
 
-FORMAT: Literal[2] = 2
 MAX_ENTRY_BYTES = 1 << 32
 MAX_SHOWN = 240
 DTYPES = {"logprobs": "float32", "token_ids": "int32", "hidden": "float32"}
@@ -29,13 +28,11 @@ class _Description(msgspec.Struct, forbid_unknown_fields=True):
     """Description of an entry.
 
     Attributes:
-        format: Always FORMAT.
         kind: What the scores are of, for human readers.
         counts: Number of trained tokens of each trajectory, by key.
         hidden_size: Width of the hidden states; 0 without.
     """
 
-    format: Literal[2]
     kind: dict[str, Json]
     counts: dict[str, Count]
     hidden_size: Count
@@ -94,7 +91,6 @@ def write_entry(folder: EntryFolder, rows: Mapping[str, TeacherScores], *, kind:
     arrays = ((column, np.concatenate([getattr(row, column) for row in stored]).reshape(-1)) for column in columns)
     hidden = stored[0].hidden
     described = _Description(
-        format=FORMAT,
         kind=dict(kind),
         counts={key: len(row.logprobs) for key, row in rows.items()},
         hidden_size=0 if hidden is None else hidden.shape[1],

@@ -143,7 +143,7 @@ def choose_entries(store: EntryStore, directory: str, chosen: Sequence[str]) -> 
             raise CacheError(
                 f"{directory} has {len(matches) or 'no'} entries named {text!r} or of that step. Name one of: {shown}."
             )
-    return [key for (key,) in found.values()]
+    return list(dict.fromkeys(key for (key,) in found.values()))
 
 
 def list_entries(store: EntryStore, directory: str) -> Listing:

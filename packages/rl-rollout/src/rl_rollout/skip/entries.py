@@ -11,11 +11,10 @@ import msgspec
 from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError, DataError, MissingExtraError
 from rl_core.files import preview
-from rl_core.files.array_entries import BROKEN, Entry, EntryFolder
+from rl_core.files.array_entries import BROKEN, FORMAT, Entry, EntryFolder
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.rows import DTYPES, Counts, count, decode_groups, iter_arrays, storable
 
-FORMAT = 2
 MAX_SHOWN = 240
 KEY_NAME = re.compile(r"([a-z][a-z_]{0,30})-(\d{8,12})-(\d{4,6})")
 
@@ -67,7 +66,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Description of an entry's content and origin.
 
     Attributes:
-        format: Always FORMAT.
         key: Key of the rollouts.
         created_at: Creation time in seconds since the epoch.
         generate_s: Generation time of the rollouts in seconds.
@@ -75,7 +73,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         fingerprint: Fingerprint from `make_fingerprint`.
     """
 
-    format: int
     key: EntryKey
     created_at: Seconds
     generate_s: Seconds
@@ -187,7 +184,6 @@ class EntryStore:
         """
         groups = storable(groups)
         manifest = Manifest(
-            format=FORMAT,
             key=key,
             created_at=max(time.time(), 0.0),
             generate_s=generate_s,
@@ -241,9 +237,6 @@ class EntryStore:
 
 
 def _described(entry: Entry, key: EntryKey) -> Manifest:
-    if entry.description.get("format") != FORMAT:
-        found = preview(entry.description.get("format"))
-        raise BrokenEntryError(entry.path, f"it must have format {FORMAT}; found {found}")
     try:
         manifest = msgspec.convert(entry.description, Manifest)
     except Exception as error:  # numbers and nesting that strangers chose raise many types
