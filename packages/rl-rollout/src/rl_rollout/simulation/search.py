@@ -5,8 +5,8 @@ from rl_rollout.simulation.asynchronous import Schedule, simulate_async
 from rl_rollout.simulation.outcome import GpuSplit, SimulatedRun
 from rl_rollout.simulation.workload import GroupLengths, Workload
 
-MAX_SPLITS = 33
-"""Maximum number of splits to compare, spread evenly. More splits would differ by less than 3 % of the GPUs."""
+MAX_SPLITS = 17
+"""Maximum number of splits to compare, spread evenly. More splits would differ by less than 6 % of the GPUs."""
 
 
 def splits(workload: Workload, gpus: int) -> list[GpuSplit]:
