@@ -43,6 +43,11 @@ class History:
         """Return the [S] float64 column of a metric, or None if no step has it."""
         return self.values.get(name)
 
+    def finite(self, name: str) -> FloatColumn:
+        """Return the finite values of a metric; empty if no step has one."""
+        column = self.get(name)
+        return np.zeros(0) if column is None else column[np.isfinite(column)]
+
 
 @converts_arguments
 def read_history(path: Path) -> History:
