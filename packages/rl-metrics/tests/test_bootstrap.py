@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_metrics.validation.bootstrap import Bootstrap, mean_intervals
+from rl_metrics.validation.estimators import Bootstrap, mean_intervals
 
 NAN = float("nan")
 

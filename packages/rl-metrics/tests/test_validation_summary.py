@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError, ShapeError
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.validation.bootstrap import Bootstrap
+from rl_metrics.validation.estimators import Bootstrap
 from rl_metrics.validation.responses import ValidationResponses, response_table
 from rl_metrics.validation.summary import headline, headline_name, summarize_validation
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rl_metrics.validation.bootstrap import Bootstrap, mean_intervals
-from rl_metrics.validation.estimators import estimates_of
+from rl_metrics.validation.estimators import Bootstrap, estimates_of, mean_intervals
 from rl_metrics.validation.responses import Floats, ValidationResponses, checked_columns, numbered, response_table
 
 MAIN_VARIABLES = ("acc", "reward")
