@@ -7,12 +7,9 @@ prompts.
 """
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge, Gt, Lt
 
-from rl_core.record_fields import NonNegativeInt, settings_record
 from rl_metrics.validation.majority import MAX_VOTES, vote_weights
 from rl_metrics.validation.responses import NO_VOTE, Floats, Ints, ResponseTable
 
@@ -127,27 +124,14 @@ def _expectation(table: ResponseTable, weights: Floats) -> tuple[Floats, Floats]
     return mean, np.sqrt(table.over_prompts(weights * squared))
 
 
-@settings_record
-class Bootstrap:
-    """Options of bootstrap intervals.
-
-    Attributes:
-        level: Share of the draws within the interval.
-        num_draws: Number of bootstrap resamples; 0 computes no intervals.
-        seed: Seed of the draws; equal values get equal intervals.
-    """
-
-    level: Annotated[float, Gt(0), Lt(1)] = 0.95
-    num_draws: NonNegativeInt = 1000
-    seed: Annotated[int, Ge(0), Lt(2**64)] = 0
-
-
-def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
-    """Return percentile intervals of the means of several metrics over the same prompts.
+def mean_intervals(values: Floats, *, level: float = 0.95, num_draws: int = 1000, seed: int = 0) -> Floats:
+    """Return bootstrap percentile intervals of the means of several metrics over the same prompts.
 
     Args:
         values: [P, M] float, one number per prompt and metric; NaN if a prompt does not count in the metric.
-        bootstrap: Options of the bootstrap.
+        level: Share of the draws within the interval.
+        num_draws: Number of bootstrap resamples.
+        seed: Seed of the draws; equal values get equal intervals.
 
     Returns:
         [2, M] lower and upper ends; NaN for a metric with fewer than two prompts that count, or with an infinite one.
@@ -155,17 +139,17 @@ def mean_intervals(values: Floats, *, bootstrap: Bootstrap) -> Floats:
     num_prompts, num_metrics = values.shape
     counted = ~np.isnan(values)
     has_interval = (counted.sum(axis=0) >= 2) & ~np.isinf(values).any(axis=0)
-    if not bootstrap.num_draws or not has_interval.any():
+    if not has_interval.any():
         return np.full((2, num_metrics), np.nan)
-    generator = np.random.Generator(np.random.Philox(key=np.array([bootstrap.seed, 0], dtype=np.uint64)))
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed, 0], dtype=np.uint64)))
     columns = np.concatenate([_rounded(np.where(counted & has_interval, values, 0.0)), counted], axis=1)
     kinds, counts = np.unique(columns, axis=0, return_counts=True)  # such as right and wrong, with one response each
     per_chunk = max(1, CHUNK // num_prompts)
     means = [
-        _resampled_means(kinds, counts, min(per_chunk, bootstrap.num_draws - start), generator)
-        for start in range(0, bootstrap.num_draws, per_chunk)
+        _resampled_means(kinds, counts, min(per_chunk, num_draws - start), generator)
+        for start in range(0, num_draws, per_chunk)
     ]
-    tail = (1.0 - bootstrap.level) / 2.0
+    tail = (1.0 - level) / 2.0
     drawn = np.where(has_interval, np.concatenate(means), 0.0)
     ends = np.nanquantile(drawn, [tail, 1.0 - tail], axis=0)
     return np.where(has_interval, ends, np.nan)
