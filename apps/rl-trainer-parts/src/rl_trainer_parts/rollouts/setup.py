@@ -1,5 +1,6 @@
 """The path of rollouts: the engine's agent loop, the queue, and the transport of weights."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
+from rl_core.data import IntArray, Json
 from rl_core.errors import DataError
 from rl_core.weights import SharedFileTransport, TensorTransport, WeightTransport
 from rl_core.weights.broadcast import BroadcastTransport, DirectTransport, SenderOptions
@@ -20,7 +22,6 @@ from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.learning.mixtures import expert_shape
 from rl_trainer_parts.learning.objective import gdpo_components, has_teachers
-from rl_trainer_parts.rollouts.extras import rollout_extras
 from rl_trainer_parts.rollouts.inputs import make_scorer
 from rl_trainer_parts.settings.schema import Settings
 
@@ -31,6 +32,12 @@ ROUTED_EXPERTS = "routed_experts"
 
 FLOAT32_TOLERANCE = 0.01
 """Maximum mean difference in nats when a turn is scored again; near ties in a mixture may be routed differently."""
+
+EXTRA = "_rollout"
+"""Key of the record's own fields in a row's extras; an agent loop's extra of the same name is dropped."""
+
+WORK = ("generate_s", "tools_s", "reward_s")
+"""Timings that add up to a session's time."""
 
 
 def sampling_params(settings: Settings) -> SamplingParams:
@@ -155,6 +162,25 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
         batch = with_reward_components(batch, components)
     queue.put_batch(batch)
+
+
+def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
+    """A trajectory's extras plus the fields that rollouts.jsonl needs; they travel through the queue."""
+    timings = trajectory.timings
+    fields: dict[str, Json] = {
+        "source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "components": dict(trajectory.reward_components),
+        "finish": trajectory.finish_reason,
+        "timings": {name: getattr(timings, name) for name in (*WORK, "preemptions")},
+        "problem": problem_id(prompt.input_ids),
+    }
+    return {**trajectory.extras, EXTRA: fields}
+
+
+def problem_id(prompt_ids: IntArray) -> str:
+    """Return an id of a prompt that depends only on its tokens, so it is the same in every epoch and run."""
+    return hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8).hexdigest()
 
 
 def _with_experts(batch: Batch, shape: tuple[int, int] | None) -> Batch:
