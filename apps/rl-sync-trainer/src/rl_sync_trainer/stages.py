@@ -26,7 +26,6 @@ from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
-from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.step_metrics import (
     reward_times,
@@ -43,7 +42,7 @@ from rl_trainer_parts.rollouts.evaluation import (
     validation_sampling,
     with_results,
 )
-from rl_trainer_parts.rollouts.setup import put_trajectories, sampling_params
+from rl_trainer_parts.rollouts.setup import canary_sequences, proof_tolerances, put_trajectories, sampling_params
 from rl_trainer_parts.rollouts.skip_cache import record_replay
 
 OnGroups = Callable[[Sequence[GroupResult]], None]

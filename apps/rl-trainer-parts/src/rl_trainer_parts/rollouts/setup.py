@@ -1,6 +1,7 @@
-"""The path of rollouts: the engine's agent loop, the queue, and the transport of weights."""
+"""The path of rollouts: the engine's agent loop, the queue, and the transport of weights with its proof."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -11,7 +12,13 @@ import numpy as np
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
 from rl_core.data import IntArray, Json
 from rl_core.errors import DataError
-from rl_core.weights import SharedFileTransport, TensorTransport, WeightTransport
+from rl_core.weights import (
+    BFLOAT16_TOLERANCES,
+    ProofTolerances,
+    SharedFileTransport,
+    TensorTransport,
+    WeightTransport,
+)
 from rl_core.weights.broadcast import BroadcastTransport, DirectTransport, SenderOptions
 from rl_core.weights.ipc import IpcTransport
 from rl_distill.objectives import component_columns, with_reward_components
@@ -19,8 +26,8 @@ from rl_distill.teacher import teacher_task
 from rl_rollout import AuditOptions, Rollout, RolloutOptions
 from rl_rollout.engines import RolloutEngine, SamplingParams
 from rl_rollout.loops import resolve_loop
-from rl_rollout.prompts import PromptTokenizer
-from rl_trainer_parts.learning.mixtures import expert_shape
+from rl_rollout.prompts import PromptSet, PromptTokenizer
+from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew
 from rl_trainer_parts.learning.objective import gdpo_components, has_teachers
 from rl_trainer_parts.rollouts.inputs import make_scorer
 from rl_trainer_parts.settings.schema import Settings
@@ -98,6 +105,25 @@ def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> 
         num_receivers=settings.replicas.count,
     )
     return DirectTransport(options) if weights.transport == "direct" else BroadcastTransport(options)
+
+
+def canary_sequences(settings: Settings, prompts: PromptSet) -> list[IntArray]:
+    """The first prompts, used for the canary."""
+    return [prompts[index].input_ids for index in range(min(settings.trainer.canary_prompts, len(prompts)))]
+
+
+def proof_tolerances(settings: Settings) -> ProofTolerances:
+    """Tolerances between engine and learner.
+
+    In float32, both almost always route a mixture's tokens to the same experts. In a coarser dtype some tokens go to
+    other experts; unless the learner replays the engine's routing, canary logprobs may then differ by any amount.
+    """
+    is_exact = settings.vllm.dtype == settings.optimizer.dtype == "float32"
+    default = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
+    canary = default.canary if settings.trainer.proof_tolerance is None else settings.trainer.proof_tolerance
+    if not is_exact and settings.trainer.proof_tolerance is None and routes_anew(settings):
+        canary = math.inf
+    return ProofTolerances(probe=default.probe, canary=canary)
 
 
 @contextmanager
