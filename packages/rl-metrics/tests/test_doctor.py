@@ -24,7 +24,7 @@ HANG = {
     "run": "runs/x",
     "no_progress_s": 700.0,
     "last_progress": "step 12",
-    "causes": ["engine 1 does not answer (for 650 s, it is in recv (socket.py:12))"],
+    "causes": ["engine 1 does not answer (for 650 s)"],
     "queue": {"rows": 6.0},
     "roles": [
         {"name": "learner", "state": "serving", "is_answering": True, "doing": "waits for the next order, for 700 s",
