@@ -25,7 +25,6 @@ from rl_rollout.rollouter import policy_scores, refusal, settle
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_trainer_parts.learning.mixtures import replays
-from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.step_metrics import (
     reward_times,
@@ -42,7 +41,14 @@ from rl_trainer_parts.rollouts.evaluation import (
     validation_sampling,
     with_results,
 )
-from rl_trainer_parts.rollouts.setup import canary_sequences, proof_tolerances, put_trajectories, sampling_params
+from rl_trainer_parts.rollouts.setup import (
+    canary_sequences,
+    groups_of_texts,
+    proof_tolerances,
+    put_trajectories,
+    sampling_params,
+    text_options,
+)
 from rl_trainer_parts.rollouts.skip_cache import record_replay
 
 OnGroups = Callable[[Sequence[GroupResult]], None]

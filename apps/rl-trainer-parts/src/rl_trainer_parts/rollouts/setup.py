@@ -1,17 +1,19 @@
-"""The path of rollouts: the engine's agent loop, the queue, and the transport of weights with its proof."""
+"""The path of rollouts: the engine's agent loop or stored texts, the queue, the transport of weights and its proof."""
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
 from rl_core.data import IntArray, Json
-from rl_core.errors import DataError
+from rl_core.errors import DataError, SettingsError
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
     ProofTolerances,
@@ -22,10 +24,10 @@ from rl_core.weights import (
 from rl_core.weights.broadcast import BroadcastTransport, DirectTransport, SenderOptions
 from rl_core.weights.ipc import IpcTransport
 from rl_distill.objectives import component_columns, with_reward_components
-from rl_distill.teacher import teacher_task
-from rl_rollout import AuditOptions, Rollout, RolloutOptions
+from rl_distill.teacher import TextOptions, teacher_task, trajectories_from_texts
+from rl_rollout import AuditOptions, GroupResult, Rollout, RolloutOptions
 from rl_rollout.engines import RolloutEngine, SamplingParams
-from rl_rollout.loops import resolve_loop
+from rl_rollout.loops import SessionResult, resolve_loop
 from rl_rollout.prompts import PromptSet, PromptTokenizer
 from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew
 from rl_trainer_parts.learning.objective import gdpo_components, has_teachers
@@ -158,6 +160,42 @@ def open_rollout(
         )
         with closing(rollout):
             yield rollout
+
+
+def text_options(settings: Settings, tokenizer: PromptTokenizer) -> TextOptions | None:
+    """How texts become trajectories; None when rollouts are generated.
+
+    Raises:
+        SettingsError: The tokenizer names no token that ends a text.
+    """
+    column, end = settings.distillation.texts, tokenizer.eos_token_id
+    if column is None:
+        return None
+    if end is None:
+        raise SettingsError(
+            f"distillation.texts = {column!r} needs a token that ends a text, but the tokenizer of "
+            f"{settings.policy.path} names none. Set eos_token in its tokenizer_config.json."
+        )
+    return TextOptions(
+        column=column,
+        end_token_id=end,
+        max_response_tokens=settings.rollout.max_response_tokens,
+        overlong=settings.prompts.overlong,
+    )
+
+
+def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: PromptTokenizer) -> list[GroupResult]:
+    """A group per prompt, with one session per text; a group whose texts are all too long fails."""
+    trajectories = trajectories_from_texts(prompts, options, encode=partial(tokenizer.encode, add_special_tokens=False))
+    by_prompt = {uid: list(own) for uid, own in itertools.groupby(trajectories, key=lambda one: one.prompt_uid)}
+    dropped = SessionResult(failure=f"every text in column {options.column!r} is too long")
+    return [
+        GroupResult(
+            prompt=prompt,
+            sessions=tuple(SessionResult(trajectories=(one,)) for one in by_prompt.get(prompt.uid, ())) or (dropped,),
+        )
+        for prompt in prompts
+    ]
 
 
 def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
