@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import rl_distill.megatron.rank_batches as rank_batches
-import rl_sync_trainer.evaluation as sync_evaluation
 import rl_sync_trainer.loop as sync_loop
+import rl_sync_trainer.stages as sync_evaluation
 import rl_sync_trainer.stages as sync_stages
 import rl_trainer_parts.rollouts.setup as flow
 from rl_metrics.reductions import Recorder

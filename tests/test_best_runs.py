@@ -47,7 +47,7 @@ def test_a_synchronous_run_ends_when_validation_says_so_and_keeps_the_best(
         "trainer__target.value": 0.9,
     }
     with monkeypatch.context() as patch:
-        validate_as(patch, "rl_sync_trainer.evaluation", [0.1, 0.1, 0.6, 0.5, 0.4, 0.45])  # step 0 has a test too
+        validate_as(patch, "rl_sync_trainer.stages", [0.1, 0.1, 0.6, 0.5, 0.4, 0.45])  # step 0 has a test too
         assert train_here(run, **settings) == 0
     said = capsys.readouterr().out
     found = summary(run)
@@ -66,7 +66,7 @@ def test_a_synchronous_run_ends_when_validation_says_so_and_keeps_the_best(
 
     shutil.rmtree(run.run_folder / "checkpoints" / "step_3")  # as after a kill: the best is the newest too
     with monkeypatch.context() as patch:
-        validate_as(patch, "rl_sync_trainer.evaluation", [0.2, 0.95, 0.9])
+        validate_as(patch, "rl_sync_trainer.stages", [0.2, 0.95, 0.9])
         more = settings | {"trainer__target.stop": "true"}
         assert train_here(run, "--resume", **more) == 0
     found = summary(run)

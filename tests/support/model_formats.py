@@ -84,8 +84,7 @@ MODULE = "model.layers.0.self_attn.q_proj"
 def adapter_header(folder: Path) -> Format:
     """learner.json of an adapter's learner."""
     from rl_distill.architecture.policy_config import parse_policy_config
-    from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter
-    from rl_distill.checkpoints.checkpoint import read_header
+    from rl_distill.checkpoints.checkpoint import TrainedAdapter, read_header
     from rl_distill.options import LoraOptions
 
     config = parse_policy_config(CONFIG)

@@ -168,7 +168,7 @@ def _recording(trace: Trace) -> Iterator[None]:
         for module in (
             "rl_trainer_parts.rollouts.engines",
             "rl_rollout.engines.process",
-            "rl_trainer_parts.checks.engines",
+            "rl_trainer_parts.checks.models",
         ):
             patch(f"{module}:engine_class", engines.__getitem__)
         patch("rl_async_trainer.roles.learner:engine_class", engines.__getitem__)

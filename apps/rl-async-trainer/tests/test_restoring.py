@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rl_async_trainer.record import AsyncState, ScheduleHistory
-from rl_async_trainer.restoring import PromptPlaces, ReplayPlan, restore_places, restore_schedule
+from rl_async_trainer.restoring import PromptPlaces, restore_places, restore_schedule
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.errors import RolloutError
 from rl_core.testing import make_prompts, make_trajectory
@@ -25,7 +25,7 @@ def queue_of(num_prompts: int) -> InProcessQueue:
     return queue
 
 
-def restored(queue: InProcessQueue, plan: ReplayPlan | None = None) -> Scheduler:
+def restored(queue: InProcessQueue, plan: ScheduleHistory | None = None) -> Scheduler:
     """Return a new attempt's schedule without a checkpoint; with a plan, the schedule of a replay."""
     source: Any = SimpleNamespace(next=make_prompts)
     supply = PromptSupply(source)
@@ -75,7 +75,7 @@ def test_a_replay_does_not_go_on_without_a_group_that_failed_before():
     for uid in ("p0", "p3"):
         for index in range(2):
             queue.fail(uid, index, reason="the engine fell")
-    plan = ReplayPlan(issued=("p0", "p1", "p2", "p3"), steps=(("p1",), ("p2", "p3")), started={})
+    plan = ScheduleHistory(issued=dict.fromkeys(["p0", "p1", "p2", "p3"]), steps={1: ("p1",), 2: ("p2", "p3")})
     with pytest.raises(
         RolloutError, match=r"trained group p3 in step 2, but .* failed in the replay: no rows: the engine"
     ):

@@ -12,8 +12,8 @@ import pytest
 from rl_async_trainer.controller.links import RollouterLink
 from rl_async_trainer.controller.rollouts import Rollouts
 from rl_async_trainer.controller.step_metrics import StepMetrics
-from rl_async_trainer.record import FILE, ScheduleRecord
-from rl_async_trainer.restoring import PromptPlaces, ReplayPlan, ReplayScheduler
+from rl_async_trainer.record import FILE, ScheduleHistory, ScheduleRecord
+from rl_async_trainer.restoring import PromptPlaces, ReplayScheduler
 from rl_async_trainer.settings import AsyncSettings
 from rl_core import Batch, InProcessQueue, TaskSpec
 from rl_core.cluster import Incarnation, SetUp
@@ -137,7 +137,7 @@ def test_where_no_group_has_failed_yet_the_last_failure_says_where_to_look(tmp_p
 
 
 def test_a_replay_ends_with_the_first_group_that_it_cannot_have(tmp_path: Path):
-    plan = ReplayPlan(issued=("p0", "p1"), steps=(("p1",), ("p0",)), started={"p0": 0, "p1": 0})
+    plan = ScheduleHistory(steps={1: ("p1",), 2: ("p0",)}, started={"p0": 0, "p1": 0})
     side = Side(tmp_path, ReplayScheduler(ON_POLICY, plan=plan))
     side.role.events = [GroupEvent(uid="p0", failure="all sessions failed; the first: the skip cache has no entry.")]
     with pytest.raises(RolloutError) as caught:

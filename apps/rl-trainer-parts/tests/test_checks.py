@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_trainer_parts.checks.all_checks import check_settings
-from rl_trainer_parts.checks.trainable import trainable_problems
+from rl_trainer_parts.checks.models import trainable_problems
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings, load_settings
 

@@ -13,7 +13,7 @@ from rl_distill import LoraOptions
 from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_rollout.engines import TransformersOptions
 from rl_trainer_parts.checks.all_checks import check_settings
-from rl_trainer_parts.checks.trainable import trainable_problems
+from rl_trainer_parts.checks.models import trainable_problems
 from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.rollouts.engines import engine_options
 from rl_trainer_parts.settings.schema import Settings

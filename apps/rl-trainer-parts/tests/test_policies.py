@@ -13,7 +13,7 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_distill.architecture.policy_config import parse_policy_config
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.background import PendingSave
-from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter, fingerprint_tensors
+from rl_distill.checkpoints.checkpoint import TrainedAdapter, fingerprint_tensors
 from rl_distill.checkpoints.hf_folder import write_policy_folder
 from rl_distill.checkpoints.peft_folder import write_adapter
 from rl_distill.checkpoints.store import CheckpointStore

@@ -14,9 +14,8 @@ from rl_core.testing import make_prompts, make_trajectory
 from rl_core.weights import BFLOAT16_TOLERANCES, ProofTolerances
 from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.learning.mixtures import expert_shape, replays
-from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.rollouts.engines import engine_options
-from rl_trainer_parts.rollouts.setup import put_trajectories, queue_tasks
+from rl_trainer_parts.rollouts.setup import proof_tolerances, put_trajectories, queue_tasks
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 

@@ -13,7 +13,7 @@ from rl_core import Batch, Prompt, Trajectory
 from rl_core.data.records import Timings
 from rl_metrics.run_files.rollout_log import read_rollouts
 from rl_trainer_parts.reporting.rollout_rows import MAX_EXTRAS, RolloutWriter, bounded, choose_rows, draft_rollouts
-from rl_trainer_parts.rollouts.extras import problem_id, rollout_extras
+from rl_trainer_parts.rollouts.setup import problem_id, rollout_extras
 from rl_trainer_parts.settings.schema import MetricSettings
 
 PROMPT = Prompt(

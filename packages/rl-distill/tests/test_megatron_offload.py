@@ -11,7 +11,7 @@ import torch
 from rl_core.data.batch import Batch
 from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.megatron.offload import Offloaded
+from rl_distill.megatron.optimizer import Offloaded
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.objectives import supervised_objective

@@ -9,9 +9,9 @@ from rl_metrics.cli import main
 from rl_metrics.commands.doctor import show
 from rl_metrics.doctor.diagnosing import add_health, diagnose
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, DoctorReport
-from rl_metrics.doctor.facts import Facts, facts_of
 from rl_metrics.doctor.hang import describe_report, diagnose_hang
 from rl_metrics.doctor.mismatch_by_metrics import diagnose_metrics
+from rl_metrics.doctor.mismatch_causes import Facts, facts_of
 from rl_metrics.hang import HangReport
 from rl_metrics.health.finding import Evidence, Finding, Verdict
 from rl_metrics.run_files.rollout_log import RolloutLog
@@ -24,7 +24,7 @@ HANG = {
     "run": "runs/x",
     "no_progress_s": 700.0,
     "last_progress": "step 12",
-    "causes": ["engine 1 does not answer (for 650 s, it is in recv (socket.py:12))"],
+    "causes": ["engine 1 does not answer (for 650 s)"],
     "queue": {"rows": 6.0},
     "roles": [
         {"name": "learner", "state": "serving", "is_answering": True, "doing": "waits for the next order, for 700 s",

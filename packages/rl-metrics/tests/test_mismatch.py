@@ -7,10 +7,8 @@ import pytest
 from mismatched_tokens import MismatchedRun
 
 from rl_metrics.doctor.diagnosis import Diagnosis, NoFinding
-from rl_metrics.doctor.facts import Facts
-from rl_metrics.doctor.mismatch import diagnose_mismatch, diagnose_tokens
-from rl_metrics.doctor.mismatch_causes import grows
-from rl_metrics.doctor.token_pairs import read_pairs
+from rl_metrics.doctor.mismatch import diagnose_mismatch, diagnose_tokens, read_pairs
+from rl_metrics.doctor.mismatch_causes import Facts, grows
 from rl_metrics.run_files.rollout_log import RolloutLog, RolloutRow
 from rl_metrics.run_files.run_record import open_run
 
@@ -177,7 +175,7 @@ def test_pairs_are_the_sampled_tokens_with_both_logprobs():
 
 
 def test_of_many_trajectories_some_of_all_steps_are_read(monkeypatch):
-    monkeypatch.setattr("rl_metrics.doctor.token_pairs.MAX_TOKENS", 200)
+    monkeypatch.setattr("rl_metrics.doctor.mismatch.MAX_TOKENS", 200)
     run = MismatchedRun(steps=64, trajectories=4, tokens=4)
     pairs = read_pairs(run.rows())
     assert len(pairs) <= 200

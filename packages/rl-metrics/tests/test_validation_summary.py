@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError, ShapeError
 from rl_metrics.definitions.table import DEFINITIONS
-from rl_metrics.validation.bootstrap import Bootstrap
 from rl_metrics.validation.responses import ValidationResponses, response_table
 from rl_metrics.validation.summary import headline, headline_name, summarize_validation
 
@@ -184,16 +183,6 @@ def test_a_threshold_says_what_passes():
     assert not any("pass@" in name for name in summarize_validation(ValidationResponses(**given)))
 
 
-def test_intervals_can_be_left_out_or_be_others():
-    responses = ValidationResponses(uids=list("pqrs"), sources=["a"] * 4, variables={"acc": [0.0, 1.0, 2.0, 3.0]})
-    none = summarize_validation(responses, bootstrap=Bootstrap(num_draws=0))
-    assert not any("ci_" in name for name in none)
-    wide = summarize_validation(responses)
-    narrow = summarize_validation(responses, bootstrap=Bootstrap(level=0.2))
-    name = "val-core/a/acc/mean@1/ci_low"
-    assert wide[name] < narrow[name] < 1.5
-
-
 def test_infinite_values_are_missing():
     metrics = summarize(["p", "p", "q", "q"], ["a"] * 4, acc=[1.0, np.inf, 0.0, -np.inf])
     assert metrics == {
@@ -287,7 +276,6 @@ def summary(rows, *, predicts=True):
         ValidationResponses(
             uids=uids, sources=sources, variables={"acc": values}, predictions=predictions if predicts else None
         ),
-        bootstrap=Bootstrap(num_draws=50),
     )
 
 

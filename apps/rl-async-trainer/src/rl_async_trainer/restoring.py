@@ -20,25 +20,8 @@ from rl_rollout.schedule import ScheduleOptions, Scheduler
 from rl_trainer_parts.rollouts.setup import TRAIN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayPlan:
-    """The schedule of a recorded run.
-
-    Attributes:
-        issued: Its prompts in order, up to the last trained one.
-        steps: Groups of each step.
-        started: Version under which each trained group was started.
-        places: Place of each trained group in the order of training.
-    """
-
-    issued: tuple[str, ...]
-    steps: tuple[tuple[str, ...], ...]
-    started: Mapping[str, int]
-    places: Mapping[str, int] = field(default_factory=dict)
-
-
-def read_plan(folder: Path, options: ScheduleOptions) -> ReplayPlan:
-    """Read the plan of a recorded run.
+def read_plan(folder: Path, options: ScheduleOptions) -> ScheduleHistory:
+    """Read what a replay repeats of a recorded run: its steps, prompts up to the last trained one, and trained groups.
 
     Raises:
         SettingsError: The folder has no record, or the record has fewer steps.
@@ -54,9 +37,9 @@ def read_plan(folder: Path, options: ScheduleOptions) -> ReplayPlan:
     steps = steps[: options.num_steps]
     trained = {uid for step in steps for uid in step}
     last = max(place for place, uid in enumerate(history.issued) if uid in trained)
-    return ReplayPlan(
-        issued=tuple(history.issued)[: last + 1],
-        steps=tuple(steps),
+    return ScheduleHistory(
+        issued=dict.fromkeys(list(history.issued)[: last + 1]),
+        steps=dict(enumerate(steps, start=1)),
         started={uid: version for uid, version in history.started.items() if uid in trained},
         places={uid: place for uid, place in history.places.items() if uid in trained},
     )
@@ -67,10 +50,10 @@ class ReplayScheduler(Scheduler):
     """A scheduler that follows a plan; its steps are forced.
 
     Attributes:
-        plan: The recorded run's plan.
+        plan: See `read_plan`.
     """
 
-    plan: ReplayPlan = field(default_factory=lambda: ReplayPlan(issued=(), steps=(), started={}))
+    plan: ScheduleHistory = field(default_factory=ScheduleHistory)
 
     def num_to_start(self) -> int:
         """Waiting prompts whose version is served."""
@@ -91,7 +74,7 @@ class ReplayScheduler(Scheduler):
         Raises:
             RolloutError: A step to repeat trained on it.
         """
-        for number, step in enumerate(self.plan.steps, start=1):
+        for number, step in self.plan.steps.items():
             if uid in step:
                 raise RolloutError(
                     f"the recorded run trained group {uid} in step {number}, but the group failed in the replay: "
@@ -101,7 +84,7 @@ class ReplayScheduler(Scheduler):
 
 
 def issue_replayed(
-    plan: ReplayPlan, scheduler: Scheduler, queue: TransferQueue, supply: PromptSupply, *, group_size: int
+    plan: ScheduleHistory, scheduler: Scheduler, queue: TransferQueue, supply: PromptSupply, *, group_size: int
 ) -> None:
     """Issue all prompts of a plan that no earlier launch of the replay has issued.
 
@@ -110,7 +93,7 @@ def issue_replayed(
     """
     known = len(queue.ledger())
     prompts = supply.next(len(plan.issued) - known)
-    for prompt, uid in zip(prompts, plan.issued[known:], strict=True):
+    for prompt, uid in zip(prompts, list(plan.issued)[known:], strict=True):
         if prompt.uid != uid:
             raise SettingsError(
                 f"--replay: the recorded run issued prompt {uid!r}, but these settings issue {prompt.uid!r}. "
@@ -156,7 +139,7 @@ def restore_schedule(
     supply: PromptSupply,
     history: ScheduleHistory,
     *,
-    plan: ReplayPlan | None = None,
+    plan: ScheduleHistory | None = None,
 ) -> Scheduler:
     """Bring queue, prompts and scheduler to the state from which a run resumes, or to the start of a new one.
 
@@ -169,7 +152,7 @@ def restore_schedule(
         queue: The run's queue, with its journal.
         supply: Prompt supply, at its first prompt.
         history: Contents of the record.
-        plan: Plan of the recorded run to replay.
+        plan: See `read_plan`; None for a run that is no replay.
 
     Raises:
         CheckpointError: The queue has acked groups that the checkpoint does not have.
@@ -203,7 +186,7 @@ def restore_schedule(
         available = {entry.prompt_uid for entry in ledger if entry.state in ("issued", "settled")}
         scheduler.force(takewhile(available.issuperset, history.steps_after(state.step)))
     else:
-        scheduler.force(plan.steps[state.step :])
+        scheduler.force(plan.steps_after(state.step))
     return scheduler
 
 

@@ -23,11 +23,10 @@ from rl_metrics.hang import HANG_FILE, HangReport
 from rl_metrics.trackers import ConsoleTracker
 from rl_rollout.prompts import PromptSource, PromptSupply
 from rl_rollout.schedule import Scheduler
-from rl_trainer_parts.learning.parts import canary_sequences
 from rl_trainer_parts.learning.start_learners import describe_parameters
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
 from rl_trainer_parts.rollouts.inputs import Inputs
-from rl_trainer_parts.rollouts.setup import queue_tasks
+from rl_trainer_parts.rollouts.setup import canary_sequences, queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
 from rl_trainer_parts.run.folder import RunFolder, read_run_state
 from rl_trainer_parts.run.lifecycle import RunLifecycle

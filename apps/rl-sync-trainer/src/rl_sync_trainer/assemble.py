@@ -11,7 +11,7 @@ from rl_metrics.reductions import MemoryWatch
 from rl_rollout import Rollout
 from rl_rollout.engines import ReplicatedEngine
 from rl_rollout.prompts import PromptSource
-from rl_trainer_parts.learning.parts import LearningParts
+from rl_trainer_parts.learning.step import LearningParts
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.skip_cache import SkipCacheReplay
 from rl_trainer_parts.run.folder import RunState

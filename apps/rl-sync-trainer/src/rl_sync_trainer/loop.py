@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from rl_metrics.reductions import Recorder
 from rl_sync_trainer.assemble import Parts, TrainerState
-from rl_sync_trainer.evaluation import evaluate
-from rl_sync_trainer.stages import collect_step, gpu_metrics, publish, record_step, rest_engine
+from rl_sync_trainer.stages import collect_step, evaluate, gpu_metrics, publish, record_step, rest_engine
 from rl_trainer_parts.learning.step import learn
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.step_metrics import with_speeds

@@ -1,7 +1,8 @@
-"""Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics."""
+"""Stages of a step around the algorithm: rollouts into the queue, weights into the engine, metrics, validation."""
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from rl_core import Batch, Prompt
@@ -20,12 +21,10 @@ from rl_metrics.reductions import (
 )
 from rl_rollout import GroupResult, require_some_success, resolve_filter
 from rl_rollout.refill import refill
-from rl_rollout.rollouter import refusal, settle
+from rl_rollout.rollouter import policy_scores, refusal, settle
 from rl_rollout.skip import EntryKey
-from rl_sync_trainer.assemble import Parts
+from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_trainer_parts.learning.mixtures import replays
-from rl_trainer_parts.learning.off_policy import groups_of_texts, text_options
-from rl_trainer_parts.learning.parts import canary_sequences, proof_tolerances
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.step_metrics import (
     reward_times,
@@ -34,7 +33,22 @@ from rl_trainer_parts.reporting.step_metrics import (
     summarize_step,
 )
 from rl_trainer_parts.rollouts.answers import answers_of
-from rl_trainer_parts.rollouts.setup import put_trajectories, sampling_params
+from rl_trainer_parts.rollouts.evaluation import (
+    answer_problems,
+    draw_samples,
+    measure_splits,
+    summarize_answers,
+    validation_sampling,
+    with_results,
+)
+from rl_trainer_parts.rollouts.setup import (
+    canary_sequences,
+    groups_of_texts,
+    proof_tolerances,
+    put_trajectories,
+    sampling_params,
+    text_options,
+)
 from rl_trainer_parts.rollouts.skip_cache import record_replay
 
 OnGroups = Callable[[Sequence[GroupResult]], None]
@@ -293,3 +307,45 @@ def record_step(parts: Parts, recorder: Recorder, batch: Batch, *, step: int, ve
     recorder.record_all({f"queue/{name}": value for name, value in parts.queue.stats().items()})
     recorder.record_all(memory_metrics() | parts.memory.step(step))
     recorder.record_all({"training/epoch": parts.source.epoch, "timing_s/step": step_s})
+
+
+async def evaluate(
+    parts: Parts, state: TrainerState, *, splits: Sequence[str]
+) -> tuple[TrainerState, dict[str, float]]:
+    """Evaluate on the prompts of each split, "validation" or "test", that the run has.
+
+    Returns:
+        The state with results such as `validation_accuracy_first` and `test_mean_reward_last`, and the metrics.
+    """
+
+    async def measure(split: str, problems: Sequence[Prompt]) -> dict[str, float]:
+        what, key = f"{split} of step {state.step}", EntryKey(kind=split, step=state.step)
+        evaluating = evaluate_problems(parts, problems, key=key, version=state.policy_version)
+        with parts.lifecycle.console.phase(what, is_brief=True):
+            return await parts.stop.run(evaluating, what=what, deadline_s=parts.settings.rollout.deadline_s)
+
+    metrics = await measure_splits(parts.settings, parts.inputs, splits, measure)
+    return replace(state, results=with_results(parts.settings, state.results, metrics)), metrics
+
+
+async def evaluate_problems(
+    parts: Parts, problems: Sequence[Prompt], *, key: EntryKey, version: int
+) -> dict[str, float]:
+    """Validation metrics of responses; some are sent to the trackers, and probes run."""
+    settings = parts.settings
+    rollouts = await parts.replay.rollouts(
+        key,
+        problems,
+        lambda: answer_problems(settings, parts.rollout, problems),
+        rollout=parts.rollout,
+        sampling=validation_sampling(settings),
+        num_sessions=settings.prompts.validation_samples,
+    )
+    answers = answers_of(rollouts.groups, source="trainer")
+    FailedSessions.among(answers).tell(parts.lifecycle.say, step=key.step, during=key.kind)
+    if settings.metrics.log_val_generations:
+        samples = draw_samples(settings, answers, parts.inputs.tokenizer)
+        parts.lifecycle.trackers.log_generations(key.step, f"{key.kind}/generations", samples)
+    if key.kind == "validation":
+        await parts.lifecycle.probes.ask(partial(policy_scores, parts.engine, version=version), answers, step=key.step)
+    return summarize_answers(answers)

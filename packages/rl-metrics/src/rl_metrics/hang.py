@@ -2,10 +2,9 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -17,10 +16,6 @@ from rl_core.record_fields import converts_arguments, record
 __all__ = ["HANG_FILE", "HangReport", "describe_trouble", "write_hang_report"]
 
 HANG_FILE = "hang.json"
-
-_FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (\S+)')
-_HEADER = re.compile(r"^(thread |task |Thread 0x|Current thread 0x)")
-_SERVED = "rl_core/cluster/served.py"
 
 
 @record
@@ -55,7 +50,7 @@ class HangReport:
 
 
 def describe_trouble(roles: Sequence[RoleReport], queue: Mapping[str, float]) -> tuple[str, ...]:
-    """Return which roles do not answer or do not serve, with their positions in the code.
+    """Return which roles do not answer or do not serve.
 
     Args:
         roles: Report of each role.
@@ -64,9 +59,7 @@ def describe_trouble(roles: Sequence[RoleReport], queue: Mapping[str, float]) ->
     troubles = []
     for role in roles:
         if not role.is_answering:
-            frames = innermost_frames(role.stack, depth=2)
-            where = f", it is in {', called by '.join(frames)}" if frames else ""
-            troubles.append(f"{role.name} does not answer (for {role.since_s:.0f} s{where})")
+            troubles.append(f"{role.name} does not answer (for {role.since_s:.0f} s)")
         elif role.state != "serving":
             troubles.append(f"{role.name} is {role.state} (for {role.since_s:.0f} s)")
     return (*troubles, *(() if queue else ("the queue does not answer",)))
@@ -96,34 +89,3 @@ def read_hang_report(path: Path) -> HangReport:
 
 def _finite(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def innermost_frames(stack: str, *, depth: int = 6) -> list[str]:
-    """Return frames such as "recv (socket.py:12)", innermost first.
-
-    They are those of the thread or task that runs a method of the role, from that method on, or else of the first
-    thread.
-    """
-    blocks = _blocks(stack)
-    chosen = next(filter(None, blocks), [])
-    for frames in blocks:
-        served = [index for index, (file, *_) in enumerate(frames) if file.endswith(_SERVED)]
-        if served and frames[served[-1] + 1 :]:
-            chosen = frames[served[-1] + 1 :]
-            break
-    return [f"{function} ({PurePath(file).name}:{line})" for file, line, function in chosen[::-1][:depth]]
-
-
-def _blocks(stack: str) -> list[list[tuple[str, ...]]]:
-    """Return file, line and function of the frames of each thread, then of each task, outermost first."""
-    current: list[tuple[str, ...]] = []
-    threads, tasks = [current], list[list[tuple[str, ...]]]()
-    for line in stack.splitlines():
-        if _HEADER.match(line):
-            current = []
-            (tasks if line.startswith("task ") else threads).append(current)
-        elif matched := _FRAME.match(line):
-            current.append(matched.groups())
-    if "recent call first" in stack:
-        threads = [frames[::-1] for frames in threads]
-    return [*threads, *tasks]

@@ -12,7 +12,7 @@ from rl_async_trainer.record import FILE
 from rl_async_trainer.restoring import ReplayScheduler
 from rl_core.errors import RLError
 from rl_rollout.rollouter import Dispatch, GroupEvent, queued_event
-from rl_trainer_parts.learning.parts import proof_tolerances
+from rl_trainer_parts.rollouts.setup import proof_tolerances
 
 
 class Rollouts:

@@ -24,16 +24,15 @@ from rl_rollout import Rollout
 from rl_rollout.engines import RolloutEngine, engine_class
 from rl_rollout.rollouter import PolicyScores, policy_scores
 from rl_trainer_parts.learning.mixtures import replays
-from rl_trainer_parts.learning.parts import LearningParts, proof_tolerances
 from rl_trainer_parts.learning.start_learners import start_learners
-from rl_trainer_parts.learning.step import learn
+from rl_trainer_parts.learning.step import LearningParts, learn
 from rl_trainer_parts.reporting.rollout_rows import draft_rollouts
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch, summarize_step, with_speeds
 from rl_trainer_parts.rollouts.answers import Answer, answers_of
 from rl_trainer_parts.rollouts.engines import engine_options
 from rl_trainer_parts.rollouts.evaluation import answer_problems
 from rl_trainer_parts.rollouts.inputs import read_tokenizer
-from rl_trainer_parts.rollouts.setup import TRAIN, make_transport, open_rollout
+from rl_trainer_parts.rollouts.setup import TRAIN, make_transport, open_rollout, proof_tolerances
 from rl_trainer_parts.run.folder import read_run_state
 
 

@@ -2,21 +2,29 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from rl_core import Prompt
 from rl_core.cluster import ResourcePool, Shares, count_room, describe_shares, machine_shares
 from rl_core.errors import DataError, EngineError, SettingsError
 from rl_distill import PolicyConfig, check_layout, teacher_layout
-from rl_distill.teacher import ESTIMATORS, TeacherOptions, TeacherRouter, check_same_vocabulary, route_problems
+from rl_distill.teacher import (
+    ESTIMATORS,
+    TeacherOptions,
+    TeacherRouter,
+    check_same_vocabulary,
+    count_texts,
+    route_problems,
+)
 from rl_rollout.engines import max_positions
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.learning.objective import has_policy_gradient, learns_from_rewards, objective_options
-from rl_trainer_parts.learning.off_policy import check_texts, text_problems
 from rl_trainer_parts.learning.start_learners import rank_pool
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
+from rl_trainer_parts.rollouts.setup import text_options
 from rl_trainer_parts.settings.fields import problems_of, with_value
 from rl_trainer_parts.settings.schema import Settings
 
@@ -38,7 +46,7 @@ def distillation_problems(settings: Settings) -> Iterator[str]:
             f"{settings.rollout.temperature:g}."
         )
     yield from _unused(settings)
-    yield from text_problems(settings)
+    yield from _texts(settings)
     if not found:
         yield from _pools(settings)
 
@@ -63,6 +71,34 @@ def _unused(settings: Settings) -> Iterator[str]:
     }.items():
         if is_set:
             yield f'{name} applies to the policy gradient, so it {need}. Or set distillation.used_as = "reward".'
+
+
+def _texts(settings: Settings) -> Iterator[str]:
+    """Problems of settings that do not apply to texts from a teacher."""
+    chosen = settings.distillation
+    if chosen.texts is None:
+        return
+    column = f"distillation.texts = {chosen.texts!r}"
+    if chosen.use_task_rewards or chosen.used_as == "reward":
+        yield (
+            f"{column} trains on texts that the policy did not sample, so there is no policy gradient. Set "
+            'distillation.use_task_rewards = false and used_as = "loss".'
+        )
+    if chosen.loss in ("k1", "abs", "k2", "k3"):
+        yield (
+            f'{column}: loss = "{chosen.loss}" needs tokens that the policy sampled. Use "forward_kl", '
+            '"reverse_kl" or "js", or "nll" without a teacher.'
+        )
+    if chosen.other_tokenizer == "align" and chosen.teachers:
+        yield f'{column} and other_tokenizer = "align" cannot be combined. Leave one of them out.'
+    for name, is_set in (
+        ("dynamic_sampling.filter", settings.dynamic_sampling.filter),
+        ("rollout_cache.enabled", settings.rollout_cache.enabled),
+    ):
+        if is_set:
+            yield f"{column} generates no rollouts, so {name} has no effect. Leave it out."
+    if settings.algorithm.old_logprobs == "recompute":
+        yield f'{column} needs algorithm.old_logprobs = "rollout"; found "recompute".'
 
 
 def _pools(settings: Settings) -> Iterator[str]:
@@ -163,10 +199,12 @@ def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iter
 
     Raises:
         SettingsError: Each line names a teacher, or a route without a teacher.
-        DataError: A prompt has no text.
+        DataError: A prompt lacks its text, or all are too long.
     """
     chosen = settings.distillation
-    check_texts(settings, tokenizer, prompts)
+    texts = text_options(settings, tokenizer)
+    if texts is not None:
+        count_texts(prompts, texts, encode=partial(tokenizer.encode, add_special_tokens=False))
     if not chosen.teachers:
         return
     found: list[str] = []

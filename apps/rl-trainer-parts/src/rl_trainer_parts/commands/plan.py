@@ -20,12 +20,12 @@ from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
 from rl_trainer_parts.learning.mixtures import expert_shape, model_config, routes_anew, why_not_replayed
 from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards
-from rl_trainer_parts.learning.parts import proof_tolerances
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.machine.needs import BYTES, GIB
 from rl_trainer_parts.rollouts.engines import longest_trajectory, replica_pool
 from rl_trainer_parts.rollouts.inputs import Inputs
+from rl_trainer_parts.rollouts.setup import proof_tolerances
 from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
 EXPERT_BYTES = 2

@@ -9,8 +9,7 @@ from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.algorithm import aggregation_notes
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
-from rl_trainer_parts.checks.engines import check_engines, check_loop
-from rl_trainer_parts.checks.trainable import trainable_problems
+from rl_trainer_parts.checks.models import check_engines, check_loop, trainable_problems
 from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.machine.needs import machine_problems
 from rl_trainer_parts.rollouts.evaluation import validate_policy

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from rl_core import Batch, Ragged
 from rl_core.data import token_positions
 from rl_core.errors import DataError
 from rl_distill.learner import StepResult
+from rl_distill.learners import Learners
 from rl_distill.objectives import (
     AdaptiveKL,
     ValueObjective,
@@ -22,6 +24,7 @@ from rl_distill.objectives import (
     with_rejection,
     with_token_selection,
 )
+from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher import teacher_task
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.objective import (
@@ -34,7 +37,22 @@ from rl_trainer_parts.learning.objective import (
     objective_options,
     sampled_logprobs,
 )
-from rl_trainer_parts.learning.parts import LearningParts
+from rl_trainer_parts.settings.schema import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningParts:
+    """Everything a learning step needs.
+
+    Attributes:
+        settings: The user's settings.
+        learners: Policy, reference and critic.
+        skipped: Counts skipped updates, whose loss or gradients were not finite.
+    """
+
+    settings: Settings
+    learners: Learners
+    skipped: SkippedUpdates
 
 
 def learn(

@@ -12,8 +12,8 @@ from rl_core.cluster import visible_gpus
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.terminal_text import bytes_text
 from rl_distill import LoraOptions, adapter_size, count_parameters, rank_memory
-from rl_trainer_parts.checks.engines import check_engines
 from rl_trainer_parts.checks.model_folder import check_policy_folder
+from rl_trainer_parts.checks.models import check_engines
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.machine.readings import SHARED_MEMORY

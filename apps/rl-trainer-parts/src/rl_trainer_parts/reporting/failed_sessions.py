@@ -8,7 +8,7 @@ from typing import Any
 from rl_core import Batch
 from rl_trainer_parts.reporting.rollout_rows import RolloutDraft, draft_rows
 from rl_trainer_parts.rollouts.answers import Answer
-from rl_trainer_parts.rollouts.extras import rollout_extras
+from rl_trainer_parts.rollouts.setup import rollout_extras
 from rl_trainer_parts.settings.schema import Settings
 
 EVENT = "sessions_failed"

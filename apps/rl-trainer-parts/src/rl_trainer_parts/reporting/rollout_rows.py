@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
@@ -13,7 +14,7 @@ from rl_core import Batch
 from rl_core.data import Json
 from rl_metrics.run_files import FLOAT_COLUMNS, RolloutLog, RolloutRow
 from rl_rollout.prompts import PromptTokenizer
-from rl_trainer_parts.rollouts.extras import EXTRA, problem_id, record_fields, took_s
+from rl_trainer_parts.rollouts.setup import EXTRA, WORK, problem_id
 from rl_trainer_parts.settings.schema import Settings
 
 MAX_EXTRAS = 4096
@@ -74,7 +75,7 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
             columns={"token_ids": tuple(ids[index][start:].tolist()), **columns},
             extras=bounded({name: value for name, value in extras.items() if name not in left_out}),
             turns=turns,
-            **({"problem": problem_id(ids[index][:start])} | record_fields(extras)),
+            **({"problem": problem_id(ids[index][:start])} | _record_fields(extras)),
         )
         yield tuple(ids[index][:start].tolist()), row
 
@@ -154,7 +155,7 @@ def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list
         Row numbers in ascending order.
     """
     lengths = batch.ragged("input_ids").lengths - batch.dense("num_prompt_tokens")
-    slowest = int(np.argmax([took_s(extras) for extras in batch.extras]))
+    slowest = int(np.argmax([_took_s(extras) for extras in batch.extras]))
     first = [slowest]
     if "reward" in batch and not np.isnan(rewards := batch.dense("reward")).all():
         worst = int(np.nanargmin(rewards))
@@ -207,3 +208,15 @@ def bounded(extras: Mapping[str, Json]) -> dict[str, Json]:
             kept[name] = extras[name] if len(text) <= left else f"{text[:left]}... ({len(text):,} characters)"
         left -= len(text)
     return {name: kept[name] for name in extras if name in kept}
+
+
+def _record_fields(extras: Mapping[str, Json]) -> dict[str, Any]:
+    """The fields that `rollout_extras` added; empty for rows from a run that records no rollouts."""
+    fields = extras.get(EXTRA)
+    return fields if isinstance(fields, dict) else {}
+
+
+def _took_s(extras: Mapping[str, Json]) -> float:
+    """Seconds that a row's session took; 0 for rows from a run that records no rollouts."""
+    timings = _record_fields(extras).get("timings", {})
+    return math.fsum(timings.get(name, 0.0) for name in WORK)

@@ -1,26 +1,36 @@
-"""The path of rollouts: the engine's agent loop, the queue, and the transport of weights."""
+"""The path of rollouts: the engine's agent loop or stored texts, the queue, the transport of weights and its proof."""
 
+import hashlib
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
-from rl_core.errors import DataError
-from rl_core.weights import SharedFileTransport, TensorTransport, WeightTransport
+from rl_core.data import IntArray, Json
+from rl_core.errors import DataError, SettingsError
+from rl_core.weights import (
+    BFLOAT16_TOLERANCES,
+    ProofTolerances,
+    SharedFileTransport,
+    TensorTransport,
+    WeightTransport,
+)
 from rl_core.weights.broadcast import BroadcastTransport, DirectTransport, SenderOptions
 from rl_core.weights.ipc import IpcTransport
 from rl_distill.objectives import component_columns, with_reward_components
-from rl_distill.teacher import teacher_task
-from rl_rollout import AuditOptions, Rollout, RolloutOptions
+from rl_distill.teacher import TextOptions, teacher_task, trajectories_from_texts
+from rl_rollout import AuditOptions, GroupResult, Rollout, RolloutOptions
 from rl_rollout.engines import RolloutEngine, SamplingParams
-from rl_rollout.loops import resolve_loop
-from rl_rollout.prompts import PromptTokenizer
-from rl_trainer_parts.learning.mixtures import expert_shape
+from rl_rollout.loops import SessionResult, resolve_loop
+from rl_rollout.prompts import PromptSet, PromptTokenizer
+from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew
 from rl_trainer_parts.learning.objective import gdpo_components, has_teachers
-from rl_trainer_parts.rollouts.extras import rollout_extras
 from rl_trainer_parts.rollouts.inputs import make_scorer
 from rl_trainer_parts.settings.schema import Settings
 
@@ -31,6 +41,12 @@ ROUTED_EXPERTS = "routed_experts"
 
 FLOAT32_TOLERANCE = 0.01
 """Maximum mean difference in nats when a turn is scored again; near ties in a mixture may be routed differently."""
+
+EXTRA = "_rollout"
+"""Key of the record's own fields in a row's extras; an agent loop's extra of the same name is dropped."""
+
+WORK = ("generate_s", "tools_s", "reward_s")
+"""Timings that add up to a session's time."""
 
 
 def sampling_params(settings: Settings) -> SamplingParams:
@@ -93,6 +109,25 @@ def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> 
     return DirectTransport(options) if weights.transport == "direct" else BroadcastTransport(options)
 
 
+def canary_sequences(settings: Settings, prompts: PromptSet) -> list[IntArray]:
+    """The first prompts, used for the canary."""
+    return [prompts[index].input_ids for index in range(min(settings.trainer.canary_prompts, len(prompts)))]
+
+
+def proof_tolerances(settings: Settings) -> ProofTolerances:
+    """Tolerances between engine and learner.
+
+    In float32, both almost always route a mixture's tokens to the same experts. In a coarser dtype some tokens go to
+    other experts; unless the learner replays the engine's routing, canary logprobs may then differ by any amount.
+    """
+    is_exact = settings.vllm.dtype == settings.optimizer.dtype == "float32"
+    default = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
+    canary = default.canary if settings.trainer.proof_tolerance is None else settings.trainer.proof_tolerance
+    if not is_exact and settings.trainer.proof_tolerance is None and routes_anew(settings):
+        canary = math.inf
+    return ProofTolerances(probe=default.probe, canary=canary)
+
+
 @contextmanager
 def open_rollout(
     settings: Settings,
@@ -127,6 +162,42 @@ def open_rollout(
             yield rollout
 
 
+def text_options(settings: Settings, tokenizer: PromptTokenizer) -> TextOptions | None:
+    """How texts become trajectories; None when rollouts are generated.
+
+    Raises:
+        SettingsError: The tokenizer names no token that ends a text.
+    """
+    column, end = settings.distillation.texts, tokenizer.eos_token_id
+    if column is None:
+        return None
+    if end is None:
+        raise SettingsError(
+            f"distillation.texts = {column!r} needs a token that ends a text, but the tokenizer of "
+            f"{settings.policy.path} names none. Set eos_token in its tokenizer_config.json."
+        )
+    return TextOptions(
+        column=column,
+        end_token_id=end,
+        max_response_tokens=settings.rollout.max_response_tokens,
+        overlong=settings.prompts.overlong,
+    )
+
+
+def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: PromptTokenizer) -> list[GroupResult]:
+    """A group per prompt, with one session per text; a group whose texts are all too long fails."""
+    trajectories = trajectories_from_texts(prompts, options, encode=partial(tokenizer.encode, add_special_tokens=False))
+    by_prompt = {uid: list(own) for uid, own in itertools.groupby(trajectories, key=lambda one: one.prompt_uid)}
+    dropped = SessionResult(failure=f"every text in column {options.column!r} is too long")
+    return [
+        GroupResult(
+            prompt=prompt,
+            sessions=tuple(SessionResult(trajectories=(one,)) for one in by_prompt.get(prompt.uid, ())) or (dropped,),
+        )
+        for prompt in prompts
+    ]
+
+
 def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
     """Put whole sessions into the queue, with reward components if the advantage compares them.
 
@@ -155,6 +226,25 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         components = [{name: trajectory.reward_components[name] for name in names} for trajectory in trajectories]
         batch = with_reward_components(batch, components)
     queue.put_batch(batch)
+
+
+def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
+    """A trajectory's extras plus the fields that rollouts.jsonl needs; they travel through the queue."""
+    timings = trajectory.timings
+    fields: dict[str, Json] = {
+        "source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "components": dict(trajectory.reward_components),
+        "finish": trajectory.finish_reason,
+        "timings": {name: getattr(timings, name) for name in (*WORK, "preemptions")},
+        "problem": problem_id(prompt.input_ids),
+    }
+    return {**trajectory.extras, EXTRA: fields}
+
+
+def problem_id(prompt_ids: IntArray) -> str:
+    """Return an id of a prompt that depends only on its tokens, so it is the same in every epoch and run."""
+    return hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8).hexdigest()
 
 
 def _with_experts(batch: Batch, shape: tuple[int, int] | None) -> Batch:

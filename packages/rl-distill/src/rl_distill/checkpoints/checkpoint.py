@@ -1,10 +1,13 @@
 """A learner's checkpoint: `policy/` (a Hugging Face folder), `state/` (see `pieces`) and `learner.json`.
 
-An adapter's checkpoint has `adapter/`, in peft's format, instead of `policy/`, and does not store the base model. All
-names are Hugging Face's, so a checkpoint loads into any learner and any parallel layout. No file in it can run code.
+An adapter's checkpoint has `adapter/`, in peft's format, instead of `policy/`, and does not store the base model:
+`learner.json` has its digest, beside LoRA settings and adapted modules. All names are Hugging Face's, so a checkpoint
+loads into any learner and any parallel layout. No file in it can run code.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +18,17 @@ from torch import Tensor
 
 from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.files import read_record
+from rl_core.weights import tensor_crc32c
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
-from rl_distill.checkpoints.adapter_checkpoint import (
-    ADAPTER,
-    ADAPTER_FOLDER,
-    LEARNER_FILE,
-    SavedAdapter,
-    TrainedAdapter,
-    check_same_adapter,
-)
 from rl_distill.checkpoints.hf_folder import write_json, write_policy_folder
-from rl_distill.checkpoints.peft_folder import write_adapter
+from rl_distill.checkpoints.peft_folder import adapter_differences, write_adapter
 from rl_distill.checkpoints.pieces import Piece, StoredPiece, TensorFolder, write_index
-from rl_distill.options import LearnerOptions
+from rl_distill.options import LearnerOptions, LoraOptions
 
 FORMAT_VERSION = 3
+LEARNER_FILE = "learner.json"
+ADAPTER_FOLDER = "adapter"
 POLICY_FOLDER = "policy"
 STATE_FOLDER = "state"
 STATE_KINDS = ("weights", "exp_avg", "exp_avg_sq")
@@ -51,6 +49,62 @@ class PolicySource:
     config_json: Mapping[str, Any]
     config: PolicyConfig
     policy_dir: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedAdapter:
+    """An adapter that a learner trains.
+
+    Attributes:
+        options: LoRA settings: rank, alpha, rsLoRA.
+        modules: Names of the adapted matrices in Hugging Face's scheme.
+        base: Folder of the base model when training started; None for random weights.
+        base_digest: `fingerprint_tensors` of the base model in the learner's dtype.
+    """
+
+    options: LoraOptions
+    modules: tuple[str, ...]
+    base: Path | None
+    base_digest: str
+
+    def record(self) -> dict[str, Any]:
+        """Return the adapter's entry in `learner.json`."""
+        return {
+            "rank": self.options.rank,
+            "alpha": self.options.alpha_in_use,
+            "rslora": self.options.rslora,
+            "modules": list(self.modules),
+            "base": {"path": None if self.base is None else str(self.base.absolute()), "digest": self.base_digest},
+        }
+
+
+class SavedBase(msgspec.Struct):
+    """The base model of a `SavedAdapter`."""
+
+    path: str | None
+    digest: str
+
+
+class SavedAdapter(msgspec.Struct):
+    """The adapter's entry in `learner.json`."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    modules: tuple[str, ...]
+    base: SavedBase
+
+    def trained(self) -> TrainedAdapter:
+        """Return the adapter whose `record` this is."""
+        options = LoraOptions(rank=self.rank, alpha=self.alpha, rslora=self.rslora)
+        base = None if self.base.path is None else Path(self.base.path)
+        return TrainedAdapter(options=options, modules=self.modules, base=base, base_digest=self.base.digest)
+
+
+def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a hexadecimal digest of tensors, whatever their order, from names, shapes, dtypes and bytes."""
+    content = [[name, [list(tensor.shape), str(tensor.dtype), tensor_crc32c(tensor)]] for name, tensor in tensors]
+    return hashlib.blake2b(json.dumps(sorted(content)).encode(), digest_size=16).hexdigest()
 
 
 def critic_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
@@ -121,7 +175,7 @@ def finish_checkpoint(
             config_json |= {"architectures": [architecture], "num_labels": 1}
         write_policy_folder(directory / POLICY_FOLDER, config_json, tensors, source_dir=source.policy_dir)
     else:
-        header[ADAPTER] = adapter.record()
+        header["adapter"] = adapter.record()
         write_adapter(
             directory / ADAPTER_FOLDER,
             tensors,
@@ -169,8 +223,42 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: T
             f"{directory} was saved with dtype = {saved_dtype!r}; this learner has {dtype!r}. "
             f"Set dtype = {saved_dtype!r}, or start a new run from {_policy_of(directory)}."
         )
-    check_same_adapter(directory, saved, adapter)
+    _check_same_adapter(directory, saved, adapter)
     return header.step
+
+
+def _check_same_adapter(directory: Path, saved: TrainedAdapter | None, own: TrainedAdapter | None) -> None:
+    """Refuse to resume a checkpoint with a different adapter, or to switch between adapter and full training.
+
+    Args:
+        directory: Folder of the checkpoint.
+        saved: The adapter in the checkpoint; None if all weights were trained.
+        own: The adapter that the learner trains; None if it trains all weights.
+
+    Raises:
+        CheckpointError: The two differ; the message names the differences and the remedy.
+    """
+    if saved is None and own is None:
+        return
+    if saved is None or own is None:
+        found, wanted = ("all weights", "an adapter") if saved is None else ("an adapter", "all weights")
+        rank = 0 if saved is None else saved.options.rank
+        raise CheckpointError(
+            f"{directory} is a checkpoint of a learner that trained {found}; this learner trains {wanted}. Set "
+            f"lora.rank = {rank}, or start a new run from its policy."
+        )
+    differences = adapter_differences(saved.options, saved.modules, own.options, own.modules)
+    if differences:
+        raise CheckpointError(
+            f"{directory} is a checkpoint of another adapter: {'; '.join(differences)}. Restore its [lora] settings, "
+            "or start a new run."
+        )
+    if saved.base_digest != own.base_digest:
+        was = "random weights" if saved.base is None else f"the model that was in {saved.base}"
+        raise CheckpointError(
+            f"{directory} is a checkpoint of an adapter on another base model: it was trained on {was}, whose weights "
+            "differ from this policy's. Load it with the policy it was trained on."
+        )
 
 
 def _policy_of(directory: Path) -> str:

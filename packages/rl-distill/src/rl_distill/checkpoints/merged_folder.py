@@ -11,8 +11,7 @@ from rl_core.files import preview, temporary_folder
 from rl_core.record_fields import converts_arguments
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, tensor_shapes
-from rl_distill.checkpoints.adapter_checkpoint import fingerprint_tensors
-from rl_distill.checkpoints.checkpoint import DTYPES
+from rl_distill.checkpoints.checkpoint import DTYPES, fingerprint_tensors
 from rl_distill.checkpoints.hf_folder import PolicyTensors, write_policy_folder
 from rl_distill.checkpoints.peft_folder import AdapterFolder, opened_adapter
 from rl_distill.options import LoraOptions

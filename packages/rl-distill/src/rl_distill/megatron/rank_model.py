@@ -22,8 +22,7 @@ from rl_distill.learner import Objective
 from rl_distill.megatron.attention.layout import rotary_frequencies
 from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import OutputRequest, TokenResults
-from rl_distill.megatron.offload import Offloaded
-from rl_distill.megatron.optimizer import MegatronAdam
+from rl_distill.megatron.optimizer import MegatronAdam, Offloaded
 from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import RankPosition, learner_device, shards_of_this_rank
 from rl_distill.megatron.rank_batches import (

@@ -18,8 +18,15 @@ from rl_core.weights import WeightUpdate
 from rl_core.weights.broadcast import SenderOptions, join_offers
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes
 from rl_distill.architecture.tensor_shapes import tensor_shapes
-from rl_distill.checkpoints.adapter_checkpoint import TrainedAdapter, fingerprint_tensors
-from rl_distill.checkpoints.checkpoint import STATE_FOLDER, finish_checkpoint, read_header, require_empty, state_shapes
+from rl_distill.checkpoints.checkpoint import (
+    STATE_FOLDER,
+    TrainedAdapter,
+    fingerprint_tensors,
+    finish_checkpoint,
+    read_header,
+    require_empty,
+    state_shapes,
+)
 from rl_distill.checkpoints.pieces import TensorFolder
 from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult, metric_values
 from rl_distill.megatron.host import RankHost

@@ -123,10 +123,6 @@ class PolicyObjective:
             metrics |= mismatch_sums(learned, micro.columns["rollout_logprobs"], mask, micro.offsets)
         return loss, metrics
 
-    def with_kl_coefficient(self, kl_coefficient: float) -> "PolicyObjective":
-        """Return the objective with another KL coefficient, e.g. that of an `AdaptiveKL`."""
-        return replace(self, options=replace(self.options, kl_coefficient=kl_coefficient))
-
     def _correction_weights(self, tokens: PolicyTokens, micro: MicroBatch) -> Tensor | None:
         """Return [T] importance weights; None without correction."""
         if "correction_weights" in micro.columns:

@@ -7,9 +7,8 @@ def test_my_loss():
 """
 
 from rl_distill.testing.advantages import check_advantage, example_rows
-from rl_distill.testing.examples import example_batch
 from rl_distill.testing.objectives import check_objective, check_policy_loss, check_value_loss
-from rl_distill.testing.rules import ConformanceError
+from rl_distill.testing.rules import ConformanceError, example_batch
 
 __all__ = [
     "ConformanceError",

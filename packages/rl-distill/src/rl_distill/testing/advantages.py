@@ -8,8 +8,7 @@ from torch import Tensor
 
 from rl_distill.objectives.ragged import row_index
 from rl_distill.objectives.rewarded_rows import AdvantageEstimator, RewardedRows
-from rl_distill.testing.examples import tokens_of
-from rl_distill.testing.rules import POISONS, ConformanceError, compare_tensors, described, unchanged
+from rl_distill.testing.rules import POISONS, ConformanceError, compare_tensors, described, tokens_of, unchanged
 
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)
 SESSIONS = (0, 1, 1, 2, 0, 1, 2, 0, 1, 2)

@@ -7,14 +7,15 @@ from rl_distill.objectives.kl import k3
 from rl_distill.objectives.policy import PolicyObjective, PolicyObjectiveOptions
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, TokenLosses
 from rl_distill.objectives.ragged import row_index
-from rl_distill.testing.examples import ExampleBatch, example_batch
 from rl_distill.testing.rules import (
     ConformanceError,
+    ExampleBatch,
     Subject,
     check_direction,
     check_rules,
     described,
     evaluate,
+    example_batch,
     unchanged,
     with_changes,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rl_core.data import Json
 from rl_metrics.commands.parts import AddVerb, say_json
 from rl_metrics.health.finding import SIDE_TITLES
-from rl_metrics.health.guide import GUIDE
+from rl_metrics.health.judging import GUIDE
 from rl_metrics.health.rules import FAMILIES, FAMILY_TEXTS, Rule, Threshold
 
 PLAIN_FIELDS = ("name", "side", "title", "what", "severity", "window", "min_steps", "sure_steps", "holds")

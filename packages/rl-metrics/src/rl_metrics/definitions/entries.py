@@ -86,3 +86,14 @@ lowest = partial(unweighted, reduction="min")
 def seconds(phase: str, meaning: str) -> Metric:
     """Return the time metric of a phase of the step."""
     return total(f"timing_s/{phase}", f"{meaning}, total in the step.", "s")
+
+
+def histogram(name: str, unit: str, meaning: str, *, of: WeightedBy) -> Metric:
+    """Return a distribution over tokens, trajectories or groups."""
+    return Metric(
+        name=f"distribution/{name}",
+        unit=unit,
+        reduction="histogram",
+        weighted_by=of,
+        meaning=f"{meaning}, distribution.",
+    )

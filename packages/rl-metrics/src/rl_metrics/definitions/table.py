@@ -7,7 +7,6 @@ from rl_metrics.definitions.async_training import ASYNC
 from rl_metrics.definitions.correction import CORRECTION, MIXTURES
 from rl_metrics.definitions.definition import Band, Metric, MetricTable
 from rl_metrics.definitions.distillation import DISTILLATION
-from rl_metrics.definitions.distributions import DISTRIBUTIONS
 from rl_metrics.definitions.entries import (
     ADVANTAGES_MEAN,
     ENTROPY,
@@ -21,6 +20,7 @@ from rl_metrics.definitions.entries import (
     between,
     group_mean,
     highest,
+    histogram,
     newest,
     spread,
     step_mean,
@@ -256,6 +256,28 @@ QUEUE = (
     newest("queue/reissued", "Groups issued again so far.", "groups"),
     newest("queue/acks/{task}", "Groups acked by this task so far.", "groups"),
     newest("queue/drops/{reason}", "Groups dropped for this reason so far.", "groups"),
+)
+
+DISTRIBUTIONS = (
+    histogram("reward", "1", "Reward of a trajectory that has one", of="trajectory"),
+    histogram(
+        "group_reward_std",
+        "1",
+        "Standard deviation of the rewards within a group of two or more scored trajectories",
+        of="group",
+    ),
+    histogram("advantage", "1", "Advantage of a trained token", of="token"),
+    histogram("response_length", "tokens", "Tokens from the first sampled one to the end", of="trajectory"),
+    histogram("prompt_length", "tokens", "Tokens before the first sampled one", of="trajectory"),
+    histogram("entropy", "nats", "Entropy of the policy at a trained token", of="token"),
+    histogram("logprob", "nats", "Logprob of a trained token, as returned by the engine", of="token"),
+    histogram(
+        "log_ratio", "nats", "Learner's minus engine's logprob of a trained token, before the update", of="token"
+    ),
+    histogram("correction_weight", "1", "Importance weight of a trained token, after its bounds", of="token"),
+    histogram("generate_s", "s", "Generation time of a trajectory", of="trajectory"),
+    histogram("tools_s", "s", "Tool time of a trajectory", of="trajectory"),
+    histogram("reward_s", "s", "Reward time of a trajectory", of="trajectory"),
 )
 
 RECORDING = (

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,21 @@ import numpy as np
 from rl_core.cluster import RoleReport
 from rl_core.cluster.processes.guard import is_running
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, NoFinding
-from rl_metrics.hang import HANG_FILE, HangReport, innermost_frames
+from rl_metrics.hang import HANG_FILE, HangReport
 from rl_metrics.health.finding import Evidence
 from rl_metrics.run_files.events import BEGUN, ENDED
 from rl_metrics.run_files.json_lines import number_or_none
 from rl_metrics.run_files.run_record import RunRecord
 
-MOST_ROLES, MOST_COUNTS, MOST_TEXT = 12, 12, 400
+MOST_ROLES, MOST_COUNTS, MOST_FRAMES, MOST_TEXT = 12, 12, 6, 400
 SILENT_S = 600.0
 """A live process counts as silent after this time without output, in seconds."""
 SILENT_STEPS = 10.0
 """It must also be silent for this many of its usual steps."""
+
+_FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (\S+)')
+_HEADER = re.compile(r"^(thread |task |Thread 0x|Current thread 0x)")
+_SERVED = "rl_core/cluster/served.py"
 
 
 def diagnose_hang(run: RunRecord) -> Diagnosis | NoFinding:
@@ -64,6 +68,37 @@ def _role_lines(role: RoleReport) -> list[str]:
     silent = "" if role.is_answering else f", does not answer, for {role.since_s:.0f} s"
     lines = [role.doing, _counts(role.counts), *innermost_frames(role.stack)]
     return [f"{role.name}: {role.state}{silent}", *(f"  {line}" for line in lines if line)]
+
+
+def innermost_frames(stack: str) -> list[str]:
+    """Return frames such as "recv (socket.py:12)", innermost first.
+
+    They are those of the thread or task that runs a method of the role, from that method on, or else of the first
+    thread.
+    """
+    blocks = _blocks(stack)
+    chosen = next(filter(None, blocks), [])
+    for frames in blocks:
+        served = [index for index, (file, *_) in enumerate(frames) if file.endswith(_SERVED)]
+        if served and frames[served[-1] + 1 :]:
+            chosen = frames[served[-1] + 1 :]
+            break
+    return [f"{function} ({PurePath(file).name}:{line})" for file, line, function in chosen[::-1][:MOST_FRAMES]]
+
+
+def _blocks(stack: str) -> list[list[tuple[str, ...]]]:
+    """Return file, line and function of the frames of each thread, then of each task, outermost first."""
+    current: list[tuple[str, ...]] = []
+    threads, tasks = [current], list[list[tuple[str, ...]]]()
+    for line in stack.splitlines():
+        if _HEADER.match(line):
+            current = []
+            (tasks if line.startswith("task ") else threads).append(current)
+        elif matched := _FRAME.match(line):
+            current.append(matched.groups())
+    if "recent call first" in stack:
+        threads = [frames[::-1] for frames in threads]
+    return [*threads, *tasks]
 
 
 def _counts(counts: Mapping[str, float]) -> str:

@@ -10,7 +10,6 @@ import numpy as np
 
 from rl_metrics.comparison.intervals import mann_kendall_z, theil_sen
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, NoFinding
-from rl_metrics.doctor.facts import finite_values
 from rl_metrics.health.finding import Evidence
 from rl_metrics.run_files.history import FloatColumn, History, IntColumn
 
@@ -228,7 +227,7 @@ def _growing_lines(owner: str, events: Sequence[Mapping[str, Any]]) -> tuple[Evi
 
 def _until_full(history: History, trends: Mapping[str, Trend], growing: Mapping[str, Trend]) -> list[Evidence]:
     """Return the number of steps until the host's memory is full, as evidence."""
-    totals = finite_values(history, HOST_TOTAL)
+    totals = history.finite(HOST_TOTAL)
     if not len(totals) or HOST not in trends:
         return []
     left = float(totals[-1]) - trends[HOST].end

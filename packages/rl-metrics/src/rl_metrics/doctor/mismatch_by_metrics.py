@@ -5,8 +5,16 @@ import math
 import numpy as np
 
 from rl_metrics.doctor.diagnosis import Cause, Diagnosis, NoFinding
-from rl_metrics.doctor.facts import Facts, finite_values
-from rl_metrics.doctor.mismatch_causes import APART, EXACT, ROUNDED, STALE_KL, failed_proof, grows, with_evidence
+from rl_metrics.doctor.mismatch_causes import (
+    APART,
+    EXACT,
+    ROUNDED,
+    STALE_KL,
+    Facts,
+    failed_proof,
+    grows,
+    with_evidence,
+)
 from rl_metrics.health.finding import Evidence
 from rl_metrics.run_files.history import History
 
@@ -41,7 +49,7 @@ def diagnose_metrics(history: History, facts: Facts) -> Diagnosis | NoFinding:
         LOGPROBS: EXACT if facts.is_exact else ROUNDED,
         K3: STALE_KL,
     }
-    newest = {name: _newest(history, name) for name in most if len(finite_values(history, name))}
+    newest = {name: _newest(history, name) for name in most if len(history.finite(name))}
     if not (newest or proof):
         return NoFinding(kind="mismatch", state="unknown", text=f"{MISSING}; {' and '.join(most)} are missing too")
     texts = {name: f"{name} is at {value:.3g}; up to {most[name]:g} is normal" for name, value in newest.items()}
@@ -59,9 +67,9 @@ def diagnose_metrics(history: History, facts: Facts) -> Diagnosis | NoFinding:
 
 def _causes(history: History, facts: Facts) -> list[Cause]:
     causes = []
-    staleness = next((_newest(history, name) for name in STALENESS if len(finite_values(history, name))), 0.0)
-    name = next((name for name in (PROBS, LOGPROBS) if len(finite_values(history, name))), K3)
-    column = finite_values(history, name)
+    staleness = next((_newest(history, name) for name in STALENESS if len(history.finite(name))), 0.0)
+    name = next((name for name in (PROBS, LOGPROBS) if len(history.finite(name))), K3)
+    column = history.finite(name)
     third = len(column) // 3
     first, later = column[:third], column[len(column) - third :]
     if third >= 2 and grows(first, later):
@@ -83,5 +91,5 @@ def _causes(history: History, facts: Facts) -> list[Cause]:
 
 def _newest(history: History, name: str) -> float:
     """Return the median of the newest values of a metric; NaN if no step has one."""
-    values = finite_values(history, name)[-20:]
+    values = history.finite(name)[-20:]
     return float(np.median(values)) if len(values) else math.nan

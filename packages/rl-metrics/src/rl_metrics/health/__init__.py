@@ -1,9 +1,7 @@
 """Health rules and verdicts for training runs."""
 
 from rl_metrics.health.finding import SEVERITY_RANKS, Finding, Severity, Verdict
-from rl_metrics.health.growing import GrowingHistory
-from rl_metrics.health.guide import GUIDE
-from rl_metrics.health.judging import judge, judge_run
+from rl_metrics.health.judging import GUIDE, judge, judge_run
 from rl_metrics.health.rules import (
     Cause,
     Condition,
@@ -15,6 +13,7 @@ from rl_metrics.health.rules import (
     with_thresholds,
     without,
 )
+from rl_metrics.run_files.history import GrowingHistory
 
 __all__ = [
     "GUIDE",

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from rl_core.errors import DataError
 from rl_metrics.definitions.table import CHAPTERS, DEFINITIONS, chapter_of
-from rl_metrics.doctor.hang import has_continued
-from rl_metrics.hang import innermost_frames
+from rl_metrics.doctor.hang import has_continued, innermost_frames
 from rl_metrics.health import Verdict
 from rl_metrics.health.judging import judge_run
 from rl_metrics.health.rules import family_of

@@ -1,7 +1,11 @@
-"""metrics.jsonl as columns for curves, checks and comparisons; fast enough for runs of a million steps."""
+"""metrics.jsonl as columns for curves, checks and comparisons; fast enough for runs of a million steps.
+
+A live run extends a `GrowingHistory` instead of reading its file again.
+"""
 
 from array import array
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,11 @@ class History:
     def get(self, name: str) -> FloatColumn | None:
         """Return the [S] float64 column of a metric, or None if no step has it."""
         return self.values.get(name)
+
+    def finite(self, name: str) -> FloatColumn:
+        """Return the finite values of a metric; empty if no step has one."""
+        column = self.get(name)
+        return np.zeros(0) if column is None else column[np.isfinite(column)]
 
 
 @converts_arguments
@@ -205,3 +214,63 @@ def _decode(line: bytes) -> dict[str, Any] | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         row = parse_line(line)
         return row and {name: value if isinstance(value, (int, float)) else None for name, value in row.items()}
+
+
+class GrowingHistory:
+    """Selected metrics of each step; a repeated step replaces itself and all later steps."""
+
+    def __init__(self, keeps: Callable[[str], bool], *, before: History | None = None) -> None:
+        """Start with the existing metrics of a run.
+
+        Args:
+            keeps: Returns True for the names of metrics to keep.
+            before: Metrics so far; None for a new run.
+        """
+        self._keeps = keeps
+        self._is_kept: dict[str, bool] = {}
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        if before is not None:
+            self._steps.extend(before.steps.tolist())
+            self._columns = {
+                name: array("d", before.values[name].tolist()) for name in before.values if self._keep(name)
+            }
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step."""
+        size = bisect_left(self._steps, step)
+        del self._steps[size:]
+        self._steps.append(step)
+        for column in self._columns.values():
+            del column[size:]
+            column.append(np.nan)
+        self._put(size, metrics)
+
+    def add_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add more metrics to an earlier step; does nothing if there is no such step."""
+        place = bisect_left(self._steps, step)
+        if place < len(self._steps) and self._steps[place] == step:
+            self._put(place, metrics)
+
+    def history(self) -> History:
+        """Return a copy of the history."""
+        return History(
+            steps=np.array(self._steps, dtype=np.int64),
+            times=np.full(len(self._steps), np.nan),
+            values={name: np.array(column, dtype=np.float64) for name, column in self._columns.items()},
+        )
+
+    def _put(self, place: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if self._keep(name):
+                if name not in self._columns:
+                    self._columns[name] = array("d", [np.nan]) * len(self._steps)
+                self._columns[name][place] = value
+
+    def _keep(self, name: str) -> bool:
+        if name not in self._is_kept:
+            self._is_kept[name] = self._keeps(name)
+        return self._is_kept[name]

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rl_metrics.validation.bootstrap import Bootstrap, mean_intervals
-from rl_metrics.validation.estimators import estimates_of
+from rl_metrics.validation.estimators import estimates_of, mean_intervals
 from rl_metrics.validation.responses import Floats, ValidationResponses, checked_columns, numbered, response_table
 
 MAIN_VARIABLES = ("acc", "reward")
@@ -22,23 +21,20 @@ CORE_STEMS = ("mean", "best", "maj", "pass")
 HEADLINE = re.compile(r"val-core/.+/mean@[0-9]+", re.DOTALL)
 
 
-def summarize_validation(
-    responses: ValidationResponses, *, pass_threshold: float | None = None, bootstrap: Bootstrap | None = None
-) -> dict[str, float]:
+def summarize_validation(responses: ValidationResponses, *, pass_threshold: float | None = None) -> dict[str, float]:
     """Return `val-core/{source}/{variable}/...` for each source's main variable, and `val-aux/...` for all else.
 
     Args:
         responses: All responses of the validation.
         pass_threshold: Minimum value that passes, for `pass@k`; None computes `pass@k` only for variables whose values
             are all 0 or 1.
-        bootstrap: Options of the intervals in `val-core`; None draws 1000 times for 95 %.
 
     Returns:
         Metrics by name, independent of the order of the responses. `{metric}/ci_low` and `{metric}/ci_high` are the
-        interval of the mean over prompts, for a random choice of prompts. A missing value (NaN or infinite) is counted
-        in `val-aux/{source}/{variable}/num_missing`, and excluded from means. A variable that a source never has is
-        left out, so its main variable may differ. A variable that no source has counts as missing in each, and remains
-        the main one.
+        95 % interval of the mean over prompts, for a random choice of prompts. A missing value (NaN or infinite) is
+        counted in `val-aux/{source}/{variable}/num_missing`, and excluded from means. A variable that a source never
+        has is left out, so its main variable may differ. A variable that no source has counts as missing in each, and
+        remains the main one.
 
     Raises:
         ShapeError: The lengths of uids, sources, predictions and variables differ.
@@ -70,7 +66,7 @@ def summarize_validation(
                     mean = float(np.nanmean(of_prompts))
                 metrics[f"{'val-core' if metric in core else 'val-aux'}/{source}/{name}/{metric}"] = mean
             of_core = {metric: of_prompts for metric, of_prompts in estimates.items() if metric in core}
-            for metric, value in _intervals(of_core, bootstrap or Bootstrap()).items():
+            for metric, value in _intervals(of_core).items():
                 metrics[f"val-core/{source}/{name}/{metric}"] = value
     return metrics
 
@@ -99,12 +95,12 @@ def _core_names(names: Mapping[str, Floats]) -> set[str]:
     return {name for name, (stem, number) in number_of.items() if number == largest[stem]}
 
 
-def _intervals(found: Mapping[str, Floats], bootstrap: Bootstrap) -> dict[str, float]:
+def _intervals(found: Mapping[str, Floats]) -> dict[str, float]:
     """Return `mean@8/ci_low`, `best@8/ci_low` (of best@8/mean) and so on; none for a spread, or for a single prompt."""
     means = {name.removesuffix("/mean"): values for name, values in found.items() if not name.endswith("/std")}
     if not means:
         return {}
-    low, high = mean_intervals(np.stack(list(means.values()), axis=1), bootstrap=bootstrap)
+    low, high = mean_intervals(np.stack(list(means.values()), axis=1))
     ends = {}
     for index, name in enumerate(means):
         if not np.isnan(low[index]):

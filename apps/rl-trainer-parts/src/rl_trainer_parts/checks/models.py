@@ -1,14 +1,20 @@
-"""Check that the learners support the models, the layout and `[lora]`; unsupported models can only be evaluated."""
+"""Check that learners and engines support the models, the layout, `[lora]` and the agent loop, before models load."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, EngineError, SettingsError
 from rl_distill import LoraOptions, PolicyConfig, adapted_modules, check_layout, check_learner, check_ranks
+from rl_rollout.engines import engine_class
+from rl_rollout.loops import resolve_loop
+from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.learning.start_learners import needs_critic
+from rl_trainer_parts.learning.teachers import teacher_engine_options
+from rl_trainer_parts.rollouts.engines import engine_options
 from rl_trainer_parts.settings.fields import problems_of
 from rl_trainer_parts.settings.schema import Settings
 
@@ -76,3 +82,56 @@ def _adapter(lora: LoraOptions, config: PolicyConfig) -> Iterator[str]:
         check_adapter(lora.path, lora, modules)
     except DataError as error:
         yield f"lora.path: {error} Use a folder that peft's save_pretrained wrote, or a checkpoint's adapter/."
+
+
+def check_engines(settings: Settings) -> None:
+    """Check that each engine supports its model and options.
+
+    Skipped when the run joins a Ray cluster, whose machines may have other engines installed.
+
+    Raises:
+        SettingsError: Names the setting, what is supported and what was found.
+        MissingExtraError: An engine's library is not installed.
+    """
+    if settings.cluster.ray_address is not None:
+        return
+    found, served = [], [("rollout.engine", settings.rollout.engine, settings.policy.path, engine_options(settings))]
+    for name, teacher in settings.distillation.teachers.items():
+        if teacher.engine == "vllm":
+            setting, options = f"distillation.teachers.{name}.engine", teacher_engine_options(settings, name)
+            served.append((setting, "vllm", teacher.model, options))
+    for setting, engine, folder, options in served:
+        check = getattr(engine_class(engine), "check", None)
+        try:
+            if check is not None:
+                check(folder, options)
+        except EngineError as error:
+            found.append(f'{setting} = "{engine}": {error} Change that, or use another model or engine.')
+    if found:
+        raise SettingsError("\n".join(found))
+
+
+def check_loop(settings: Settings, tokenizer: PromptTokenizer) -> list[str]:
+    """Check that the agent loop works: start its tool servers once, and stop them.
+
+    When the run joins a Ray cluster, the loop may run on another machine; then only its options are checked.
+
+    Returns:
+        Lines for the plan, such as the tools of each server.
+
+    Raises:
+        SettingsError: An option is wrong, or a server does not start.
+        MissingExtraError: The loop needs a library that is not installed.
+    """
+    rollout = settings.rollout
+    is_elsewhere = settings.cluster.ray_address is not None and settings.placements.get("roles.placement") == "ray"
+    try:
+        loop = resolve_loop(rollout.loop, rollout.loop_options)
+        try:
+            check = None if is_elsewhere else getattr(loop, "check", None)
+            return [] if check is None else asyncio.run(check(tokenizer))
+        finally:
+            if hasattr(loop, "close"):
+                loop.close()
+    except SettingsError as error:
+        raise SettingsError(f"rollout.loop = {rollout.loop!r} with rollout.loop_options: {error}") from error
