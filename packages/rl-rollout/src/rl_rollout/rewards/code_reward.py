@@ -180,9 +180,8 @@ class CodeReward:
     """1 if the response's program passes all of the row's tests, else 0; or the share of tests that it passes.
 
     The ground truth is a list of {"input", "output"}: the program runs once for each, and its output is compared
-    outside the sandbox. Or it is text with `assert` statements, which run in a process that the program cannot inspect;
-    functions that they call run in the program's process and return plain data. The program is the last fenced block of
-    Python.
+    outside the sandbox. Or it is text with `assert` statements, which run in a process that the program cannot inspect,
+    and call the program's functions with plain data. The program is the last fenced block of Python.
 
     Components: `passed`, the share of tests passed (mode "all" stops at the first case that fails); `timed_out`, the
     share that ran out of time; `has_code`. The extras contain the first reason. A broken sandbox is a failure; a broken
@@ -192,7 +191,7 @@ class CodeReward:
         mode: "all" gives 1 if every test passes, "share" gives the share.
         compare: How outputs are compared: "lines" ignores spaces at line ends, "tokens" all differences in spaces.
         checks: "outside" runs assertions in a separate process. "inside" runs them in the program's process, for rows
-            whose assertions pass it more than plain data; a program can then search its interpreter and make them pass.
+            that use its classes or pass it objects; a program can then search its interpreter and make them pass.
         total_s: Maximum seconds for all tests of a response; later tests count as timed out. Keep it below the scorer's
             timeout_s.
         limits: Limits of each run, by field of SandboxLimits.
