@@ -253,7 +253,7 @@ def program_scope(source: str, tests: list[str], program: Program) -> dict[str, 
     """Run the program in its process, and return what the tests use of it: functions, and copies of data."""
     is_function = program.ask("load", source)
     names, modules = missing_names(tests)
-    scope = {name: importlib.import_module(ALIASES.get(name, name)) for name in modules}
+    scope: dict[str, Any] = {name: importlib.import_module(ALIASES.get(name, name)) for name in modules}
     for name in names & is_function.keys():
         scope[name] = program.function(name) if is_function[name] else program.ask("copy", name)
     return scope
