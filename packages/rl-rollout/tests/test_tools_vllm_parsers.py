@@ -225,6 +225,26 @@ def test_the_gateway_separates_reasoning_that_the_turn_or_its_prompt_begins(begu
     assert (message.reasoning, message.content, [call.name for call in message.calls]) == ("hm", "So", ["add"])
 
 
+def test_a_stream_gives_the_reasoning_the_text_and_the_call_of_a_turn_at_its_end():
+    async def talk():
+        options = ServiceOptions(tool_parser="qwen3_coder")
+        async with gateway_site(lambda _: f"<think>hm</think>So {CODER}", service=options) as gateway:
+            session = gateway.open("p")
+            body = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS, "stream": True}
+            async with httpx.AsyncClient(
+                base_url=gateway.url, headers={"x-api-key": session.key}, timeout=50
+            ) as client:
+                answer = await client.post("/v1/chat/completions", json=body)
+            events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if "{" in line]
+            deltas = [choice["delta"] for event in events for choice in event["choices"]]
+            said = {key: "".join(delta.get(key) or "" for delta in deltas) for key in ("reasoning_content", "content")}
+            calls = [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls") or ()]
+            assert (said, calls) == ({"reasoning_content": "hm", "content": "So"}, ["add"])
+            assert (await asyncio.wait_for(gateway.finish(session), 50)).failure is None
+
+    run(talk)
+
+
 class Note:
     """A tool that returns its arguments."""
 
