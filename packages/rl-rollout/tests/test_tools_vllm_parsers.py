@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import pytest
@@ -206,6 +207,15 @@ PIECES = ["<tool_call>", "</tool_call>", "<function=", "</function>", "<paramete
 def test_no_text_raises(pieces):
     for call in coder("".join(pieces))[0].calls:
         json.dumps(dict(call.arguments))
+
+
+@pytest.mark.parametrize(
+    "piece", ["<parameter=", "<parameter=x>", "<function=a>", "</function>", "<tool_call>", "<think>"]
+)
+def test_long_texts_are_read_in_no_time(piece):
+    started_at = time.process_time()
+    coder("<tool_call><function=add>" + piece * (20_000 // len(piece)))
+    assert time.process_time() - started_at < 15  # cubic time would take over 60 s
 
 
 def test_vllms_parser_of_gpt_oss_reads_no_text():

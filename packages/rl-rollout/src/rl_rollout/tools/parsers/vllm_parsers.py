@@ -101,7 +101,11 @@ class VLLMParser:
             parser_class = ToolParserManager.get_tool_parser(self._calls) if has_calls else None
             if len(self._known) >= MAX_TOOLSETS:
                 self._known.clear()
-            self._known[key] = parser_class and parser_class(self._tokenizer, request.tools), request
+            parser = parser_class and parser_class(self._tokenizer, request.tools)
+            engine = getattr(parser, "_parser_engine", None)
+            if engine is not None:  # it reads whole turns; arguments for a stream cost it cubic time
+                engine._stream_arg_deltas = False
+            self._known[key] = parser, request
         return self._known[key]
 
     @staticmethod
