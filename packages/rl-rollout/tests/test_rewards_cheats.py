@@ -29,7 +29,7 @@ CHEATS = {
         """,
     "writes what is no verdict": r"""
         words = {str(frame.f_locals.get("word", "")) for frame in frames()} | {""}
-        for text in ("5", "[]", "[[1],2]", "[" * 200_000, '["float","0x1p999999"]', '{}', '[0,0,0]', '\xff'):
+        for text in ("5", "[]", "[[1],2]", "[" * 200_000, '{}', '[0,0,0]', '\xff'):
             for fd in range(64):
                 for word in words:
                     try: os.write(fd, f"\n{word}{text}\n".encode("latin-1"))
@@ -37,22 +37,27 @@ CHEATS = {
         def f(x): return 0
         """,
     "answers with what is no answer": r"""
-        TEXTS = ['5', '[]', '[[1],2]', '[' * 200_000, '["value",["float","0x1p999999"],[]]',
-                 '["value",["int","zz"],[]]', '["value",5,[]]', '["value",["NoneType",null],[[99,["NoneType",null]]]]',
-                 '["raised",[],""]', '["raised",5,5]',
-                 '["ask","getattr",0,[["str","__globals__"]],{}]', '["value",["yours",0],[]]', '{"value":1}', '\xff']
+        TEXTS = ['5', '[]', '[[1],2]', '[' * 200_000, '["value",1e999999,[]]', '["value",["int","zz"],[]]',
+                 '["value",5]', '["value",["bytes",["zz"]],[]]', '["value",null,[[99,null]]]', '["value",null,5]',
+                 '["value",["builtins.eval",["0"]],[]]', '["value",["os.system",["true"]],[]]', '["value",[[],[]],[]]',
+                 '["value",["fractions.Fraction",["1e999999999"]],[]]', '["value",["complex",["x"]],[]]',
+                 '["raised",[],""]', '["raised",5,5]', '["raised",["NotPlain"],""]', '["call","f",[]]',
+                 '{"value":1}', '\xff']
         def f(x):
-            for frame in frames():
-                peer = frame.f_locals.get("self")
-                if hasattr(peer, "_writes"):
-                    for text in TEXTS: os.write(peer._writes, text.encode("latin-1") + b"\n")
+            for channel in (value for frame in frames() for value in frame.f_locals.values()):
+                if hasattr(channel, "_writes"):
+                    for text in TEXTS: os.write(channel._writes, text.encode("latin-1") + b"\n")
             return 0
         """,
     "answers without end": r"""
         def f(x):
-            for frame in frames():
-                peer = frame.f_locals.get("self")
-                while hasattr(peer, "_writes"): os.write(peer._writes, b"[" * 65536)
+            for channel in (value for frame in frames() for value in frame.f_locals.values()):
+                while hasattr(channel, "_writes"): os.write(channel._writes, b"[" * 65536)
+        """,
+    "answers with an object": """
+        class Four(object):
+            def __eq__(self, other): return True
+        def f(x): return [Four(), iter([Four()])]
         """,
     "equals everything": """
         class All:
@@ -91,13 +96,13 @@ CHEATS = {
         """,
     "replaces what sends": """
         import json
-        json.dumps = lambda *given, **named: '["value", ["NoneType", null], []]'
+        json.dumps = lambda *given, **named: '["value", null, []]'
         os.write = lambda fd, data: len(data)
         def f(x): return 9
         """,
     "replaces the runner": """
         for module in list(sys.modules.values()):
-            for name in ("explained", "encode", "describe", "run", "main"):
+            for name in ("explained", "encode", "decode", "describe", "run", "main"):
                 if hasattr(module, name): setattr(module, name, lambda *given, **named: None)
         def f(x): return 9
         """,
@@ -150,7 +155,7 @@ CHEATS = {
     "ends the process of the tests": "def f(x): os.kill(os.getppid(), 9)",
     "ends the process of the tests gently": "def f(x): os.kill(os.getppid(), 2); os.kill(os.getppid(), 15)",
     "has modules for the tests to import": """
-        for name in ("math.py", "code_peer.py", "ast.py", "fractions.py", "sitecustomize.py"):
+        for name in ("math.py", "code_runner.py", "ast.py", "fractions.py", "sitecustomize.py"):
             open(name, "w").write("import os; os._exit(0)")
         def f(x): return 9
         """,

@@ -1,6 +1,5 @@
 import asyncio
 import json
-import os
 import sys
 from datetime import date, timedelta
 from decimal import Decimal
@@ -15,8 +14,8 @@ from structlog.testing import capture_logs
 from rl_core.data.records import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.rewards import RewardInput, RewardScorer, resolve_reward
-from rl_rollout.rewards.code_peer import Broken, NotPlain, Peer, Remote, decode, encode
 from rl_rollout.rewards.code_reward import CodeReward, CodeStep, program_of, read_tests, same_output
+from rl_rollout.rewards.code_runner import NotPlain, decode, encode
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -202,6 +201,7 @@ def test_what_stands_between_assertions_is_no_set_up_that_may_fail(share, test):
         {"tests": []},
         {"inputs": ["1"], "outputs": []},
         "import math\nx = 1\nassert",
+        {"tests": ["assert f(1) == 1"], "setup": "import"},
         "def f(:",
     ],
 )
@@ -234,59 +234,46 @@ plain = st.recursive(
 )
 
 
-def not_kept(value):
-    raise NotPlain(repr(value))
-
-
-def decoded(encoded):
-    return decode(*encoded, decoded)
+def through_a_pipe(value):
+    return decode(json.loads(json.dumps(encode(value))))
 
 
 @hypothesis_given(plain)
 def test_plain_data_passes_through_the_pipe_as_it_is(value):
-    assert decoded(json.loads(json.dumps(encode(value, not_kept)))) == value
+    assert through_a_pipe(value) == value
 
 
 def test_what_is_plain_data():
-    made = [Fraction(1, 3), Decimal("1.50"), date(2026, 1, 2), timedelta(seconds=3), range(1, 9, 2), int, ValueError]
-    assert decoded(json.loads(json.dumps(encode(made, not_kept)))) == made
-    assert decoded(encode([np.array([1, 2]), np.float64(0.5), True], not_kept)) == [[1, 2], 0.5, True]
-    with pytest.raises(NotPlain):
-        encode([object()], not_kept)
+    made = [Fraction(1, 3), Decimal("1.50"), date(2026, 1, 2), timedelta(seconds=3), range(1, 9, 2), float("inf")]
+    assert through_a_pipe(made) == made
+    assert through_a_pipe([np.array([1, 2]), np.float64(0.5), np.bool_(True)]) == [[1, 2], 0.5, True]
+    assert through_a_pipe([True, 1, 1.0]) == [True, 1, 1.0]
+    assert [type(value) for value in through_a_pipe([True, 1, 1.0])] == [bool, int, float]
+    assert next(through_a_pipe(iter([3, 4]))) == 3
+    with pytest.raises(NotPlain, match="a Liar, which is not plain data"):
+        encode([Liar()])
     cycle = []
     cycle.append(cycle)
     with pytest.raises(ValueError, match="nested too deeply"):
-        encode(cycle, not_kept)
+        encode(cycle)
+
+
+class Liar:
+    """An object that claims to be a number."""
+
+    __class__ = property(lambda _: int)
 
 
 ASKED_AND_RIGHT = {
     "def f(x): return x * 2": "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)",
     "def sum(a, b): return a + b": "assert sum(1, 2) == 3",
     "def f(x): return x * 2.0": "import math\nassert math.isclose(f(2), 4)\nassert re.match('4', str(f(2)))",
-    "def g(n):\n    for i in range(n): yield i": "assert list(g(3)) == [0, 1, 2]",
+    "def g(n):\n    for i in range(n): yield i": "assert list(g(3)) == [0, 1, 2]\nassert next(g(3)) == 0",
+    "LIMIT = {1: 'one'}\ndef big(n): return n ** 5000": "assert LIMIT.get(1) == 'one'\nassert big(10) == 10 ** 5000",
+    "def f(a, *, operation, self=0): return a + operation + self": "assert f(1, operation=2, self=3) == 6",
+    "def name(name): return name": "assert name(name='x') == 'x'",
     "def order(x, y): x.sort(); y.clear()": "x, y = [3, 1], {1: 2}\norder(x, y)\nassert (x, y) == ([1, 3], {})",
     "def f(x): raise ValueError(x)": "try:\n    f(-1)\nexcept ValueError as e:\n    said = str(e)\nassert said == '-1'",
-    """
-class P:
-    def __init__(self, x): self.x = x
-    def __add__(self, other): return P(self.x + other.x)
-    def __eq__(self, other): return self.x == other.x
-    def __len__(self): return self.x
-    def __iter__(self): return iter([self.x])
-    def __getitem__(self, i): return i
-""": "assert P(1) + P(2) == P(3)\nassert len(P(4)) == P(4).x\np = P(1)\np.x = 7\nassert list(p) == [7]\n"
-    "assert isinstance(p, P)\nassert P(2)['k'] == 'k'",
-    """
-import functools
-def memo(f):
-    kept = {}
-    @functools.wraps(f)
-    def wrapper(x):
-        if x not in kept: kept[x] = f(x)
-        return kept[x]
-    return wrapper
-""": "n = 0\n@memo\ndef square(x):\n    global n\n    n += 1\n    return x * x\nassert square(3) == 9 == square(3)\n"
-    "assert n == 1\nassert square.__name__ == 'square'",
     "from fractions import Fraction as half\ndef f(): return half(1, 2)": "assert f() * 2 == 1",
     "def is_none(x): return x is None": "assert is_none(None) is True\nassert is_none(1) is False",
 }
@@ -298,13 +285,54 @@ def test_right_programs_pass_outside_too(share, program, tests):
     assert result.reward == 1.0, result.extras
 
 
-def test_what_cannot_leave_the_tests_is_the_rows_fault_unless_they_run_inside(share):
-    tests = "class Node: value = 3\nassert f(Node()) == 3"
-    with pytest.raises(DataError, match=r'passes the program a Node, which is not plain data(.|\n)*checks = "inside"'):
-        score(share, "def f(node): return node.value", tests)
+@pytest.mark.parametrize(
+    ("program", "tests", "passed"),
+    [
+        ("def f(node): return node.value", "class Node: value = 3\nassert f(Node()) == 3", "a Node"),
+        ("def memo(f): return f", "@memo\ndef square(x): return x * x\nassert square(3) == 9", "a function"),
+        ("def twice(f, x): return f(f(x))\ndef g(x): return x + 1", "assert twice(g, 1) == 3", "a function"),
+    ],
+)
+def test_what_cannot_leave_the_tests_is_the_rows_fault_unless_they_run_inside(share, program, tests, passed):
+    with pytest.raises(
+        DataError, match=rf'passes the program {passed}, which is not plain data(.|\n)*checks = "inside"'
+    ):
+        score(share, program, tests)
     inside = CodeReward(isolation="any", checks="inside")
-    assert score(inside, "def f(node): return node.value", tests).reward == 1.0
-    assert score(inside, "def f(node): return 4", tests).reward == 0.0
+    assert score(inside, program, tests).reward == 1.0
+
+
+def test_a_wrong_program_fails_inside():
+    inside = CodeReward(isolation="any", checks="inside")
+    assert score(inside, "def f(node): return 4", "class Node: value = 3\nassert f(Node()) == 3").reward == 0.0
+
+
+QUEUE = "class Queue:\n    def __init__(self, *given): self.given = given\n    def first(self): return self.given[0]"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert Queue(1, 2).first() == 1",
+        {"tests": ["assert check(Queue.first) == 1"], "setup": "def check(first): return first(Queue(1))"},
+        "try:\n    queue = 1\nexcept Queue:\n    queue = 2\nassert queue == 1",
+    ],
+)
+def test_rows_that_need_objects_of_the_program_are_refused_by_the_classs_name(share, tests):
+    with pytest.raises(DataError, match=r'class Queue, but its objects(.|\n)*Repair the row, or set checks = "inside"'):
+        score(share, QUEUE, tests)
+    prompt = Prompt(uid="p0", input_ids=np.array([1], dtype=np.int32), ground_truth=tests)
+    with pytest.raises(DataError, match="class Queue"):
+        asyncio.run(share.rehearse(prompt))
+    assert score(CodeReward(isolation="any", checks="inside"), QUEUE, tests).reward == 1.0
+
+
+def test_a_program_that_returns_an_object_fails_the_test_and_the_row_is_not_refused(share):
+    failed = score(
+        share, f"{QUEUE}\ndef f(x): return Queue(x)", "try:\n    f(1)\nexcept Exception: pass\nassert f(2) == 4"
+    )
+    assert failed.reward == 0.0
+    assert "a Queue, which is not plain data" in failed.extras["code_failure"]
 
 
 def test_tests_inside_are_announced_as_what_can_be_gamed():
@@ -313,22 +341,6 @@ def test_tests_inside_are_announced_as_what_can_be_gamed():
     with capture_logs() as logs:
         asyncio.run(reward.rehearse(prompt))
     assert "reward_can_be_gamed" in [entry["event"] for entry in logs]
-
-
-def test_a_program_may_call_what_a_test_hands_it_and_nothing_else():
-    questions, answers = os.pipe(), os.pipe()
-    peer = Peer(questions[0], answers[1], None)
-    peer._keep(len)
-    os.write(questions[1], b'["ask","getattr",0,[["str","__self__"]],{}]\n["value",["NoneType",null],[]]\n')
-    assert peer.ask("name", "f") is None
-    _, refused = os.read(answers[0], 1 << 16).splitlines()
-    assert json.loads(refused)[:2] == ["raised", ["AttributeError", "Exception", "BaseException", "object"]]
-    with pytest.raises(NotPlain):
-        peer._keep(object())
-    os.close(questions[1])
-    with pytest.raises(Broken, match="the program ended"):
-        peer.ask("name", "f")
-    assert Remote(peer, 3) != 3
 
 
 def test_all_cases_together_have_total_s():

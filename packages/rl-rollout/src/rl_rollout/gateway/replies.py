@@ -95,7 +95,10 @@ class ReplyReader:
             return ChatMessage(role="assistant", content="" if calls else shown, calls=calls)
         parsed = self._parsed(text if stop is None else shown, tools)
         if parsed.answer is not None:
-            return _message(parsed.answer, parsed.reasoning, parsed)
+            reasoning, start = parsed.reasoning, 0
+            if not reasoning and THOUGHT in parsed.answer and self._is_open(tail):
+                reasoning, start = split_reasoning(parsed.answer, is_open=True)
+            return _message(parsed.answer[start:], reasoning, parsed)
         reasoning, start = split_reasoning(shown, is_open=self._is_open(tail))
         end = len(shown) if parsed.calls_at is None or not parsed.calls else max(parsed.calls_at, start)
         return _message(shown[start:end], reasoning, parsed)

@@ -26,7 +26,7 @@ from rl_rollout.gateway.sampling import DecidedBy, decide
 from rl_rollout.gateway.sessions import Session, Sessions
 from rl_rollout.gateway.tree import Sample, TreePosition, digest_of
 from rl_rollout.prompts.tokenizer import PromptTokenizer
-from rl_rollout.tools.parsers import VLLM, parser_for
+from rl_rollout.tools.parsers import VLLM, is_of_vllm, parser_for
 
 log = structlog.get_logger(__name__)
 
@@ -80,7 +80,7 @@ class ServiceOptions:
         if self.reasoning_parser is None:
             return
         names = (self.reasoning_parser, self.tool_parser or VLLM)
-        if not all(name.startswith(VLLM) for name in names):
+        if not all(map(is_of_vllm, names)):
             raise SettingsError(
                 f'reasoning_parser must be "vllm:NAME", with tool_parser = None or "vllm:NAME"; found {names}.'
             )

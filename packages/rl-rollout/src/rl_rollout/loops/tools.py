@@ -21,7 +21,7 @@ from rl_rollout.rewards.protocol import RewardInput
 from rl_rollout.rewards.scorer import reward_input
 from rl_rollout.tools import CallOptions, ToolBox, ToolRunner, resolve_tools
 from rl_rollout.tools.mcp_options import McpServerOptions
-from rl_rollout.tools.parsers import VLLM, ParsedTurn, ToolParser, parser_for, resolve_parser
+from rl_rollout.tools.parsers import ParsedTurn, ToolParser, is_of_vllm, parser_for, resolve_parser
 from rl_rollout.tools.protocol import Tool, ToolCall, ToolResult
 from rl_rollout.user_errors import ends_the_run
 
@@ -36,8 +36,8 @@ class ToolsOptions:
     Attributes:
         tools: Registered names, or `path.py:function`.
         mcp_servers: MCP servers by name; the model gets all of their tools.
-        parser: Format of calls: hermes, qwen3_coder, gpt_oss, a name registered by another package, `path.py:Class`, or
-            "vllm:NAME" for one of vLLM's parsers, such as vllm:llama3_json and vllm:glm45.
+        parser: Format of calls: hermes, gpt_oss, a name registered by another package, `path.py:Class`, or "vllm:NAME"
+            for one of vLLM's parsers, such as vllm:llama3_json and vllm:glm45. qwen3_coder is vllm:qwen3_coder.
         calls: Options of call execution.
         max_calls_per_turn: Maximum number of calls per turn; further calls return an error.
         limits: Limits of a session.
@@ -73,8 +73,8 @@ class ToolsLoop(SessionLoop):
             SettingsError: A tool or the parser does not exist, or two tools have the same name.
         """
         self._options = options or ToolsOptions()
-        is_vllm = self._options.parser.startswith(VLLM)  # needs the tokenizer
-        self._parser: ToolParser | None = None if is_vllm else resolve_parser(self._options.parser)
+        parser = self._options.parser
+        self._parser: ToolParser | None = None if is_of_vllm(parser) else resolve_parser(parser)
         self._given = [] if toolbox is None else toolbox.tools()
         self._own = resolve_tools(self._options.tools)
         self._toolbox = ToolBox([*self._given, *self._own])

@@ -19,6 +19,7 @@ from rl_core.data import Json, Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import PositiveInt, settings_record
 from rl_core.registry import unknown_name
+from rl_rollout.rewards.code_runner import missing_names
 from rl_rollout.rewards.outputs import cut, preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.sandbox import ProgramRun, Sandbox, SandboxLimits, SandboxOptions
@@ -27,8 +28,7 @@ FORMS = (
     'a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, a text or a list of texts with '
     '`assert` statements, or {"tests": ..., "setup": "..."}, each also as JSON text'
 )
-
-
+OBJECTS_ADVICE = 'Repair the row, or set checks = "inside", which lets programs see their tests.'
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 StepKind = Literal["setup", "check", "between"]
 Case = tuple[str, str]
@@ -71,7 +71,7 @@ def read_tests(ground_truth: Json) -> tuple[list[Case], list[CodeStep]]:
         return [(_text(test["input"]), _text(test["output"])) for test in tests], []
     if not is_list or not all(isinstance(test, str) for test in tests):
         raise DataError(f"the ground truth of code must be {FORMS}; found {preview(ground_truth)}.")
-    steps = [CodeStep(kind="setup", source=setup)] if setup.strip() else []
+    steps = [CodeStep(kind="setup", source=setup)] if _statements(setup) else []
     steps += [step for test in tests for step in _steps(test)]
     if not any(step.kind == "check" for step in steps):
         raise DataError(
@@ -79,6 +79,20 @@ def read_tests(ground_truth: Json) -> tuple[list[Case], list[CodeStep]]:
             f"{preview(ground_truth)}."
         )
     return [], steps
+
+
+def class_of_program(tests: list[str]) -> str | None:
+    """Return the first class of the program that tests use; a class is a name in capitals such as `Solution`."""
+    names, _ = missing_names(tests)
+    for node in (node for test in tests for node in ast.walk(ast.parse(test))):
+        match node:
+            case (
+                ast.Call(func=ast.Name(id=name))
+                | ast.Attribute(value=ast.Name(id=name))
+                | ast.ExceptHandler(type=ast.Name(id=name))
+            ) if name in names and name[0].isupper() and (len(name) == 1 or not name.isupper()):
+                return name
+    return None
 
 
 def same_output(printed: str, expected: str, *, compare: Literal["lines", "tokens"]) -> bool:
@@ -106,12 +120,7 @@ def _parsed(ground_truth: Json) -> Json:
 
 def _steps(source: str) -> Iterable[CodeStep]:
     """Make each `assert` a check, and the statements between them steps; text without `assert` is one step."""
-    try:
-        statements = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DataError(
-            f"the ground truth's test is not Python ({error}): {preview(source)}. Repair the row."
-        ) from error
+    statements = _statements(source)
     if not statements:
         raise DataError("the ground truth's test is empty. Repair the row.")
     if not any(isinstance(statement, ast.Assert) for statement in statements):
@@ -120,6 +129,15 @@ def _steps(source: str) -> Iterable[CodeStep]:
     for statement in statements:
         kind: StepKind = "setup" if _only_defines(statement) else "between"
         yield CodeStep(kind="check" if isinstance(statement, ast.Assert) else kind, source=ast.unparse(statement))
+
+
+def _statements(source: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(
+            f"the ground truth's test is not Python ({error}): {preview(source)}. Repair the row."
+        ) from error
 
 
 def _only_defines(statement: ast.stmt) -> bool:
@@ -143,7 +161,6 @@ log = structlog.get_logger(__name__)
 
 FENCE = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[ \t]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON_NAMES = ("", "python", "py", "python3")
-RUNNER, PEER = "code_runner.py", "code_peer.py"
 
 
 class StepOutcome(NamedTuple):
@@ -163,9 +180,8 @@ class CodeReward:
     """1 if the response's program passes all of the row's tests, else 0; or the share of tests that it passes.
 
     The ground truth is a list of {"input", "output"}: the program runs once for each, and its output is compared
-    outside the sandbox. Or it is text with `assert` statements, which run in a process that the program cannot inspect;
-    functions that they call run in the program's process and return plain data. The program is the last fenced block of
-    Python.
+    outside the sandbox. Or it is text with `assert` statements, which run in a process that the program cannot inspect,
+    and call the program's functions with plain data. The program is the last fenced block of Python.
 
     Components: `passed`, the share of tests passed (mode "all" stops at the first case that fails); `timed_out`, the
     share that ran out of time; `has_code`. The extras contain the first reason. A broken sandbox is a failure; a broken
@@ -175,7 +191,7 @@ class CodeReward:
         mode: "all" gives 1 if every test passes, "share" gives the share.
         compare: How outputs are compared: "lines" ignores spaces at line ends, "tokens" all differences in spaces.
         checks: "outside" runs assertions in a separate process. "inside" runs them in the program's process, for rows
-            whose assertions pass it more than plain data; a program can then search its interpreter and make them pass.
+            that use its classes or pass it objects; a program can then search its interpreter and make them pass.
         total_s: Maximum seconds for all tests of a response; later tests count as timed out. Keep it below the scorer's
             timeout_s.
         limits: Limits of each run, by field of SandboxLimits.
@@ -233,7 +249,7 @@ class CodeReward:
                 "reward_can_be_gamed", reward="code", checks="inside", reason="programs can see their assertions"
             )
         await self.sandbox.start()
-        read_tests(prompt.ground_truth)
+        self._tests(prompt.ground_truth)
 
     async def __call__(self, given: RewardInput) -> RewardResult:
         """Score one response.
@@ -242,7 +258,7 @@ class CodeReward:
             DataError: The row has no valid tests.
             RoleError: The sandbox failed.
         """
-        cases, steps = read_tests(given.ground_truth)
+        cases, steps = self._tests(given.ground_truth)
         num_tests = len(cases) + sum(step.kind == "check" for step in steps)
         program = program_of(given.final_text, needs_fence=self.needs_fence)
         if program is None:
@@ -258,6 +274,15 @@ class CodeReward:
             components={"passed": passed, "timed_out": timed_out, "has_code": float(program is not None)},
             extras={"code_failure": failure} if failure else {},
         )
+
+    def _tests(self, ground_truth: Json) -> tuple[list[Case], list[CodeStep]]:
+        cases, steps = read_tests(ground_truth)
+        if self.checks == "outside" and (name := class_of_program([step.source for step in steps])):
+            raise DataError(
+                f"the ground truth's tests use the program's class {name}, but its objects cannot leave its process: "
+                f"tests can only call functions with plain data. {OBJECTS_ADVICE}"
+            )
+        return cases, steps
 
     async def _run_cases(self, program: str, cases: Sequence[Case]) -> list[StepOutcome]:
         outcomes: list[StepOutcome] = []
@@ -285,7 +310,8 @@ class CodeReward:
             {"word": word, "steps": [step.source for step in steps]},
         )
         stdin = b"".join(len(part).to_bytes(8, "little") + part for part in (json.dumps(p).encode() for p in parts))
-        run = await self.sandbox.run(_source(RUNNER), stdin=stdin, files={PEER: _source(PEER)}, wall_s=self.total_s)
+        runner = files("rl_rollout.rewards").joinpath("code_runner.py").read_text(encoding="utf-8")
+        run = await self.sandbox.run(runner, stdin=stdin, wall_s=self.total_s)
         results: dict[Any, tuple[str, str]] = dict(_results(run.stdout, word))
         ended = results.get("load", ("passed", ""))
         if ended[0] == "passed":
@@ -293,11 +319,8 @@ class CodeReward:
         outcomes = []
         for number, step in enumerate(steps):
             kind, reason = results.get(number, ended)
-            if kind == "not_plain" and self.checks == "outside":
-                raise DataError(
-                    f"a test passes the program {reason}, which is not plain data: {preview(step.source)}. Repair the "
-                    'row, or set checks = "inside", which lets programs see their tests.'
-                )
+            if kind == "not_plain":
+                raise DataError(f"a test passes the program {reason}: {preview(step.source)}. {OBJECTS_ADVICE}")
             if step.kind == "check" or (step.kind == "between" and kind != "passed"):
                 failure = "" if kind == "passed" else cut(f"{step.source}: {reason}", max_characters=300)
                 outcomes.append(StepOutcome(failure, is_timed_out=kind == "ended" and is_timed_out(run)))
@@ -324,10 +347,6 @@ def describe_run(run: ProgramRun) -> str:
         f"ended with exit code {run.exit_code}" if run.ended == "exited" else f"was killed at its limit on {run.ended}"
     )
     return cut(f"the program {how}{''.join(f': {line}' for line in last)}", max_characters=300)
-
-
-def _source(name: str) -> str:
-    return files("rl_rollout.rewards").joinpath(name).read_text(encoding="utf-8")
 
 
 def _results(stdout: bytes, word: str) -> Iterable[tuple[Any, tuple[str, str]]]:

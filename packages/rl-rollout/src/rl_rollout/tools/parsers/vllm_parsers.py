@@ -1,5 +1,6 @@
 """vLLM's parsers of tool calls and reasoning, for model formats that this package does not parse itself."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ except ImportError as error:
 
 log = structlog.get_logger(__name__)
 MAX_TOOLSETS = 64
+CALL_MARK = re.compile("</?tool_call>")
 
 
 class VLLMParser:
@@ -49,6 +51,8 @@ class VLLMParser:
         self._known: dict[tuple[str, ...], tuple[Any, ChatCompletionRequest]] = {}
         if calls is not None:
             _require(calls, ToolParserManager.list_registered(), option="tool_parser")
+            if calls == "openai":
+                raise SettingsError('tool_parser: vLLM reads calls of gpt-oss in tokens only. Use "gpt_oss".')
             self._try("tool_parser", calls, lambda: self._parser({"try": {"type": "object"}})[0])
         if reasoning is not None:
             _require(reasoning, ReasoningParserManager.list_registered(), option="reasoning_parser")
@@ -67,25 +71,28 @@ class VLLMParser:
 
     def _parse(self, text: str, parameters: Mapping[str, Mapping[str, Json]]) -> ParsedTurn:
         parser, request = self._parser(parameters)
-        reasoning, content = None, text
+        reasoning, before, content = None, "", text
         if self._reasoning is not None:
             reasoning, rest = self._reasoning.extract_reasoning(text, request)
             content = rest or ""
         elif text.lstrip().startswith(THINKING):
             thought, _, content = text.partition(THOUGHT)
             reasoning = thought.lstrip().removeprefix(THINKING).strip()
+        else:
+            before, content = _after_opened_thinking(text)
         if parser is None:
-            return ParsedTurn(answer=content, reasoning=reasoning or "")
+            return ParsedTurn(answer=before + content, reasoning=reasoning or "")
+        parser.skip_reasoning_parsing = True  # in its content, marks of thinking are text
         found = parser.extract_tool_calls(content, request)
         calls = tuple(read_arguments(one.function.arguments, name=one.function.name) for one in found.tool_calls)
-        return ParsedTurn(calls=calls, answer=found.content or "", reasoning=reasoning or "")
+        return ParsedTurn(calls=calls, answer=before + (found.content or ""), reasoning=reasoning or "")
 
     def _parser(self, parameters: Mapping[str, Mapping[str, Json]]) -> tuple[Any, ChatCompletionRequest]:
         """Return the call parser for some tools, or None without tools, and the request to pass to it."""
         key = tuple(f"{name} {schema}" for name, schema in parameters.items())
         if key not in self._known:
             tools = [
-                {"type": "function", "function": {"name": name, "parameters": dict(schema)}}
+                {"type": "function", "function": {"name": name, "parameters": _with_types(schema)}}
                 for name, schema in parameters.items()
             ]
             given = {"tools": tools} if tools else {}
@@ -94,7 +101,11 @@ class VLLMParser:
             parser_class = ToolParserManager.get_tool_parser(self._calls) if has_calls else None
             if len(self._known) >= MAX_TOOLSETS:
                 self._known.clear()
-            self._known[key] = parser_class and parser_class(self._tokenizer, request.tools), request
+            parser = parser_class and parser_class(self._tokenizer, request.tools)
+            engine = getattr(parser, "_parser_engine", None)
+            if engine is not None:  # it reads whole turns; arguments for a stream cost it cubic time
+                engine._stream_arg_deltas = False
+            self._known[key] = parser, request
         return self._known[key]
 
     @staticmethod
@@ -103,6 +114,31 @@ class VLLMParser:
             return make()
         except Exception as error:
             raise SettingsError(f"{option}: vLLM's parser {name!r} refuses this tokenizer: {error}") from error
+
+
+def _after_opened_thinking(text: str) -> tuple[str, str]:
+    """Split a turn after the thinking that its prompt opened; a `</think>` inside a call is an argument."""
+    thought, closing, rest = text.partition(THOUGHT)
+    next_mark = CALL_MARK.search(rest)
+    is_argument = thought.rfind("<tool_call>") > thought.rfind("</tool_call>") and next_mark and "/" in next_mark[0]
+    return (thought + closing, rest) if closing and not is_argument else ("", text)
+
+
+def _with_types(schema: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a tool's schema with the types of what its parameters refer to: vLLM does not follow a `$ref`."""
+    targets, properties = schema.get("$defs"), schema.get("properties")
+    if not isinstance(targets, Mapping) or not isinstance(properties, Mapping):
+        return dict(schema)
+
+    def typed(part: Json) -> Json:
+        if not isinstance(part, Mapping):
+            return part
+        target = targets.get(str(part.get("$ref")).removeprefix("#/$defs/"))
+        found = {key: target[key] for key in ("type", "enum") if key in target} if isinstance(target, Mapping) else {}
+        unions = {key: part[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(part.get(key), list)}
+        return {**part, **found, **{key: list(map(typed, parts)) for key, parts in unions.items()}}
+
+    return {**schema, "properties": {name: typed(part) for name, part in properties.items()}}
 
 
 def _require(name: str, known: Sequence[str], *, option: str) -> None:
