@@ -11,7 +11,7 @@ from rl_core.data.records import Prompt
 from rl_core.errors import DataError
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal.schema import SEGMENTS
+from rl_core.queue.journal.records import SEGMENTS
 from rl_core.queue.messages import Reply, Request, Unpin
 from rl_core.queue.payload import HeldRows
 from rl_core.queue.prompts import check_prompt, encode_prompt
