@@ -10,14 +10,13 @@ from typing import Any, NoReturn
 from rl_core.data.records import Prompt
 from rl_core.errors import DataError
 from rl_core.queue.client import TransferQueue
-from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.interface import QueueOptions, TaskSpec, checked_options
 from rl_core.queue.journal.records import SEGMENTS
 from rl_core.queue.messages import Reply, Request, Unpin
 from rl_core.queue.payload import HeldRows
 from rl_core.queue.prompts import check_prompt, encode_prompt
 from rl_core.queue.service import QueueService
 from rl_core.queue.shared_memory.slots import SlotPool, SlotRows
-from rl_core.queue.tasks import checked_options
 
 CLIENT = "this process"
 
