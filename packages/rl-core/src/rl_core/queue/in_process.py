@@ -12,9 +12,8 @@ from rl_core.errors import DataError
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec, checked_options
 from rl_core.queue.journal.records import SEGMENTS
-from rl_core.queue.messages import Reply, Request, Unpin
+from rl_core.queue.messages import Reply, Request, Unpin, check_prompt, encode_prompt
 from rl_core.queue.payload import HeldRows
-from rl_core.queue.prompts import check_prompt, encode_prompt
 from rl_core.queue.service import QueueService
 from rl_core.queue.shared_memory.slots import SlotPool, SlotRows
 

@@ -38,7 +38,7 @@ from rl_core.queue.journal.records import (
     readable,
     with_checksum,
 )
-from rl_core.queue.prompts import encode_prompt
+from rl_core.queue.messages import encode_prompt
 
 EPOCH_LEASES = 1 << 40
 """Range of lease and segment numbers for one server process; the next server uses the next range."""
