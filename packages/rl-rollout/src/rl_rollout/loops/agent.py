@@ -18,8 +18,7 @@ from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generatio
 from rl_rollout.gateway import Gateway, Session
 from rl_rollout.loops.agent_options import AgentOptions
 from rl_rollout.loops.agent_program import AgentProgram, describe_run
-from rl_rollout.loops.agent_task import AgentOutcome, AgentTask
-from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
+from rl_rollout.loops.protocol import AgentOutcome, AgentTask, LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import read_output
