@@ -24,9 +24,7 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import read_output
 from rl_rollout.rewards.protocol import AgentRun, RewardInput, RewardResult
 from rl_rollout.rewards.scorer import Scored, function_name, reward_input
-from rl_rollout.tools.user_calls import outcome_within
-from rl_rollout.user_errors import describe_raised, ends_the_run
-from rl_rollout.user_files import find_in
+from rl_rollout.user_code import describe_raised, ends_the_run, find_in, outcome_within
 
 AGENTS: Registry[Any] = Registry("agent", {}, group="rl_rollout.agents")
 

@@ -16,7 +16,7 @@ from rl_rollout.rewards.answers import opens_thinking
 from rl_rollout.rewards.outputs import preview_error
 from rl_rollout.rewards.protocol import AgentRun, RewardResult
 from rl_rollout.rewards.scorer import RewardScorer
-from rl_rollout.user_errors import describe_raised, ends_the_run
+from rl_rollout.user_code import describe_raised, ends_the_run
 
 SEED_BITS = 52
 """Seeds are below 2**52, so that seed + i is exact in JSON, int64 and double."""
