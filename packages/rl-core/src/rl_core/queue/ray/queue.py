@@ -19,7 +19,7 @@ from rl_core.errors import DeadlineError, JournalError, NotReadyError, RLError, 
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec, checked_options
 from rl_core.queue.messages import Ack, Leased, Put, Reply, Request, as_retry, decode_reply
-from rl_core.queue.payload import Prepared, prepare_segment
+from rl_core.queue.rows import Prepared, prepare_segment
 from rl_core.queue.shared_memory.scratch import Scratches
 
 GRACE_S = 20.0
