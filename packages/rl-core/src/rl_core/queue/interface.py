@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 from annotated_types import Gt, Lt
 
@@ -36,6 +36,7 @@ ROLLOUT_COLUMNS = frozenset(
 """
 
 PromptState = Literal["issued", "settled", "done", "dropped"]
+STATES: tuple[PromptState, ...] = get_args(PromptState)
 
 
 @settings_record

@@ -13,12 +13,11 @@ import msgspec
 
 from rl_core.errors import JournalError
 from rl_core.queue.group import QueuedGroup
-from rl_core.queue.interface import TaskSpec
+from rl_core.queue.interface import STATES, TaskSpec
 from rl_core.queue.journal.database import Recovery, translated
 from rl_core.queue.journal.records import DATABASE, FORMAT_VERSION, check_database, read_journal, read_meta, readable
 from rl_core.terminal_text import bytes_text, printable, table_lines
 
-STATES = ("issued", "settled", "done", "dropped")
 COLUMNS = (
     "uid",
     "state",
