@@ -29,8 +29,6 @@ ERASE_LINE = "\r\x1b[K"
 
 EPILOG = "Exit status: 0; 1 if something is broken; 2 if the command cannot run as requested."
 DIRECTORY = "a local folder, or a URL supported by fsspec, such as s3://bucket/rollouts"
-JSON = "print one JSON object"
-BROKEN = "read every entry completely, and remove broken entries and the files set aside in broken/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,13 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _list(arguments: argparse.Namespace) -> int:
+def list_cache(arguments: argparse.Namespace) -> int:
+    """List entries.
+
+    Lists entries from their descriptions and file sizes, without reading arrays.
+    Broken entries are listed with path and reason, and do not change the exit status.
+
+    Examples:
+      rl-rollout cache ls skip-cache
+      rl-rollout cache ls s3://bucket/rollouts --json
+    """
     listing = list_entries(open_store(arguments.directory), arguments.directory)
     write_out(_as_json(listing) if arguments.json else listing_text(listing))
     return 0
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def verify_cache(arguments: argparse.Namespace) -> int:
+    """Verify the checksums of entries.
+
+    Reads entries completely and verifies every checksum. Changes nothing.
+
+    Examples:
+      rl-rollout cache verify skip-cache
+      rl-rollout cache verify skip-cache train-00000007-0000 8 9
+    """
     directory = arguments.directory
     store = open_store(directory)
     chosen = choose_entries(store, directory, arguments.entries) if arguments.entries else store.entries()
@@ -88,7 +103,19 @@ def _verify(arguments: argparse.Namespace) -> int:
     return FOUND if num_broken else 0
 
 
-def _prune(arguments: argparse.Namespace) -> int:
+def prune_cache(arguments: argparse.Namespace) -> int:
+    """Remove old, broken or named entries.
+
+    Removes leftovers of dead writers, then the named entries. --broken also removes broken entries, which
+    reads all entries. --max-bytes then removes set-aside files and the oldest entries down to SIZE. An entry is
+    removed completely, even while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi, Gi, Ti
+    of 1024.
+
+    Examples:
+      rl-rollout cache prune skip-cache --max-bytes 50G --dry-run
+      rl-rollout cache prune skip-cache --broken
+      rl-rollout cache prune skip-cache train-00000007-0000 8
+    """
     directory, is_dry_run = arguments.directory, arguments.dry_run
     if arguments.max_bytes is None and not arguments.broken and not arguments.entries:
         _complain("prune needs --max-bytes SIZE, --broken or an ENTRY to select what to remove.")
@@ -148,65 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=describe_version("rl-rollout"))
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     _add_gateway(parts)
-    cache = parts.add_parser(
-        "cache",
-        help="inspect skip caches: stored rollouts that runs replay",
-        description="Inspect a skip cache, the directory set as rollout_cache.directory; safe while runs use it.",
-        epilog=EPILOG,
-    )
-    verbs = cache.add_subparsers(dest="verb", required=True, metavar="VERB")
-    _add_ls(verbs)
-    _add_verify(verbs)
-    _add_prune(verbs)
+    _add_cache(parts)
     return parser
-
-
-def _add_verb(verbs: Any, name: str, *, run: Callable[[argparse.Namespace], int], texts: tuple[str, str, str]) -> Any:
-    """Add a verb with its help, description and examples."""
-    summary, description, examples = texts
-    shown = "\n".join(f"  rl-rollout cache {name} {example}" for example in examples.split("\n"))
-    verb: argparse.ArgumentParser = verbs.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=f"examples:\n{shown}\n\n{EPILOG}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.set_defaults(run=run)
-    verb.add_argument("directory", metavar="DIR", help=DIRECTORY)
-    verb.add_argument("--json", action="store_true", help=JSON)
-    return verb
-
-
-def _add_ls(verbs: Any) -> None:
-    description = (
-        "Lists entries from their descriptions and file sizes, without reading arrays.\n"
-        "Broken entries are listed with path and reason, and do not change the exit status."
-    )
-    texts = "list entries", description, "skip-cache\ns3://bucket/rollouts --json"
-    _add_verb(verbs, "ls", run=_list, texts=texts)
-
-
-def _add_verify(verbs: Any) -> None:
-    description = "Reads entries completely and verifies every checksum. Changes nothing."
-    examples = "skip-cache\nskip-cache train-00000007-0000 8 9"
-    verb = _add_verb(verbs, "verify", run=_verify, texts=("verify the checksums of entries", description, examples))
-    verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps (default: all)")
-
-
-def _add_prune(verbs: Any) -> None:
-    description = (
-        "Removes leftovers of dead writers, then the named entries. --broken also removes broken entries, which\n"
-        "reads all entries. --max-bytes then removes set-aside files and the oldest entries down to SIZE. An entry is\n"
-        "removed completely, even while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi, Gi, Ti\n"
-        "of 1024."
-    )
-    examples = "skip-cache --max-bytes 50G --dry-run\nskip-cache --broken\nskip-cache train-00000007-0000 8"
-    verb = _add_verb(verbs, "prune", run=_prune, texts=("remove old, broken or named entries", description, examples))
-    verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps of entries to remove")
-    verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="maximum total size after pruning")
-    verb.add_argument("--broken", action="store_true", help=BROKEN)
-    verb.add_argument("--dry-run", action="store_true", help="list what would be removed; change nothing")
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -305,6 +275,30 @@ def _add_gateway(parts: Any) -> None:
     for verb in (listing, export):
         verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder set with `rl-rollout serve --sessions`")
     export.add_argument("--to", type=Path, required=True, metavar="FILE", help="output file, .jsonl or .parquet")
+
+
+def _add_cache(parts: Any) -> None:
+    """Add the commands of skip caches."""
+    cache = parts.add_parser(
+        "cache",
+        help="inspect skip caches: stored rollouts that runs replay",
+        description="Inspect a skip cache, the directory set as rollout_cache.directory; safe while runs use it.",
+        epilog=EPILOG,
+    )
+    verbs = cache.add_subparsers(dest="verb", required=True, metavar="VERB")
+    listing = _command(verbs, "ls", list_cache)
+    verify = _command(verbs, "verify", verify_cache)
+    prune = _command(verbs, "prune", prune_cache)
+    for verb in (listing, verify, prune):
+        verb.epilog = EPILOG
+        verb.add_argument("directory", metavar="DIR", help=DIRECTORY)
+        verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verify.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps (default: all)")
+    prune.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps of entries to remove")
+    prune.add_argument("--max-bytes", type=_size, metavar="SIZE", help="maximum total size after pruning")
+    broken = "read every entry completely, and remove broken entries and the files set aside in broken/"
+    prune.add_argument("--broken", action="store_true", help=broken)
+    prune.add_argument("--dry-run", action="store_true", help="list what would be removed; change nothing")
 
 
 def _command(parts: Any, name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
