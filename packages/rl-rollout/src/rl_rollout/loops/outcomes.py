@@ -1,4 +1,4 @@
-"""Joins a session's tokens to trajectories, and checks what loops return: an invalid session fails alone."""
+"""Joins a session's tokens to trajectories, and checks what loops return. An invalid session fails only itself."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
